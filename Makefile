@@ -1,0 +1,35 @@
+# Everything happens in .venv: no activation, no set-up beyond python3.11+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: venv run check fix test test-full clean
+
+venv: .venv/.installed
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,build,dev]'
+	touch $@
+
+run: venv  ## build engines/tiny_n3 and stream text through it
+	$(BIN)/mtpbuild build --model deepseek-tiny --nextn 3
+	$(BIN)/mtpbuild run --engine engines/tiny_n3 --prompt "def fibonacci(n):" --max-tokens 128
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy .typing/mtpbuild tests tools benchmarks examples
+
+fix: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: venv  ## the suite, under 10 minutes on 2 cores
+	$(BIN)/pytest -n 2 --dist loadgroup -m "not full"
+
+test-full: venv  ## and the larger matrix
+	$(BIN)/pytest -n 2 --dist loadgroup
+
+clean:
+	rm -rf .venv engines/*_n* build dist *.egg-info

@@ -1,0 +1,125 @@
+"""The `mtpbuild` command: each command parses, calls one function and prints."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtpbuild.runtime.cli import error_line, inspect, run
+from mtpbuild.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages
+
+app = typer.Typer(
+    name="mtpbuild",
+    help="Build and run multi-token-prediction engines for DeepSeek-V3/R1-class models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run)
+app.command("inspect")(inspect)
+
+
+@app.command("build")
+@error_line
+def build(
+    model: Annotated[str, typer.Option(help="Recipe name or checkpoint folder.")],
+    nextn: Annotated[
+        str | None,
+        typer.Option(help="Draft tokens per step, 0..15; several: 0,1,2,3. Default: the model's."),
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(help="mtp-eagle or mtp-vanilla.")] = None,
+    max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 1,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Prompt and output tokens of a request together.")
+    ] = None,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill call.")] = 256,
+    target: Annotated[str, typer.Option(help="What to compile for.")] = "onnxruntime",
+    out: Annotated[
+        Path | None, typer.Option(help="Engine directory; with several nextn, their parent.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option(help="Rebuild, and replace another model's engine.")
+    ] = False,
+) -> None:
+    """Build one engine directory per nextn."""
+    from mtpbuild.builder.pipeline import BuildRequest
+
+    if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
+        raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
+    request = BuildRequest(
+        model=model,
+        nextn=None if nextn is None else parse_numbers("--nextn", nextn),
+        drafter=drafter,  # type: ignore[arg-type]
+        max_batch=max_batch,
+        max_seq_len=max_seq_len,
+        prefill_chunk=prefill_chunk,
+        target=target,
+        out=out,
+        force=force,
+    )
+    engines, stages = build_with_progress(request)
+    print_report(engines, stages)
+
+
+@app.command("recipes")
+@error_line
+def recipes() -> None:
+    """List what can be built by name."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from mtpbuild.builder.recipe import load_recipes
+
+    table = Table("model", "engine", "description")
+    for recipe in load_recipes():
+        table.add_row(recipe.name, f"engines/{recipe.engine}_n<nextn>", recipe.description)
+    Console().print(table)
+
+
+def parse_numbers(flag: str, text: str) -> tuple[int, ...]:
+    """`0,1,2,3` -> (0, 1, 2, 3)."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{flag} {text!r} is not a list of numbers such as 0,1,2,3") from None
+
+
+def build_with_progress(request: "BuildRequest") -> tuple[list["BuiltEngine"], "Stages"]:
+    """Build, naming the current stage on a terminal's error output."""
+    from rich.console import Console
+
+    from mtpbuild.builder.pipeline import Stages, build
+
+    with Console(stderr=True).status("reading the checkpoint") as status:
+        stages = Stages(watch=lambda stage: status.update(stage))
+        return build(request, stages), stages
+
+
+def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
+    """Engines with their sizes, then the stages with their times and the peak memory."""
+    import resource
+
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("engine", "nextn", "drafter", "files", "size", "status")
+    for engine in engines:
+        manifest, build = engine.manifest, engine.manifest.build
+        size = sum(file.size for file in manifest.files.values())
+        table.add_row(
+            str(engine.folder),
+            str(build.nextn),
+            build.drafter or "-",
+            str(len(manifest.files) + 1),
+            f"{size / 1e6:.1f} MB",
+            "unchanged" if engine.unchanged else "built",
+        )
+    console.print(table)
+    if stages.seconds:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
+        console.print(f"{times}; peak memory {peak:.0f} MiB", highlight=False)

@@ -1,0 +1,83 @@
+"""The heavy half of the pipeline, imported when there is something to build: it needs torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtpbuild.builder import package
+from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_weights
+from mtpbuild.builder.generation import GenerationIds
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.model.weights import Weight
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program import Program, make_programs
+from mtpbuild.builder.trace import trace
+from mtpbuild.builder.weights_file import WEIGHTS, Placed, write_weights
+from mtpbuild.runtime.manifest import ModelInfo, hash_file
+
+__all__ = ["ModelSource", "load_model", "trace"]
+
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    places: dict[str, Placed]
+    hashes: dict[str, str]
+
+
+@dataclass
+class ModelSource:
+    """A checked checkpoint. Its weights go to disk one by one; graphs are traced without them."""
+
+    name: str
+    folder: Path
+    config: ModelConfig
+    ids: GenerationIds
+    checkpoint: Checkpoint = field(init=False)
+    table: list[Weight] = field(init=False)
+    model: DeepseekV3 = field(init=False)
+    weights: WrittenWeights | None = None
+
+    def __post_init__(self) -> None:
+        self.checkpoint = open_checkpoint(self.folder)
+        self.table = self.checkpoint.check(self.config)
+        self.model = DeepseekV3(self.config)  # uninitialised: its memory is never touched
+
+    def write_weights(self, folder: Path, siblings: Path) -> WrittenWeights:
+        """folder/weights.safetensors; a hard link where a sibling engine has the same one."""
+        path = folder / WEIGHTS
+        done = self.weights
+        if done is not None and package.share_file(path, done.hashes[WEIGHTS], siblings):
+            return done
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        shapes = {weight.name: shapes[weight.name] for weight in self.table}
+        places = write_weights(path, shapes, stream_weights(self.checkpoint, self.table))
+        digest = hash_file(path)
+        package.share_file(path, digest, siblings)
+        self.weights = WrittenWeights(places, {WEIGHTS: digest})
+        return self.weights
+
+    def programs(self, plan: Plan) -> tuple[Program, Program]:
+        return make_programs(plan, self.model)
+
+    def info(self) -> ModelInfo:
+        c = self.config
+        return ModelInfo(
+            name=self.name,
+            architecture="DeepseekV3ForCausalLM",
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            vocab_size=c.vocab_size,
+            num_hidden_layers=c.num_hidden_layers,
+            num_nextn_predict_layers=c.num_nextn_predict_layers,
+            max_position_embeddings=c.max_position_embeddings,
+            bos_token_id=self.ids.bos,
+            eos_token_ids=self.ids.eos,
+        )
+
+
+def load_model(folder: Path, config: ModelConfig) -> DeepseekV3:
+    """The program's model with its weights in memory, for running it eagerly."""
+    checkpoint = open_checkpoint(folder)
+    weights = dict(stream_weights(checkpoint, checkpoint.check(config)))
+    model = DeepseekV3(config)
+    model.load_state_dict(weights, assign=True)
+    return model.eval()

@@ -1,0 +1,55 @@
+"""One hash over everything that a build reads: equal hash, same engine."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from mtpbuild.builder.package import SIDE_FILES
+from mtpbuild.builder.plan import Plan
+from mtpbuild.runtime.manifest import HASH_LIMIT, hash_file
+
+PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
+
+
+def fingerprint(folder: Path, plan: Plan, target: str) -> str:
+    """sha256 of checkpoint, plan, target, our own sources and the compilers' versions."""
+    inputs = {
+        "checkpoint": {p.name: _identity(p) for p in _checkpoint_files(folder)},
+        "plan": asdict(plan),
+        "target": target,
+        "sources": _sources(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+
+
+def _checkpoint_files(folder: Path) -> list[Path]:
+    names = {*SIDE_FILES, "config.json"}
+    return sorted(
+        p for p in folder.iterdir() if p.name in names or ".safetensors" in p.name
+    )
+
+
+def _identity(path: Path) -> str:
+    stat = path.stat()
+    if stat.st_size > HASH_LIMIT:  # reading a shard of R1 for this would take longer than it saves
+        return f"{stat.st_size} {stat.st_mtime_ns}"
+    return hash_file(path)
+
+
+def _sources() -> str:
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for package in ("builder", "plugins"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"

@@ -1,0 +1,68 @@
+"""DeepSeek-V3 with its MTP modules, as the step program calls it."""
+
+import torch
+from torch import Tensor, nn
+
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.layers import DecoderLayer, RMSNorm, Rope, Rows, parameter
+
+
+class MTPModule(DecoderLayer):
+    """One MTP module: `model.layers.{L+j}` of the checkpoint (spec/deepseek-v3.md section 3)."""
+
+    def __init__(self, c: ModelConfig, layer: int) -> None:
+        super().__init__(c, layer)
+        self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.eh_proj = parameter(2 * c.hidden_size, c.hidden_size)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
+
+    def join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
+        """Emb(t_{p+k}) and the hidden of slot p, both normed; the embedding's half comes first."""
+        return torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1) @ self.eh_proj
+
+    def norm(self, x: Tensor) -> Tensor:
+        """What the head reads, and what the next module or draft step is given."""
+        return self.shared_head["norm"](x)
+
+
+class DeepseekV3(nn.Module):
+    """Main model and MTP modules; embedding and head are shared by all."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        L, D = c.num_hidden_layers, c.num_nextn_predict_layers
+        self.config = c
+        self.embed_tokens = parameter(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(L))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mtp = nn.ModuleList(MTPModule(c, L + j) for j in range(D))
+        self.lm_head = parameter(c.hidden_size, c.vocab_size)
+        self.rope = Rope(c)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.embed_tokens)
+
+    def forward(
+        self, tokens: Tensor, caches: list[Tensor], rows: Rows
+    ) -> tuple[Tensor, list[Tensor]]:
+        """tokens [B, T] -> hidden states after the final norm [B, T, E], and the updated caches."""
+        x, updated = self.embed(tokens), list[Tensor]()
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, cache = layer(x, cache, rows)
+            updated.append(cache)
+        return self.norm(x), updated
+
+    def fill(self, tokens: Tensor, caches: list[Tensor], rows: Rows) -> list[Tensor]:
+        """Only the caches, for an engine without drafts."""
+        x, updated = self.embed(tokens), list[Tensor]()
+        for layer, cache in zip(self.layers[:-1], caches[:-1], strict=True):
+            x, cache = layer(x, cache, rows)
+            updated.append(cache)
+        last = self.layers[-1]
+        assert isinstance(last, DecoderLayer)
+        return [*updated, last.fill(x, caches[-1], rows)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32: bf16 logits tie."""
+        return (hidden @ self.lm_head).float()

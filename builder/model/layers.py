@@ -1,0 +1,248 @@
+"""DeepSeek-V3's blocks as a step sees them: absorbed attention, latent caches, weights [in, out].
+
+Shapes: B slots, T tokens, E hidden size, H heads, S cache rows, C = kv_lora_rank + rope dim.
+`builder/reference.py` is the plain counterpart; `weights.py` says where each parameter comes from.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.rope import inverse_frequencies, softmax_scale, table_scale
+from mtpbuild.plugins import kv_write, mla_attention, rope
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a pass's tokens stand: their angles, and which cache rows they see and fill."""
+
+    cos: Tensor  # [B, T, qk_rope_head_dim / 2]
+    sin: Tensor
+    base: Tensor  # [B] rows before it are seen by all tokens; fresh rows are written from it on
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = parameter(size), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Rope(nn.Module):
+    """Angles from positions; computed, not looked up, so no table bounds the sequence."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.scale = table_scale(c.rope)
+        frequencies = inverse_frequencies(c.rope, c.qk_rope_head_dim)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.inv_freq: Tensor
+
+    def forward(self, start: Tensor, tokens: int, base: Tensor | None = None) -> Rows:
+        """Tokens at positions start .. start + tokens - 1 of each slot; base defaults to start."""
+        positions = start[:, None] + torch.arange(tokens, device=start.device)
+        angles = positions[..., None].float() * self.inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
+        return Rows(cos, sin, start if base is None else base)
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention, absorbed (spec/deepseek-v3.md section 2.2)."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        H, n, R = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
+        self.config, self.scale = c, softmax_scale(c)
+        queries = H * (n + R)
+        if c.q_lora_rank is None:
+            self.qkv_a_proj = parameter(c.hidden_size, queries + c.cache_dim)
+        else:
+            self.qkv_a_proj = parameter(c.hidden_size, c.q_lora_rank + c.cache_dim)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
+            self.q_b_proj = parameter(c.q_lora_rank, queries)  # all heads' nope, then all heads' pe
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.rms_norm_eps)
+        self.w_uk = parameter(H, n, c.kv_lora_rank)
+        self.w_uv = parameter(H, c.kv_lora_rank, c.v_head_dim)
+        self.o_proj = parameter(H * c.v_head_dim, c.hidden_size)
+
+    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """x [B, T, E] -> query input [B, T, ..], and cache rows [B, 1, T, C] (latent, key)."""
+        c = self.config
+        a = x @ self.qkv_a_proj
+        width = a.shape[-1] - c.cache_dim
+        q, latent, k_pe = a.split([width, c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        k_pe = rope(k_pe, rows.cos, rows.sin, 1, c.rope_interleave)
+        return q, torch.cat([self.kv_a_layernorm(latent), k_pe], dim=-1)[:, None]
+
+    def queries(self, q: Tensor, rows: Rows) -> Tensor:
+        """-> [B, H, T, C]: each head's query in the latent space, and its rotary part."""
+        c, (B, T, _) = self.config, q.shape
+        if c.q_lora_rank is not None:
+            q = self.q_a_layernorm(q) @ self.q_b_proj
+        H = c.num_attention_heads
+        q_nope, q_pe = q.split([H * c.qk_nope_head_dim, H * c.qk_rope_head_dim], dim=-1)
+        q_pe = rope(q_pe, rows.cos, rows.sin, H, c.rope_interleave)
+        q_nope = q_nope.reshape(B, T, H, -1).transpose(1, 2) @ self.w_uk
+        return torch.cat([q_nope, q_pe.reshape(B, T, H, -1).transpose(1, 2)], dim=-1)
+
+    def attend(
+        self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
+    ) -> Tensor:
+        """Query input [B, T, ..] -> [B, T, E]; `mla_attention` explains base and first [B]."""
+        o = mla_attention(
+            self.queries(q, rows), cache, fresh, base, first, self.scale, self.config.kv_lora_rank
+        )
+        return (o @ self.w_uv).transpose(1, 2).flatten(2) @ self.o_proj
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = parameter(hidden, 2 * inner)
+        self.down_proj = parameter(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = (x @ self.gate_up_proj).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ self.down_proj
+
+
+class Gate(nn.Module):
+    """Sigmoid scores in fp32; the bias selects, the unbiased scores weigh."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.config = c
+        self.weight = parameter(c.hidden_size, c.n_routed_experts)
+        self.e_score_correction_bias = parameter(c.n_routed_experts)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [.., E] -> weights and ids of the chosen experts, both [.., num_experts_per_tok]."""
+        c = self.config
+        scores = (x.float() @ self.weight.float()).sigmoid()
+        biased = scores + self.e_score_correction_bias
+        if c.topk_group < c.n_group:
+            groups = biased.unflatten(-1, (c.n_group, -1))
+            best_two = groups if groups.shape[-1] == 2 else groups.topk(2, dim=-1).values
+            best = best_two.sum(-1).topk(c.topk_group, dim=-1).indices
+            keep = torch.zeros_like(groups[..., 0]).scatter(-1, best, 1.0)[..., None]
+            biased = torch.where(keep > 0, groups, float("-inf")).flatten(-2)
+        ids = biased.topk(c.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(-1, ids)
+        if c.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * c.routed_scaling_factor, ids
+
+
+class DenseMoE(nn.Module):
+    """Few experts: all are computed in two products, the unchosen weigh 0, shared ones weigh 1."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.config = c
+        inner = (c.n_routed_experts + c.n_shared_experts) * c.moe_intermediate_size
+        self.gate = Gate(c)
+        self.experts = MLP(c.hidden_size, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        weights, ids = self.gate(x)
+        every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts)
+        every = every.scatter(-1, ids, weights)
+        if c.n_shared_experts:
+            every = torch.cat([every, every.new_ones(*x.shape[:-1], c.n_shared_experts)], dim=-1)
+        gate, up = (x @ self.experts.gate_up_proj).chunk(2, dim=-1)
+        inner = (F.silu(gate) * up).unflatten(-1, (every.shape[-1], -1))
+        return (inner * every[..., None]).flatten(-2) @ self.experts.down_proj
+
+
+class GatheredMoE(nn.Module):
+    """Many experts: only the chosen ones' weights are read."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.gate = Gate(c)
+        self.gate_up_proj = parameter(
+            c.n_routed_experts, c.hidden_size, 2 * c.moe_intermediate_size
+        )
+        self.down_proj = parameter(c.n_routed_experts, c.moe_intermediate_size, c.hidden_size)
+        if c.n_shared_experts:
+            inner = c.n_shared_experts * c.moe_intermediate_size
+            self.shared_experts = MLP(c.hidden_size, inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x)
+        chosen = ids.flatten()
+        k = ids.shape[-1]
+        rows = x.unsqueeze(-2).expand(*x.shape[:-1], k, -1).reshape(-1, 1, x.shape[-1])
+        gate, up = (rows @ self.gate_up_proj.index_select(0, chosen)).chunk(2, dim=-1)
+        y = (F.silu(gate) * up) @ self.down_proj.index_select(0, chosen)
+        y = (y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2)
+        return y + self.shared_experts(x) if hasattr(self, "shared_experts") else y
+
+
+DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering the chosen ones
+
+
+def feed_forward(c: ModelConfig, layer: int) -> nn.Module:
+    if not c.is_moe(layer):
+        return MLP(c.hidden_size, c.intermediate_size)
+    return DenseMoE(c) if c.n_routed_experts <= DENSE_EXPERTS else GatheredMoE(c)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm block: x += attention(norm(x)); x += feed_forward(norm(x))."""
+
+    def __init__(self, c: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = feed_forward(c, layer)
+
+    def forward(self, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """All T tokens attend; their rows are written from rows.base on. x [B, T, E]."""
+        q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
+        cache = kv_write(cache, fresh, rows.base)
+        first = torch.zeros_like(rows.base)
+        return self.finish(x, q, rows, cache, fresh, rows.base, first), cache
+
+    def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
+        """Only the cache rows: nobody reads the last layer's output while a prompt is filled in."""
+        _, fresh = self.self_attn.project(self.input_layernorm(x), rows)
+        return kv_write(cache, fresh, rows.base)
+
+    def last(self, x: Tensor, cache: Tensor, rows: Rows, at: Tensor) -> tuple[Tensor, Tensor]:
+        """As forward, but only token at[b] of each slot attends: -> [B, 1, E] and the cache."""
+        q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
+        cache = kv_write(cache, fresh, rows.base)
+        own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base)
+        return self.finish(pick(x, at), pick(q, at), own, cache, fresh, rows.base, at), cache
+
+    def finish(
+        self,
+        x: Tensor,
+        q: Tensor,
+        rows: Rows,
+        cache: Tensor,
+        fresh: Tensor,
+        base: Tensor,
+        first: Tensor,
+    ) -> Tensor:
+        x = x + self.self_attn.attend(q, rows, cache, fresh, base, first)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def pick(x: Tensor, at: Tensor) -> Tensor:
+    """x [B, T, ..] -> [B, 1, ..]: row at[b] of each slot."""
+    return x.gather(1, at[:, None, None].expand(-1, 1, x.shape[-1]))

@@ -1,0 +1,179 @@
+"""The table from checkpoint tensors to the program's weights: name, sources, pure transform."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.layers import DENSE_EXPERTS
+
+Transform = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint and the shape that the configuration demands."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of the program (named as `DeepseekV3.state_dict` does) and how it is made."""
+
+    name: str
+    sources: tuple[Source, ...]
+    transform: Transform
+
+
+def weight_table(c: ModelConfig) -> list[Weight]:
+    """Every weight of main model and MTP modules, in the order of use."""
+    return list(_table(c))
+
+
+def duplicates(c: ModelConfig) -> dict[str, str]:
+    """Checkpoint names of MTP layers that repeat the embedding or the head -> the original."""
+    head = "model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"
+    names = {"lm_head.weight": head} if c.tie_word_embeddings else {}
+    for j in range(c.num_nextn_predict_layers):
+        layer = f"model.layers.{c.num_hidden_layers + j}"
+        names[f"{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        names[f"{layer}.shared_head.head.weight"] = head
+    return names
+
+
+def _table(c: ModelConfig) -> Iterator[Weight]:
+    E, V, L = c.hidden_size, c.vocab_size, c.num_hidden_layers
+    embedding = Source("model.embed_tokens.weight", (V, E))
+    yield Weight("embed_tokens", (embedding,), keep)
+    for i in range(L):
+        yield from _layer(c, i, f"layers.{i}")
+    yield _vector("norm.weight", "model.norm.weight", E)
+    for j in range(c.num_nextn_predict_layers):
+        yield from _mtp(c, L + j, f"mtp.{j}")
+    head = embedding if c.tie_word_embeddings else Source("lm_head.weight", (V, E))
+    yield Weight("lm_head", (head,), transpose)
+
+
+def _layer(c: ModelConfig, index: int, to: str) -> Iterator[Weight]:
+    at, E = f"model.layers.{index}", c.hidden_size
+    yield _vector(f"{to}.input_layernorm.weight", f"{at}.input_layernorm.weight", E)
+    yield from _attention(c, f"{at}.self_attn", f"{to}.self_attn")
+    norm = "post_attention_layernorm.weight"
+    yield _vector(f"{to}.{norm}", f"{at}.{norm}", E)
+    if not c.is_moe(index):
+        yield from _mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
+    elif c.n_routed_experts <= DENSE_EXPERTS:
+        yield from _dense_moe(c, f"{at}.mlp", f"{to}.mlp")
+    else:
+        yield from _gathered_moe(c, f"{at}.mlp", f"{to}.mlp")
+
+
+def _attention(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
+    E, H, r = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
+    n, R, v = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+    kv_a = Source(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
+
+    def by_part(q: Tensor) -> Tensor:
+        """Rows per head (nope, pe) -> all heads' nope, then all heads' pe."""
+        heads = q.unflatten(0, (H, n + R))
+        return torch.cat([heads[:, :n].flatten(0, 1), heads[:, n:].flatten(0, 1)])
+
+    if c.q_lora_rank is None:
+        q = Source(f"{at}.q_proj.weight", (H * (n + R), E))
+        yield Weight(f"{to}.qkv_a_proj", (q, kv_a), lambda q, kv: torch.cat([by_part(q), kv]).T)
+    else:
+        q_a = Source(f"{at}.q_a_proj.weight", (c.q_lora_rank, E))
+        yield Weight(f"{to}.qkv_a_proj", (q_a, kv_a), stack_rows)
+        norm = "q_a_layernorm.weight"
+        yield _vector(f"{to}.{norm}", f"{at}.{norm}", c.q_lora_rank)
+        q_b = Source(f"{at}.q_b_proj.weight", (H * (n + R), c.q_lora_rank))
+        yield Weight(f"{to}.q_b_proj", (q_b,), lambda q: by_part(q).T)
+    yield _vector(f"{to}.kv_a_layernorm.weight", f"{at}.kv_a_layernorm.weight", r)
+    kv_b = Source(f"{at}.kv_b_proj.weight", (H * (n + v), r))
+    yield Weight(f"{to}.w_uk", (kv_b,), lambda w: w.unflatten(0, (H, n + v))[:, :n])
+    yield Weight(f"{to}.w_uv", (kv_b,), lambda w: w.unflatten(0, (H, n + v))[:, n:].mT)
+    yield Weight(f"{to}.o_proj", (Source(f"{at}.o_proj.weight", (E, H * v)),), transpose)
+
+
+def _mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
+    sources = tuple(Source(f"{at}.{p}_proj.weight", (inner, hidden)) for p in ("gate", "up"))
+    yield Weight(f"{to}.gate_up_proj", sources, stack_rows)
+    down = Source(f"{at}.down_proj.weight", (hidden, inner))
+    yield Weight(f"{to}.down_proj", (down,), transpose)
+
+
+def _gate(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
+    gate = Source(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))
+    yield Weight(f"{to}.gate.weight", (gate,), transpose)
+    bias = "gate.e_score_correction_bias"
+    yield _vector(f"{to}.{bias}", f"{at}.{bias}", c.n_routed_experts)
+
+
+def _experts(c: ModelConfig, at: str, proj: str) -> tuple[Source, ...]:
+    E, inner = c.hidden_size, c.moe_intermediate_size
+    shape = (E, inner) if proj == "down" else (inner, E)
+    return tuple(
+        Source(f"{at}.experts.{e}.{proj}_proj.weight", shape) for e in range(c.n_routed_experts)
+    )
+
+
+def _shared(c: ModelConfig, at: str, proj: str) -> tuple[Source, ...]:
+    if not c.n_shared_experts:
+        return ()
+    E, inner = c.hidden_size, c.moe_intermediate_size * c.n_shared_experts
+    shape = (E, inner) if proj == "down" else (inner, E)
+    return (Source(f"{at}.shared_experts.{proj}_proj.weight", shape),)
+
+
+def _dense_moe(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
+    yield from _gate(c, at, to)
+    gate, up, down = (_experts(c, at, p) + _shared(c, at, p) for p in ("gate", "up", "down"))
+    yield Weight(f"{to}.experts.gate_up_proj", gate + up, stack_rows)
+    yield Weight(f"{to}.experts.down_proj", down, lambda *w: torch.cat(w, dim=1).T)
+
+
+def _gathered_moe(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
+    yield from _gate(c, at, to)
+    gate, up, down = (_experts(c, at, p) for p in ("gate", "up", "down"))
+
+    def gate_up(*w: Tensor) -> Tensor:
+        half = len(w) // 2
+        return torch.stack([torch.cat(pair).T for pair in zip(w[:half], w[half:], strict=True)])
+
+    yield Weight(f"{to}.gate_up_proj", gate + up, gate_up)
+    yield Weight(f"{to}.down_proj", down, lambda *w: torch.stack([x.T for x in w]))
+    if c.n_shared_experts:
+        inner = c.moe_intermediate_size * c.n_shared_experts
+        shared = f"{at}.shared_experts"
+        yield from _mlp(c.hidden_size, inner, shared, f"{to}.shared_experts")
+
+
+def _mtp(c: ModelConfig, index: int, to: str) -> Iterator[Weight]:
+    at, E = f"model.layers.{index}", c.hidden_size
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        yield _vector(f"{to}.{norm}.weight", f"{at}.{norm}.weight", E)
+    eh_proj = Source(f"{at}.eh_proj.weight", (E, 2 * E))
+    yield Weight(f"{to}.eh_proj", (eh_proj,), transpose)
+    yield from _layer(c, index, to)
+
+
+def _vector(to: str, name: str, size: int) -> Weight:
+    return Weight(to, (Source(name, (size,)),), keep)
+
+
+def keep(w: Tensor) -> Tensor:
+    return w
+
+
+def transpose(w: Tensor) -> Tensor:
+    """Checkpoint [out, in] -> program [in, out]: the graph is `x @ w` without a Transpose."""
+    return w.T
+
+
+def stack_rows(*w: Tensor) -> Tensor:
+    """Projections of one input become one product: [out_i, in] each -> [in, sum of out_i]."""
+    return torch.cat(w).T

@@ -1,0 +1,164 @@
+"""Turns lowered files into an engine directory: manifest, hashes, and one atomic rename."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from mtpbuild.builder.plan import Plan
+from mtpbuild.runtime.errors import BuildError, MtpbuildError
+from mtpbuild.runtime.manifest import (
+    MANIFEST,
+    BuildInfo,
+    FileSpec,
+    Manifest,
+    ModelInfo,
+    ProgramSpec,
+    StateSpec,
+    TargetInfo,
+    hash_file,
+    read_manifest,
+)
+
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@contextlib.contextmanager
+def staging(out: Path) -> Iterator[Path]:
+    """A temporary sibling of `out` that becomes it if the block ends well, and else vanishes."""
+    remove_leftovers(out)
+    folder = out.parent / f".{out.name}.building-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        replace_folder(folder, out)
+    except OSError as error:
+        raise BuildError(f"{out}: can't write the engine ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Folders of builds of this engine whose process is gone (killed, power cut)."""
+    for folder in out.parent.glob(f".{out.name}.*-*"):
+        pid = folder.name.rpartition("-")[2]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def replace_folder(new: Path, out: Path) -> None:
+    old = out.parent / f".{out.name}.old-{os.getpid()}"
+    if out.exists():
+        out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def share_file(path: Path, sha256: str, siblings: Path) -> bool:
+    """Make `path` a hard link to the equal file of an engine in `siblings`, if there is one."""
+    for folder in sorted(siblings.glob("*/")):
+        manifest = existing(folder)
+        spec = manifest.files.get(path.name) if manifest is not None else None
+        other = folder / path.name
+        if spec is None or spec.sha256 != sha256 or not other.is_file():
+            continue
+        if hash_file(other) != sha256:  # damaged since: never spread it
+            continue
+        path.unlink(missing_ok=True)
+        try:
+            os.link(other, path)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(other, path)
+        return True
+    return False
+
+
+def copy_side_files(checkpoint: Path, folder: Path) -> None:
+    """Tokenizer, chat template and generation defaults, where the checkpoint has them."""
+    for name in SIDE_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, folder / name)
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    plan: Plan,
+    fingerprint: str,
+    model: ModelInfo,
+    target: TargetInfo,
+    programs: dict[str, ProgramSpec],
+    state: tuple[StateSpec, ...],
+    hashes: dict[str, str],
+) -> None:
+    """Write engine.json over everything that lies in the folder; `hashes` are known already."""
+    drafters: list[str] = [] if plan.drafter is None else [plan.drafter]
+    manifest = Manifest(
+        mtpbuild=version("mtpbuild"),
+        model=model,
+        build=BuildInfo(
+            nextn=plan.nextn,
+            drafter=plan.drafter,
+            max_batch=plan.max_batch,
+            max_seq_len=plan.max_seq_len,
+            prefill_chunk=plan.prefill_chunk,
+            weights="float32",
+            fingerprint=fingerprint,
+        ),
+        target=target,
+        capabilities={"acceptance": ["strict"], "sampling": ["greedy"], "drafter": drafters},
+        lookahead=plan.lookahead,
+        programs=programs,
+        state=state,
+        files=_describe_files(folder, hashes),
+    )
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def _describe_files(folder: Path, known: dict[str, str]) -> dict[str, FileSpec]:
+    return {
+        path.name: FileSpec(
+            size=path.stat().st_size, sha256=known.get(path.name) or hash_file(path)
+        )
+        for path in sorted(folder.iterdir())
+        if path.name != MANIFEST
+    }
+
+
+def existing(out: Path) -> Manifest | None:
+    """The manifest of an engine that stands at `out` already, if it can be read."""
+    try:
+        return read_manifest(out)
+    except MtpbuildError:
+        return None
+
+
+def check_place(out: Path, model: str, *, force: bool) -> None:
+    """Refuse to overwrite a folder that is not an engine, or another model's engine."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    manifest = existing(out)
+    if manifest is None and not (out / MANIFEST).exists():
+        raise BuildError(f"{out} exists and is not an engine; choose another --out")
+    if manifest is not None and manifest.model.name != model and not force:
+        raise BuildError(
+            f"{out} holds an engine of {manifest.model.name}; use --force to replace it, or --out"
+        )
+
+
+def same_engine(out: Path, fingerprint: str) -> bool:
+    """Whether `out` is whole and was made from exactly the same inputs."""
+    manifest = existing(out)
+    if manifest is None or manifest.build.fingerprint != fingerprint:
+        return False
+    return all(
+        (out / name).is_file() and (out / name).stat().st_size == spec.size
+        for name, spec in manifest.files.items()
+    )

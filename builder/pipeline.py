@@ -1,0 +1,163 @@
+"""The compiler on one screen: from a request to engine directories.
+
+recipe -> checkpoint -> weights file -> step program -> torch.export -> target -> engine directory
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtpbuild.builder import package
+from mtpbuild.builder.fingerprint import fingerprint
+from mtpbuild.builder.generation import generation_ids
+from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.plan import DrafterName, Plan, choose_drafter, state_specs
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from mtpbuild.runtime.manifest import Manifest, read_manifest
+
+DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """The flags of `mtpbuild build`. nextn None: the checkpoint's number of MTP modules."""
+
+    model: str
+    nextn: tuple[int, ...] | None = None
+    drafter: DrafterName | None = None
+    max_batch: int = 1
+    max_seq_len: int | None = None
+    prefill_chunk: int = 256
+    target: str = "onnxruntime"
+    out: Path | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    folder: Path
+    manifest: Manifest
+    unchanged: bool
+
+
+@dataclass
+class Stages:
+    """Names and times of the stages; `watch` is told of each one as it begins."""
+
+    watch: Callable[[str], None] = lambda stage: None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self.watch(stage)
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngine]:
+    """Build one engine directory per nextn; those that would come out the same are left alone.
+
+    Raises UsageError, CheckpointError or BuildError; nothing half-written stays on disk.
+    """
+    stages = stages or Stages()
+
+    # 1. What to build: the model's configuration, and a plan and a place for each nextn.
+    source = find_model(request.model)
+    config = load_config(source.folder)
+    ids = generation_ids(source.folder, config)
+    plans = dict(_plans(config, request, source.engine))
+    prints = {out: fingerprint(source.folder, plans[out], request.target) for out in plans}
+    for out in plans:
+        package.check_place(out, source.name, force=request.force)
+
+    # 2. What is there already.
+    todo = [o for o in plans if request.force or not package.same_engine(o, prints[o])]
+    if todo:
+        with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
+            from mtpbuild.builder import compiler
+            from mtpbuild.builder.targets import load_target
+
+            target = load_target(request.target)
+
+        # 3. The checkpoint, checked by name, shape and dtype before anything is written.
+        with stages("check checkpoint"):
+            model = compiler.ModelSource(source.name, source.folder, config, ids)
+
+        for out in todo:
+            with package.staging(out) as folder:
+                # 4. Weights: written once, shared by every engine that has the same ones.
+                with stages("write weights"):
+                    weights = model.write_weights(folder, siblings=out.parent)
+
+                # 5. One graph per program: step program -> torch.export -> target.
+                programs = {}
+                for program in model.programs(plans[out]):
+                    with stages(f"trace {program.name}"):
+                        traced = compiler.trace(program, plans[out])
+                    with stages(f"lower {program.name}"):
+                        file = target.lower(traced, weights.places, folder)
+                    programs[program.name] = traced.spec(file)
+
+                # 6. The directory: tokenizer, manifest with hashes, one rename.
+                with stages("package"):
+                    package.copy_side_files(source.folder, folder)
+                    package.write_manifest(
+                        folder,
+                        plan=plans[out],
+                        fingerprint=prints[out],
+                        model=model.info(),
+                        target=target.info(),
+                        programs=programs,
+                        state=state_specs(plans[out]),
+                        hashes=weights.hashes,
+                    )
+    return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in plans]
+
+
+def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[tuple[Path, Plan]]:
+    nextns = request.nextn
+    if nextns is None:
+        if config.num_nextn_predict_layers == 0:
+            raise UsageError("the checkpoint has no MTP modules: say --nextn 0 to build without")
+        nextns = (config.num_nextn_predict_layers,)
+    limit = config.max_position_embeddings
+    for nextn in sorted(set(nextns)):
+        out = request.out or Path("engines")
+        if request.out is None or len(set(nextns)) > 1:
+            out = out / f"{engine}_n{nextn}"
+        yield (
+            out,
+            Plan(
+                config=config,
+                nextn=nextn,
+                drafter=choose_drafter(config, nextn, request.drafter),
+                max_batch=at_least(1, request.max_batch, "--max-batch"),
+                max_seq_len=at_least(
+                    2, request.max_seq_len or min(limit, DEFAULT_MAX_SEQ_LEN), "--max-seq-len"
+                ),
+                prefill_chunk=at_least(1, request.prefill_chunk, "--prefill-chunk"),
+            ),
+        )
+
+
+def at_least(least: int, value: int, flag: str) -> int:
+    if value < least:
+        raise UsageError(f"{flag} {value} is too small; at least {least}")
+    return value
+
+
+@contextlib.contextmanager
+def needs(group: str, *modules: str) -> Iterator[None]:
+    """Turn a missing package of a dependency group into one line that names the group."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in modules:
+            raise
+        raise MissingDependencyError(
+            f"building needs {error.name}: pip install 'mtpbuild[{group}]'"
+        ) from None

@@ -1,0 +1,83 @@
+"""What one engine is built for: decided from the request and the configuration, without torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.runtime.errors import BuildError, UsageError
+from mtpbuild.runtime.manifest import StateSpec
+
+DrafterName = Literal["mtp-eagle", "mtp-vanilla"]
+NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parameters of one engine's graphs."""
+
+    config: ModelConfig
+    nextn: int
+    drafter: DrafterName | None
+    max_batch: int
+    max_seq_len: int
+    prefill_chunk: int
+
+    @property
+    def window(self) -> int:
+        """T: tokens of a step, the newest and nextn drafts."""
+        return self.nextn + 1
+
+    @property
+    def capacity(self) -> int:
+        """S: cache rows per slot. A live slot's window starts below max_seq_len; T rows more."""
+        return self.max_seq_len + self.window
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a prompt chunk that its last slots need: module k reads t_{p+k}."""
+        return {None: 0, "mtp-eagle": 1, "mtp-vanilla": self.nextn}[self.drafter]
+
+
+def choose_drafter(
+    config: ModelConfig, nextn: int, asked: DrafterName | None
+) -> DrafterName | None:
+    """Vanilla if the checkpoint has a module per draft, else Eagle (DESIGN 4.2)."""
+    modules = config.num_nextn_predict_layers
+    if not 0 <= nextn <= NEXTN_LIMIT:
+        raise UsageError(f"--nextn {nextn} is outside 0..{NEXTN_LIMIT}")
+    if nextn == 0:
+        return None
+    if modules == 0:
+        raise BuildError(
+            f"--nextn {nextn} needs an MTP module; this checkpoint has none "
+            "(num_nextn_predict_layers 0): build --nextn 0"
+        )
+    if asked == "mtp-vanilla" and modules < nextn:
+        raise UsageError(
+            f"--drafter mtp-vanilla needs {nextn} MTP modules for --nextn {nextn}, "
+            f"the checkpoint has {modules}: use --drafter mtp-eagle"
+        )
+    return asked or ("mtp-vanilla" if modules >= nextn else "mtp-eagle")
+
+
+def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
+    """Every state tensor of an engine, in the order of the programs' inputs (DESIGN 3)."""
+    c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
+    vanilla = plan.drafter == "mtp-vanilla"
+    modules = 0 if plan.drafter is None else K if vanilla else 1
+    names = [f"kv.{i}" for i in range(c.num_hidden_layers)]
+    names += [f"mtp_kv.{i}" for i in range(modules)]
+    shape = (B, 1, plan.capacity, c.cache_dim)
+    caches = [StateSpec(name=n, kind="cache", dtype="float32", shape=shape) for n in names]
+    carries = [
+        StateSpec(name="lengths", kind="carry", dtype="int64", shape=(B,)),
+        StateSpec(name="window", kind="carry", dtype="int64", shape=(B, T)),
+        StateSpec(name="num_drafts", kind="carry", dtype="int64", shape=(B,)),
+    ]
+    if vanilla:
+        hidden = (B, K, c.hidden_size)
+        carries += [
+            StateSpec(name="past_tokens", kind="carry", dtype="int64", shape=(B, K)),
+            StateSpec(name="past_hidden", kind="carry", dtype="float32", shape=hidden),
+        ]
+    return (*caches, *carries)

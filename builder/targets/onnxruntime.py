@@ -1,0 +1,109 @@
+"""Target onnxruntime: ExportedProgram -> ONNX, weights by offset from the safetensors file."""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+import torch
+from onnxscript import rewriter
+from onnxscript.optimizer import _constant_folding as folding
+
+from mtpbuild.builder.trace import Traced
+from mtpbuild.builder.weights_file import WEIGHTS, Placed
+from mtpbuild.plugins import onnx_facets
+from mtpbuild.runtime.manifest import TargetInfo
+
+OPSET = 24  # the first with TensorScatter
+FOLD_LIMIT = 1 << 20  # bytes; constants above it are weights
+
+# Before: the exporter's graph, a mask per attention. After: one mask, shapes folded, no trace of
+# the machine that built it.
+PASSES = ir.passes.Sequential(
+    common.InlinePass(),
+    ir.passes.PassManager(
+        [
+            folding.FoldConstantsPass(
+                shape_inference=True, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT
+            ),
+            rewriter.RewritePass(rewriter._DEFAULT_REWRITE_RULES),
+            common.RemoveUnusedNodesPass(),
+        ],
+        steps=2,
+    ),
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+    common.DeduplicateInitializersPass(size_limit=FOLD_LIMIT),
+    common.CommonSubexpressionEliminationPass(),
+    common.RemoveUnusedNodesPass(),
+    common.RemoveUnusedOpsetsPass(),
+    common.OutputFixPass(),
+    common.NameFixPass(),
+    common.ClearMetadataAndDocStringPass(),
+)
+
+
+class OnnxRuntimeTarget:
+    def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+        model = _export(traced)
+        parameters = _detach_weights(model, weights)
+        PASSES(model)
+        for name, value in parameters.items():
+            value.const_value = _external(name, value, weights[name], folder)
+        model.producer_name, model.producer_version = "mtpbuild", version("mtpbuild")
+        file = f"{traced.name}.onnx"
+        ir.save(model, folder / file)
+        return file
+
+    def info(self) -> TargetInfo:
+        versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
+        return TargetInfo(name="onnxruntime", hardware="any CPU", versions=versions)
+
+
+def _export(traced: Traced) -> ir.Model:
+    for noisy in ("torch.onnx", "onnx_ir"):  # no torchvision; detached weights
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            traced.exported,
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+            custom_translation_table=onnx_facets(),
+            input_names=[spec.name for spec in traced.inputs],
+            output_names=[spec.name for spec in traced.outputs],
+        )
+    assert program is not None
+    return program.model
+
+
+def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str, ir.Value]:
+    """Forget the parameters' values, so that no pass reads, folds or merges them."""
+    parameters = {}
+    for name, value in model.graph.initializers.items():
+        if name.startswith("model.") and name.removeprefix("model.") in weights:
+            parameters[name.removeprefix("model.")] = value
+            value.const_value = None
+        elif value.const_value is not None:
+            assert value.const_value.nbytes < FOLD_LIMIT, f"{name} is not in the weights file"
+    return parameters
+
+
+def _external(name: str, value: ir.Value, place: Placed, folder: Path) -> ir.ExternalTensor:
+    """A reference into the engine's weights file: no weight is stored twice."""
+    return ir.ExternalTensor(
+        WEIGHTS,
+        place.offset,
+        place.size,
+        ir.DataType.FLOAT,
+        name=value.name or name,
+        shape=ir.Shape(value.shape or ()),
+        base_dir=str(folder),
+    )
+
+
+TARGET = OnnxRuntimeTarget()

@@ -1,0 +1,66 @@
+"""torch.export of a program, with the sizes that vary between calls left open."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.program import EXAMPLE_CHUNK, Program
+from mtpbuild.runtime.manifest import ProgramSpec, TensorSpec
+
+
+@dataclass(frozen=True)
+class Traced:
+    """An exported program and the names of its inputs and outputs, in order."""
+
+    name: str
+    exported: ExportedProgram
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def spec(self, file: str) -> ProgramSpec:
+        return ProgramSpec(file=file, inputs=self.inputs, outputs=self.outputs)
+
+
+def trace(program: Program, plan: Plan) -> Traced:
+    """One ExportedProgram. `rows` (cache rows in use) varies, and in prefill the `chunk`."""
+    rows = Dim("rows", min=2 * plan.window + 2, max=plan.capacity)
+    chunk = Dim("chunk", min=1, max=max(plan.prefill_chunk, EXAMPLE_CHUNK))
+    specs = {s.name: s for s in state_specs(plan) if s.name in program.state}
+    batch = 1 if program.name == "prefill" else plan.max_batch
+    state, shapes = {}, {}
+    for name, spec in specs.items():
+        size = list(spec.shape)
+        size[0] = batch
+        state[name] = torch.zeros(size, dtype=getattr(torch, spec.dtype))
+        shapes[name] = {2: rows} if spec.kind == "cache" else None
+    varying = {"tokens": {1: chunk}}
+    with torch.no_grad():
+        exported = torch.export.export(
+            program.module,
+            (state, *program.arguments.values()),
+            dynamic_shapes=(shapes, *(varying.get(name) for name in program.arguments)),
+        )
+    return Traced(program.name, exported, *_signature(program, exported))
+
+
+def _signature(
+    program: Program, exported: ExportedProgram
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    nodes = {node.name: node for node in exported.graph.nodes}
+    inputs = [nodes[name].meta["val"] for name in exported.graph_signature.user_inputs]
+    outputs = [nodes[name].meta["val"] for name in exported.graph_signature.user_outputs]
+    names = (*program.state, *program.arguments)
+    return (
+        tuple(map(_spec, names, inputs)),
+        tuple(map(_spec, program.outputs, outputs)),
+    )
+
+
+def _spec(name: str, value: torch.Tensor) -> TensorSpec:
+    # A size that varies shows as a symbol: caches have `rows`, the prompt's tokens `chunk`.
+    symbol = "chunk" if name == "tokens" else "rows"
+    shape = tuple(int(d) if isinstance(d, int) else symbol for d in value.shape)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return TensorSpec(name=name, dtype=dtype, shape=shape)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Judge a window's drafts, emit tokens, advance the committed lengths."""

@@ -1,0 +1,21 @@
+"""kv_write: the only way that a step changes a cache."""
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("mtpbuild::kv_write", mutates_args=())
+def kv_write(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    """cache [B, 1, S, C] with rows [B, 1, T, C] at start [B] .. start + T - 1 of each slot.
+
+    Functional here; a target binds the result to the cache's own memory. start + T <= S is the
+    caller's duty (an overrun is an error in ONNX Runtime and silent in TensorRT).
+    """
+    index = start[:, None] + torch.arange(rows.shape[2], device=rows.device)
+    index = index[:, None, :, None].expand(rows.shape)
+    return cache.scatter(2, index, rows)
+
+
+@kv_write.register_fake
+def _(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    return torch.empty_like(cache)

@@ -1,0 +1,1 @@
+"""Multi-token MLA attention over a latent cache (absorbed form)."""

@@ -1,0 +1,53 @@
+"""mla_attention: a few query tokens per slot over the committed and the fresh latent rows."""
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("mtpbuild::mla_attention", mutates_args=())
+def mla_attention(
+    q: Tensor,
+    cache: Tensor,
+    fresh: Tensor,
+    base: Tensor,
+    first: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+) -> Tensor:
+    """Absorbed MLA: one latent head of keys and values for all query heads.
+
+    q [B, H, T, C] (latent part, then rotary part); cache [B, 1, S, C]; fresh [B, 1, F, C]; base and
+    first [B] int. Query t of slot b sees the cache's rows j < base[b] and the fresh rows
+    i <= first[b] + t. Returns the mixed latents [B, H, T, kv_lora_rank].
+
+    Rows of the cache from base on are never read, so it does not matter whether the fresh rows have
+    been written there yet. Source: DESIGN 3; spec/deepseek-v3.md section 2.2.
+    """
+    (S, F), T = (cache.shape[2], fresh.shape[2]), q.shape[2]
+    rows = torch.arange(S, device=q.device), torch.arange(F, device=q.device)
+    old = (rows[0] < base[:, None])[:, None, None, :]
+    last = first[:, None] + torch.arange(T, device=q.device)
+    new = (rows[1] <= last[..., None])[:, None]
+    scores = torch.cat(
+        [
+            (q @ cache.transpose(-1, -2)).masked_fill(~old, float("-inf")),
+            (q @ fresh.transpose(-1, -2)).masked_fill(~new, float("-inf")),
+        ],
+        dim=-1,
+    )
+    p = (scores.float() * scale).softmax(-1).type_as(q)
+    o = p[..., :S] @ cache[..., :kv_lora_rank] + p[..., S:] @ fresh[..., :kv_lora_rank]
+    return o.contiguous()
+
+
+@mla_attention.register_fake
+def _(
+    q: Tensor,
+    cache: Tensor,
+    fresh: Tensor,
+    base: Tensor,
+    first: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+) -> Tensor:
+    return q.new_empty(*q.shape[:3], kv_lora_rank)

@@ -1,0 +1,152 @@
+"""The commands `run` and `inspect`, and the one line that an error becomes."""
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ParamSpec
+
+import typer
+
+from mtpbuild.runtime.errors import MtpbuildError, UsageError
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.engine import Engine, Prompt
+    from mtpbuild.runtime.request import SamplingParams
+
+INTERRUPTED = 130  # as shells report SIGINT
+
+P = ParamSpec("P")
+
+
+def error_line(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn what a user can cause into one line on standard error and an exit code."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except MtpbuildError as error:
+            typer.echo("error: " + " ".join(str(error).split("\n")), err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("\ninterrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return wrapped
+
+
+@error_line
+def run(
+    engine: Annotated[Path, typer.Option(help="Engine directory.")],
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File with the text to continue.")
+    ] = None,
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue: 5,7,9.")] = None,
+    chat: Annotated[str | None, typer.Option(help="Question, put by the chat template.")] = None,
+    input: Annotated[
+        Path | None, typer.Option(help="JSONL file, one request per line (docs/cli-json.md).")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="End after so many tokens.")] = 256,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be repeated.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed for sampling (greedy for now).")] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on behind the end of sequence.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per request on standard output.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
+    verify_hashes: Annotated[
+        bool, typer.Option("--verify-hashes", help="Hash all files, however large.")
+    ] = False,
+) -> None:
+    """Generate text; without a prompt on a terminal: ask for prompts until Ctrl-D.
+
+    Text goes to standard output, accepted draft tokens in green if that is a terminal; the summary
+    goes to standard error.
+    """
+    given = [value for value in (prompt, prompt_file, prompt_ids, chat, input) if value is not None]
+    _check_usage(len(given), json)
+    from mtpbuild.runtime import terminal
+    from mtpbuild.runtime.engine import Engine
+    from mtpbuild.runtime.request import SamplingParams
+
+    params = SamplingParams(max_tokens, stop=stop or (), seed=seed, ignore_eos=ignore_eos)
+    with Engine.load(engine, threads=threads, verify_hashes=verify_hashes) as loaded:
+        if input is not None:
+            _run_file(loaded, input, params, json)
+        elif not given:
+            terminal.converse(loaded, params)
+        else:
+            typed = prompt if prompt_file is None else _read_text(prompt_file)
+            asked = typed if typed is not None else _ids(loaded, prompt_ids, chat)
+            _run_one(loaded, asked, params, json)
+
+
+@error_line
+def inspect(
+    engine: Annotated[Path, typer.Argument(help="Engine directory.")],
+    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Show what is in an engine directory, and check that it is whole."""
+    from mtpbuild.runtime import terminal
+    from mtpbuild.runtime.manifest import check_files, read_manifest
+
+    manifest = read_manifest(engine)
+    check_files(engine, manifest)
+    if json:
+        typer.echo(manifest.to_json(), nl=False)
+    else:
+        terminal.describe(engine, manifest)
+
+
+def _check_usage(prompts: int, json: bool) -> None:
+    flags = "--prompt, --prompt-file, --prompt-ids, --chat and --input"
+    if prompts > 1:
+        raise UsageError(f"give one of {flags}, not {prompts}")
+    if prompts == 0 and (json or not sys.stdin.isatty()):
+        raise UsageError(f"give one of {flags}: only a terminal can be asked for prompts")
+
+
+def _run_one(engine: "Engine", prompt: "Prompt", params: "SamplingParams", json: bool) -> None:
+    from mtpbuild.runtime import terminal
+
+    if json:
+        typer.echo(terminal.json_line(0, engine.generate(prompt, params)))
+    else:
+        terminal.show(engine, prompt, params, echo=True)
+
+
+def _run_file(engine: "Engine", path: Path, params: "SamplingParams", json: bool) -> None:
+    from mtpbuild.runtime import terminal
+    from mtpbuild.runtime.input_file import generate_all, read_requests
+
+    for request, result in generate_all(engine, read_requests(path, engine, params)):
+        if json:
+            typer.echo(terminal.json_line(request.task_id, result))
+        else:
+            typer.echo(f"[{request.task_id}] {terminal.summary(result)}", err=True)
+            typer.echo(result.text or ",".join(map(str, result.token_ids)))
+
+
+def _ids(engine: "Engine", prompt_ids: str | None, chat: str | None) -> list[int]:
+    """Token ids of --prompt-ids or --chat."""
+    if chat is not None:
+        if not chat:
+            raise UsageError("--chat: the question is empty")
+        return engine.chat_ids([{"role": "user", "content": chat}])
+    try:
+        return [int(id) for id in prompt_ids.split(",")] if prompt_ids else []
+    except ValueError:
+        raise UsageError(f"--prompt-ids: numbers such as 5,7,9, not {prompt_ids}") from None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompt-file {path}: can't be read ({error})") from None

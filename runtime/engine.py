@@ -1,0 +1,196 @@
+"""The engine as its users see it: load a directory, then generate or stream."""
+
+import asyncio
+import contextlib
+import operator
+from collections.abc import AsyncGenerator, Callable, Sequence
+from numbers import Integral
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias, overload
+
+from mtpbuild.runtime.driver import Driver, Stream
+from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
+from mtpbuild.runtime.loop import Loop
+from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
+from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.programs.base import Programs
+from mtpbuild.runtime.request import Chunk, Request, Result, SamplingParams
+from mtpbuild.runtime.stats import EngineStats
+from mtpbuild.runtime.tokenizer import Message, Tokenizer, load_tokenizer
+
+Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are taken as they are
+Prompts: TypeAlias = list[str] | list[list[int]] | list[Prompt]
+
+
+class Engine:
+    """An engine directory, ready to run; from several threads and from asyncio if you like."""
+
+    def __init__(
+        self, programs: Programs, manifest: Manifest, tokenizer: Tokenizer | None = None
+    ) -> None:
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self._loop = Loop(programs, manifest)
+        self._driver = Driver(self._loop)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, threads: int | None = None, verify_hashes: bool = False
+    ) -> Self:
+        """Check an engine directory and load it.
+
+        threads: of the target; None lets it choose. verify_hashes: all bytes, whatever the size.
+        Raises EngineError, or one of its kinds, with what to do.
+        """
+        if threads is not None and threads < 1:
+            raise RequestError(f"threads must be a number from 1, not {threads}")
+        folder = Path(path)
+        manifest = read_manifest(folder)
+        try:
+            check_files(folder, manifest, verify_hashes=verify_hashes)
+            tokenizer = load_tokenizer(folder, manifest)
+            return cls(load_programs(folder, manifest, threads=threads), manifest, tokenizer)
+        except OSError as error:
+            raise EngineFileError(f"{folder}: can't be read ({error})") from None
+        except MtpbuildError:
+            raise
+        except Exception as error:  # a manifest that parses and yet doesn't fit its programs
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
+
+    @overload
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result: ...
+    @overload
+    def generate(
+        self, prompt: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]: ...
+
+    def generate(self, prompt: Any, params: Any = None) -> Result | list[Result]:
+        """Continue a prompt, or a list of them (then `params` may be a list as long).
+
+        Raises RequestError before anything has run, EngineError if the programs fail.
+        """
+        if not _is_list_of_prompts(prompt):
+            return self.stream(prompt, params).result()
+        each = params if isinstance(params, Sequence) else [params] * len(prompt)
+        if len(each) != len(prompt):
+            raise RequestError(f"{len(prompt)} prompts, but {len(each)} sampling parameters")
+        requests = [self._request(*pair) for pair in zip(prompt, each, strict=True)]
+        with contextlib.ExitStack() as stack:
+            streams = [stack.enter_context(Stream(self._driver, r)) for r in requests]
+            return [stream.result() for stream in streams]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        """Queue a prompt; iterate over the returned Stream for its chunks."""
+        return Stream(self._driver, self._request(prompt, params))
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """`stream` for asyncio; cancelling the task or closing the generator ends the request."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def listener() -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop has been closed
+                loop.call_soon_threadsafe(news.set)
+
+        request = self._request(prompt, params, listener)
+        self._driver.submit(request, for_asyncio=True)
+        try:
+            while not request.ended or request.outbox:
+                await news.wait()
+                news.clear()
+                while request.outbox:
+                    yield request.outbox.popleft()
+            if request.error:
+                raise request.error
+        finally:
+            self._driver.cancel(request)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; RequestError if the engine was built without a tokenizer."""
+        return self._text_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """The prompt's ids, checked against vocabulary and capacity; raises RequestError."""
+        ids = (prompt and self.encode(prompt)) if isinstance(prompt, str) else _plain_ids(prompt)
+        if not ids:
+            raise RequestError("the prompt is empty")
+        vocabulary, capacity = self.manifest.model.vocab_size, self.manifest.build.max_seq_len
+        for id in (min(ids), max(ids)):
+            if not 0 <= id < vocabulary:
+                raise RequestError(f"token id {id} is outside the vocabulary 0..{vocabulary - 1}")
+        if len(ids) >= capacity:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, this engine takes at most {capacity - 1} "
+                f"(max_seq_len {capacity} holds prompt and output); build with --max-seq-len"
+            )
+        return ids
+
+    def chat_prompt(self, messages: Sequence[Message]) -> str:
+        """The prompt for the next answer in a conversation, by the model's template.
+
+        It contains its special tokens; `generate` and `stream` don't add a second BOS.
+        """
+        return self._text_tokenizer().chat_prompt(messages)
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """`chat_prompt` as checked token ids."""
+        return self.token_ids(self.encode(self.chat_prompt(messages), add_special_tokens=False))
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals of all requests so far."""
+        running = sum(not request.cancelled for _, request in self._loop.scheduler.running)
+        acceptance = self._loop.acceptance
+        return EngineStats(
+            requests_running=running,
+            requests_waiting=len(self._loop.scheduler.waiting),
+            requests_ended=self._loop.requests - running,
+            prompt_tokens=self._loop.prompt_tokens,
+            output_tokens=acceptance.steps + acceptance.accepted,
+            speculative_decoding=acceptance.report(),
+        )
+
+    def close(self) -> None:
+        """End all requests (who waits for one gets an EngineError); drop programs and weights."""
+        self._driver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        listener: Callable[[], None] = lambda: None,
+    ) -> Request:
+        ids, params = self.token_ids(prompt), params or SamplingParams()
+        if params.stop and self.tokenizer is None:
+            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+        return Request(ids, params, self.manifest, self.tokenizer, listener)
+
+    def _text_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this engine was built without a tokenizer: give token ids")
+        return self.tokenizer
+
+
+def _is_list_of_prompts(prompt: object) -> bool:
+    return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], Integral))
+
+
+def _plain_ids(prompt: Sequence[int]) -> list[int]:
+    with contextlib.suppress(TypeError):
+        if not isinstance(prompt, bytes):
+            return [operator.index(id) for id in prompt]
+    raise RequestError(f"a prompt is a text or a list of token ids, not {prompt!r:.60}")

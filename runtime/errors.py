@@ -1,0 +1,57 @@
+"""The error tree: everything that a user can cause, each with one clear line.
+
+MtpbuildError
+├── UsageError               the call itself is wrong: exit code 2
+│   ├── RequestError         a prompt or sampling parameter that the engine can't take
+│   └── UnknownRecipeError   a model that is neither a recipe nor a folder
+├── CheckpointError          config.json, safetensors or tokenizer files of the source model
+├── BuildError               the build can't be done or was stopped
+└── EngineError              an engine directory that can't be run
+    ├── EngineFormatError    engine.json missing, damaged or of another format version
+    ├── EngineFileError      a file that is missing, foreign or changed
+    └── MissingDependencyError   a package group that is not installed
+"""
+
+
+class MtpbuildError(Exception):
+    """Base of all errors that a user can cause; `exit_code` is the command line's."""
+
+    exit_code = 1
+
+
+class UsageError(MtpbuildError):
+    """The call itself is wrong."""
+
+    exit_code = 2
+
+
+class RequestError(UsageError):
+    """A prompt or sampling parameter that the engine can't take."""
+
+
+class UnknownRecipeError(UsageError):
+    """A model that is neither a recipe nor a checkpoint folder."""
+
+
+class CheckpointError(MtpbuildError):
+    """The source model's files are missing, damaged or unsupported."""
+
+
+class BuildError(MtpbuildError):
+    """The build can't be done or was stopped."""
+
+
+class EngineError(MtpbuildError):
+    """An engine directory that can't be run."""
+
+
+class EngineFormatError(EngineError):
+    """engine.json is missing, damaged or of another format version."""
+
+
+class EngineFileError(EngineError):
+    """A file of the engine is missing, foreign or changed."""
+
+
+class MissingDependencyError(EngineError):
+    """A package group that this engine needs is not installed."""

@@ -1,0 +1,175 @@
+"""`engine.json`: what an engine directory is made of, and the check that it is whole."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
+
+FORMAT_VERSION: Literal[1] = 1
+MANIFEST = "engine.json"
+HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
+
+Dimension = int | str  # a number, or the name of a size that varies between calls
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TensorSpec(_Record):
+    """One input or output of a program."""
+
+    name: str
+    dtype: Literal["int64", "bool", "float32"]
+    shape: tuple[Dimension, ...]
+
+
+class StateSpec(_Record):
+    """One state tensor: a `cache` is updated in place, a `carry` goes from step to step.
+
+    Every program that has the input `name` has the output `name + ".out"`.
+    """
+
+    name: str
+    kind: Literal["cache", "carry"]
+    dtype: Literal["int64", "bool", "float32"]
+    shape: tuple[int, ...]
+
+
+class ProgramSpec(_Record):
+    """One compiled graph of the engine."""
+
+    file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+class FileSpec(_Record):
+    size: int
+    sha256: str
+
+
+class ModelInfo(_Record):
+    """What was compiled."""
+
+    name: str
+    architecture: str
+    parameters: int = Field(description="main model and MTP modules, shared tensors once")
+    vocab_size: int
+    num_hidden_layers: int
+    num_nextn_predict_layers: int
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+class BuildInfo(_Record):
+    """How it was compiled: the flags of `mtpbuild build`."""
+
+    nextn: int = Field(ge=0, le=15)
+    drafter: Literal["mtp-eagle", "mtp-vanilla"] | None
+    max_batch: int = Field(ge=1)
+    max_seq_len: int = Field(ge=1)
+    prefill_chunk: int = Field(ge=1)
+    weights: Literal["float32"]
+    fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
+
+
+class TargetInfo(_Record):
+    """What it was compiled for."""
+
+    name: Literal["onnxruntime"]
+    hardware: str
+    versions: dict[str, str]
+
+
+class Manifest(_Record):
+    """The whole of `engine.json`; docs/engine-format.md explains each field."""
+
+    format_version: Literal[1] = FORMAT_VERSION
+    mtpbuild: str
+    model: ModelInfo
+    build: BuildInfo
+    target: TargetInfo
+    capabilities: dict[str, list[str]]
+    lookahead: int = Field(ge=0, description="tokens behind a chunk that prefill wants to see")
+    programs: dict[str, ProgramSpec]
+    state: tuple[StateSpec, ...]
+    files: dict[str, FileSpec]
+
+    @property
+    def window(self) -> int:
+        """T: tokens that one step verifies, the newest and nextn drafts."""
+        return self.build.nextn + 1
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Parse `folder/engine.json`; raises EngineFormatError with what to do."""
+    path = folder / MANIFEST
+    if not folder.is_dir():
+        raise EngineFormatError(
+            f"{folder}: no such engine directory; make one with `mtpbuild build`"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EngineFormatError(
+            f"{folder}: not an engine (no {MANIFEST}); make one with `mtpbuild build`"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise EngineFormatError(f"{path}: not readable as JSON ({error}); rebuild it") from None
+    version = raw.get("format_version") if isinstance(raw, dict) else None
+    if version != FORMAT_VERSION:
+        raise EngineFormatError(
+            f"{path}: format version {version}, this mtpbuild reads {FORMAT_VERSION}; "
+            "rebuild the engine"
+        )
+    try:
+        return Manifest.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise EngineFormatError(f"{path}: {where}: {first['msg']}; rebuild the engine") from None
+
+
+def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False) -> None:
+    """Require exactly the listed files with their sizes; hash all bytes up to 1 GB, or on request.
+
+    Raises EngineFileError that names the first file that is missing, foreign or changed.
+    """
+    found = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()}
+    missing = sorted(set(manifest.files) - found)
+    foreign = sorted(found - set(manifest.files) - {MANIFEST})
+    if missing:
+        raise EngineFileError(f"{folder}: file {missing[0]} is missing; rebuild the engine")
+    if foreign:
+        raise EngineFileError(f"{folder}: {foreign[0]} is not part of the engine; remove it")
+    for program in manifest.programs.values():
+        if program.file not in manifest.files:
+            raise EngineFormatError(
+                f"{folder / MANIFEST}: program file {program.file} is not listed"
+            )
+    for name, spec in manifest.files.items():
+        size = (folder / name).stat().st_size
+        if size != spec.size:
+            raise EngineFileError(
+                f"{folder / name}: {size} bytes, the manifest says {spec.size}; rebuild the engine"
+            )
+    if verify_hashes or sum(f.size for f in manifest.files.values()) <= HASH_LIMIT:
+        for name, spec in manifest.files.items():
+            if hash_file(folder / name) != spec.sha256:
+                raise EngineFileError(
+                    f"{folder / name}: bytes changed since the build (sha256); rebuild the engine"
+                )
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

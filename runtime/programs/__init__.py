@@ -1,0 +1,19 @@
+"""One small file per target, loaded by name."""
+
+from importlib import import_module
+from pathlib import Path
+
+from mtpbuild.runtime.errors import EngineFormatError
+from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.programs.base import Programs
+
+TARGETS = {"onnxruntime": "mtpbuild.runtime.programs.onnxruntime"}
+
+
+def load_programs(folder: Path, manifest: Manifest, *, threads: int | None = None) -> Programs:
+    """Load the programs of an engine that was checked; `threads` None lets the target choose."""
+    name = manifest.target.name
+    if name not in TARGETS:
+        raise EngineFormatError(f"{folder}: target {name} is unknown; known: {', '.join(TARGETS)}")
+    programs: Programs = import_module(TARGETS[name]).load(folder, manifest, threads)
+    return programs

@@ -1,0 +1,175 @@
+"""Runs an engine's ONNX programs; caches are in place, one buffer bound as input and output."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # on by default, and read at import
+try:
+    import onnxruntime as ort
+except ImportError as error:
+    from mtpbuild.runtime.errors import MissingDependencyError
+
+    raise MissingDependencyError(
+        "this engine needs onnxruntime: pip install 'mtpbuild[cpu]' (or 'mtpbuild[cuda]')"
+    ) from error
+
+from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.manifest import Manifest, StateSpec
+from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+
+ROW_STEP = 128  # a step's caches are bound in multiples of this many rows
+
+
+class OnnxPrograms:
+    """The state of B slots, and the two sessions that advance it."""
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int | None) -> None:
+        self.lookahead = manifest.lookahead
+        sessions = {
+            name: _session(folder / spec.file, threads) for name, spec in manifest.programs.items()
+        }
+        self._prefill, self._decode = sessions["prefill"], sessions["decode"]
+        self._prefill_inputs = [t.name for t in manifest.programs["prefill"].inputs]
+        self._caches = Caches([s for s in manifest.state if s.kind == "cache"])
+        # Two copies of the small tensors: a step reads one and writes the other.
+        carries = [s for s in manifest.state if s.kind == "carry"]
+        self._carries = [{s.name: np.zeros(s.shape, s.dtype) for s in carries} for _ in range(2)]
+        self._now = 0
+        B, T = manifest.build.max_batch, manifest.window
+        self._active = np.zeros(B, np.bool_)
+        self._outputs: dict[str, NDArray[Any]] = {
+            "tokens": np.zeros((B, T), np.int64),
+            "num_tokens": np.zeros(B, np.int64),
+            "logprobs": np.zeros((B, T), np.float32),
+            "margins": np.zeros((B, T), np.float32),
+        }
+        self._bindings: list[Any] = []
+
+    @property
+    def state(self) -> dict[str, NDArray[Any]]:
+        """The state tensors as they are, for tests and tools; caches show the rows in use."""
+        return self._caches.views() | self._carries[self._now]
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        chunk = len(tokens) - self.lookahead
+        self._fit(max(start + chunk, self._caches.rows))  # other slots may hold more rows
+        binding = self._prefill.io_binding()
+        carries = {k: v[slot : slot + 1] for k, v in self._carries[self._now].items()}
+        prompt = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
+        given = carries | prompt | {"start": np.array([start], np.int64)}
+        for name, cache in self._caches.views(slot).items():
+            value = ort.OrtValue.ortvalue_from_numpy(cache)
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(name + ".out", value)
+        for name in self._prefill_inputs:
+            if name in given:
+                binding.bind_cpu_input(name, np.ascontiguousarray(given[name]))
+        produced = [name for name in carries if name in self._prefill_inputs]
+        for name in produced:
+            binding.bind_output(name + ".out", "cpu")
+        self._prefill.run_with_iobinding(binding)
+        results = binding.get_outputs()[len(self._caches.views()) :]  # in the order of binding
+        for name, result in zip(produced, results, strict=True):
+            carries[name][:] = result.numpy()
+
+    def begin(self, slot: int, length: int, newest: int) -> None:
+        now = self._carries[self._now]
+        now["lengths"][slot] = length
+        now["num_drafts"][slot] = 0
+        now["window"][slot] = 0
+        now["window"][slot, 0] = newest
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        self._fit(rows)
+        self._active[:] = active
+        before = self._carries[self._now]
+        self._decode.run_with_iobinding(self._bindings[self._now])
+        self._now = 1 - self._now
+        return StepOutput(window=before["window"], num_drafts=before["num_drafts"], **self._outputs)
+
+    def _fit(self, rows: int) -> None:
+        if self._caches.fit(rows) or not self._bindings:
+            self._bindings = [self._bind(now) for now in range(2)]
+
+    def _bind(self, now: int) -> Any:
+        binding = self._decode.io_binding()
+        for name, cache in self._caches.views().items():
+            value = ort.OrtValue.ortvalue_from_numpy(cache)  # no copy: the graph writes the array
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(name + ".out", value)
+        for name, array in (self._carries[now] | {"active": self._active}).items():
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        outputs = {f"{k}.out": v for k, v in self._carries[1 - now].items()} | self._outputs
+        for name, array in outputs.items():
+            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+        return binding
+
+
+class Caches:
+    """Latent caches [B, 1, S, C] laid out for the rows in use, so that a step reads only those.
+
+    A graph takes contiguous tensors, so the first `rows` rows of every slot are kept adjacent in
+    one allocation of B * S rows; slots move when `rows` changes (not if B = 1: it is a view).
+    """
+
+    def __init__(self, specs: Sequence[StateSpec]) -> None:
+        self._batch, _, self._capacity, _ = specs[0].shape
+        self.rows = 0
+        # Zeros: a masked row weighs 0, and 0 times an uninitialised NaN would not be 0.
+        self._flat = {
+            s.name: np.zeros((self._batch * self._capacity, s.shape[3]), s.dtype) for s in specs
+        }
+
+    def views(self, slot: int | None = None) -> dict[str, NDArray[Any]]:
+        """Each cache [B, 1, rows, C], or one slot's [1, 1, rows, C], sharing memory."""
+        first, count = (0, self._batch) if slot is None else (slot, 1)
+        R = self.rows
+        return {
+            name: flat[first * R : (first + count) * R].reshape(count, 1, R, -1)
+            for name, flat in self._flat.items()
+        }
+
+    def fit(self, rows: int) -> bool:
+        """Make room for `rows` rows per slot; True if the layout, and so every view, changed."""
+        if rows > self._capacity:
+            raise EngineError(f"internal: {rows} cache rows asked for, {self._capacity} allocated")
+        wanted = min(-(-rows // ROW_STEP) * ROW_STEP, self._capacity)
+        if self._batch > 1:  # moving slots costs: grow by doubling, shrink late
+            if wanted > self.rows:
+                wanted = min(max(wanted, 2 * self.rows), self._capacity)
+            elif wanted * 4 > self.rows:
+                wanted = self.rows
+        if wanted == self.rows:
+            return False
+        old, new = self.rows, wanted
+        order = range(self._batch) if new < old else reversed(range(self._batch))
+        keep = min(old, new)
+        for b in order if self._batch > 1 else ():
+            for flat in self._flat.values():
+                flat[b * new : b * new + keep] = flat[b * old : b * old + keep]
+        self.rows = new
+        return True
+
+
+def _session(path: Path, threads: int | None) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if threads:
+        options.intra_op_num_threads = threads
+    try:
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises its own C++ exception types
+        reason = str(error).splitlines()[0]
+        raise EngineError(
+            f"{path}: onnxruntime can't load it ({reason}); rebuild the engine"
+        ) from None
+
+
+def load(folder: Path, manifest: Manifest, threads: int | None) -> OnnxPrograms:
+    """Entry point named in `runtime/programs/__init__.py`."""
+    return OnnxPrograms(folder, manifest, threads)

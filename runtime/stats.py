@@ -1,0 +1,122 @@
+"""What is counted: accepted drafts per position, latencies, tokens per second.
+
+The words and formulas are vLLM's. A *step* is a decode step, the first one (which has no drafts to
+judge) and those of an engine without drafting included, so whole steps give
+`num_spec_steps + num_accepted_draft_tokens` tokens. Steps are counted whole, also the last one, of
+which a request may keep only a part.
+"""
+
+import logging
+from dataclasses import dataclass
+
+WATCHED_STEPS = 200
+COLLAPSED = 0.01  # acceptance rate under which drafting is broken rather than bad
+
+log = logging.getLogger("mtpbuild")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeDecoding:
+    """Acceptance of drafts over some decode steps."""
+
+    mean_acceptance_length: float | None  # 1 + accepted / steps; None before the first step
+    draft_acceptance_rate: float | None  # accepted / drafted; None when nothing was drafted
+    per_position_acceptance_rates: list[float]  # [nextn] accepted at position i / all steps
+    acceptance_histogram: list[int]  # [nextn + 1] entry j: steps that accepted exactly j drafts
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int  # nextn: drafts that a step can have
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Of one request; seconds count from its submission, waiting for a slot included."""
+
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float | None  # time to first token; None if there was none
+    tpot_s: float | None  # time per output token after the first; None for fewer than two tokens
+    tokens_per_s: float  # output tokens / seconds since the request got its slot, prefill included
+    speculative_decoding: SpeculativeDecoding
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Of all requests since the engine was loaded."""
+
+    requests_running: int
+    requests_waiting: int
+    requests_ended: int
+    prompt_tokens: int  # of the requests that were admitted
+    output_tokens: int  # as emitted by whole steps
+    speculative_decoding: SpeculativeDecoding
+
+
+class Acceptance:
+    """Counts drafts and what became of them; a histogram holds it all."""
+
+    __slots__ = ("drafted", "histogram")
+
+    def __init__(self, nextn: int) -> None:
+        self.histogram = [0] * (nextn + 1)
+        self.drafted = 0
+
+    def add(self, accepted: int, drafted: int) -> None:
+        """One decode step of one request: `accepted` of its `drafted` drafts."""
+        self.histogram[accepted] += 1
+        self.drafted += drafted
+
+    @property
+    def steps(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def accepted(self) -> int:
+        return sum(j * steps for j, steps in enumerate(self.histogram))
+
+    def report(self) -> SpeculativeDecoding:
+        steps, accepted, nextn = self.steps, self.accepted, len(self.histogram) - 1
+        reached = [sum(self.histogram[i + 1 :]) for i in range(nextn)]
+        return SpeculativeDecoding(
+            mean_acceptance_length=1 + accepted / steps if steps else None,
+            draft_acceptance_rate=accepted / self.drafted if self.drafted else None,
+            per_position_acceptance_rates=[n / steps if steps else 0.0 for n in reached],
+            acceptance_histogram=list(self.histogram),
+            num_spec_steps=steps,
+            num_accepted_draft_tokens=accepted,
+            num_draft_tokens=self.drafted,
+            num_spec_tokens=nextn,
+        )
+
+
+class AcceptanceWatch:
+    """Warns, once, when drafts are no longer accepted: the most common silent failure of MTP."""
+
+    def __init__(self, nextn: int) -> None:
+        self._quiet = nextn == 0
+        self._steps = self._accepted = self._drafted = 0
+
+    def add(self, accepted: int, drafted: int) -> None:
+        """One decode step; every WATCHED_STEPS of them are judged."""
+        if self._quiet:
+            return
+        self._steps += 1
+        self._accepted += accepted
+        self._drafted += drafted
+        if self._steps == WATCHED_STEPS:
+            if self._accepted < COLLAPSED * self._drafted:
+                self._warn()
+            self._steps = self._accepted = self._drafted = 0
+
+    def _warn(self) -> None:
+        self._quiet = True
+        log.warning(
+            "drafts are not being accepted: %d of %d in the last %d steps. The output is still "
+            "right, but MTP only costs time. Likely causes: MTP weights missing, damaged or of "
+            "another model; a wrong chat template; text of a kind that the model does not know; "
+            "too coarse a quantisation. Compare with an engine built with --nextn 0.",
+            self._accepted,
+            self._drafted,
+            self._steps,
+        )

@@ -1,0 +1,156 @@
+"""What the commands print: streamed text with accepted drafts in colour, summaries, JSON lines."""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from mtpbuild.runtime.engine import Engine, Prompt
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.manifest import HASH_LIMIT, Manifest, TensorSpec
+from mtpbuild.runtime.request import Chunk, Result, SamplingParams
+
+GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+
+
+def json_line(task_id: str | int, result: Result) -> str:
+    """One request as docs/cli-json.md describes it."""
+    return json.dumps(
+        {
+            "task_id": task_id,
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "finish_reason": result.finish_reason,
+            "metrics": asdict(result.metrics),
+        }
+    )
+
+
+def summary(result: Result) -> str:
+    """Speed and acceptance of a request in one line."""
+    metrics, drafting = result.metrics, result.metrics.speculative_decoding
+    parts = [
+        f"{metrics.output_tokens} tokens ({result.finish_reason})",
+        f"{metrics.tokens_per_s:.1f} tokens/s",
+        f"first token {1000 * (metrics.ttft_s or 0):.0f} ms",
+        f"acceptance length {drafting.mean_acceptance_length or 0:.2f}",
+    ]
+    if rates := drafting.per_position_acceptance_rates:
+        parts.append("per position " + " ".join(f"{rate:.2f}" for rate in rates))
+    return ", ".join(parts)
+
+
+def show(engine: Engine, prompt: Prompt, params: SamplingParams, *, echo: bool = False) -> Result:
+    """Stream to standard output, then the summary to standard error."""
+    out, colour = sys.stdout, _has_colour(sys.stdout)
+    with engine.stream(prompt, params) as stream:
+        if echo and colour and isinstance(prompt, str):
+            out.write(f"{DIM}{prompt}{RESET}")
+        for chunk in stream:
+            out.write(_paint(_spans(engine, chunk), colour))
+            out.flush()
+        out.write("\n")
+        out.flush()
+        result = stream.result()
+    line = summary(result)
+    print(f"{DIM}{line}{RESET}" if _has_colour(sys.stderr) else line, file=sys.stderr)
+    return result
+
+
+def converse(engine: Engine, params: SamplingParams) -> None:
+    """Ask for prompts until Ctrl-D: to chat if there is a chat template, else to complete."""
+    if engine.tokenizer is None:
+        raise RequestError("this engine was built without a tokenizer: give --prompt-ids")
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing in `input`)
+    messages: list[dict[str, str]] = []
+    while (line := _ask()) is not None:
+        try:
+            if engine.tokenizer.chat_template is None:
+                show(engine, line, params)
+            else:
+                messages.append({"role": "user", "content": line})
+                answer = show(engine, engine.chat_ids(messages), params)
+                messages.append({"role": "assistant", "content": answer.text})
+        except RequestError as error:
+            print(f"error: {error}", file=sys.stderr)
+            if len(messages) > 1:
+                print("the conversation starts again", file=sys.stderr)
+            messages.clear()
+
+
+def describe(folder: Path, manifest: Manifest) -> None:
+    """The manifest for people."""
+    console = Console(highlight=False)
+    facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
+    for name, value in _facts(manifest).items():
+        facts.add_row(name, value)
+    programs = Table("program", "file", "inputs", "outputs")
+    for name, program in manifest.programs.items():
+        programs.add_row(name, program.file, _list(program.inputs), _list(program.outputs))
+    files = Table("file", "bytes", "sha256")
+    for name, file in sorted(manifest.files.items()):
+        files.add_row(name, f"{file.size:,}", file.sha256[:16])
+    for table in (facts, programs, files):
+        console.print(table)
+
+
+def _facts(manifest: Manifest) -> dict[str, str]:
+    model, build, target = manifest.model, manifest.build, manifest.target
+    versions = ", ".join(f"{name} {version}" for name, version in target.versions.items())
+    size = sum(file.size for file in manifest.files.values())
+    checked = "bytes" if size <= HASH_LIMIT else "sizes"
+    caches = [s for s in manifest.state if s.kind == "cache"]
+    return {
+        "model": f"{model.name} ({model.architecture}), {model.parameters:,} parameters",
+        "layers": f"{model.num_hidden_layers} + {model.num_nextn_predict_layers} MTP",
+        "vocabulary": f"{model.vocab_size:,}",
+        "nextn": f"{build.nextn}, drafter {build.drafter or 'none'}",
+        "capacity": f"{build.max_batch} slots of {build.max_seq_len:,} tokens",
+        "caches": f"{len(caches)} of {caches[0].shape if caches else ()} {build.weights}",
+        "prefill chunk": str(build.prefill_chunk),
+        "target": f"{target.name} on {target.hardware} ({versions})",
+        "capabilities": ", ".join(f"{k}: {' '.join(v)}" for k, v in manifest.capabilities.items()),
+        "built by": f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}",
+        "size": f"{size / 1e6:,.1f} MB, all files present, {checked} as built",
+    }
+
+
+def _list(tensors: Iterable[TensorSpec]) -> str:
+    return "\n".join(f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
+
+
+def _ask() -> str | None:
+    """A line that says something; None at Ctrl-D."""
+    try:
+        while not (line := input("> ")).strip():
+            pass
+    except EOFError:
+        print()
+        return None
+    return line
+
+
+def _spans(engine: Engine, chunk: Chunk) -> Iterable[tuple[str, bool]]:
+    """Text and origin; without a tokenizer the ids are the text."""
+    if engine.tokenizer is not None:
+        return chunk.spans
+    return zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
+
+
+def _paint(spans: Iterable[tuple[str, bool]], colour: bool) -> str:
+    return "".join(
+        f"{GREEN}{text}{RESET}" if colour and from_draft else text for text, from_draft in spans
+    )
+
+
+def _has_colour(stream: TextIO) -> bool:
+    """Whether a terminal shows colours and nobody has asked for none (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

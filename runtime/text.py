@@ -1,0 +1,83 @@
+"""From tokens to text as they come: whole characters only, cut before a stop string."""
+
+import codecs
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mtpbuild.runtime.tokenizer import Tokenizer
+
+
+class Span(NamedTuple):
+    """The text that one token completed."""
+
+    text: str
+    from_draft: bool
+
+
+class TextStream:
+    """The text of one request; constant work per token, whatever the length.
+
+    Tokens are bytes, and a character may be spread over several: the decoder keeps its beginning
+    until the rest is there. What could be the beginning of a stop string is kept back too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._longest = max(map(len, stop), default=0)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held: list[Span] = []  # may begin a stop string
+        self._ready: list[Span] = []
+
+    def push(self, token: int, from_draft: bool, *, may_stop: bool = True) -> bool:
+        """Append a token; True if it completes a stop string, whose text is then dropped."""
+        if self._tokenizer is None:
+            return False
+        text = self._utf8.decode(self._tokenizer.token_bytes(token))
+        if not (self._stop and may_stop):
+            self._ready += self._held
+            self._held.clear()
+            if text:
+                self._ready.append(Span(text, from_draft))
+            return False
+        if text:
+            self._held.append(Span(text, from_draft))
+        return self._scan()
+
+    def take(self, *, everything: bool = False) -> tuple[Span, ...]:
+        """The text that is new since the last call; `everything` when no more tokens come."""
+        if everything:
+            self._ready += self._held
+            self._held.clear()
+            if rest := self._utf8.decode(b"", final=True):  # half a character
+                self._ready.append(Span(rest, False))
+        spans = tuple(self._ready)
+        self._ready.clear()
+        return spans
+
+    def _scan(self) -> bool:
+        tail = "".join(span.text for span in self._held)
+        if found := [at for stop in self._stop if (at := tail.find(stop)) >= 0]:
+            self._release(min(found))
+            self._held.clear()
+            self._utf8.reset()
+            return True
+        self._release(len(tail) - self._beginning(tail))
+        return False
+
+    def _beginning(self, tail: str) -> int:
+        """Length of the longest end of `tail` with which a stop string begins."""
+        for length in range(min(len(tail), self._longest - 1), 0, -1):
+            end = tail[-length:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return length
+        return 0
+
+    def _release(self, chars: int) -> None:
+        """Make the first `chars` held characters ready."""
+        while chars > 0:
+            text, from_draft = self._held.pop(0)
+            self._ready.append(Span(text[:chars], from_draft))
+            if len(text) > chars:
+                self._held.insert(0, Span(text[chars:], from_draft))
+            chars -= len(text)

@@ -1,0 +1,157 @@
+"""The engine's tokenizer: text to token ids, a token's bytes, and the chat template."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from mtpbuild.runtime.errors import EngineFileError, RequestError
+from mtpbuild.runtime.manifest import Manifest
+
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+
+class Tokenizer:
+    """A byte-level tokenizer, as all DeepSeek models have: every token stands for some bytes."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: str | None = None,
+        bos_token: str = "",
+        eos_token: str = "",
+    ) -> None:
+        self._backend = backend
+        self.chat_template = chat_template
+        self.bos_token, self.eos_token = bos_token, eos_token
+        added = backend.get_added_tokens_decoder()
+        self._bytes = {id: b"" for id, token in added.items() if token.special}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; the BOS is not added to a text that begins with it."""
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"the prompt is not valid Unicode text ({error})") from None
+        if self.bos_token and text.startswith(self.bos_token):
+            add_special_tokens = False
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """What the token adds to the text: nothing for a special or unknown one."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = _spelled(self._backend.id_to_token(token) or "")
+        return found
+
+    def chat_prompt(self, messages: Sequence[Message]) -> str:
+        """The text that asks for the next answer in a conversation.
+
+        Raises RequestError for messages that the template refuses, or if there is no template.
+        """
+        if self.chat_template is None:
+            raise RequestError(f"this engine has no {CHAT_TEMPLATE}: give a plain prompt")
+        from jinja2 import TemplateSyntaxError  # 30 ms, only for those who chat
+
+        try:
+            template = _environment().from_string(self.chat_template)
+        except TemplateSyntaxError as error:
+            where = f"{CHAT_TEMPLATE}: line {error.lineno}"
+            raise EngineFileError(f"{where}: {error.message}; rebuild the engine") from None
+        try:
+            text: str = template.render(
+                messages=messages,
+                bos_token=self.bos_token,
+                eos_token=self.eos_token,
+                add_generation_prompt=True,
+            )
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise RequestError(f"the chat template refuses these messages: {error}") from None
+        return text
+
+
+def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
+    """The tokenizer of an engine that was checked; None if it was built without one.
+
+    Raises EngineFileError for a file that can't be used.
+    """
+    if TOKENIZER not in manifest.files:
+        return None
+    path = folder / TOKENIZER
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise EngineFileError(f"{path}: not a tokenizer ({error}); rebuild the engine") from None
+    if not isinstance(backend.decoder, ByteLevel):
+        kind = type(backend.decoder).__name__
+        raise EngineFileError(f"{path}: decoder {kind}; only byte-level tokenizers are supported")
+    bos = manifest.model.bos_token_id
+    eos = manifest.model.eos_token_ids[:1]
+    return Tokenizer(
+        backend,
+        chat_template=_read_template(folder, manifest),
+        bos_token=_token(backend, bos),
+        eos_token=_token(backend, eos[0] if eos else None),
+    )
+
+
+def _token(backend: tokenizers.Tokenizer, id: int | None) -> str:
+    return (backend.id_to_token(id) or "") if id is not None and id >= 0 else ""
+
+
+def _read_template(folder: Path, manifest: Manifest) -> str | None:
+    if CHAT_TEMPLATE not in manifest.files:
+        return None
+    try:
+        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise EngineFileError(f"{folder / CHAT_TEMPLATE}: not UTF-8 ({error})") from None
+
+
+def _environment() -> Any:
+    """Jinja as transformers sets it up for chat templates."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: each byte has a printable character that stands for it in a vocabulary."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE = _byte_of_char()
+
+
+def _spelled(token: str) -> bytes:
+    """A vocabulary entry's bytes; one with a character outside the alphabet is plain text."""
+    try:
+        return bytes(_BYTE[char] for char in token)
+    except KeyError:
+        return token.encode()

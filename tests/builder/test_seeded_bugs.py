@@ -1,0 +1,206 @@
+"""An oracle that a broken engine passes is none: each bug below must make O3 fail.
+
+The bug's name says what was broken; the case says where the step oracle of `test_step.py` sees it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpbuild.builder import draft, step
+from mtpbuild.builder.model import layers
+from mtpbuild.builder.model.deepseek_v3 import DeepseekV3, MTPModule
+from mtpbuild.plugins import accept_rewind, mla_attention
+from tests.builder.test_step import check_case
+
+EAGLE = ("yarn-three-modules", 4, "mtp-eagle")
+VANILLA = ("yarn-three-modules", 3, "mtp-vanilla")
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def lengths_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Tensor) -> tuple[Tensor, ...]:
+        tokens, n, lengths, *rest = accept_rewind(*args)
+        return (tokens, n, lengths - 1, *rest)
+
+    patch.setattr(step, "accept_rewind", wrong)
+
+
+def padding_drafts_are_judged(patch: pytest.MonkeyPatch) -> None:
+    def wrong(logits: Tensor, window: Tensor, drafts: Tensor, *rest: Tensor) -> Any:
+        return accept_rewind(logits, window, torch.full_like(drafts, 99), *rest)
+
+    patch.setattr(step, "accept_rewind", wrong)
+
+
+def last_draft_never_accepted(patch: pytest.MonkeyPatch) -> None:
+    def wrong(logits: Tensor, window: Tensor, drafts: Tensor, *rest: Tensor) -> Any:
+        return accept_rewind(logits, window, drafts.clamp(max=window.shape[1] - 2), *rest)
+
+    patch.setattr(step, "accept_rewind", wrong)
+
+
+def hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
+    norm, forward = DeepseekV3.logits, DeepseekV3.forward
+
+    def wrong_forward(self: DeepseekV3, *args: Any) -> Any:
+        final, self.norm = self.norm, torch.nn.Identity()  # type: ignore[assignment]
+        try:
+            return forward(self, *args)
+        finally:
+            self.norm = final
+
+    def wrong_logits(self: DeepseekV3, hidden: Tensor) -> Tensor:
+        return norm(self, self.norm(hidden) if hidden.shape[1] > 1 else hidden)
+
+    patch.setattr(DeepseekV3, "forward", wrong_forward)
+    patch.setattr(DeepseekV3, "logits", wrong_logits)
+
+
+def swapped_concat_halves(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: MTPModule, embedding: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat([self.hnorm(hidden), self.enorm(embedding)], dim=-1) @ self.eh_proj
+
+    patch.setattr(MTPModule, "join", wrong)
+
+
+def mask_hides_own_row(patch: pytest.MonkeyPatch) -> None:
+    def wrong(
+        q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, *rest: Any
+    ) -> Any:
+        return mla_attention(q, cache, fresh, base, (first - 1).clamp(min=0), *rest)
+
+    patch.setattr(layers, "mla_attention", wrong)
+
+
+def mask_shows_garbage(patch: pytest.MonkeyPatch) -> None:
+    def wrong(
+        q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, *rest: Any
+    ) -> Any:
+        return mla_attention(q, cache, fresh, base + 1, first, *rest)
+
+    patch.setattr(layers, "mla_attention", wrong)
+
+
+def scale_over_the_latent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(layers, "softmax_scale", lambda c: c.cache_dim**-0.5)
+
+
+def biased_router_weights(patch: pytest.MonkeyPatch) -> None:
+    forward = layers.Gate.forward
+
+    def wrong(self: layers.Gate, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = forward(self, x)
+        return weights + self.e_score_correction_bias[ids], ids
+
+    patch.setattr(layers.Gate, "forward", wrong)
+
+
+def bias_not_used_to_select(patch: pytest.MonkeyPatch) -> None:
+    init = layers.Gate.forward
+
+    def wrong(self: layers.Gate, x: Tensor) -> tuple[Tensor, Tensor]:
+        bias = self.e_score_correction_bias
+        self.e_score_correction_bias = torch.nn.Parameter(torch.zeros_like(bias), False)
+        try:
+            return init(self, x)
+        finally:
+            self.e_score_correction_bias = bias
+
+    patch.setattr(layers.Gate, "forward", wrong)
+
+
+def draft_reads_the_last_row(patch: pytest.MonkeyPatch) -> None:
+    last = MTPModule.last
+
+    def wrong(self: MTPModule, x: Tensor, cache: Tensor, rows: Any, at: Tensor) -> Any:
+        return last(self, x, cache, rows, torch.full_like(at, x.shape[1] - 1))
+
+    patch.setattr(MTPModule, "last", wrong)
+
+
+def recycled_hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
+    join = MTPModule.join
+
+    def wrong(self: MTPModule, embedding: Tensor, hidden: Tensor) -> Tensor:
+        if hidden.shape[1] == 1:
+            weight = self.shared_head["norm"].weight
+            assert isinstance(weight, Tensor)
+            hidden = hidden / weight
+        return join(self, embedding, hidden)
+
+    patch.setattr(MTPModule, "join", wrong)
+
+
+def draft_positions_stand_still(patch: pytest.MonkeyPatch) -> None:
+    forward = layers.Rope.forward
+
+    def wrong(self: layers.Rope, start: Tensor, tokens: int, base: Tensor | None = None) -> Any:
+        return forward(self, start if base is None else base, tokens, base)
+
+    patch.setattr(layers.Rope, "forward", wrong)
+
+
+def vanilla_window_of_k_slots(patch: pytest.MonkeyPatch) -> None:
+    """DESIGN 4.2's counterexample: a slot is missed whenever all drafts are accepted."""
+    init = draft.Vanilla.__init__
+
+    def wrong(self: draft.Vanilla, nextn: int) -> None:
+        init(self, nextn)
+        self.slots = nextn
+
+    patch.setattr(draft.Vanilla, "__init__", wrong)
+
+
+def stale_past_hidden(patch: pytest.MonkeyPatch) -> None:
+    take = draft.take
+
+    def wrong(x: Tensor, start: Tensor, count: int) -> Tensor:
+        stale = count == 3 and x.shape[-1] > 1  # what becomes past_hidden
+        return take(x, (start - 1).clamp(min=0) if stale else start, count)
+
+    patch.setattr(draft, "take", wrong)
+
+
+def modules_do_not_chain(patch: pytest.MonkeyPatch) -> None:
+    """As in TensorRT-LLM's vanilla: module 2 is given the main model's hiddens."""
+    norm, count = MTPModule.norm, [0]
+
+    def wrong(self: MTPModule, x: Tensor) -> Tensor:
+        count[0] += 1
+        return norm(self, x).roll(1, dims=-1) if x.shape[1] > 1 else norm(self, x)
+
+    patch.setattr(MTPModule, "norm", wrong)
+
+
+BUGS: list[tuple[Patch, tuple[str, int, Any]]] = [
+    (lengths_off_by_one, EAGLE),
+    (padding_drafts_are_judged, EAGLE),
+    (last_draft_never_accepted, EAGLE),
+    (hidden_before_the_norm, EAGLE),
+    (swapped_concat_halves, EAGLE),
+    (mask_hides_own_row, EAGLE),
+    (mask_shows_garbage, EAGLE),
+    (scale_over_the_latent, EAGLE),
+    (biased_router_weights, EAGLE),
+    (bias_not_used_to_select, EAGLE),
+    (draft_reads_the_last_row, EAGLE),
+    (recycled_hidden_before_the_norm, EAGLE),
+    (draft_positions_stand_still, EAGLE),
+    (swapped_concat_halves, VANILLA),
+    (vanilla_window_of_k_slots, VANILLA),
+    (stale_past_hidden, VANILLA),
+    (modules_do_not_chain, VANILLA),
+]
+
+
+@pytest.mark.parametrize(("bug", "case"), BUGS, ids=[f"{b.__name__}-{c[2]}" for b, c in BUGS])
+def test_the_oracle_catches(
+    bug: Patch, case: tuple[str, int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_case(*case)

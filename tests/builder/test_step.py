@@ -1,0 +1,112 @@
+"""Oracles O3, O6 and O7 on the step program itself, run eagerly on checkpoints of odd shapes."""
+
+import numpy as np
+import pytest
+import torch
+
+from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.reference import Transformer
+from tests.checkpoints import SHAPES, lower, make_predictable
+from tests.forced import Run, Seen
+from tests.reference.eager import EagerPrograms
+from tests.reference.recompute import cache_rows, greedy
+
+CHUNK = 4
+CASES: list[tuple[str, int, DrafterName | None]] = [
+    ("yarn-three-modules", 0, None),
+    ("yarn-three-modules", 1, "mtp-eagle"),
+    ("yarn-three-modules", 4, "mtp-eagle"),
+    ("yarn-three-modules", 1, "mtp-vanilla"),
+    ("yarn-three-modules", 2, "mtp-vanilla"),
+    ("yarn-three-modules", 3, "mtp-vanilla"),
+    ("no-q-lora-one-module", 3, "mtp-eagle"),
+    ("no-q-lora-one-module", 1, "mtp-vanilla"),
+    ("ragged-no-interleave", 3, "mtp-eagle"),
+    ("ragged-no-interleave", 2, "mtp-vanilla"),
+    ("all-dense-no-modules", 0, None),
+]
+FULL: list[tuple[str, int, DrafterName | None]] = [
+    ("yarn-three-modules", k, "mtp-eagle") for k in (2, 3, 5, 7, 15)
+]
+
+
+def eager(
+    shape: str, nextn: int, drafter: DrafterName | None, batch: int = 1
+) -> tuple[EagerPrograms, Transformer]:
+    reference = make_predictable(**SHAPES[shape])
+    plan = Plan(reference.config, nextn, drafter, batch, 200, CHUNK)
+    return EagerPrograms(plan, lower(reference)), reference
+
+
+def check_case(shape: str, nextn: int, drafter: DrafterName | None) -> None:
+    """Every prompt length around a chunk's border; every n and every num_drafts must occur."""
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(nextn)
+    seen = Seen()
+    for length in (1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 11) * (1 + nextn // 5):
+        programs, reference = eager(shape, nextn, drafter)
+        prompt = rng.integers(0, reference.config.vocab_size, length).tolist()
+        run = Run(programs, reference, nextn, drafter, CHUNK, rng)
+        tokens, saw = run.steps(prompt, 10)
+        seen.accepted |= saw.accepted
+        seen.num_drafts |= saw.num_drafts
+        check_state(programs, reference, tokens)
+    assert seen.accepted == set(range(1, nextn + 2))
+    assert seen.num_drafts == set(range(nextn + 1))
+
+
+def check_state(programs: EagerPrograms, reference: Transformer, tokens: list[int]) -> None:
+    """O6: committed rows equal recomputed ones, and those of a fresh prefill in one chunk."""
+    plan, length = programs.plan, len(tokens) - 1
+    for i, rows in enumerate(cache_rows(reference, plan.config, tokens[:-1])):
+        np.testing.assert_allclose(programs.state[f"kv.{i}"][0, 0, :length], rows, atol=2e-4)
+    fresh = EagerPrograms(plan, programs.step_program.module.model)  # type: ignore[arg-type]
+    Run(fresh, reference, plan.nextn, plan.drafter, 1000, np.random.default_rng(0)).prefill(tokens)
+    for name, cache in fresh.state.items():
+        if not name.startswith("mtp_kv."):
+            continue
+        module = int(name.removeprefix("mtp_kv."))  # slot p of module k is final iff p + k <= M
+        final = length - (module if plan.drafter == "mtp-vanilla" else 0)
+        got = programs.state[name][0, 0, :final]
+        np.testing.assert_allclose(got, cache[0, 0, :final], atol=2e-4)
+
+
+@pytest.mark.parametrize(("shape", "nextn", "drafter"), CASES)
+def test_every_step_equals_recomputation(
+    shape: str, nextn: int, drafter: DrafterName | None
+) -> None:
+    check_case(shape, nextn, drafter)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shape", "nextn", "drafter"), FULL)
+def test_every_step_equals_recomputation_full(
+    shape: str, nextn: int, drafter: DrafterName | None
+) -> None:
+    check_case(shape, nextn, drafter)
+
+
+@pytest.mark.parametrize(("nextn", "drafter"), [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")])
+def test_slots_do_not_disturb_each_other(nextn: int, drafter: DrafterName | None) -> None:
+    """O7: three requests that join at different steps give what each gives alone."""
+    torch.set_num_threads(1)
+    programs, reference = eager("yarn-three-modules", nextn, drafter, batch=3)
+    rng, T = np.random.default_rng(7), nextn + 1
+    prompts = [rng.integers(0, 61, n).tolist() for n in (9, 1, 6)]
+    texts = [list(prompt) for prompt in prompts]
+    runner = Run(programs, reference, nextn, drafter, CHUNK, rng)
+    active = np.zeros(3, np.bool_)
+    for step in range(12):
+        if step % 3 == 0 and step // 3 < 3:
+            slot = step // 3
+            runner.prefill(prompts[slot], slot)
+            active[slot] = True
+        if step == 10:
+            active[1] = False  # a slot that leaves
+        rows = max(len(text) for text in texts) - 1 + T
+        out = programs.step(active, rows)
+        for slot in np.flatnonzero(active).tolist():
+            texts[slot] += out.tokens[slot, : out.num_tokens[slot]].tolist()
+        assert (out.num_tokens[~active] == 0).all()
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert text[len(prompt) :] == greedy(reference, prompt, len(text) - len(prompt))

@@ -1,0 +1,180 @@
+"""A fake at the seam: programs without weights, their manifest, a small real tokenizer."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from mtpbuild.runtime.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
+from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.tokenizer import Tokenizer
+
+BOS, EOS = 0, 1
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' + m.role) }}"
+    "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+NextToken = Callable[[Sequence[int]], int]
+
+
+def fake_manifest(
+    *,
+    nextn: int = 3,
+    max_batch: int = 1,
+    max_seq_len: int = 64,
+    prefill_chunk: int = 4,
+    vocab_size: int = 320,
+    eos: tuple[int, ...] = (EOS,),
+    lookahead: int = 1,
+) -> Manifest:
+    return Manifest(
+        mtpbuild="0",
+        model=ModelInfo(
+            name="fake",
+            architecture="DeepseekV3ForCausalLM",
+            parameters=0,
+            vocab_size=vocab_size,
+            num_hidden_layers=1,
+            num_nextn_predict_layers=1,
+            max_position_embeddings=max_seq_len,
+            bos_token_id=BOS,
+            eos_token_ids=eos,
+        ),
+        build=BuildInfo(
+            nextn=nextn,
+            drafter="mtp-eagle" if nextn else None,
+            max_batch=max_batch,
+            max_seq_len=max_seq_len,
+            prefill_chunk=prefill_chunk,
+            weights="float32",
+            fingerprint="0",
+        ),
+        target=TargetInfo(name="onnxruntime", hardware="cpu", versions={}),
+        capabilities={},
+        lookahead=lookahead,
+        programs={},
+        state=(),
+        files={},
+    )
+
+
+def mixed(history: Sequence[int]) -> int:
+    """A next token that depends on every token and its place; never a special one."""
+    return 2 + sum((i + 1) * t for i, t in enumerate(history)) % 250
+
+
+def scripted(prompt_length: int, tokens: Sequence[int]) -> NextToken:
+    """Says `tokens` after any prompt of that length, over and over."""
+    return lambda history: tokens[(len(history) - prompt_length) % len(tokens)]
+
+
+def continuation(prompt: Sequence[int], count: int, next_token: NextToken = mixed) -> list[int]:
+    """What plain decoding, a token at a time, gives."""
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history))
+    return history[len(prompt) :]
+
+
+class FakePrograms:
+    """Says what `next_token` says; `draft_is_right` decides per absolute position of a draft.
+
+    Checks what the loop promises: chunks in order and of the right size, the tokens behind a chunk,
+    enough rows. `steps` counts decode steps, `fail` raises in the next one.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        next_token: NextToken = mixed,
+        draft_is_right: Callable[[int], bool] = lambda position: True,
+        step_s: float = 0.0,
+    ) -> None:
+        self.lookahead = manifest.lookahead
+        self.next_token, self.draft_is_right, self.step_s = next_token, draft_is_right, step_s
+        self.build, self.window = manifest.build, manifest.window
+        B = manifest.build.max_batch
+        self.history: list[list[int]] = [[] for _ in range(B)]  # all known tokens of a slot
+        self.drafts: list[list[int]] = [[] for _ in range(B)]
+        self.chunks: list[tuple[int, int, list[int]]] = []  # slot, start, tokens with lookahead
+        self.steps = 0
+        self.fail: BaseException | None = None
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        assert tokens.dtype == np.int64
+        count = len(tokens) - self.lookahead
+        assert 1 <= count <= self.build.prefill_chunk
+        self.history[slot] = self.history[slot][:start]
+        assert len(self.history[slot]) == start, "chunks come in order"
+        self.chunks.append((slot, start, tokens.tolist()))
+        self.history[slot] += tokens.tolist()[:count]
+
+    def begin(self, slot: int, length: int, newest: int) -> None:
+        self.history[slot] = [*self.history[slot][:length], newest]
+        self.drafts[slot] = []
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        if self.fail:
+            raise self.fail
+        time.sleep(self.step_s)
+        self.steps += 1
+        B, T = len(self.history), self.window
+        assert active.shape == (B,)
+        assert rows <= self.build.max_seq_len + T
+        tokens, window = np.full((B, T), -1), np.zeros((B, T), np.int64)
+        counts, num_drafts = np.zeros(B, np.int64), np.zeros(B, np.int64)
+        for b in np.flatnonzero(active).tolist():
+            assert rows >= len(self.history[b]) - 1 + T, "rows must bound every active slot"
+            num_drafts[b] = len(self.drafts[b])
+            window[b, : num_drafts[b] + 1] = [self.history[b][-1], *self.drafts[b]]
+            emitted = self._accept(b)
+            counts[b] = len(emitted)
+            tokens[b, : len(emitted)] = emitted
+        zeros = np.zeros((B, T), np.float32)
+        return StepOutput(tokens, counts, window, num_drafts, zeros, zeros)
+
+    def _accept(self, b: int) -> list[int]:
+        history, emitted = self.history[b], []
+        for draft in [*self.drafts[b], None]:
+            emitted.append(self.next_token(history))
+            history.append(emitted[-1])
+            if emitted[-1] != draft:
+                break
+        guess = list(history)
+        for _ in range(self.window - 1):
+            right = self.next_token(guess)
+            wrong = (right + 1) % 250
+            guess.append(right if self.draft_is_right(len(guess)) else wrong)
+        self.drafts[b] = guess[len(history) :]
+        return emitted
+
+
+def backend_tokenizer() -> tokenizers.Tokenizer:
+    """Byte-level BPE as DeepSeek's, trained on a few words; adds the BOS."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["def hello(world): return 1 + 2  # größer, 你好, 🙂"] * 3, trainer)
+    backend.add_tokens(["<think>", "｜end｜"])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    return backend
+
+
+def fake_tokenizer(backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
+    return Tokenizer(
+        backend or backend_tokenizer(), chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>"
+    )

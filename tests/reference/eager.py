@@ -1,0 +1,53 @@
+"""Runs the step program eagerly behind the run time's protocol: oracles without a target."""
+
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.program import make_programs
+from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+
+
+class EagerPrograms:
+    """The same state as an engine's, in torch tensors that numpy sees too."""
+
+    def __init__(self, plan: Plan, model: DeepseekV3) -> None:
+        self.lookahead = plan.lookahead
+        self.plan = plan
+        self.prefill_program, self.step_program = make_programs(plan, model)
+        self.tensors = {
+            s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in state_specs(plan)
+        }
+
+    @property
+    def state(self) -> dict[str, NDArray[Any]]:
+        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
+
+    @torch.no_grad()
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        given = torch.from_numpy(tokens)[None]
+        chunk = given.shape[1] - self.lookahead
+        names = self.prefill_program.state
+        state = {name: self.tensors[name][slot : slot + 1] for name in names}
+        ahead = (given[:, chunk:],) if self.lookahead else ()
+        new = self.prefill_program.module(state, given[:, :chunk], torch.tensor([start]), *ahead)
+        for name in names:
+            self.tensors[name][slot : slot + 1] = new[name]
+
+    def begin(self, slot: int, length: int, newest: int) -> None:
+        self.tensors["lengths"][slot] = length
+        self.tensors["num_drafts"][slot] = 0
+        self.tensors["window"][slot] = 0
+        self.tensors["window"][slot, 0] = newest
+
+    @torch.no_grad()
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        before = self.tensors
+        self.tensors, outputs = self.step_program.module(before, torch.from_numpy(active))
+        arrays = {name: tensor.numpy() for name, tensor in outputs.items()}
+        return StepOutput(
+            window=before["window"].numpy(), num_drafts=before["num_drafts"].numpy(), **arrays
+        )

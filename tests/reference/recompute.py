@@ -1,0 +1,88 @@
+"""Oracles O1 to O3 in plain PyTorch: all is recomputed from the tokens, nothing is cached."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.reference import DecoderLayer, MTPModule, Transformer
+
+
+@torch.no_grad()
+def next_logits(model: Transformer, tokens: list[int]) -> Tensor:
+    """Logits [V] of the token after `tokens`."""
+    return model.lm_head(model.main(torch.tensor([tokens])))[0, -1]
+
+
+@torch.no_grad()
+def row_logits(model: Transformer, tokens: list[int]) -> Tensor:
+    """Logits [len(tokens), V]; row i is about the token after tokens[: i + 1]."""
+    return model.lm_head(model.main(torch.tensor([tokens])))[0]
+
+
+@torch.no_grad()
+def greedy(model: Transformer, tokens: list[int], count: int) -> list[int]:
+    """The next `count` tokens, one whole forward pass for each."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(next_logits(model, tokens).argmax()))
+    return tokens[-count:]
+
+
+@torch.no_grad()
+def draft_logits(model: Transformer, tokens: list[int], nextn: int, drafter: str) -> list[Tensor]:
+    """For each draft behind the known `tokens`, the logits [V] that it is the argmax of."""
+    if len(tokens) < 2:
+        raise ValueError("drafting starts behind the first emitted token")
+    return (_eagle if drafter == "mtp-eagle" else _vanilla)(model, tokens, nextn)
+
+
+def _eagle(model: Transformer, tokens: list[int], nextn: int) -> list[Tensor]:
+    """Module 1 over all slots, then again with its own newest output as one more slot's hidden."""
+    module = model.model.layers[model.config.num_hidden_layers]
+    assert isinstance(module, MTPModule)
+    hidden = model.main(torch.tensor([tokens[:-1]]))
+    follow = list(tokens[1:])
+    found = []
+    for _ in range(nextn):
+        T = len(follow)
+        embedding = model.model.embed_tokens(torch.tensor([follow]))
+        g = module.draft(embedding, hidden, model.cos[:T], model.sin[:T])[:, -1:]
+        found.append(model.lm_head(g)[0, 0])
+        hidden = torch.cat([hidden, g], dim=1)
+        follow.append(int(found[-1].argmax()))
+    return found
+
+
+def _vanilla(model: Transformer, tokens: list[int], nextn: int) -> list[Tensor]:
+    """Module k over all slots, with the drafts so far as the tokens that are not known yet."""
+    g = model.main(torch.tensor([tokens[:-1]]))
+    follow = list(tokens)
+    slots, found = len(tokens) - 1, []
+    for k in range(1, nextn + 1):
+        g = model.mtp(k, torch.tensor([follow[k : k + slots]]), g)
+        found.append(model.lm_head(g[:, -1])[0])
+        follow.append(int(found[-1].argmax()))
+    return found
+
+
+@torch.no_grad()
+def cache_rows(model: Transformer, config: ModelConfig, tokens: list[int]) -> list[Tensor]:
+    """Latent rows [T, C] of each main layer: normed latent, rotated key as the program lays it."""
+    x = model.model.embed_tokens(torch.tensor([tokens]))
+    T, rows = len(tokens), []
+    for layer in list(model.model.layers)[: config.num_hidden_layers]:
+        assert isinstance(layer, DecoderLayer)
+        attention = layer.self_attn
+        a = attention.kv_a_proj_with_mqa(layer.input_layernorm(x))
+        latent, key = a.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
+        even, odd = key[..., 0::2], key[..., 1::2]
+        if not config.rope_interleave:
+            even, odd = key.chunk(2, -1)
+        cos, sin = model.cos[:T], model.sin[:T]
+        turned = even * cos - odd * sin, odd * cos + even * sin
+        key = (
+            torch.stack(turned, -1).flatten(-2) if config.rope_interleave else torch.cat(turned, -1)
+        )
+        rows.append(torch.cat([attention.kv_a_layernorm(latent), key], -1)[0])
+        x = layer(x, model.cos[:T], model.sin[:T])
+    return rows

@@ -1,0 +1,230 @@
+"""`mtpbuild run` and `mtpbuild inspect` on a synthetic engine."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+from typer.testing import Result as CliResult
+
+from mtpbuild.runtime import Engine, SamplingParams, cli, terminal
+from mtpbuild.runtime.manifest import read_manifest
+from tests.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
+from tests.runtime.conftest import write_engine
+
+app = typer.Typer()
+app.command("run")(cli.run)
+app.command("inspect")(cli.inspect)
+
+
+def call(*args: object) -> CliResult:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def fails(result: CliResult, code: int, message: str) -> None:
+    """One line on standard error, nothing on standard output, no traceback."""
+    assert result.exit_code == code, result.output
+    assert re.fullmatch(rf"error: .*{message}.*\n", result.stderr), result.stderr
+    assert result.stdout == ""
+
+
+def test_json(engine_dir: Path) -> None:
+    result = call("run", "--engine", engine_dir, "--prompt-ids", "5,6", "--max-tokens", 9, "--json")
+    assert result.exit_code == 0
+    [line] = result.stdout.splitlines()
+    answer = json.loads(line)
+    assert list(answer) == ["task_id", "text", "token_ids", "finish_reason", "metrics"]
+    assert answer["token_ids"] == continuation([5, 6], 9)
+    assert (answer["task_id"], answer["finish_reason"]) == (0, "length")
+    metrics = answer["metrics"]
+    drafting = metrics.pop("speculative_decoding")
+    assert list(metrics) == ["prompt_tokens", "output_tokens", "ttft_s", "tpot_s", "tokens_per_s"]
+    assert drafting == {
+        "mean_acceptance_length": 3.0,
+        "draft_acceptance_rate": 1.0,
+        "per_position_acceptance_rates": [2 / 3] * 3,
+        "acceptance_histogram": [1, 0, 0, 2],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 6,
+        "num_spec_tokens": 3,
+    }
+
+
+def test_text_goes_to_stdout_and_the_summary_to_stderr(engine_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "p").write_text("hello", encoding="utf-8")
+    with Engine.load(engine_dir) as engine:
+        text = engine.generate("hello", SamplingParams(max_tokens=9)).text
+        chat = engine.generate(
+            engine.chat_prompt([{"role": "user", "content": "hello"}]), SamplingParams(max_tokens=9)
+        ).text
+    for flags, wanted in (
+        (["--prompt", "hello"], text),
+        (["--prompt-file", tmp_path / "p"], text),
+        (["--chat", "hello"], chat),
+    ):
+        result = call("run", "--engine", engine_dir, "--max-tokens", 9, *flags)
+        assert result.exit_code == 0
+        assert result.stdout_bytes == (wanted + "\n").encode()
+        assert re.fullmatch(
+            r"9 tokens \(length\), [\d.]+ tokens/s, first token \d+ ms, "
+            r"acceptance length 3\.00, per position 0\.67 0\.67 0\.67\n",
+            result.stderr,
+        )
+
+
+def test_input_file(engine_dir: Path, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "hello", "task_id": "a"},
+        {"input_ids": [5, 6], "output_tokens": 4},
+        {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "stop": "zzz"},
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    result = call("run", "--engine", engine_dir, "--input", path, "--max-tokens", 6, "--json")
+    assert result.exit_code == 0, result.output
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [answer["task_id"] for answer in answers] == ["a", 1, 2]
+    assert [len(answer["token_ids"]) for answer in answers] == [6, 4, 6]
+    assert answers[1]["token_ids"] == continuation([5, 6], 4)
+    plain = call("run", "--engine", engine_dir, "--input", path, "--max-tokens", 6)
+    assert plain.stdout == "".join(answer["text"] + "\n" for answer in answers)
+    assert [line.split()[0] for line in plain.stderr.splitlines()] == ["[a]", "[1]", "[2]"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"in\.jsonl:2: not JSON"),
+        ("[" * 100_000, r"in\.jsonl:2: not JSON"),
+        ("[]", r"in\.jsonl:2: "),
+        ("{}", r"in\.jsonl:2: give one of prompt, input_ids and messages"),
+        ('{"prompt": "a", "input_ids": [1]}', r"in\.jsonl:2: give one of"),
+        ('{"prompt": ""}', r"in\.jsonl:2: the prompt is empty"),
+        ('{"prompt": 5}', r"in\.jsonl:2: prompt: "),
+        ('{"input_ids": [999]}', r"in\.jsonl:2: token id 999 is outside"),
+        ('{"input_ids": [5], "output_tokens": 0}', r"in\.jsonl:2: max_tokens"),
+        ('{"prompt": "a", "stop": [""]}', r"in\.jsonl:2: stop"),
+        ('{"prompt": "a", "temprature": 1}', r"in\.jsonl:2: temprature"),
+        ('{"messages": [{"role": "x", "content": "y"}]}', r"in\.jsonl:2: .*no role x"),
+        ('{"prompt": "\\ud800"}', r"in\.jsonl:2: .*not valid Unicode"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_runs(
+    engine_dir: Path, tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n", encoding="utf-8")
+    fails(call("run", "--engine", engine_dir, "--input", path, "--json"), 2, message)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        ([], 2, "only a terminal"),
+        (["--json"], 2, "only a terminal"),
+        (["--prompt", "a", "--chat", "b"], 2, "give one of .*, not 2"),
+        (["--prompt", ""], 2, "the prompt is empty"),
+        (["--chat", ""], 2, "the question is empty"),
+        (["--prompt-ids", ""], 2, "the prompt is empty"),
+        (["--prompt-ids", "5,x"], 2, "numbers such as 5,7,9, not 5,x"),
+        (["--prompt-ids", "5,320"], 2, "token id 320 is outside the vocabulary"),
+        (["--prompt-ids", ",".join(["5"] * 70)], 2, "70 tokens, this engine takes at most 63"),
+        (["--prompt-file", "/nothing"], 2, "can't be read"),
+        (["--input", "/nothing"], 2, "can't be read"),
+        (["--input", "/dev/null"], 2, "no requests"),
+        (["--prompt", "a", "--max-tokens", "0"], 2, "max_tokens"),
+        (["--prompt", "a", "--stop", ""], 2, "stop"),
+        (["--prompt", "a", "--threads", "0"], 2, "threads"),
+    ],
+)
+def test_usage_errors(engine_dir: Path, flags: list[str], code: int, message: str) -> None:
+    fails(call("run", "--engine", engine_dir, *flags), code, message)
+
+
+def test_engine_errors(engine_dir: Path, tmp_path: Path) -> None:
+    fails(call("run", "--engine", tmp_path / "no", "--prompt", "a"), 1, "no such engine")
+    fails(call("inspect", tmp_path / "no"), 1, "no such engine")
+    (engine_dir / "decode.onnx").write_bytes(b"")
+    fails(call("run", "--engine", engine_dir, "--prompt", "a"), 1, "rebuild the engine")
+    fails(call("inspect", engine_dir), 1, "rebuild the engine")
+
+
+@pytest.mark.parametrize("flags", [["--prompt", "a"], ["--input", "in.jsonl"]])
+def test_ctrl_c(engine_dir: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    def interrupted(self: FakePrograms, *args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(engine_dir.parent)
+    Path("in.jsonl").write_text('{"prompt": "a"}\n' * 5, encoding="utf-8")
+    monkeypatch.setattr(FakePrograms, "step", interrupted)
+    result = call("run", "--engine", engine_dir, *flags)
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "interrupted"
+
+
+def test_an_engine_without_tokenizer_prints_ids(tmp_path: Path, fake_target: None) -> None:
+    folder = tmp_path / "ids_n0"
+    write_engine(folder, fake_manifest(nextn=0), tokenizer=False)
+    result = call("run", "--engine", folder, "--prompt-ids", "5,6", "--max-tokens", 3)
+    assert result.stdout.split() == [str(id) for id in continuation([5, 6], 3)]
+    fails(call("run", "--engine", folder, "--prompt", "a"), 2, "without a tokenizer")
+    fails(call("run", "--engine", folder, "--chat", "a"), 2, "without a tokenizer")
+
+
+def test_inspect(engine_dir: Path) -> None:
+    result = call("inspect", engine_dir)
+    assert result.exit_code == 0
+    for fact in ("DeepseekV3ForCausalLM", "mtp-eagle", "1 slots of 64 tokens", "decode.onnx"):
+        assert fact in result.stdout
+    raw = json.loads(call("inspect", engine_dir, "--json").stdout)
+    assert raw == read_manifest(engine_dir).model_dump(mode="json")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "colour"),
+    [({"TERM": "xterm"}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_accepted_drafts_stand_out(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], colour: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    manifest = fake_manifest()
+    engine = Engine(FakePrograms(manifest), manifest, fake_tokenizer())
+    result = terminal.show(engine, "hello", SamplingParams(max_tokens=9), echo=True)
+    text = screen.getvalue()
+    assert (terminal.GREEN in text) == colour
+    plain = re.sub(r"\x1b\[\d+m", "", text)
+    assert plain == ("hello" if colour else "") + result.text + "\n"
+
+
+def test_a_terminal_is_asked_for_prompts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = iter(["", "hello", "and " * 60, "again"])
+
+    def type_in(question: str) -> str:
+        if (line := next(said, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", type_in)
+    manifest = fake_manifest()
+    engine = Engine(FakePrograms(manifest), manifest, fake_tokenizer())
+    terminal.converse(engine, SamplingParams(max_tokens=4))
+    printed = capsys.readouterr().err
+    assert printed.count("4 tokens (length)") == 2
+    assert "this engine takes at most 63" in printed
+    assert "the conversation starts again" in printed

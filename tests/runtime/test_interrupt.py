@@ -1,0 +1,50 @@
+"""Ctrl-C as the system sends it: a clean end, exit code 130, no traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import fake_manifest
+from tests.runtime.conftest import write_engine
+
+ROOT = Path(__file__).parents[2]
+SLOW = """
+import sys, typer
+from mtpbuild.runtime import cli, engine
+from tests.fakes import FakePrograms
+engine.load_programs = lambda folder, manifest, threads=None: FakePrograms(manifest, step_s=0.005)
+app = typer.Typer()
+app.command("run")(cli.run)
+app.command("inspect")(cli.inspect)
+app()
+"""
+
+
+@pytest.mark.parametrize("way", ["--prompt-ids", "--input", "--json"])
+def test_sigint(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "engine"
+    write_engine(folder, fake_manifest(max_seq_len=100_000))
+    (tmp_path / "in.jsonl").write_text('{"input_ids": [5], "output_tokens": 3}\n' * 3 + LONG)
+    prompt = ["--prompt-ids", "5"] if way == "--prompt-ids" else ["--input", "in.jsonl"]
+    flags = ["run", "--engine", folder, "--max-tokens", "90000", *prompt]
+    process = subprocess.Popen(
+        [sys.executable, "-uc", SLOW, *flags, *(["--json"] if way == "--json" else [])],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1)  # it has begun to answer
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors.decode().splitlines()[-1] == "interrupted"
+    assert b"Traceback" not in errors
+
+
+LONG = '{"input_ids": [5], "output_tokens": 90000}\n' * 5

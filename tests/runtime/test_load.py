@@ -1,0 +1,190 @@
+"""Engine directories that can't be run: always a typed error, whatever the damage."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtpbuild.runtime import Engine, EngineError, MtpbuildError, SamplingParams
+from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
+from mtpbuild.runtime.manifest import MANIFEST, Manifest, read_manifest
+from tests.fakes import continuation
+from tests.runtime.conftest import write_manifest
+
+
+def test_a_whole_engine_loads_and_runs(engine_dir: Path) -> None:
+    with Engine.load(engine_dir, threads=1, verify_hashes=True) as engine:
+        ids = engine.encode("hello")
+        assert engine.generate("hello", SamplingParams(max_tokens=3)).token_ids == continuation(
+            ids, 3
+        )
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    with pytest.raises(EngineFormatError, match="no such engine directory"):
+        Engine.load(tmp_path / "nothing")
+    with pytest.raises(EngineFormatError, match="not an engine"):
+        Engine.load(tmp_path)
+
+
+def test_files_are_checked(engine_dir: Path) -> None:
+    weights = engine_dir / "weights.safetensors"
+    weights.write_bytes(b"X" + weights.read_bytes()[1:])
+    with pytest.raises(EngineFileError, match="bytes changed since the build"):
+        Engine.load(engine_dir)
+    weights.write_bytes(b"X")
+    with pytest.raises(EngineFileError, match="1 bytes, the manifest says"):
+        Engine.load(engine_dir)
+    weights.unlink()
+    with pytest.raises(EngineFileError, match=r"weights.safetensors is missing"):
+        Engine.load(engine_dir)
+
+
+def test_foreign_files_and_dangling_links_are_refused(engine_dir: Path) -> None:
+    foreign = engine_dir / "extra.bin"
+    foreign.write_bytes(b"")
+    with pytest.raises(EngineFileError, match=r"extra.bin is not part of the engine"):
+        Engine.load(engine_dir)
+    foreign.unlink()
+    (engine_dir / "decode.onnx").unlink()
+    (engine_dir / "decode.onnx").symlink_to("nowhere")
+    with pytest.raises(EngineFileError, match="can't be read"):
+        Engine.load(engine_dir)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_other_format_versions_are_refused(engine_dir: Path, version: object) -> None:
+    edit(engine_dir, lambda raw: raw.update(format_version=version))
+    with pytest.raises(EngineFormatError, match="this mtpbuild reads 1"):
+        Engine.load(engine_dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{}", "not a tokenizer"),
+        ("tokenizer.json", '{"version": "1.0", "model": 5}', "not a tokenizer"),
+        ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
+    ],
+)
+def test_damage_with_the_right_hash(
+    engine_dir: Path, name: str, content: str | bytes, message: str
+) -> None:
+    data = content.encode() if isinstance(content, str) else content
+    (engine_dir / name).write_bytes(data)
+    write_manifest(engine_dir, read_manifest(engine_dir))
+    with pytest.raises(EngineFileError, match=message):
+        Engine.load(engine_dir)
+
+
+def test_a_tokenizer_that_is_not_byte_level_is_refused(engine_dir: Path) -> None:
+    path = engine_dir / "tokenizer.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    write_manifest(engine_dir, read_manifest(engine_dir))
+    with pytest.raises(EngineFileError, match="decoder WordPiece; only byte-level"):
+        Engine.load(engine_dir)
+
+
+def test_a_damaged_chat_template_names_its_line(engine_dir: Path) -> None:
+    (engine_dir / "chat_template.jinja").write_text("fine\n{% if %}", encoding="utf-8")
+    write_manifest(engine_dir, read_manifest(engine_dir))
+    with pytest.raises(EngineFileError, match=r"chat_template.jinja: line 2"):
+        Engine.load(engine_dir).chat_prompt([])
+
+
+def test_programs_that_fail_to_load_are_a_typed_error(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise IndexError("no caches")
+
+    monkeypatch.setattr("mtpbuild.runtime.engine.load_programs", broken)
+    with pytest.raises(EngineError, match=r"can't be loaded \(IndexError: no caches"):
+        Engine.load(engine_dir)
+
+
+def edit(folder: Path, change: Any) -> None:
+    raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    change(raw)
+    (folder / MANIFEST).write_text(json.dumps(raw), encoding="utf-8")
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 1000) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=3,
+)
+
+
+def damage(folder: Path, data: st.DataObject) -> None:
+    """Do one random harm to an engine directory; its files may be hard links to another's."""
+    path = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    kind = data.draw(st.sampled_from(["flip", "cut", "append", "delete", "folder", "add", "edit"]))
+    if kind in ("flip", "cut", "append") and path.is_file():
+        content = bytearray(path.read_bytes())
+        at = data.draw(st.integers(0, max(len(content) - 1, 0)))
+        if kind == "flip" and content:
+            content[at] ^= 1 << data.draw(st.integers(0, 7))
+        elif kind == "cut":
+            del content[at:]
+        else:
+            content += data.draw(st.binary(min_size=1, max_size=9))
+        replace(path, bytes(content))
+    elif kind in ("delete", "folder") and path.is_file():
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+    elif kind == "add":
+        (folder / data.draw(st.sampled_from(["a", ".hidden", "tokenizer.model"]))).touch()
+    elif (folder / MANIFEST).is_file():
+        edit_at_random(folder / MANIFEST, data)
+
+
+def edit_at_random(path: Path, data: st.DataObject) -> None:
+    """Change, remove or add one value anywhere in a JSON file."""
+    try:
+        node = raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return
+    while isinstance(node, dict) and node:
+        key = data.draw(st.sampled_from(sorted(node)))
+        if not isinstance(node[key], dict) or data.draw(st.integers(0, 3)) == 0:
+            action = data.draw(st.sampled_from(["set", "delete", "add"]))
+            if action == "delete":
+                del node[key]
+            else:
+                node[key if action == "set" else key + "x"] = data.draw(JSON_VALUES)
+            break
+        node = node[key]
+    replace(path, json.dumps(raw).encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    path.unlink()
+    path.write_bytes(content)
+
+
+@pytest.mark.usefixtures("fake_target")
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_damage_is_a_typed_error_or_harmless(engine_dir: Path, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "engine"
+        shutil.copytree(engine_dir, folder)
+        for _ in range(data.draw(st.integers(1, 3))):
+            damage(folder, data)
+        try:
+            with Engine.load(folder) as engine:
+                engine.generate([5], SamplingParams(max_tokens=2))
+        except MtpbuildError:
+            return
+        assert isinstance(read_manifest(folder), Manifest)

@@ -1,0 +1,125 @@
+"""The loop over fake programs: drafting, batching and chunking never change the tokens."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtpbuild.runtime import Engine, SamplingParams
+from tests.fakes import EOS, FakePrograms, continuation, fake_manifest, mixed, scripted
+
+PATTERNS = {
+    "all right": lambda position: True,
+    "all wrong": lambda position: False,
+    "mixed": lambda position: position % 3 != 0,
+}
+
+
+@pytest.mark.parametrize("nextn", [0, 1, 2, 4])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 10])
+def test_tokens_are_those_of_plain_decoding(nextn: int, pattern: str, length: int) -> None:
+    manifest = fake_manifest(nextn=nextn, lookahead=nextn)
+    engine = Engine(FakePrograms(manifest, draft_is_right=PATTERNS[pattern]), manifest)
+    prompt = list(range(10, 10 + length))
+    result = engine.generate(prompt, SamplingParams(max_tokens=20))
+    assert result.token_ids == continuation(prompt, 20)
+    assert result.finish_reason == "length"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(
+        st.lists(st.integers(2, 299), min_size=1, max_size=30), min_size=1, max_size=7
+    ),
+    slots=st.integers(1, 4),
+    nextn=st.integers(0, 4),
+    wrong=st.sets(st.integers(0, 63)),
+    counts=st.data(),
+)
+def test_any_batch_gives_each_request_its_own_tokens(
+    prompts: list[list[int]], slots: int, nextn: int, wrong: set[int], counts: st.DataObject
+) -> None:
+    manifest = fake_manifest(nextn=nextn, max_batch=slots)
+    engine = Engine(FakePrograms(manifest, draft_is_right=lambda p: p not in wrong), manifest)
+    params = [SamplingParams(max_tokens=counts.draw(st.integers(1, 33))) for _ in prompts]
+    results = engine.generate(prompts, params)
+    for prompt, wanted, result in zip(prompts, params, results, strict=True):
+        assert result.token_ids == continuation(prompt, wanted.max_tokens)
+    assert engine.stats.requests_running == engine.stats.requests_waiting == 0
+    assert engine.stats.requests_ended == len(prompts)
+
+
+def test_prefill_covers_all_but_the_last_token_in_chunks_with_lookahead() -> None:
+    manifest = fake_manifest(prefill_chunk=4, lookahead=2)
+    programs = FakePrograms(manifest)
+    Engine(programs, manifest).generate(list(range(10, 20)), SamplingParams(max_tokens=1))
+    assert programs.chunks == [
+        (0, 0, [10, 11, 12, 13, 14, 15]),
+        (0, 4, [14, 15, 16, 17, 18, 19]),
+        (0, 8, [18, 19, 0]),
+    ]
+
+
+def test_a_prompt_of_one_token_needs_no_prefill() -> None:
+    manifest = fake_manifest()
+    programs = FakePrograms(manifest)
+    Engine(programs, manifest).generate([7], SamplingParams(max_tokens=1))
+    assert programs.chunks == []
+
+
+@pytest.mark.parametrize("nextn", [0, 3])
+@pytest.mark.parametrize("length", [1, 30, 31])
+def test_capacity_ends_a_request(nextn: int, length: int) -> None:
+    manifest = fake_manifest(nextn=nextn, max_seq_len=32)
+    engine = Engine(FakePrograms(manifest), manifest)
+    prompt = [5] * length
+    result = engine.generate(prompt, SamplingParams(max_tokens=1000))
+    assert result.token_ids == continuation(prompt, 32 - length)
+    assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("place", range(1, 10))
+def test_the_end_of_sequence_may_be_anywhere_in_a_step(place: int) -> None:
+    manifest = fake_manifest()
+    tokens = [*range(100, 100 + place), EOS, *range(200, 220)]
+    engine = Engine(FakePrograms(manifest, next_token=scripted(2, tokens)), manifest)
+    result = engine.generate([8, 9])
+    assert result.token_ids == tokens[: place + 1]
+    assert result.finish_reason == "stop"
+    assert len(result.from_draft) == place + 1
+
+
+def test_ignore_eos_stop_tokens_and_min_tokens() -> None:
+    manifest = fake_manifest()
+    tokens = [50, EOS, 51, 52, EOS, 53, 54, 55]
+    engine = Engine(FakePrograms(manifest, next_token=scripted(1, tokens)), manifest)
+
+    def run(**settings: object) -> list[int]:
+        return engine.generate([9], SamplingParams(**settings)).token_ids  # type: ignore[arg-type]
+
+    assert run() == tokens[:2]
+    assert run(ignore_eos=True, max_tokens=7) == tokens[:7]
+    assert run(ignore_eos=True, stop_token_ids=[53]) == tokens[:6]
+    assert run(min_tokens=3) == tokens[:5]
+    assert run(min_tokens=2) == tokens[:2]
+
+
+def test_every_token_knows_whether_it_was_drafted() -> None:
+    manifest = fake_manifest(nextn=2)
+    engine = Engine(FakePrograms(manifest), manifest)
+    result = engine.generate([9], SamplingParams(max_tokens=8))
+    # The first step has no drafts; each later one accepts two and adds its own.
+    assert result.from_draft == [False, True, True, False, True, True, False, True]
+
+
+def test_a_freed_slot_is_used_again_while_others_run() -> None:
+    manifest = fake_manifest(max_batch=2, nextn=0)
+    programs = FakePrograms(manifest)
+    engine = Engine(programs, manifest)
+    params = [SamplingParams(max_tokens=n) for n in (12, 4, 4, 4)]
+    engine.generate([[5], [6], [7], [8]], params)
+    assert programs.steps == 12  # 12 steps in one slot beside 4 + 4 + 4 in the other
+
+
+def test_the_fake_depends_on_all_of_its_history() -> None:
+    assert len({mixed([1, 2, 3]), mixed([2, 1, 3]), mixed([1, 2, 4]), mixed([1, 2])}) == 4

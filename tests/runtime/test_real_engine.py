@@ -1,0 +1,92 @@
+"""The run time on a built engine: what fakes can't show."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtpbuild.runtime import Engine, MtpbuildError, SamplingParams
+from tests.runtime.test_load import damage
+
+TinyEngine = Callable[[int], Path]  # nextn -> engine directory of deepseek-tiny
+
+PROMPT = "def fibonacci(n):"
+RUN = """
+import sys
+from mtpbuild.runtime import Engine, SamplingParams
+with Engine.load(sys.argv[1]) as engine:
+    assert engine.generate("def f(x):", SamplingParams(max_tokens=9)).token_ids
+heavy = {"torch", "transformers", "onnx", "onnxscript"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+@pytest.fixture
+def n3(tiny_engine: TinyEngine) -> Path:
+    return tiny_engine(3)
+
+
+def test_a_built_engine_needs_neither_torch_nor_transformers(n3: Path) -> None:
+    subprocess.run([sys.executable, "-c", RUN, str(n3)], check=True)
+
+
+def test_streams_make_up_the_result(n3: Path) -> None:
+    params = SamplingParams(max_tokens=64)
+    with Engine.load(n3) as engine:
+        result = engine.generate(PROMPT, params)
+        assert "".join(chunk.text for chunk in engine.stream(PROMPT, params)) == result.text
+        whole = engine.encode(PROMPT) + result.token_ids
+        assert result.text
+    assert len(whole) == result.metrics.prompt_tokens + result.metrics.output_tokens
+
+
+def test_the_text_is_that_of_the_engine_without_drafting(tiny_engine: TinyEngine) -> None:
+    texts = []
+    for nextn in (0, 3):
+        with Engine.load(tiny_engine(nextn)) as engine:
+            ids = engine.chat_ids([{"role": "user", "content": "What is 47 + 85?"}])
+            results = engine.generate([engine.encode(PROMPT), ids], SamplingParams(max_tokens=96))
+            texts.append([result.token_ids for result in results])
+    assert texts[0] == texts[1]
+
+
+def test_capacity_ends_a_request(n3: Path) -> None:
+    with Engine.load(n3) as engine:
+        capacity = engine.manifest.build.max_seq_len
+        prompt = [5 + i % 50 for i in range(capacity - 6)]
+        result = engine.generate(prompt, SamplingParams(max_tokens=999, ignore_eos=True))
+    assert len(result.token_ids) == 6
+    assert result.finish_reason == "length"
+
+
+def test_the_command_line(n3: Path) -> None:
+    command = Path(sys.executable).parent / "mtpbuild"
+    flags = ["--engine", str(n3), "--prompt", PROMPT, "--max-tokens", "16", "--json"]
+    done = subprocess.run([command, "run", *flags], check=True, capture_output=True, text=True)
+    [line] = done.stdout.splitlines()
+    assert json.loads(line)["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
+    subprocess.run([command, "inspect", str(n3)], check=True, stdout=subprocess.DEVNULL)
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_damage_is_a_typed_error_or_harmless(n3: Path, data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory(dir=n3.parent) as scratch:
+        folder = Path(scratch) / "engine"
+        shutil.copytree(n3, folder, copy_function=os.link)  # `damage` replaces, never rewrites
+        damage(folder, data)
+        try:
+            with Engine.load(folder) as engine:
+                engine.generate([5], SamplingParams(max_tokens=2))
+        except MtpbuildError:
+            return

@@ -1,0 +1,61 @@
+"""Module 1 applied several times, for all start slots at once: what MTP Eagle drafts with."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Attention, Model
+
+Row = tuple[Tensor, Tensor]  # keys, values [B, H, T, D]
+
+
+def shifted(x: Tensor, by: int, dim: int) -> Tensor:
+    """x moved `by` slots later along `dim`, zeros in front."""
+    if by == 0:
+        return x
+    rest = x.narrow(dim, 0, x.shape[dim] - by)
+    return torch.cat([torch.zeros_like(x.narrow(dim, 0, by)), rest], dim)
+
+
+def attend_recycled(q: Tensor, rows: list[Row], mask: Tensor) -> Tensor:
+    """Attention of pass j = len(rows) at slot p: first-pass rows up to p - j + 1, one per later.
+
+    The row of pass i (2 <= i <= j) that a query at slot p sees is the one at slot p - (j - i).
+    """
+    j, t = len(rows), q.shape[2]
+    at = torch.arange(t, device=q.device)
+    early = at[None, :] <= at[:, None] - (j - 1)  # [T, T]
+    scores = [(q @ rows[0][0].mT).float() + torch.where(early, mask, -1e9)]
+    recycled = [
+        (shifted(k, j - i, 2), shifted(v, j - i, 2)) for i, (k, v) in enumerate(rows[1:], 2)
+    ]
+    scores += [(q * k).sum(-1, keepdim=True).float() for k, _ in recycled]
+    weights = torch.cat(scores, -1).softmax(-1).to(q.dtype)  # [B, H, T, T + j - 1]
+    attended = weights[..., :t] @ rows[0][1]
+    for i, (_, v) in enumerate(recycled):
+        attended = attended + weights[..., t + i, None] * v
+    return attended
+
+
+def eagle(
+    model: Model, hidden: Tensor, following: Tensor, mask: Tensor, passes: int
+) -> list[Tensor]:
+    """Module 1's normed outputs of pass 1..passes, each [B, T, hidden] and indexed by its own slot.
+
+    Pass j at slot p drafts t_{p+2} as the j-th draft of the step that started at slot p - j + 1;
+    `following` holds t_{p+1}, `hidden` the trunk's normed hidden of slot p.
+    """
+    module = model.mtp[0]
+    cos, sin = model.cos[: following.shape[1]], model.sin[: following.shape[1]]
+    embedded = F.embedding(following, model.embed)
+    attention: Attention = module.block.attention
+    rows: list[Row] = []
+    outputs: list[Tensor] = []
+    for _ in range(passes):
+        x = module.join(hidden, embedded)
+        q, k, v = attention.project(module.block.input_norm(x), cos, sin)
+        rows.append((k, v))
+        x = x + attention.output(attend_recycled(q, rows, mask))
+        outputs.append(module.norm(x + module.block.ffn(module.block.post_norm(x))))
+        hidden = shifted(outputs[-1], 1, 1)
+    return outputs

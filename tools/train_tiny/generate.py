@@ -1,0 +1,67 @@
+"""Batched generation with the training model: keys and values are kept, nothing is drafted."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Model
+from tokenizer import EOS_ID
+
+
+class Cache:
+    """Keys and values of every trunk layer for a batch of equally long sequences."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.length = model, 0
+        self.rows: list[tuple[Tensor, Tensor] | None] = [None] * len(model.layers)
+
+    def advance(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Tokens [B, T]; mask [B, 1, T, past + T] is additive. Returns hidden [B, T, hidden]."""
+        model, end = self.model, self.length + tokens.shape[1]
+        cos, sin = model.cos[self.length : end], model.sin[self.length : end]
+        x = F.embedding(tokens, model.embed)
+        for i, layer in enumerate(model.layers):
+            q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
+            if (past := self.rows[i]) is not None:
+                k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+            self.rows[i] = (k, v)
+            attended = ((q @ k.mT) + mask).softmax(-1) @ v
+            x = x + layer.attention.output(attended)
+            x = x + layer.ffn(layer.post_norm(x))
+        self.length = end
+        return model.norm(x)  # type: ignore[no-any-return]
+
+
+def pick(logits: Tensor, temperature: float) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    return torch.multinomial((logits / temperature).softmax(-1), 1).squeeze(-1)
+
+
+@torch.no_grad()
+def continuations(
+    model: Model, prompts: Tensor, count: int, temperature: float = 0.0, pad: Tensor | None = None
+) -> Tensor:
+    """Prompts [B, P] and up to `count` more tokens each; after its end a row repeats the end token.
+
+    `pad` [B] says how many of a row's first tokens are padding, never attended to.
+    """
+    at = torch.arange(prompts.shape[1] + count)
+    hidden_keys = torch.zeros(len(prompts), len(at), dtype=torch.bool)
+    if pad is not None:
+        hidden_keys = at < pad[:, None]
+    blocked = torch.where(hidden_keys, -1e9, 0.0)[:, None, None]  # [B, 1, 1, keys]
+    size = prompts.shape[1]
+    causal = torch.where(at[:size, None] >= at[None, :size], 0.0, -1e9)
+    cache = Cache(model)
+    hidden = cache.advance(prompts, causal + blocked[..., :size])
+    text, ended = prompts, torch.zeros(len(prompts), dtype=torch.bool)
+    for _ in range(count):
+        new = pick(model.logits(hidden[:, -1]), temperature)
+        new = torch.where(ended, EOS_ID, new)
+        ended |= new == EOS_ID
+        text = torch.cat([text, new[:, None]], 1)
+        if ended.all():
+            break
+        hidden = cache.advance(new[:, None], blocked[..., : text.shape[1]])
+    return text

@@ -1,0 +1,112 @@
+"""What the card reports of a model: losses, agreements, acceptance of drafts, repeated text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data import Batch
+from eagle import eagle
+from model import Model
+
+DRAFTERS = ("vanilla", "eagle")
+
+
+@dataclass
+class Agreement:
+    """Sums over held-out text; entry 0 is the trunk, entry k module k or pass k."""
+
+    slots: list[int]
+    loss: list[float]
+    right: list[int]  # top-1 equals the text
+    with_trunk: list[int]  # top-1 equals the trunk's, for the same position
+
+    @classmethod
+    def zero(cls, size: int) -> "Agreement":
+        return cls([0] * size, [0.0] * size, [0] * size, [0] * size)
+
+    def row(self, k: int) -> tuple[float, float, float]:
+        n = max(1, self.slots[k])
+        return self.loss[k] / n, self.right[k] / n, self.with_trunk[k] / n
+
+
+@torch.no_grad()
+def held_out(model: Model, batches: Sequence[Batch], length: int) -> dict[str, Agreement]:
+    """Trunk, modules ("vanilla") and module 1 recycled ("eagle") on batches of text."""
+    depth = len(model.mtp)
+    sums = {drafter: Agreement.zero(depth + 1) for drafter in DRAFTERS}
+    for batch in batches:
+        mask = batch.mask(length)
+        hidden = model.trunk(batch.tokens[:, :length], mask)
+        best = model.logits(hidden).argmax(-1)
+        g, following = hidden, batch.tokens[:, 1 : length + 1]
+        chain = [(0, hidden)]
+        for k in range(depth):
+            g = model.draft(k, g, batch.tokens[:, k + 1 : length + k + 1], mask)
+            chain.append((k + 1, g))
+        passes = eagle(model, hidden, following, mask, depth)
+        for k, g in chain:
+            add(sums["vanilla"], k, model, g, best, batch, k)
+        for k, g in enumerate([hidden, *passes]):
+            add(sums["eagle"], k, model, g, best, batch, min(k, 1))
+    return sums
+
+
+def add(
+    sums: Agreement, k: int, model: Model, hidden: Tensor, best: Tensor, batch: Batch, ahead: int
+) -> None:
+    """Counts slots p whose prediction is for position p + ahead + 1."""
+    length = best.shape[1] - ahead
+    logits = model.logits(hidden[:, :length])
+    targets = batch.targets(ahead + 1, best.shape[1])[:, :length]
+    late = torch.arange(length) >= max(0, k - 1)  # a recycled pass has no earlier slot to start at
+    targets = torch.where(late, targets, -100)
+    valid = targets >= 0
+    top = logits.argmax(-1)
+    sums.slots[k] += int(valid.sum())
+    sums.loss[k] += float(F.cross_entropy(logits.mT, targets, ignore_index=-100, reduction="sum"))
+    sums.right[k] += int((top == targets)[valid].sum())
+    sums.with_trunk[k] += int((top == best[:, ahead:])[valid].sum())
+
+
+@torch.no_grad()
+def drafts(model: Model, tokens: Tensor, drafter: str, count: int) -> Tensor:
+    """Draft j for every start slot p of tokens [T]: [count, T], the guess for position p + j + 1.
+
+    Row 0 is the trunk's own. Earlier drafts are taken as right: beyond the first wrong one the
+    guesses are not what an engine would draft, and are not counted either.
+    """
+    t = len(tokens)
+    filled = torch.cat([tokens, tokens.new_zeros(count + 1)])[None]
+    mask = torch.where(torch.ones(t, t).tril() > 0, 0.0, -1e9)[None, None]
+    hidden = model.trunk(tokens[None], mask)
+    found = [model.logits(hidden)[0].argmax(-1)]
+    if drafter == "vanilla":
+        for k in range(count):
+            hidden = model.draft(k, hidden, filled[:, k + 1 : t + k + 1], mask)
+            found.append(model.logits(hidden)[0].argmax(-1))
+        return torch.stack(found)
+    for j, output in enumerate(eagle(model, hidden, filled[:, 1 : t + 1], mask, count)):
+        best = model.logits(output)[0].argmax(-1)
+        found.append(torch.cat([best[j:], best.new_full((j,), -1)]))  # by start slot
+    return torch.stack(found)
+
+
+def acceptance(guesses: Tensor, tokens: Tensor, prompt: int, nextn: int) -> list[int]:
+    """Tokens emitted by each step while tokens[prompt:] is generated with `nextn` drafts."""
+    steps, p = [], prompt  # tokens[p] is the newest token, its slot p - 1 drafts
+    while p + nextn < len(tokens):
+        n = 1
+        while n <= nextn and guesses[n, p - 1] == tokens[p + n]:
+            n += 1
+        steps.append(n)
+        p += n
+    return steps
+
+
+def repeated_share(tokens: Sequence[int], size: int = 8) -> float:
+    """Share of the output's 8-grams that occurred in it before."""
+    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

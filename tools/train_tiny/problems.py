@@ -1,0 +1,253 @@
+"""Reasoning problems in chat form: question, working step by step, answer, hold-out rule."""
+
+import random
+import string
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+PLACES = ("ones", "tens", "hundreds", "thousands")
+HELD_OUT_SHARE = 20  # one problem in so many is never trained on
+
+
+@dataclass(frozen=True)
+class Problem:
+    form: str
+    question: str
+    working: str
+    answer: str
+
+    @property
+    def held_out(self) -> bool:
+        return zlib.crc32(self.question.encode()) % HELD_OUT_SHARE == 0
+
+    @property
+    def reply(self) -> str:
+        """What the model says after the generation prompt, without the end token."""
+        return f"{self.working}\n</think>\n\n{self.answer}"
+
+
+def is_correct(problem: Problem, text: str) -> bool:
+    """Whether a generated text ends its working and then gives exactly the answer."""
+    _, closed, answer = text.partition("</think>")
+    return bool(closed) and answer.strip() == problem.answer
+
+
+def digit(number: int, place: int) -> int:
+    return int(number // 10**place % 10)
+
+
+def spaced(text: str) -> str:
+    return " ".join(text)
+
+
+def joined(rng: random.Random, openings: Sequence[str], lines: list[str], end: str) -> str:
+    """Puts an optional opening line before the steps and the end after them."""
+    opening = rng.choice(openings)
+    return "\n".join([*([opening] if opening else []), *lines, end])
+
+
+def conclusion(rng: random.Random, digits: str, claim: str, result: int, check: str) -> str:
+    ends = (f"so {claim} = {result}.", f"so the answer is {result}.")
+    end = f"The digits are {spaced(digits)}, {rng.choice(ends)}"
+    return end + (f"\n{check}" if rng.random() < 0.35 else "")
+
+
+def addition(rng: random.Random) -> Problem:
+    a, b = (rng.randrange(10 ** rng.choice((1, 2, 2, 3, 3, 3))) for _ in range(2))
+    lines, carry, written = [], 0, ""
+    columns = max(len(str(a)), len(str(b)))
+    for place in range(columns):
+        x, y = digit(a, place), digit(b, place)
+        total = x + y + carry
+        step = f"{PLACES[place]}: {x} + {y} + {carry} = {total}"
+        carry, written = total // 10, str(total % 10) + written
+        lines.append(f"{step}, write {written[0]}, carry {carry}")
+    if carry:
+        lines.append(f"{PLACES[columns]}: write 1")
+        written = "1" + written
+    openings = ("", "Add column by column.", f"I add {a} and {b} from the right.")
+    check = rng.choice((f"Check: {a + b} - {b} = {a}.", f"Check: {b} + {a} is the same."))
+    end = conclusion(rng, written, f"{a} + {b}", a + b, check)
+    return Problem("addition", f"What is {a} + {b}?", joined(rng, openings, lines, end), str(a + b))
+
+
+def subtraction(rng: random.Random) -> Problem:
+    pair = [rng.randrange(10 ** rng.choice((1, 2, 2, 3, 3, 3))) for _ in range(2)]
+    a, b = max(pair), min(pair)
+    lines, borrow, written = [], 0, ""
+    for place in range(len(str(a))):
+        x, y = digit(a, place), digit(b, place)
+        rest = x - y - borrow
+        step = f"{PLACES[place]}: {x} - {y} - {borrow}"
+        if rest < 0:
+            step += f" is below 0, so 1{x} - {y} - {borrow}"
+        borrow, written = int(rest < 0), str(rest % 10) + written
+        lines.append(f"{step} = {written[0]}, borrow {borrow}")
+    openings = ("", "Subtract column by column.", f"I take {b} from {a}, from the right.")
+    check = f"Check: {a - b} + {b} = {a}."
+    end = conclusion(rng, written, f"{a} - {b}", a - b, check)
+    return Problem(
+        "subtraction", f"What is {a} - {b}?", joined(rng, openings, lines, end), str(a - b)
+    )
+
+
+def multiplication(rng: random.Random) -> Problem:
+    a, b = rng.randrange(1, 10), rng.randrange(10, 100)
+    low, high = digit(b, 0) * a, digit(b, 1) * a
+    carry = low // 10
+    total = high + carry
+    lines = [
+        f"ones: {digit(b, 0)} * {a} = {low}, write {low % 10}, carry {carry}",
+        f"tens: {digit(b, 1)} * {a} = {high}, {high} + {carry} = {total}, "
+        f"write {total % 10}, carry {total // 10}",
+    ]
+    written = f"{total % 10}{low % 10}"
+    if total >= 10:
+        lines.append(f"hundreds: write {total // 10}")
+        written = f"{total // 10}{written}"
+    openings = ("", "Multiply digit by digit.", f"I multiply each digit of {b} by {a}.")
+    check = f"Check: {b} * {a} is the same."
+    end = conclusion(rng, written, f"{a} * {b}", a * b, check)
+    return Problem(
+        "multiplication", f"What is {a} * {b}?", joined(rng, openings, lines, end), str(a * b)
+    )
+
+
+def near(rng: random.Random, number: int) -> int:
+    """Another number that often shares leading digits with the first."""
+    if rng.random() < 0.4:
+        return rng.randrange(10 ** rng.randint(1, 4))
+    place = rng.randrange(len(str(number)))
+    step = 10**place
+    return int(number // (step * 10) * step * 10 + rng.randrange(step * 10))
+
+
+def larger(rng: random.Random) -> Problem:
+    a = b = rng.randrange(10 ** rng.randint(1, 4))
+    while a == b:
+        b = near(rng, a)
+    top = max(a, b)
+    x, y = str(a), str(b)
+    lines = [f"{n} is {spaced(n)}: {len(n)} digit{'s' * (len(n) > 1)}." for n in (x, y)]
+    if len(x) != len(y):
+        lines.append(f"{max(len(x), len(y))} digits are more than {min(len(x), len(y))}.")
+    else:
+        for place, (p, q) in zip(reversed(PLACES[: len(x)]), zip(x, y, strict=True), strict=True):
+            verdict = "the same" if p == q else f"{max(p, q)} is more"
+            lines.append(f"{place}: {p} and {q}, {verdict}")
+            if p != q:
+                break
+    openings = ("", "Compare the lengths first.", f"I compare {a} and {b}.")
+    end = rng.choice((f"So {top} is larger.", f"The larger one is {top}."))
+    return Problem(
+        "larger", f"Which is larger, {a} or {b}?", joined(rng, openings, lines, end), str(top)
+    )
+
+
+def listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def sorting(rng: random.Random) -> Problem:
+    numbers = [rng.randrange(100) for _ in range(rng.randint(3, 5))]
+    left, lines = list(numbers), []
+    for _ in numbers:
+        lines.append(f"{listed(left)}: the smallest is {min(left)}")
+        left.remove(min(left))
+    openings = ("", "Take the smallest each time.", f"There are {len(numbers)} numbers.")
+    answer = listed(sorted(numbers))
+    end = rng.choice((f"Sorted: {answer}", f"In order: {answer}"))
+    return Problem(
+        "sorting",
+        f"Sort these numbers: {listed(numbers)}",
+        joined(rng, openings, lines, end),
+        answer,
+    )
+
+
+def some_word(rng: random.Random, words: Sequence[str]) -> str:
+    if rng.random() < 0.5:
+        return rng.choice(words)
+    few = rng.random() < 0.3
+    letters = rng.sample(string.ascii_lowercase, 3) if few else string.ascii_lowercase
+    return "".join(rng.choice(letters) for _ in range(rng.randint(3, 10)))
+
+
+def counting(rng: random.Random, words: Sequence[str]) -> Problem:
+    word = some_word(rng, words)
+    letter = rng.choice(word) if rng.random() < 0.8 else rng.choice(string.ascii_lowercase)
+    steps, count = [], 0
+    for each in word:
+        count += each == letter
+        steps.append(f"{each} {'yes' if each == letter else 'no'} {count}")
+    steps = steps if rng.random() < 0.5 else [", ".join(steps)]
+    lines = [f"The letters of {word} are {spaced(word)}.", *steps]
+    openings = ("", "Spell the word.", f"I look for {letter}.")
+    times = "once" if count == 1 else f"{count} times"
+    end = rng.choice((f"So {letter} occurs {times}.", f"The count is {count}."))
+    question = f"How many times does the letter {letter} occur in {word}?"
+    return Problem("counting", question, joined(rng, openings, lines, end), str(count))
+
+
+def spelling(rng: random.Random, words: Sequence[str]) -> Problem:
+    """Not asked for by itself: it teaches which letters a token has."""
+    word = some_word(rng, words)
+    working = f"The letters of {word} are {spaced(word)}."
+    return Problem("spelling", f"Spell the word {word}.", working, spaced(word))
+
+
+Maker = Callable[[random.Random], Problem]
+
+
+def makers(words: Sequence[str]) -> dict[str, Maker]:
+    """Every form by its name; counting and spelling draw half of their words from `words`."""
+    return {
+        "addition": addition,
+        "subtraction": subtraction,
+        "multiplication": multiplication,
+        "larger": larger,
+        "sorting": sorting,
+        "counting": lambda rng: counting(rng, words),
+        "spelling": lambda rng: spelling(rng, words),
+    }
+
+
+SHARES = {
+    "addition": 0.16,
+    "subtraction": 0.16,
+    "multiplication": 0.10,
+    "larger": 0.08,
+    "sorting": 0.14,
+    "counting": 0.24,
+    "spelling": 0.12,
+}
+
+
+def training_problems(count: int, words: Sequence[str], seed: int) -> list[Problem]:
+    """`count` problems, none of them held out."""
+    rng, made = random.Random(seed), makers(words)
+    problems: list[Problem] = []
+    while len(problems) < count:
+        form = rng.choices(list(SHARES), list(SHARES.values()))[0]
+        problem = made[form](rng)
+        if not problem.held_out:
+            problems.append(problem)
+    return problems
+
+
+def held_out_problems(per_form: int, words: Sequence[str], seed: int) -> list[Problem]:
+    """Up to `per_form` different held-out problems of every form but spelling."""
+    rng, problems = random.Random(seed), {}
+    for form, make in makers(words).items():
+        if form == "spelling":
+            continue
+        found = 0
+        for _ in range(per_form * 400):
+            problem = make(rng)
+            if found < per_form and problem.held_out and problem.question not in problems:
+                problems[problem.question] = problem
+                found += 1
+        if not found:
+            raise ValueError(f"no held-out problem of the form {form}")
+    return list(problems.values())

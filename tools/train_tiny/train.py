@@ -1,0 +1,244 @@
+"""Trains trunk and MTP modules within a wall-clock budget; resumable, logs JSON lines."""
+
+import argparse
+import json
+import os
+import random
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+import tokenizer as tokens
+from data import (
+    Batch,
+    ChatRows,
+    CodeRows,
+    code_documents,
+    common_words,
+    library_files,
+    make_batch,
+    read,
+    reasoning_documents,
+)
+from model import Model, Shape
+from muon import Optimizer
+from problems import training_problems
+
+MTP_WEIGHT = 0.3  # of the mean over the modules, as in the DeepSeek-V3 paper
+BALANCE_RATE = 0.001
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Until `end` of the budget: code rows x length and chat rows x length in every step."""
+
+    end: float
+    code: tuple[int, int]
+    chat: tuple[int, int]
+    mtp: bool
+
+
+PHASES = (
+    Phase(0.50, (8, 256), (8, 256), mtp=False),
+    Phase(0.90, (4, 512), (8, 256), mtp=True),
+    Phase(1.00, (1, 2048), (8, 256), mtp=True),
+)
+SMOKE_PHASES = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256), mtp=True))
+SMOKE_SHAPE = Shape(
+    hidden_size=64, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+    first_k_dense_replace=1, num_attention_heads=2, q_lora_rank=32, kv_lora_rank=16,
+)  # fmt: skip
+
+
+def cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Sum over the valid targets."""
+    logits = F.linear(hidden, head).flatten(0, 1).float()
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+
+
+class Trainer:
+    """Model, data and the loss of one batch."""
+
+    def __init__(self, shape: Shape, device: str, dtype: str, compiled: bool) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self.model = Model(shape).to(self.device)
+        self.loss = cross_entropy
+        if compiled:
+            torch._dynamo.config.recompile_limit = 64
+            for layer in [*self.model.layers, *(m.block for m in self.model.mtp)]:
+                layer.compile(dynamic=False)
+            self.loss = torch.compile(cross_entropy, dynamic=False)
+
+    def autocast(self) -> Any:
+        if self.dtype == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def losses(self, batch: Batch, length: int, mtp: bool) -> tuple[list[Tensor], list[int]]:
+        """Summed losses of the trunk and each module, and how many targets each has."""
+        batch = batch.to(self.device)
+        model, mask = self.model, batch.mask(length)
+        with self.autocast():
+            hidden = model.trunk(batch.tokens[:, :length], mask)
+            hiddens = [hidden]
+            for k in range(len(model.mtp) if mtp else 0):
+                following = batch.tokens[:, k + 1 : length + k + 1]
+                hiddens.append(model.draft(k, hiddens[-1], following, mask))
+            targets = [batch.targets(k + 1, length) for k in range(len(hiddens))]
+            sums = [self.loss(h, model.head, t) for h, t in zip(hiddens, targets, strict=True)]
+        return sums, [int((t >= 0).sum()) for t in targets]
+
+    def backward(self, batch: Batch, length: int, mtp: bool, share: float) -> list[float]:
+        """Adds `share` of the batch's mean loss to the gradients; the mean loss per module."""
+        sums, counts = self.losses(batch, length, mtp)
+        means = [s / max(1, n) for s, n in zip(sums, counts, strict=True)]
+        extra = sum(means[1:], torch.zeros_like(means[0])) * MTP_WEIGHT / max(1, len(means) - 1)
+        ((means[0] + extra) * share).backward()  # type: ignore[no-untyped-call]
+        return [m.item() for m in means]
+
+
+def schedule(progress: float) -> float:
+    """Warm-up, a flat part, then linear to zero."""
+    return min(1.0, progress / 0.01 + 0.05, max(0.0, (1 - progress) / 0.65))
+
+
+@dataclass
+class State:
+    step: int = 0
+    seen: int = 0
+    elapsed: float = 0.0
+
+
+def save(path: Path, trainer: Trainer, optimizer: Optimizer, state: State) -> None:
+    content = {
+        "model": trainer.model.state_dict(),
+        "optimizer": optimizer.state(),
+        "state": vars(state),
+        "shape": vars(trainer.model.shape),
+    }
+    torch.save(content, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def load_tokenizer(folder: Path, words: list[str]) -> Tokenizer:
+    """The stored tokenizer, or a new one trained on the code and on some problems."""
+    if not (folder / "tokenizer.json").exists():
+        problems = training_problems(6000, words, seed=1)
+        texts = [read(f) for f in library_files(held_out=False, tests=False)]
+        texts += [tokens.chat(p.question, p.reply) for p in problems]
+        tokens.save(tokens.train(texts), folder)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def rows(args: argparse.Namespace, seed: int) -> tuple[CodeRows, ChatRows]:
+    words = common_words()
+    tokenizer = load_tokenizer(Path(args.tokenizer), words)
+    files = library_files(held_out=False)[:: 200 if args.smoke else 1]
+    chats = reasoning_documents(tokenizer, 200 if args.smoke else args.problems, words, seed)
+    return CodeRows(code_documents(tokenizer, files), seed), ChatRows(chats, seed)
+
+
+def run(args: argparse.Namespace) -> None:
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    shape = SMOKE_SHAPE if args.smoke else Shape()
+    trainer = Trainer(shape, args.device, args.dtype, compiled=not (args.smoke or args.eager))
+    optimizer = Optimizer(trainer.model.parameters(), args.muon_lr, args.adam_lr)
+    state, checkpoint = State(), out / "train.pt"
+    if checkpoint.exists() and not args.fresh:
+        stored = torch.load(checkpoint, map_location=trainer.device)
+        trainer.model.load_state_dict(stored["model"])
+        optimizer.load(stored["optimizer"])
+        state = State(**stored["state"])
+    seed = args.seed + state.step
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    code, chats = rows(args, seed)
+    with (out / "train.jsonl").open("a") as log:
+        loop(args, trainer, optimizer, state, code, chats, log, checkpoint)
+
+
+def loop(
+    args: argparse.Namespace, trainer: Trainer, optimizer: Optimizer, state: State,
+    code: CodeRows, chats: ChatRows, log: Any, checkpoint: Path,
+) -> None:  # fmt: skip
+    """Steps until the budget (seconds, or steps in smoke mode) is spent."""
+    phases = SMOKE_PHASES if args.smoke else PHASES
+    saved, shown = time.monotonic(), time.monotonic()
+    while (progress := progress_of(args, state)) < 1:
+        started = time.monotonic()
+        phase = next(p for p in phases if progress < p.end)
+        parts = [(make_batch(code, chats, phase.code[0], phase.code[1], 1.0), phase.code[1])]
+        parts.append((make_batch(code, chats, phase.chat[0], phase.chat[1], 0.0), phase.chat[1]))
+        found = [trainer.backward(b, length, phase.mtp, 0.5) for b, length in parts]
+        optimizer.step(schedule(progress))
+        for moe in trainer.model.moes():
+            moe.rebalance(BALANCE_RATE * (progress < 0.9))
+        state.step += 1
+        state.seen += sum(len(b.tokens) * length for b, length in parts)
+        state.elapsed += time.monotonic() - started
+        if state.step % args.log_every == 0:
+            report(log, state, found, progress, args.log_every, time.monotonic() - shown)
+            shown = time.monotonic()
+        if time.monotonic() - saved > 240:
+            save(checkpoint, trainer, optimizer, state)
+            saved = time.monotonic()
+    save(checkpoint, trainer, optimizer, state)
+
+
+def progress_of(args: argparse.Namespace, state: State) -> float:
+    done = state.step / args.steps if args.steps else state.elapsed / args.seconds
+    return float(done)
+
+
+def report(
+    log: Any, state: State, found: list[list[float]], progress: float, n: int, s: float
+) -> None:
+    line = {
+        "step": state.step,
+        "progress": round(progress, 4),
+        "seconds": round(state.elapsed, 1),
+        "tokens": state.seen,
+        "steps_per_s": round(n / s, 3),
+        "code": [round(x, 4) for x in found[0]],
+        "reasoning": [round(x, 4) for x in found[1]],
+    }
+    print(json.dumps(line), file=log, flush=True)
+    print(json.dumps(line), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="runs/tiny", help="folder of the checkpoint and the log")
+    parser.add_argument("--tokenizer", default="recipes/deepseek_tiny")
+    parser.add_argument(
+        "--seconds", type=float, default=5400, help="training time, also the schedule"
+    )
+    parser.add_argument("--steps", type=int, default=0, help="schedule by steps instead of seconds")
+    parser.add_argument("--problems", type=int, default=150_000)
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--adam-lr", type=float, default=0.004)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--fresh", action="store_true", help="ignore a stored checkpoint")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of a small shape")
+    args = parser.parse_args()
+    if args.smoke:
+        args.steps, args.log_every = args.steps or 4, 1
+    return args
+
+
+if __name__ == "__main__":
+    run(arguments())
