@@ -1,6 +1,7 @@
 """Reads a Hugging Face safetensors checkpoint tensor by tensor, checked against the table."""
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
+                    if name in where:
+                        raise CheckpointError(f"{path}: tensor {name} is in {where[name]} too")
                     part = file.get_slice(name)
                     where[name] = path
                     shapes[name], dtypes[name] = tuple(part.get_shape()), part.get_dtype()
@@ -104,12 +107,12 @@ def _shards(folder: Path) -> list[Path]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))
         shards = [folder / name for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: no usable weight_map ({error!r})") from None
     for name, shard in zip(names, shards, strict=True):
         if Path(name).name != name:
             raise CheckpointError(f"{index}: shard {name!r} is not a file name")
-        if not shard.is_file():
+        if not os.path.isfile(shard):  # never raises, however odd the name
             raise CheckpointError(f"{folder}: shard {name} named by {INDEX} is missing")
     return shards
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mtpbuild.builder.package import SIDE_FILES
 from mtpbuild.builder.plan import Plan
+from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import HASH_LIMIT, hash_file
 
 PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
@@ -15,8 +16,12 @@ PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
 
 def fingerprint(folder: Path, plan: Plan, target: str) -> str:
     """sha256 of checkpoint, plan, target, our own sources and the compilers' versions."""
+    try:
+        checkpoint = {path.name: _identity(path) for path in _checkpoint_files(folder)}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
     inputs = {
-        "checkpoint": {p.name: _identity(p) for p in _checkpoint_files(folder)},
+        "checkpoint": checkpoint,
         "plan": asdict(plan),
         "target": target,
         "sources": _sources(),
@@ -28,7 +33,7 @@ def fingerprint(folder: Path, plan: Plan, target: str) -> str:
 def _checkpoint_files(folder: Path) -> list[Path]:
     names = {*SIDE_FILES, "config.json"}
     return sorted(
-        p for p in folder.iterdir() if p.name in names or ".safetensors" in p.name
+        p for p in folder.iterdir() if p.is_file() and (p.name in names or ".safetensors" in p.name)
     )
 
 

@@ -35,7 +35,7 @@ def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:
     try:
         raw: Any = json.loads(path.read_text(encoding="utf-8"))
         value = raw.get(key)
-    except (ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a JSON object ({error})") from None
     if value is None:
         return None

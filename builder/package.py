@@ -1,6 +1,7 @@
 """Turns lowered files into an engine directory: manifest, hashes, and one atomic rename."""
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from mtpbuild.builder.plan import Plan
-from mtpbuild.runtime.errors import BuildError, MtpbuildError
+from mtpbuild.runtime.errors import BuildError, EngineError, MtpbuildError
 from mtpbuild.runtime.manifest import (
     MANIFEST,
     BuildInfo,
@@ -18,6 +19,7 @@ from mtpbuild.runtime.manifest import (
     ProgramSpec,
     StateSpec,
     TargetInfo,
+    check_files,
     hash_file,
     read_manifest,
 )
@@ -33,12 +35,13 @@ SIDE_FILES = (
 @contextlib.contextmanager
 def staging(out: Path) -> Iterator[Path]:
     """A temporary sibling of `out` that becomes it if the block ends well, and else vanishes."""
-    remove_leftovers(out)
-    folder = out.parent / f".{out.name}.building-{os.getpid()}"
+    place = out.resolve()  # a link stays one
+    remove_leftovers(place)
+    folder = place.parent / f".{place.name}.building-{os.getpid()}"
     try:
         folder.mkdir(parents=True)
         yield folder
-        replace_folder(folder, out)
+        replace_folder(folder, place)
     except OSError as error:
         raise BuildError(f"{out}: can't write the engine ({error.strerror or error})") from None
     finally:
@@ -47,17 +50,36 @@ def staging(out: Path) -> Iterator[Path]:
 
 def remove_leftovers(out: Path) -> None:
     """Folders of builds of this engine whose process is gone (killed, power cut)."""
-    for folder in out.parent.glob(f".{out.name}.*-*"):
-        pid = folder.name.rpartition("-")[2]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+    for folder in out.parent.glob(".*-*"):
+        stem, _, pid = folder.name.rpartition("-")
+        ours = stem in (f".{out.name}.building", f".{out.name}.old")
+        if ours and pid.isdecimal() and not is_running(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_running(pid: int) -> bool:
+    """Whether another process has this id; what has our own is an earlier one's."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 def replace_folder(new: Path, out: Path) -> None:
     old = out.parent / f".{out.name}.old-{os.getpid()}"
     if out.exists():
         out.rename(old)
-    new.rename(out)
+    try:
+        new.rename(out)
+    except BaseException:
+        if old.exists():
+            old.rename(out)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -142,15 +164,26 @@ def existing(out: Path) -> Manifest | None:
 
 def check_place(out: Path, model: str, *, force: bool) -> None:
     """Refuse to overwrite a folder that is not an engine, or another model's engine."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    manifest = existing(out)
-    if manifest is None and not (out / MANIFEST).exists():
-        raise BuildError(f"{out} exists and is not an engine; choose another --out")
-    if manifest is not None and manifest.model.name != model and not force:
-        raise BuildError(
-            f"{out} holds an engine of {manifest.model.name}; use --force to replace it, or --out"
-        )
+    try:
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return
+        if not (out / MANIFEST).is_file():
+            raise BuildError(f"{out} exists and is not an engine; choose another --out")
+    except OSError as error:
+        raise BuildError(f"{out}: can't be used as --out ({error.strerror})") from None
+    owner = model_of(out)
+    if owner != model and not force:
+        of = f"an engine of {owner}" if owner else f"an {MANIFEST} that can't be read"
+        raise BuildError(f"{out} holds {of}; use --force to replace it, or choose another --out")
+
+
+def model_of(out: Path) -> str | None:
+    """Which model's engine stands at `out`, also one of another format version."""
+    try:
+        name = json.loads((out / MANIFEST).read_text(encoding="utf-8"))["model"]["name"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
 
 
 def same_engine(out: Path, fingerprint: str) -> bool:
@@ -158,7 +191,8 @@ def same_engine(out: Path, fingerprint: str) -> bool:
     manifest = existing(out)
     if manifest is None or manifest.build.fingerprint != fingerprint:
         return False
-    return all(
-        (out / name).is_file() and (out / name).stat().st_size == spec.size
-        for name, spec in manifest.files.items()
-    )
+    try:
+        check_files(out, manifest)
+    except (EngineError, OSError):
+        return False
+    return True

@@ -19,6 +19,7 @@ from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import Manifest, read_manifest
 
 DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
+MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,9 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
         if config.num_nextn_predict_layers == 0:
             raise UsageError("the checkpoint has no MTP modules: say --nextn 0 to build without")
         nextns = (config.num_nextn_predict_layers,)
-    limit = config.max_position_embeddings
+    length = request.max_seq_len
+    if length is None:
+        length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
     for nextn in sorted(set(nextns)):
         out = request.out or Path("engines")
         if request.out is None or len(set(nextns)) > 1:
@@ -135,18 +138,16 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
                 config=config,
                 nextn=nextn,
                 drafter=choose_drafter(config, nextn, request.drafter),
-                max_batch=at_least(1, request.max_batch, "--max-batch"),
-                max_seq_len=at_least(
-                    2, request.max_seq_len or min(limit, DEFAULT_MAX_SEQ_LEN), "--max-seq-len"
-                ),
-                prefill_chunk=at_least(1, request.prefill_chunk, "--prefill-chunk"),
+                max_batch=within(1, request.max_batch, MAX_BATCH, "--max-batch"),
+                max_seq_len=within(nextn + 3, length, MAX_SEQ_LEN, "--max-seq-len"),
+                prefill_chunk=within(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
             ),
         )
 
 
-def at_least(least: int, value: int, flag: str) -> int:
-    if value < least:
-        raise UsageError(f"{flag} {value} is too small; at least {least}")
+def within(least: int, value: int, most: int, flag: str) -> int:
+    if not least <= value <= most:
+        raise UsageError(f"{flag} {value} is outside {least}..{most}")
     return value
 
 

@@ -1,6 +1,7 @@
 """Recipes: inert TOML data that names a model, its engine and where its checkpoint is."""
 
 import difflib
+import os
 import tomllib
 from dataclasses import dataclass
 from importlib.resources import files
@@ -60,7 +61,7 @@ def find_model(model: str) -> Source:
         recipe = recipes[model]
         return Source(recipe.name, recipe.engine, recipe_folder() / recipe.checkpoint)
     folder = Path(model)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # never raises, however odd the name
         name = folder.resolve().name
         return Source(name, name, folder)
     raise UnknownRecipeError(

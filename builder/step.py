@@ -4,6 +4,8 @@ Names as in DESIGN 3: B slots, K = nextn drafts, T = K + 1 window tokens, S cach
 known tokens are t_0 .. t_M; t_M is in no cache yet, so `lengths` = M.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -68,7 +70,7 @@ class PrefillProgram(nn.Module):
         self, state: State, tokens: Tensor, start: Tensor, ahead: Tensor | None = None
     ) -> State:
         """tokens [1, T] at positions start [1] ..; ahead [1, lookahead]: the tokens behind them."""
-        rows = self.model.rope(start, tokens.shape[1])
+        rows = replace(self.model.rope(start, tokens.shape[1]), expand=True)
         caches = cache_list(state, "kv")
         if self.drafter is None:
             new = self.model.fill(tokens, caches, rows)

@@ -25,7 +25,8 @@ class Traced:
 
 def trace(program: Program, plan: Plan) -> Traced:
     """One ExportedProgram. `rows` (cache rows in use) varies, and in prefill the `chunk`."""
-    rows = Dim("rows", min=2 * plan.window + 2, max=plan.capacity)
+    least = 2 * plan.window + 2
+    rows = Dim("rows", min=least, max=plan.capacity)
     chunk = Dim("chunk", min=1, max=max(plan.prefill_chunk, EXAMPLE_CHUNK))
     specs = {s.name: s for s in state_specs(plan) if s.name in program.state}
     batch = 1 if program.name == "prefill" else plan.max_batch
@@ -33,6 +34,8 @@ def trace(program: Program, plan: Plan) -> Traced:
     for name, spec in specs.items():
         size = list(spec.shape)
         size[0] = batch
+        if spec.kind == "cache":
+            size[2] = least  # an example: capacity would take the memory of all caches
         state[name] = torch.zeros(size, dtype=getattr(torch, spec.dtype))
         shapes[name] = {2: rows} if spec.kind == "cache" else None
     varying = {"tokens": {1: chunk}}

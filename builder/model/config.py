@@ -1,6 +1,9 @@
 """A checkpoint's `config.json`, normalised once into the few values that shape the graph."""
 
 import json
+import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 from mtpbuild.runtime.errors import CheckpointError
 
 ARCHITECTURES = ("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMNextN")
+SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules, experts
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,15 @@ class ModelConfig:
 def load_config(folder: Path) -> ModelConfig:
     """Read `folder/config.json`; raises CheckpointError with what is wrong and where."""
     path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: no config.json; give a Hugging Face checkpoint folder")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder}: no config.json; give a Hugging Face checkpoint folder"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
@@ -99,13 +107,13 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Normalise a DeepSeek-V3 `config.json` in the old or the new Hugging Face spelling."""
     _check_supported(raw)
     read = _Reader(raw)
-    experts = read.integer("n_routed_experts", 0, default=0)
+    experts = read.integer("n_routed_experts", 0, default=0, most=COUNT_LIMIT)
     config = ModelConfig(
         vocab_size=read.integer("vocab_size", 1),
         hidden_size=read.integer("hidden_size", 1),
         intermediate_size=read.integer("intermediate_size", 1),
         moe_intermediate_size=read.integer("moe_intermediate_size", 1, default=1),
-        num_hidden_layers=read.integer("num_hidden_layers", 1),
+        num_hidden_layers=read.integer("num_hidden_layers", 1, most=COUNT_LIMIT),
         num_attention_heads=read.integer("num_attention_heads", 1),
         q_lora_rank=read.integer("q_lora_rank", 1) if raw.get("q_lora_rank") is not None else None,
         kv_lora_rank=read.integer("kv_lora_rank", 1),
@@ -118,14 +126,16 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         n_group=read.integer("n_group", 1, default=1),
         topk_group=read.integer("topk_group", 1, default=1),
         routed_scaling_factor=read.number("routed_scaling_factor", 1.0),
-        norm_topk_prob=bool(raw.get("norm_topk_prob", True)),
+        norm_topk_prob=read.flag("norm_topk_prob", True),
         first_k_dense_replace=read.integer("first_k_dense_replace", 0, default=0),
         moe_layer_freq=read.integer("moe_layer_freq", 1, default=1),
-        num_nextn_predict_layers=read.integer("num_nextn_predict_layers", 0, default=0),
-        rms_norm_eps=read.number("rms_norm_eps", 1e-6),
+        num_nextn_predict_layers=read.integer(
+            "num_nextn_predict_layers", 0, default=0, most=COUNT_LIMIT
+        ),
+        rms_norm_eps=read.number("rms_norm_eps", 1e-6, above=0),
         max_position_embeddings=read.integer("max_position_embeddings", 1),
-        rope_interleave=bool(raw.get("rope_interleave", True)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        rope_interleave=read.flag("rope_interleave", True),
+        tie_word_embeddings=read.flag("tie_word_embeddings", False),
         rope=_parse_rope(raw),
     )
     _check_shape(config)
@@ -134,8 +144,10 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _check_supported(raw: Mapping[str, Any]) -> None:
     names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"architectures must be a list of names, not {reprlib.repr(names)}")
     if raw.get("model_type") != "deepseek_v3" and not set(names) & set(ARCHITECTURES):
-        found = ", ".join(map(str, names)) or raw.get("model_type") or "none"
+        found = ", ".join(names) or raw.get("model_type") or "none"
         raise CheckpointError(
             f"unsupported architecture {found}; "
             f"supported: {ARCHITECTURES[0]} (model_type deepseek_v3)"
@@ -182,22 +194,22 @@ def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
         raise CheckpointError(
             f"rope type {kind!r} is not supported; supported: default, linear, yarn"
         )
-    theta = rope["rope_theta"] if "rope_theta" in rope else raw.get("rope_theta", 10000.0)
+    theta = rope if rope.get("rope_theta") is not None else raw
     limit = _Reader(raw).integer("max_position_embeddings", 1)
     original = read.integer("original_max_position_embeddings", 1, default=limit)
-    factor = read.number("factor", limit / original if kind == "yarn" else 1.0)
-    attention_factor = rope.get("attention_factor")
+    factor = read.number("factor", limit / original if kind == "yarn" else 1.0, above=0)
+    given = rope.get("attention_factor") is not None
     return RopeConfig(
-        theta=_Reader({"rope_theta": theta}).number("rope_theta", 10000.0),
+        theta=_Reader(theta).number("rope_theta", 10000.0, above=1),
         kind=kind,
         factor=factor,
         original_max_position_embeddings=original,
-        beta_fast=read.number("beta_fast", 32.0),
-        beta_slow=read.number("beta_slow", 1.0),
-        mscale=read.number("mscale", 0.0),
-        mscale_all_dim=read.number("mscale_all_dim", 0.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
-        truncate=bool(rope.get("truncate", True)),
+        beta_fast=read.number("beta_fast", 32.0, above=0),
+        beta_slow=read.number("beta_slow", 1.0, above=0),
+        mscale=read.number("mscale", 0.0, above=0),
+        mscale_all_dim=read.number("mscale_all_dim", 0.0, above=0),
+        attention_factor=read.number("attention_factor", 1.0, above=0) if given else None,
+        truncate=read.flag("truncate", True),
     )
 
 
@@ -207,20 +219,35 @@ class _Reader:
 
     raw: Mapping[str, Any]
 
-    def integer(self, key: str, least: int, default: int | None = None) -> int:
+    def integer(
+        self, key: str, least: int, default: int | None = None, most: int = SIZE_LIMIT
+    ) -> int:
         value = self.raw.get(key)
         if value is None:
             value = default
         if value is None:
             raise CheckpointError(f"{key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise CheckpointError(f"{key} must be an integer of at least {least}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise CheckpointError(
+                f"{key} must be an integer of {least}..{most}, not {reprlib.repr(value)}"
+            )
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, above: float = -math.inf) -> float:
+        """A finite number above the bound, or the default itself."""
         value = self.raw.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{key} must be a number, not {value!r}")
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not (value == default or above < value <= sys.float_info.max):
+            bound = "" if above == -math.inf else f" above {above:g}"
+            raise CheckpointError(f"{key} must be a number{bound}, not {reprlib.repr(value)}")
         return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{key} must be true or false, not {reprlib.repr(value)}")
+        return value

@@ -26,6 +26,7 @@ class Rows:
     cos: Tensor  # [B, T, qk_rope_head_dim / 2]
     sin: Tensor
     base: Tensor  # [B] rows before it are seen by all tokens; fresh rows are written from it on
+    expand: bool = False  # many tokens: attend over per-head keys and values, made for the pass
 
 
 class RMSNorm(nn.Module):
@@ -85,25 +86,45 @@ class Attention(nn.Module):
         k_pe = rope(k_pe, rows.cos, rows.sin, 1, c.rope_interleave)
         return q, torch.cat([self.kv_a_layernorm(latent), k_pe], dim=-1)[:, None]
 
-    def queries(self, q: Tensor, rows: Rows) -> Tensor:
-        """-> [B, H, T, C]: each head's query in the latent space, and its rotary part."""
+    def queries(self, q: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Query input [B, T, ..] -> [B, H, T, qk_nope_head_dim] and [B, H, T, qk_rope_head_dim]."""
         c, (B, T, _) = self.config, q.shape
         if c.q_lora_rank is not None:
             q = self.q_a_layernorm(q) @ self.q_b_proj
         H = c.num_attention_heads
         q_nope, q_pe = q.split([H * c.qk_nope_head_dim, H * c.qk_rope_head_dim], dim=-1)
         q_pe = rope(q_pe, rows.cos, rows.sin, H, c.rope_interleave)
-        q_nope = q_nope.reshape(B, T, H, -1).transpose(1, 2) @ self.w_uk
-        return torch.cat([q_nope, q_pe.reshape(B, T, H, -1).transpose(1, 2)], dim=-1)
+        q_nope, q_pe = q_nope.reshape(B, T, H, -1), q_pe.reshape(B, T, H, -1)
+        return q_nope.transpose(1, 2), q_pe.transpose(1, 2)
 
     def attend(
         self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
     ) -> Tensor:
         """Query input [B, T, ..] -> [B, T, E]; `mla_attention` explains base and first [B]."""
-        o = mla_attention(
-            self.queries(q, rows), cache, fresh, base, first, self.scale, self.config.kv_lora_rank
-        )
-        return (o @ self.w_uv).transpose(1, 2).flatten(2) @ self.o_proj
+        c = self.config
+        q_nope, q_pe = self.queries(q, rows)
+        if rows.expand:
+            o = self.expanded(q_nope, q_pe, cache, base)
+        else:
+            q = torch.cat([q_nope @ self.w_uk, q_pe], dim=-1)
+            o = mla_attention(q, cache, fresh, base, first, self.scale, c.kv_lora_rank) @ self.w_uv
+        return o.transpose(1, 2).flatten(2) @ self.o_proj
+
+    def expanded(self, q_nope: Tensor, q_pe: Tensor, cache: Tensor, base: Tensor) -> Tensor:
+        """The non-absorbed form over a cache that the pass's rows are written to: [B, H, T, v].
+
+        Expanding S rows costs 2 S H r (n + v) operations and saves 2 S T H (2 r - n - v) in the
+        products: it pays from T = 51 (deepseek-tiny) or 170 (DeepSeek-V3) tokens on.
+        """
+        c, T, S = self.config, q_nope.shape[2], cache.shape[2]
+        latent, k_pe = cache.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)  # [B, 1, S, ..]
+        k_nope, v = latent @ self.w_uk.mT, latent @ self.w_uv  # [B, H, S, ..]
+        k = torch.cat([k_nope, k_pe.expand(-1, c.num_attention_heads, -1, -1)], dim=-1)
+        q = torch.cat([q_nope, q_pe], dim=-1) * self.scale
+        last = base[:, None] + torch.arange(T, device=base.device)
+        seen = torch.arange(S, device=base.device) <= last[:, None, :, None]  # [B, 1, T, S]
+        mask = torch.where(seen, 0.0, float("-inf"))  # equal in all layers: the passes leave one
+        return (q @ k.mT + mask).softmax(-1) @ v
 
 
 class MLP(nn.Module):

@@ -57,7 +57,8 @@ class OnnxPrograms:
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         chunk = len(tokens) - self.lookahead
-        self._fit(max(start + chunk, self._caches.rows))  # other slots may hold more rows
+        others = self._caches.rows if len(self._active) > 1 else 0  # they may hold more rows
+        self._fit(max(start + chunk, others))
         binding = self._prefill.io_binding()
         carries = {k: v[slot : slot + 1] for k, v in self._carries[self._now].items()}
         prompt = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
@@ -130,7 +131,7 @@ class Caches:
         first, count = (0, self._batch) if slot is None else (slot, 1)
         R = self.rows
         return {
-            name: flat[first * R : (first + count) * R].reshape(count, 1, R, -1)
+            name: flat[first * R : (first + count) * R].reshape(count, 1, R, flat.shape[1])
             for name, flat in self._flat.items()
         }
 

@@ -30,7 +30,7 @@ def test_sigint(tmp_path: Path, way: str) -> None:
     write_engine(folder, fake_manifest(max_seq_len=100_000))
     (tmp_path / "in.jsonl").write_text('{"input_ids": [5], "output_tokens": 3}\n' * 3 + LONG)
     prompt = ["--prompt-ids", "5"] if way == "--prompt-ids" else ["--input", "in.jsonl"]
-    flags = ["run", "--engine", folder, "--max-tokens", "90000", *prompt]
+    flags = ["run", "--engine", str(folder), "--max-tokens", "90000", *prompt]
     process = subprocess.Popen(
         [sys.executable, "-uc", SLOW, *flags, *(["--json"] if way == "--json" else [])],
         cwd=tmp_path,

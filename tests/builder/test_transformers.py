@@ -1,0 +1,88 @@
+"""Oracle O1: transformers' DeepSeek-V3 on the same checkpoint, in fp32."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import SHAPES, load_reference, random_checkpoint
+from tests.conftest import EngineBuilder
+from tests.engines import greedy_ids
+
+ATOL = 2e-4
+
+
+def transformers_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it lists the MTP layers as unused
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None
+        )
+    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plain_model_and_engine_equal_transformers(
+    shape: str, tmp_path: Path, build_engine: EngineBuilder
+) -> None:
+    torch.set_num_threads(1)
+    folder = random_checkpoint(tmp_path / shape, **SHAPES[shape])
+    theirs, ours = transformers_model(folder), load_reference(folder)
+    rng = np.random.default_rng(0)
+    tokens = torch.from_numpy(rng.integers(0, 61, (2, 100)))
+    with torch.no_grad():
+        difference = (theirs(tokens).logits - ours.lm_head(ours.main(tokens))).abs().max()
+    assert difference < ATOL
+
+    engine = build_engine(folder, 0, prefill_chunk=16)
+    for length in (1, 2, 17, 40):
+        prompt = tokens[0, :length].tolist()
+        assert greedy_ids(engine, [prompt], 24) == [transformers_greedy(theirs, prompt, 24)]
+
+
+@pytest.mark.parametrize("modules", [1, 3])
+def test_mtp_modules_equal_transformers(tmp_path: Path, modules: int) -> None:
+    """Hidden states of each module, against transformers' MtpModel on the same inputs."""
+    from transformers.modeling_layers import MtpModel
+
+    torch.set_num_threads(1)
+    folder = random_checkpoint(tmp_path / "checkpoint", num_nextn_predict_layers=modules)
+    trunk, ours = transformers_model(folder), load_reference(folder)
+    theirs = MtpModel(trunk, modules).eval()
+    load_modules(theirs, ours)
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 61, (1, 30)))
+    with torch.no_grad():
+        hidden = ours.hiddens(tokens)
+        for k in range(modules):
+            slots = tokens.shape[1] - k - 1
+            positions = torch.arange(slots)[None]
+            got = theirs.forward_layer(
+                k, hidden[k][:, :slots], positions, None, input_ids=tokens[:, k + 1 :]
+            )
+            assert (got - hidden[k + 1]).abs().max() < ATOL
+
+
+def load_modules(theirs: Any, ours: Any) -> None:
+    """Our module weights under transformers' names (its loader knows layer 61 only)."""
+    first = ours.config.num_hidden_layers
+    for k, layer in enumerate(theirs.layers):
+        module = ours.model.layers[first + k]
+        experts = module.mlp.experts
+        state = {n: p for n, p in module.state_dict().items() if ".experts." not in n}
+        state["mlp.experts.gate_up_proj"] = torch.stack(
+            [torch.cat([e.gate_proj.weight, e.up_proj.weight]) for e in experts]
+        )
+        state["mlp.experts.down_proj"] = torch.stack([e.down_proj.weight for e in experts])
+        own = {"enorm.weight", "hnorm.weight", "eh_proj.weight"}
+        named = {n if n in own else f"mtp_block.{n}": p for n, p in state.items()}
+        named["post_norm.weight"] = named.pop("mtp_block.shared_head.norm.weight")
+        layer.load_state_dict(named)

@@ -1,0 +1,55 @@
+"""Engines for the tests, each built once per run and shared by all workers."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+EngineBuilder = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """One folder for the whole run: pytest-xdist's workers have the same parent."""
+    base = tmp_path_factory.getbasetemp()
+    return base if worker_id == "master" else base.parent
+
+
+@pytest.fixture(scope="session")
+def build_engine(shared_folder: Path) -> EngineBuilder:
+    """build_engine(model, nextn, drafter=None, **flags) -> engine directory, built at most once."""
+
+    def build(model: str | Path, nextn: int, drafter: str | None = None, **flags: int) -> Path:
+        from mtpbuild.builder.pipeline import BuildRequest
+        from mtpbuild.builder.pipeline import build as run_build
+
+        options = "".join(f"_{name}{value}" for name, value in sorted(flags.items()))
+        out = shared_folder / "engines" / f"{Path(model).name}_n{nextn}_{drafter}{options}"
+        out.parent.mkdir(exist_ok=True)
+        with FileLock(f"{out}.lock"):
+            if not out.exists():
+                request = BuildRequest(
+                    str(model),
+                    nextn=(nextn,),
+                    drafter=drafter,  # type: ignore[arg-type]
+                    out=out,
+                    **flags,  # type: ignore[arg-type]
+                )
+                run_build(request)
+        return out
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(build_engine: EngineBuilder) -> Callable[..., Path]:
+    """tiny_engine(nextn, drafter=None) -> an engine of the model that the repository ships."""
+
+    def build(nextn: int, drafter: str | None = None, **flags: int) -> Path:
+        return build_engine("deepseek-tiny", nextn, drafter, **flags)
+
+    return build
