@@ -122,4 +122,4 @@ def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
     if stages.seconds:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
-        console.print(f"{times}; peak memory {peak:.0f} MiB", highlight=False)
+        console.print(f"{times}; peak memory {peak:.0f} MiB", highlight=False, soft_wrap=True)

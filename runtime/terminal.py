@@ -92,9 +92,13 @@ def describe(folder: Path, manifest: Manifest) -> None:
     facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
     for name, value in _facts(manifest).items():
         facts.add_row(name, value)
-    programs = Table("program", "file", "inputs", "outputs")
+    state = {s.name: s for s in manifest.state}
+    programs = Table("program", "inputs", "outputs", "state")
     for name, program in manifest.programs.items():
-        programs.add_row(name, program.file, _list(program.inputs), _list(program.outputs))
+        own = [t for t in program.inputs if t.name not in state]
+        results = [t for t in program.outputs if t.name.removesuffix(".out") not in state]
+        carried = "\n".join(t.name for t in program.inputs if t.name in state)
+        programs.add_row(name, _list(own), _list(results), carried)
     files = Table("file", "bytes", "sha256")
     for name, file in sorted(manifest.files.items()):
         files.add_row(name, f"{file.size:,}", file.sha256[:16])

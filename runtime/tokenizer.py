@@ -13,6 +13,7 @@ from mtpbuild.runtime.errors import EngineFileError, RequestError
 from mtpbuild.runtime.manifest import Manifest
 
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -28,10 +29,14 @@ class Tokenizer:
         chat_template: str | None = None,
         bos_token: str = "",
         eos_token: str = "",
+        add_bos: bool = False,
     ) -> None:
+        """add_bos: put the BOS before a text even if the backend doesn't."""
         self._backend = backend
         self.chat_template = chat_template
         self.bos_token, self.eos_token = bos_token, eos_token
+        bos = backend.token_to_id(bos_token) if add_bos else None
+        self._bos = [] if bos is None else [bos]
         added = backend.get_added_tokens_decoder()
         self._bytes = {id: b"" for id, token in added.items() if token.special}
 
@@ -44,7 +49,8 @@ class Tokenizer:
                 raise RequestError(f"the prompt is not valid Unicode text ({error})") from None
         if self.bos_token and text.startswith(self.bos_token):
             add_special_tokens = False
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
 
     def token_bytes(self, token: int) -> bytes:
         """What the token adds to the text: nothing for a special or unknown one."""
@@ -94,18 +100,39 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
     if not isinstance(backend.decoder, ByteLevel):
         kind = type(backend.decoder).__name__
         raise EngineFileError(f"{path}: decoder {kind}; only byte-level tokenizers are supported")
-    bos = manifest.model.bos_token_id
-    eos = manifest.model.eos_token_ids[:1]
+    config = _read_config(folder, manifest)
+    model = manifest.model
+    eos = model.eos_token_ids[0] if model.eos_token_ids else None
     return Tokenizer(
         backend,
         chat_template=_read_template(folder, manifest),
-        bos_token=_token(backend, bos),
-        eos_token=_token(backend, eos[0] if eos else None),
+        bos_token=_special_token(backend, config, "bos_token", model.bos_token_id),
+        eos_token=_special_token(backend, config, "eos_token", eos),
+        add_bos=config.get("add_bos_token") is True,
     )
 
 
-def _token(backend: tokenizers.Tokenizer, id: int | None) -> str:
-    return (backend.id_to_token(id) or "") if id is not None and id >= 0 else ""
+def _special_token(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], name: str, id: int | None
+) -> str:
+    """As tokenizer_config.json says, as a text or as {"content": text}; else the model's own."""
+    given = config.get(name)
+    token = given.get("content") if isinstance(given, dict) else given
+    if isinstance(token, str) and backend.token_to_id(token) is not None:
+        return token
+    return (backend.id_to_token(id) or "") if id is not None and 0 <= id < 2**32 else ""
+
+
+def _read_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    if TOKENIZER_CONFIG not in manifest.files:
+        return {}
+    try:
+        config = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise EngineFileError(f"{folder / TOKENIZER_CONFIG}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise EngineFileError(f"{folder / TOKENIZER_CONFIG}: not a JSON object; rebuild the engine")
+    return config
 
 
 def _read_template(folder: Path, manifest: Manifest) -> str | None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mtpbuild.runtime import Engine, EngineError, MtpbuildError, SamplingParams
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
 from mtpbuild.runtime.manifest import MANIFEST, Manifest, read_manifest
-from tests.fakes import continuation
+from tests.fakes import BOS, continuation
 from tests.runtime.conftest import write_manifest
 
 
@@ -70,6 +70,8 @@ def test_other_format_versions_are_refused(engine_dir: Path, version: object) ->
         ("tokenizer.json", "{}", "not a tokenizer"),
         ("tokenizer.json", '{"version": "1.0", "model": 5}', "not a tokenizer"),
         ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
+        ("tokenizer_config.json", "{", "not JSON"),
+        ("tokenizer_config.json", "[]", "not a JSON object"),
     ],
 )
 def test_damage_with_the_right_hash(
@@ -90,6 +92,25 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(engine_dir: Path) -> None
     write_manifest(engine_dir, read_manifest(engine_dir))
     with pytest.raises(EngineFileError, match="decoder WordPiece; only byte-level"):
         Engine.load(engine_dir)
+
+
+@pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "special": True}])
+@pytest.mark.parametrize("processor", [True, False])
+def test_tokenizer_config_decides_on_the_bos(
+    engine_dir: Path, bos: object, processor: bool
+) -> None:
+    path = engine_dir / "tokenizer.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    if not processor:
+        raw["post_processor"] = None
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    config = {"bos_token": bos, "eos_token": None, "add_bos_token": True}
+    (engine_dir / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_manifest(engine_dir, read_manifest(engine_dir))
+    engine = Engine.load(engine_dir)
+    with_bos, without = engine.encode("a"), engine.encode("a", add_special_tokens=False)
+    assert with_bos == [BOS, *without]
+    assert engine.encode("<s>a") == with_bos
 
 
 def test_a_damaged_chat_template_names_its_line(engine_dir: Path) -> None:

@@ -30,17 +30,8 @@ assert not heavy, heavy
 
 
 @pytest.fixture
-def built(request: pytest.FixtureRequest) -> TinyEngine:
-    try:
-        engines: TinyEngine = request.getfixturevalue("tiny_engine")
-    except pytest.FixtureLookupError:
-        pytest.skip("no fixture tiny_engine in tests/conftest.py")
-    return engines
-
-
-@pytest.fixture
-def n3(built: TinyEngine) -> Path:
-    return built(3)
+def n3(tiny_engine: TinyEngine) -> Path:
+    return tiny_engine(3)
 
 
 def test_a_built_engine_needs_neither_torch_nor_transformers(n3: Path) -> None:
@@ -57,10 +48,10 @@ def test_streams_make_up_the_result(n3: Path) -> None:
     assert len(whole) == result.metrics.prompt_tokens + result.metrics.output_tokens
 
 
-def test_the_text_is_that_of_the_engine_without_drafting(built: TinyEngine) -> None:
+def test_the_text_is_that_of_the_engine_without_drafting(tiny_engine: TinyEngine) -> None:
     texts = []
     for nextn in (0, 3):
-        with Engine.load(built(nextn)) as engine:
+        with Engine.load(tiny_engine(nextn)) as engine:
             ids = engine.chat_ids([{"role": "user", "content": "What is 47 + 85?"}])
             results = engine.generate([engine.encode(PROMPT), ids], SamplingParams(max_tokens=96))
             texts.append([result.token_ids for result in results])

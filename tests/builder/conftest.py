@@ -1,0 +1,47 @@
+"""A small checkpoint, and a compiler without torch.export for tests of what is around it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.export import ExportedProgram
+
+from mtpbuild.builder import compiler
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program import Program
+from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
+from mtpbuild.builder.trace import Traced
+from mtpbuild.builder.weights_file import Placed
+from tests.checkpoints import random_checkpoint
+
+SMALLEST: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint `small` of one layer and one module, without a tokenizer; don't change it."""
+    torch.set_num_threads(1)
+    return random_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", **SMALLEST)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are two bytes: builds take milliseconds and all else is real."""
+
+    def trace(program: Program, plan: Plan) -> Traced:
+        return Traced(program.name, cast(ExportedProgram, None), (), ())
+
+    def lower(
+        self: OnnxRuntimeTarget, traced: Traced, weights: Mapping[str, Placed], folder: Path
+    ) -> str:
+        (folder / f"{traced.name}.onnx").write_bytes(b"\x08\x0a")
+        return f"{traced.name}.onnx"
+
+    monkeypatch.setattr(compiler, "trace", trace)
+    monkeypatch.setattr(OnnxRuntimeTarget, "lower", lower)

@@ -1,0 +1,348 @@
+"""Reading a checkpoint: what is accepted, in every storage; what is refused, by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtpbuild.builder import checkpoint as module
+from mtpbuild.builder.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint, stream_weights
+from mtpbuild.builder.compiler import load_model
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.weights_file import write_weights
+from mtpbuild.runtime.errors import CheckpointError
+from tests.checkpoints import SHAPES, make_model, random_checkpoint, save_checkpoint
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
+MTP_EMBEDDING = "model.layers.1.embed_tokens.weight"
+MTP_HEAD = "model.layers.1.shared_head.head.weight"
+
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return random_checkpoint(tmp_path / "model", **SMALL)
+
+
+def check(folder: Path) -> Tensors:
+    """The stages that read a checkpoint, without torch.export."""
+    config = load_config(folder)
+    checkpoint = open_checkpoint(folder)
+    return dict(stream_weights(checkpoint, checkpoint.check(config)))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        check(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def shard(folder: Path, count: int = 3) -> None:
+    """Rewrite model.safetensors as shards and an index."""
+    tensors = load_file(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for i in range(count):
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        save_file({name: tensors[name] for name in names[i::count]}, folder / file)
+        weight_map |= dict.fromkeys(names[i::count], file)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def assert_equal(a: Tensors, b: Tensors) -> None:
+    assert list(a) == list(b)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_table_covers_exactly_the_models_parameters(shape: str) -> None:
+    reference = make_model(**SHAPES[shape])
+    wanted = {name: tuple(p.shape) for name, p in DeepseekV3(reference.config).named_parameters()}
+    tensors, used, made = reference.state_dict(), set(), {}
+    for weight in weight_table(reference.config):
+        sources = [tensors[source.name] for source in weight.sources]
+        assert [tuple(t.shape) for t in sources] == [s.shape for s in weight.sources]
+        assert weight.name not in made
+        made[weight.name] = tuple(weight.transform(*sources).shape)
+        used |= {source.name for source in weight.sources}
+    assert made == wanted
+    assert used == set(tensors)
+
+
+@pytest.mark.parametrize("modules", [0, 1, 3])
+@pytest.mark.parametrize("q_lora_rank", [None, 12])
+def test_modules_and_query_ranks(modules: int, q_lora_rank: int | None, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"num_nextn_predict_layers": modules, "q_lora_rank": q_lora_rank}
+    model = load_model(random_checkpoint(tmp_path, **shape), config := load_config(tmp_path))
+    assert len(model.mtp) == modules
+    assert config.q_lora_rank == q_lora_rank
+    assert any("q_b_proj" in name for name, _ in model.named_parameters()) == bool(q_lora_rank)
+
+
+def test_shards_give_the_same_weights(folder: Path) -> None:
+    one = check(folder)
+    shard(folder)
+    assert not (folder / SINGLE).exists()
+    assert_equal(check(folder), one)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_number_formats(dtype: torch.dtype, folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({k: t.to(dtype) for k, t in tensors.items()}))
+    stored = load_file(folder / SINGLE)
+    weights = check(folder)
+    assert {t.dtype for t in weights.values()} == {torch.float32}
+    assert torch.equal(weights["embed_tokens"], stored[EMBEDDING].float())
+    assert torch.equal(weights["lm_head"], stored[HEAD].float().T)
+
+
+def test_formats_may_be_mixed(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({HEAD: tensors[HEAD].half()}))
+    assert check(folder)["lm_head"].dtype == torch.float32
+
+
+def test_weights_are_read_one_by_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a weight is read, all weights before it are in the file already."""
+    config = load_config(folder)
+    checkpoint = open_checkpoint(folder)
+    table = checkpoint.check(config)
+    parameters = dict(DeepseekV3(config).named_parameters())
+    shapes = {weight.name: tuple(parameters[weight.name].shape) for weight in table}
+    places = write_weights(tmp_path / "all", shapes, stream_weights(checkpoint, table))
+    first = {source.name: weight.name for weight in reversed(table) for source in weight.sources}
+    read, seen = Checkpoint.read, list[str]()
+
+    def watched(self: Checkpoint, name: str) -> Tensor:
+        # Buffered writing may hold back at most one buffer.
+        written = (tmp_path / "again").stat().st_size + 8192
+        if name not in seen:
+            assert written >= places[first[name]].offset
+            assert (tmp_path / "again").stat().st_size <= places[first[name]].offset
+        seen.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(Checkpoint, "read", watched)
+    write_weights(tmp_path / "again", shapes, stream_weights(checkpoint, table))
+    assert set(seen) == set(checkpoint.files)
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "all").read_bytes()
+
+
+def test_one_file_is_open_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard(folder)
+    opened, most = 0, 0
+    safe_open: Any = module.safe_open  # type: ignore[attr-defined]
+
+    class Counted:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.file = safe_open(*args, **kwargs)
+
+        def __enter__(self) -> Any:
+            nonlocal opened, most
+            opened += 1
+            most = max(most, opened)
+            return self.file.__enter__()
+
+        def __exit__(self, *args: Any) -> None:
+            nonlocal opened
+            opened -= 1
+            self.file.__exit__(*args)
+
+    monkeypatch.setattr(module, "safe_open", Counted)
+    check(folder)
+    assert (opened, most) == (0, 1)
+
+
+def test_the_weights_file_is_safetensors(folder: Path, tmp_path: Path) -> None:
+    weights = check(folder)
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    places = write_weights(tmp_path / "w.safetensors", shapes, iter(weights.items()))
+    stored = load_file(tmp_path / "w.safetensors")
+    assert stored.keys() == weights.keys()
+    raw = (tmp_path / "w.safetensors").read_bytes()
+    for name, tensor in weights.items():
+        assert torch.equal(stored[name], tensor)
+        place = places[name]
+        assert raw[place.offset : place.offset + place.size] == tensor.numpy().tobytes()
+    assert min(place.offset for place in places.values()) % 64 == 0
+
+
+def test_missing_tensor(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.pop(NORM))
+    assert refused(folder) == f"{folder}: missing tensor {NORM}"
+
+
+def test_many_missing_tensors_are_counted(folder: Path) -> None:
+    edit(folder, lambda tensors: [tensors.pop(n) for n in [*tensors] if ".layers.1." in n])
+    says = refused(folder)
+    assert "missing tensor model.layers.1.eh_proj.weight (and " in says
+
+
+def test_left_over_tensor(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({"model.layers.7.mlp.x": torch.zeros(1)}))
+    assert refused(folder).endswith("does not have: model.layers.7.mlp.x")
+
+
+def test_modules_that_config_json_does_not_count_are_left_over(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    assert "does not have: model.layers.1." in refused(folder)
+
+
+def test_stored_rotary_frequencies_are_ignored(folder: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    plain = check(folder)
+    edit(folder, lambda tensors: tensors.update({name: torch.zeros(2)}))
+    assert_equal(check(folder), plain)
+
+
+def test_wrong_shape(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({NORM: torch.ones(33)}))
+    assert f"tensor {NORM} has shape [33], config.json makes it [32]" in refused(folder)
+    edit(folder, lambda tensors: tensors.update({NORM: torch.ones(1, 32)}))
+    assert "has shape [1, 32]" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.bool, "BOOL")]
+)
+def test_wrong_number_format(dtype: torch.dtype, name: str, folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({NORM: tensors[NORM].to(dtype)}))
+    assert f"tensor {NORM} is {name}; supported: BF16, F16, F32" in refused(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_that_are_not_finite(value: float, dtype: torch.dtype, folder: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+    def spoil(tensors: Tensors) -> None:
+        tensors[name] = tensors[name].to(dtype)
+        tensors[name][-1, -1] = value
+
+    edit(folder, spoil)
+    assert refused(folder) == f"{folder / SINGLE}: tensor {name} holds NaN or Inf"
+
+
+def test_repeated_embedding_and_head_are_accepted_if_equal(folder: Path) -> None:
+    plain = check(folder)
+
+    def repeat(tensors: Tensors) -> None:
+        tensors[MTP_EMBEDDING] = tensors[EMBEDDING].clone()
+        tensors[MTP_HEAD] = tensors[HEAD].clone()
+
+    edit(folder, repeat)
+    assert_equal(check(folder), plain)
+
+
+@pytest.mark.parametrize(("name", "of"), [(MTP_EMBEDDING, EMBEDDING), (MTP_HEAD, HEAD)])
+def test_repeated_tensors_that_differ(name: str, of: str, folder: Path) -> None:
+    def repeat(tensors: Tensors) -> None:
+        tensors[name] = tensors[of].clone()
+        tensors[name][0, 0] += 1
+
+    edit(folder, repeat)
+    assert f"{name} differs from {of}" in refused(folder)
+    edit(folder, lambda tensors: tensors.update({name: tensors[of][:-1].clone()}))
+    assert f"{name} differs from {of}" in refused(folder)
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    model = make_model(**SMALL)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+    folder = save_checkpoint(tmp_path, model, **SMALL, tie_word_embeddings=True)
+    both = check(folder)
+    assert torch.equal(both["lm_head"], both["embed_tokens"].T)
+    edit(folder, lambda tensors: tensors.pop(HEAD))
+    assert_equal(check(folder), both)
+    edit(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1}))
+    assert f"{HEAD} differs from {EMBEDDING}" in refused(folder)
+
+
+def test_untied_embeddings_need_a_head(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.pop(HEAD))
+    assert refused(folder).endswith(f"missing tensor {HEAD}")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_truncated_file(keep: int, folder: Path) -> None:
+    raw = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(raw[:keep])
+    assert f"{folder / SINGLE}: not a readable safetensors file" in refused(folder)
+
+
+def test_no_weights_at_all(folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    assert refused(folder) == f"{folder}: neither {SINGLE} nor {INDEX}"
+
+
+def test_missing_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    assert "shard model-00002-of-00003.safetensors named by" in refused(folder)
+
+
+def test_a_tensor_in_two_shards(folder: Path) -> None:
+    """Which one is meant can't be known."""
+    shard(folder)
+    third = folder / "model-00003-of-00003.safetensors"
+    save_file(load_file(third) | {EMBEDDING: torch.zeros(61, 32)}, third)
+    assert f"{third}: tensor {EMBEDDING} is in " in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("../model.safetensors", "is not a file name"),
+        ("a/b", "is not a file name"),
+        ("/etc/passwd", "is not a file name"),
+        ("..", "is missing"),
+        ("", "is missing"),
+        ("x" * 300, "is missing"),
+        ("a\0b", "is missing"),
+    ],
+)
+def test_shards_outside_the_folder(name: str, says: str, folder: Path) -> None:
+    save_file({"x": torch.zeros(1)}, folder.parent / SINGLE)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {EMBEDDING: name}}))
+    assert says in refused(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "3", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', "[" * 99999],
+    ids=["empty", "cut", "list", "number", "no map", "list map", "no name", "deep"],
+)
+def test_damaged_index(text: str, folder: Path) -> None:
+    (folder / INDEX).write_text(text)
+    assert f"{folder / INDEX}: no usable weight_map" in refused(folder)
+
+
+def test_a_tensor_that_the_index_promises(folder: Path) -> None:
+    shard(folder)
+    file = folder / "model-00001-of-00003.safetensors"
+    tensors = load_file(file)
+    name = min(tensors)
+    tensors.pop(name)
+    save_file(tensors, file)
+    assert refused(folder) == f"{folder}: missing tensor {name}"

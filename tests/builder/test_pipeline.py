@@ -1,0 +1,329 @@
+"""The build as a user sees it: what lands where, what is shared, left alone, and refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mtpbuild.builder import package
+from mtpbuild.builder.pipeline import (
+    MAX_BATCH,
+    MAX_CHUNK,
+    MAX_SEQ_LEN,
+    BuildRequest,
+    BuiltEngine,
+    Stages,
+    build,
+    needs,
+)
+from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.runtime.errors import (
+    BuildError,
+    CheckpointError,
+    MissingDependencyError,
+    MtpbuildError,
+    UnknownRecipeError,
+    UsageError,
+)
+from mtpbuild.runtime.manifest import MANIFEST, check_files, read_manifest
+from tests.checkpoints import random_checkpoint
+
+ENGINE_FILES = {MANIFEST, "weights.safetensors", "prefill.onnx", "decode.onnx"}
+
+
+def request(checkpoint: Path, *nextn: int, **flags: Any) -> BuildRequest:
+    return BuildRequest(str(checkpoint), nextn or None, **flags)
+
+
+def build_one(checkpoint: Path, nextn: int, out: Path, **flags: Any) -> BuiltEngine:
+    (engine,) = build(request(checkpoint, nextn, out=out, **flags))
+    return engine
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """What changes when a file is written or replaced."""
+    stats = {p.relative_to(folder).as_posix(): p.stat() for p in [folder, *folder.rglob("*")]}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+@pytest.fixture(scope="module")
+def engines(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A parent with the real engines small_n0 and small_n1."""
+    parent = tmp_path_factory.mktemp("engines")
+    stages = Stages()
+    built = build(request(smallest, 1, 0, out=parent), stages)
+    assert [engine.folder for engine in built] == [parent / "small_n0", parent / "small_n1"]
+    assert not any(engine.unchanged for engine in built)
+    assert {"check checkpoint", "write weights", "trace decode", "package"} <= set(stages.seconds)
+    return parent
+
+
+def test_several_nextn_share_one_copy_of_the_weights(engines: Path) -> None:
+    folders = [engines / "small_n0", engines / "small_n1"]
+    assert sorted(engines.iterdir()) == folders
+    for nextn, folder in enumerate(folders):
+        manifest = read_manifest(folder)
+        check_files(folder, manifest, verify_hashes=True)
+        assert manifest.build.nextn == nextn
+        assert set(contents(folder)) == ENGINE_FILES
+    assert (folders[0] / "weights.safetensors").samefile(folders[1] / "weights.safetensors")
+
+
+def test_builds_are_reproducible(engines: Path, smallest: Path, tmp_path: Path) -> None:
+    """Another folder, another parent, another process and order: the same bytes."""
+    copy = shutil.copytree(smallest, tmp_path / "elsewhere" / "small")
+    code = "import sys; from mtpbuild.builder.cli import app; app(sys.argv[1:])"
+    flags = ["--model", str(copy), "--nextn", "1", "--out", str(tmp_path / "again")]
+    run = [sys.executable, "-c", code, "build", *flags]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "again") == contents(engines / "small_n1")
+
+
+def test_unchanged_is_left_alone_without_torch(engines: Path, smallest: Path) -> None:
+    before = stamps(engines)
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from mtpbuild.builder.pipeline import BuildRequest, build\n"
+        "built = build(BuildRequest(sys.argv[1], (0, 1), out=Path(sys.argv[2])))\n"
+        "assert [engine.unchanged for engine in built] == [True, True]\n"
+        "assert not {'torch', 'onnx', 'onnxruntime', 'safetensors'} & set(sys.modules)\n"
+    )
+    run = [sys.executable, "-c", code, str(smallest), str(engines)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert stamps(engines) == before
+
+
+@pytest.mark.usefixtures("quick")
+class TestQuick:
+    def test_separate_builds_share_weights(self, smallest: Path, tmp_path: Path) -> None:
+        weights = [
+            build_one(smallest, 0, tmp_path / "a").folder / "weights.safetensors",
+            build_one(smallest, 1, tmp_path / "b", max_batch=3).folder / "weights.safetensors",
+        ]
+        assert weights[0].samefile(weights[1])
+
+    def test_damaged_or_other_weights_are_not_shared(self, smallest: Path, tmp_path: Path) -> None:
+        first = build_one(smallest, 0, tmp_path / "a").folder / "weights.safetensors"
+        raw = bytearray(first.read_bytes())
+        raw[-1] ^= 1
+        first.write_bytes(raw)
+        second = build_one(smallest, 1, tmp_path / "b")
+        assert not first.samefile(second.folder / "weights.safetensors")
+        check_files(second.folder, second.manifest, verify_hashes=True)
+        other = random_checkpoint(tmp_path / "checkpoint", seed=1, num_hidden_layers=1)
+        third = build_one(other, 0, tmp_path / "c").folder / "weights.safetensors"
+        assert third.stat().st_nlink == 1
+
+    def test_without_hard_links_weights_are_copied(
+        self, smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def link(*args: Any) -> None:
+            raise OSError(95, "Operation not supported")
+
+        monkeypatch.setattr(package.os, "link", link)
+        for engine in build(request(smallest, 0, 1, out=tmp_path)):
+            check_files(engine.folder, engine.manifest, verify_hashes=True)
+            assert (engine.folder / "weights.safetensors").stat().st_nlink == 1
+
+    def test_default_place_and_nextn(
+        self, smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (engine,) = build(request(smallest))
+        assert engine.folder == Path("engines/small_n1")  # the checkpoint has one module
+        assert engine.manifest.build.drafter == "mtp-vanilla"
+        assert engine.manifest.build.max_seq_len == 256  # its max_position_embeddings
+
+    def test_drafters(self, smallest: Path, tmp_path: Path) -> None:
+        assert build_one(smallest, 0, tmp_path / "0").manifest.build.drafter is None
+        assert build_one(smallest, 2, tmp_path / "2").manifest.build.drafter == "mtp-eagle"
+        eagle = build_one(smallest, 1, tmp_path / "e", drafter="mtp-eagle")
+        assert eagle.manifest.build.drafter == "mtp-eagle"
+        assert eagle.manifest.capabilities["drafter"] == ["mtp-eagle"]
+
+    def test_side_files(self, smallest: Path, tmp_path: Path) -> None:
+        """Tokenizer and generation defaults come along; nothing else does."""
+        model = shutil.copytree(smallest, tmp_path / "model")
+        for name in (*package.SIDE_FILES, "README.md", "modeling.py"):
+            (model / name).write_text("{}")
+        (model / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+        built = build_one(model, 0, tmp_path / "engine")
+        assert set(contents(built.folder)) == ENGINE_FILES | set(package.SIDE_FILES)
+        check_files(built.folder, built.manifest, verify_hashes=True)
+        assert built.manifest.model.eos_token_ids == (7, 5)
+        assert built.manifest.model.bos_token_id == 0
+
+    def test_what_makes_a_build_new(self, smallest: Path, tmp_path: Path) -> None:
+        model = shutil.copytree(smallest, tmp_path / "model")
+        out = tmp_path / "engine"
+
+        def again(**flags: Any) -> bool:
+            return not build_one(model, 0, out, **flags).unchanged
+
+        assert again()
+        assert not again()
+        assert again(force=True)
+        assert again(max_batch=2)
+        assert again(max_batch=2, prefill_chunk=7)
+        assert again()
+        (model / "generation_config.json").write_text('{"eos_token_id": 3}')
+        assert again()
+        tensors = load_file(model / "model.safetensors")
+        save_file(tensors | {"lm_head.weight": torch.ones(61, 32)}, model / "model.safetensors")
+        assert again()
+        assert not again()
+
+    def test_a_damaged_engine_is_rebuilt(self, smallest: Path, tmp_path: Path) -> None:
+        """The run time says `rebuild the engine`: doing so must help."""
+        out = build_one(smallest, 0, tmp_path / "engine").folder
+        sound = contents(out)
+        for damage in (
+            lambda: (out / "decode.onnx").write_bytes(b"\x08\x0b"),
+            lambda: (out / "prefill.onnx").unlink(),
+            lambda: (out / MANIFEST).write_text(
+                (out / MANIFEST).read_text().replace('"format_version": 1', '"format_version": 0')
+            ),
+        ):
+            damage()
+            assert not build_one(smallest, 0, out).unchanged
+            assert contents(out) == sound
+
+    def test_force_writes_the_same_again(self, smallest: Path, tmp_path: Path) -> None:
+        out = build_one(smallest, 0, tmp_path / "engine").folder
+        bytes_before, before = contents(out), stamps(out)
+        build_one(smallest, 0, out, force=True)
+        assert contents(out) == bytes_before
+        assert before[MANIFEST] != stamps(out)[MANIFEST]
+
+    def test_another_models_engine_needs_force(self, smallest: Path, tmp_path: Path) -> None:
+        out = build_one(smallest, 0, tmp_path / "engine").folder
+        before = contents(out)
+        other = random_checkpoint(tmp_path / "other", seed=1, num_hidden_layers=1)
+        with pytest.raises(BuildError, match="holds an engine of small; use --force"):
+            build_one(other, 0, out)
+        assert contents(out) == before
+        assert build_one(other, 0, out, force=True).manifest.model.name == "other"
+
+    def test_an_unreadable_manifest_needs_force(self, smallest: Path, tmp_path: Path) -> None:
+        """Somebody's folder may have an engine.json of its own."""
+        out = tmp_path / "game"
+        out.mkdir()
+        (out / MANIFEST).write_text('{"engine": "v8"}')
+        with pytest.raises(BuildError, match=r"holds an engine\.json that can't be read"):
+            build_one(smallest, 0, out)
+        assert contents(out) == {MANIFEST: b'{"engine": "v8"}'}
+        assert not build_one(smallest, 0, out, force=True).unchanged
+
+    @pytest.mark.parametrize("force", [False, True])
+    def test_what_is_no_engine_is_never_replaced(
+        self, force: bool, smallest: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "thesis").mkdir()
+        (tmp_path / "thesis" / "chapter1.md").write_text("It was a dark night.")
+        for out in (tmp_path / "thesis", tmp_path / "thesis" / "chapter1.md", smallest):
+            with pytest.raises(BuildError, match="exists and is not an engine"):
+                build_one(smallest, 0, out, force=force)
+        assert contents(tmp_path / "thesis") == {"chapter1.md": b"It was a dark night."}
+
+    def test_an_empty_folder_is_taken(self, smallest: Path, tmp_path: Path) -> None:
+        (tmp_path / "engine").mkdir()
+        assert not build_one(smallest, 0, tmp_path / "engine").unchanged
+
+    def test_a_link_stays_a_link(self, smallest: Path, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to(tmp_path / "deep" / "engine")
+        for force in (False, True):
+            build_one(smallest, 0, tmp_path / "link", force=force)
+            assert (tmp_path / "link").is_symlink()
+            assert set(contents(tmp_path / "deep" / "engine")) == ENGINE_FILES
+            assert sorted(tmp_path.iterdir()) == [tmp_path / "deep", tmp_path / "link"]
+
+
+@pytest.mark.parametrize(
+    ("nextn", "flags", "says"),
+    [
+        ((16,), {}, "--nextn 16 is outside 0..15"),
+        ((-1,), {}, "--nextn -1 is outside 0..15"),
+        ((0, 99), {}, "--nextn 99 is outside 0..15"),
+        ((2,), {"drafter": "mtp-vanilla"}, "needs 2 MTP modules for --nextn 2, the checkpoint has"),
+        ((0,), {"max_batch": 0}, f"--max-batch 0 is outside 1..{MAX_BATCH}"),
+        ((0,), {"max_batch": 10**9}, "--max-batch 1000000000 is outside"),
+        ((0,), {"max_seq_len": 0}, f"--max-seq-len 0 is outside 3..{MAX_SEQ_LEN}"),
+        ((3,), {"max_seq_len": 5}, "--max-seq-len 5 is outside 6.."),
+        ((0,), {"max_seq_len": 10**20}, "--max-seq-len"),
+        ((0,), {"prefill_chunk": 0}, f"--prefill-chunk 0 is outside 1..{MAX_CHUNK}"),
+        ((0,), {"target": "tensorrt"}, "unknown target 'tensorrt'; supported: onnxruntime"),
+    ],
+)
+def test_usage_errors(
+    nextn: tuple[int, ...], flags: dict[str, Any], says: str, smallest: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        build(request(smallest, *nextn, out=tmp_path / "engine", **flags))
+    assert says in str(caught.value)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("nextn", [0, 15])
+def test_the_shortest_engine_can_be_traced(nextn: int, smallest: Path, tmp_path: Path) -> None:
+    built = build_one(smallest, nextn, tmp_path / "engine", max_seq_len=nextn + 3, prefill_chunk=1)
+    assert built.manifest.build.max_seq_len == nextn + 3
+
+
+def test_without_modules(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
+    model = random_checkpoint(tmp_path / "model", **shape)
+    with pytest.raises(UsageError, match="no MTP modules: say --nextn 0"):
+        build(request(model, out=tmp_path / "engine"))
+    with pytest.raises(BuildError, match="--nextn 1 needs an MTP module; this checkpoint has none"):
+        build(request(model, 1, out=tmp_path / "engine"))
+    assert not (tmp_path / "engine").exists()
+
+
+def test_unknown_models(tmp_path: Path) -> None:
+    known = ", ".join(recipe.name for recipe in load_recipes())
+    for name in ("deepseek-tinny", str(tmp_path / "nowhere"), "x" * 300, "a\0b"):
+        with pytest.raises(UnknownRecipeError) as caught:
+            build(BuildRequest(name))
+        assert str(caught.value).endswith(
+            f"is neither a recipe nor a checkpoint folder; recipes: {known}"
+        )
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        build(BuildRequest(str(tmp_path)))
+
+
+def test_a_place_that_cannot_be(smallest: Path, tmp_path: Path) -> None:
+    for out in (tmp_path / ("x" * 300), smallest / "config.json" / "engine", Path("/proc/engine")):
+        with pytest.raises(BuildError):
+            build_one(smallest, 0, out)
+
+
+@pytest.mark.parametrize("ids", [[61], "1", [True], [[1]], -1])
+def test_end_tokens_are_in_the_vocabulary(ids: Any, smallest: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(smallest, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(CheckpointError, match="eos_token_id .* is not a token id below 61"):
+        build_one(model, 0, tmp_path / "engine")
+
+
+def test_a_missing_package_is_named() -> None:
+    with (
+        pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[build\]'"),
+        needs("build", "torch"),
+    ):
+        raise ModuleNotFoundError(name="torch._C")
+    with pytest.raises(ModuleNotFoundError), needs("build", "torch"):
+        raise ModuleNotFoundError(name="ours")
+    assert issubclass(MissingDependencyError, MtpbuildError)

@@ -1,0 +1,121 @@
+"""Oracles O1 and O2 on the model that the repository ships, as a user runs it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from filelock import FileLock
+
+from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.runtime import Engine, SamplingParams
+from tests.builder.test_transformers import transformers_greedy, transformers_model
+from tests.checkpoints import load_reference
+from tests.engines import greedy_ids
+from tests.prompts import CODE, QUESTIONS
+from tests.reference.recompute import row_logits
+
+CHUNK, OUTPUT = 32, 128
+TIE = 1e-3  # fp32 kernels for one and for four tokens round differently
+TinyEngine = Callable[..., Path]
+DRAFTED: list[tuple[int, DrafterName]] = [
+    *((k, "mtp-eagle") for k in (1, 2, 3, 4)),
+    *((k, "mtp-vanilla") for k in (1, 2, 3)),
+]
+
+
+@pytest.fixture(scope="session")
+def prompts(tiny_engine: TinyEngine) -> list[list[int]]:
+    """Code, questions, and lengths 1, 2, 3 and around a chunk's border."""
+    with Engine.load(tiny_engine(0, prefill_chunk=CHUNK)) as engine:
+        code = [engine.encode(text) for text in CODE]
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        questions = [engine.chat_ids(chat) for chat in chats]
+    long = [token for ids in code for token in ids]
+    return [*code, *questions, *(long[:n] for n in (1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 100))]
+
+
+@pytest.fixture(scope="session")
+def baseline(
+    tiny_engine: TinyEngine, prompts: list[list[int]], shared_folder: Path
+) -> list[list[int]]:
+    """What the engine without drafts says; computed by one worker."""
+    path = shared_folder / "tiny_baseline.json"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            ids = greedy_ids(tiny_engine(0, prefill_chunk=CHUNK), prompts, OUTPUT)
+            path.write_text(json.dumps(ids))
+    texts: list[list[int]] = json.loads(path.read_text())
+    return texts
+
+
+@pytest.fixture(scope="session")
+def reference() -> Transformer:
+    torch.set_num_threads(1)
+    return load_reference(find_model("deepseek-tiny").folder)
+
+
+def equal_but_ties(
+    prompts: list[list[int]],
+    ours: list[list[int]],
+    theirs: list[list[int]],
+    reference: Transformer,
+) -> None:
+    """95 % of texts are equal; where one parts, the two tokens' logits are a near-tie."""
+    parted = 0
+    for prompt, a, b in zip(prompts, ours, theirs, strict=True):
+        if a == b:
+            continue
+        parted += 1
+        place = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+        logits = row_logits(reference, prompt + a[:place])[-1]
+        assert float((logits[a[place]] - logits[b[place]]).abs()) < TIE
+        assert float(logits.max() - logits[a[place]]) < TIE
+    assert parted <= len(prompts) * 0.05
+
+
+def test_engine_equals_transformers(
+    prompts: list[list[int]], baseline: list[list[int]], reference: Transformer
+) -> None:
+    """O1, on a part of the prompts: transformers takes 20 ms per token."""
+    torch.set_num_threads(1)
+    model = transformers_model(find_model("deepseek-tiny").folder)
+    some = [0, 3, 20, 25, -7, -6, -1]
+    chosen = [prompts[i] for i in some]
+    theirs = [transformers_greedy(model, prompt, 64) for prompt in chosen]
+    equal_but_ties(chosen, [baseline[i][:64] for i in some], theirs, reference)
+
+
+@pytest.mark.parametrize(("nextn", "drafter"), DRAFTED)
+def test_drafts_change_nothing_but_speed(
+    nextn: int,
+    drafter: DrafterName,
+    tiny_engine: TinyEngine,
+    prompts: list[list[int]],
+    baseline: list[list[int]],
+    reference: Transformer,
+) -> None:
+    """O2, with drafts that are accepted: tokens per step must show it."""
+    params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+    with Engine.load(tiny_engine(nextn, drafter, prefill_chunk=CHUNK)) as engine:
+        results = engine.generate(prompts, params)
+    equal_but_ties(prompts, [list(r.token_ids) for r in results], baseline, reference)
+    lengths = [r.metrics.speculative_decoding.mean_acceptance_length for r in results]
+    assert np.mean(lengths) > 1 + 0.4 * nextn**0.5
+
+
+def test_text_is_the_same_for_every_nextn(tiny_engine: TinyEngine) -> None:
+    """As a user compares: text in, text out, EOS respected."""
+    question = [{"role": "user", "content": QUESTIONS[0]}]
+    texts = []
+    for nextn in (0, 3):
+        with Engine.load(tiny_engine(nextn, prefill_chunk=CHUNK)) as engine:
+            prompts = [CODE[0], engine.chat_prompt(question)]
+            results = engine.generate(prompts, SamplingParams(max_tokens=200))
+            texts.append([result.text for result in results])
+    assert texts[0] == texts[1]
+    assert texts[0][1].strip()
