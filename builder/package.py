@@ -24,12 +24,8 @@ from mtpbuild.runtime.manifest import (
     read_manifest,
 )
 
-SIDE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+TEMPLATE = "chat_template.jinja"
+SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "generation_config.json")
 
 
 @contextlib.contextmanager
@@ -107,6 +103,18 @@ def copy_side_files(checkpoint: Path, folder: Path) -> None:
     for name in SIDE_FILES:
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, folder / name)
+    template = _configured_template(folder / "tokenizer_config.json")
+    if template is not None and not (folder / TEMPLATE).exists():
+        (folder / TEMPLATE).write_text(template, encoding="utf-8")
+
+
+def _configured_template(path: Path) -> str | None:
+    """The chat template as older checkpoints carry it: inside tokenizer_config.json."""
+    try:
+        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):  # the run time says what is wrong with the file
+        return None
+    return template if isinstance(template, str) else None
 
 
 def write_manifest(

@@ -16,10 +16,15 @@ from mtpbuild.builder.model.config import ModelConfig, load_config
 from mtpbuild.builder.plan import DrafterName, Plan, choose_drafter, state_specs
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
-from mtpbuild.runtime.manifest import Manifest, read_manifest
+from mtpbuild.runtime.manifest import (
+    MAX_BATCH,
+    MAX_CHUNK,
+    MAX_SEQ_LEN,
+    Manifest,
+    read_manifest,
+)
 
 DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
-MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
                 nextn=nextn,
                 drafter=choose_drafter(config, nextn, request.drafter),
                 max_batch=within(1, request.max_batch, MAX_BATCH, "--max-batch"),
-                max_seq_len=within(nextn + 3, length, MAX_SEQ_LEN, "--max-seq-len"),
+                max_seq_len=within(nextn + 4, length, MAX_SEQ_LEN, "--max-seq-len"),
                 prefill_chunk=within(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
             ),
         )

@@ -11,6 +11,8 @@ from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
 
 FORMAT_VERSION: Literal[1] = 1
 MANIFEST = "engine.json"
+# Of any engine; a manifest beyond them is damaged.
+MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 Dimension = int | str  # a number, or the name of a size that varies between calls
@@ -72,9 +74,9 @@ class BuildInfo(_Record):
 
     nextn: int = Field(ge=0, le=15)
     drafter: Literal["mtp-eagle", "mtp-vanilla"] | None
-    max_batch: int = Field(ge=1)
-    max_seq_len: int = Field(ge=1)
-    prefill_chunk: int = Field(ge=1)
+    max_batch: int = Field(ge=1, le=MAX_BATCH)
+    max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
+    prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
     weights: Literal["float32"]
     fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
 
@@ -123,7 +125,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise EngineFormatError(
             f"{folder}: not an engine (no {MANIFEST}); make one with `mtpbuild build`"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EngineFormatError(f"{path}: not readable as JSON ({error}); rebuild it") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:

@@ -4,8 +4,9 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TextIO
 
@@ -97,7 +98,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
     for name, program in manifest.programs.items():
         own = [t for t in program.inputs if t.name not in state]
         results = [t for t in program.outputs if t.name.removesuffix(".out") not in state]
-        carried = "\n".join(t.name for t in program.inputs if t.name in state)
+        carried = "\n".join(_series([t.name for t in program.inputs if t.name in state]))
         programs.add_row(name, _list(own), _list(results), carried)
     files = Table("file", "bytes", "sha256")
     for name, file in sorted(manifest.files.items()):
@@ -129,6 +130,13 @@ def _facts(manifest: Manifest) -> dict[str, str]:
 
 def _list(tensors: Iterable[TensorSpec]) -> str:
     return "\n".join(f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
+
+
+def _series(names: list[str]) -> Iterator[str]:
+    """kv.0, kv.1, kv.2, lengths -> kv.0 .. kv.2, lengths."""
+    for _, group in groupby(names, lambda name: name.rpartition(".")[0] or name):
+        first, *rest = group
+        yield f"{first} .. {rest[-1]}" if rest else first
 
 
 def _ask() -> str | None:

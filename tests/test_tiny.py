@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from filelock import FileLock
@@ -21,6 +20,8 @@ from tests.reference.recompute import row_logits
 
 CHUNK, OUTPUT = 32, 128
 TIE = 1e-3  # fp32 kernels for one and for four tokens round differently
+# What a broken drafter would not reach; the card has what the shipped one does.
+MEAN_ACCEPTANCE_LENGTH = {1: 1.4, 2: 1.6, 3: 1.8, 4: 1.8}
 TinyEngine = Callable[..., Path]
 DRAFTED: list[tuple[int, DrafterName]] = [
     *((k, "mtp-eagle") for k in (1, 2, 3, 4)),
@@ -104,8 +105,12 @@ def test_drafts_change_nothing_but_speed(
     with Engine.load(tiny_engine(nextn, drafter, prefill_chunk=CHUNK)) as engine:
         results = engine.generate(prompts, params)
     equal_but_ties(prompts, [list(r.token_ids) for r in results], baseline, reference)
-    lengths = [r.metrics.speculative_decoding.mean_acceptance_length for r in results]
-    assert np.mean(lengths) > 1 + 0.4 * nextn**0.5
+    drafting = [r.metrics.speculative_decoding for r in results]
+    steps, accepted = (
+        sum(getattr(d, name) for d in drafting)
+        for name in ("num_spec_steps", "num_accepted_draft_tokens")
+    )
+    assert 1 + accepted / steps > MEAN_ACCEPTANCE_LENGTH[nextn]
 
 
 def test_text_is_the_same_for_every_nextn(tiny_engine: TinyEngine) -> None:

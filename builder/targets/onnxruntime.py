@@ -9,7 +9,6 @@ from pathlib import Path
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 import torch
-from onnxscript import rewriter
 from onnxscript.optimizer import _constant_folding as folding
 
 from mtpbuild.builder.trace import Traced
@@ -29,7 +28,6 @@ PASSES = ir.passes.Sequential(
             folding.FoldConstantsPass(
                 shape_inference=True, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT
             ),
-            rewriter.RewritePass(rewriter._DEFAULT_REWRITE_RULES),
             common.RemoveUnusedNodesPass(),
         ],
         steps=2,

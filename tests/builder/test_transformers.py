@@ -27,7 +27,7 @@ def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
         out = model.generate(
             torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None
         )
-    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+    return out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

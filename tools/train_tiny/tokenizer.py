@@ -52,7 +52,10 @@ def train(texts: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL],
+        # As in DeepSeek-R1, the thinking markers are text that a reader sees.
+        special_tokens=[
+            AddedToken(t, special="think>" not in t, normalized=False) for t in SPECIAL
+        ],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         max_token_length=16,
         show_progress=False,
