@@ -41,7 +41,7 @@ def build(
         Path | None, typer.Option(help="Engine directory; with several nextn, their parent.")
     ] = None,
     force: Annotated[
-        bool, typer.Option(help="Rebuild, and replace another model's engine.")
+        bool, typer.Option("--force", help="Rebuild, and replace another model's engine.")
     ] = False,
 ) -> None:
     """Build one engine directory per nextn."""

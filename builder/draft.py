@@ -143,6 +143,23 @@ class Vanilla:
         return caches | {"past_hidden": past_hidden, "past_tokens": past_tokens}
 
 
+class Idle:
+    """Fills the window with token 0: the cost of verifying alone, for benchmarks."""
+
+    lookahead = 0
+
+    def __init__(self, nextn: int) -> None:
+        self.nextn = nextn
+
+    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+        return torch.zeros_like(step.tokens[:, 1:]), {}
+
+    def prefill(
+        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+    ) -> State:
+        return {}
+
+
 def module_of(model: DeepseekV3, index: int) -> MTPModule:
     module = model.mtp[index]
     assert isinstance(module, MTPModule)

@@ -7,7 +7,8 @@ from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.manifest import StateSpec
 
-DrafterName = Literal["mtp-eagle", "mtp-vanilla"]
+# "none" verifies nextn + 1 tokens and drafts nothing real: what `bench` subtracts to time drafting.
+DrafterName = Literal["mtp-eagle", "mtp-vanilla", "none"]
 NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
 
 
@@ -35,7 +36,7 @@ class Plan:
     @property
     def lookahead(self) -> int:
         """Tokens behind a prompt chunk that its last slots need: module k reads t_{p+k}."""
-        return {None: 0, "mtp-eagle": 1, "mtp-vanilla": self.nextn}[self.drafter]
+        return {None: 0, "none": 0, "mtp-eagle": 1, "mtp-vanilla": self.nextn}[self.drafter]
 
 
 def choose_drafter(
@@ -47,6 +48,8 @@ def choose_drafter(
         raise UsageError(f"--nextn {nextn} is outside 0..{NEXTN_LIMIT}")
     if nextn == 0:
         return None
+    if asked == "none":
+        return asked
     if modules == 0:
         raise BuildError(
             f"--nextn {nextn} needs an MTP module; this checkpoint has none "
@@ -64,7 +67,7 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     """Every state tensor of an engine, in the order of the programs' inputs (DESIGN 3)."""
     c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
     vanilla = plan.drafter == "mtp-vanilla"
-    modules = 0 if plan.drafter is None else K if vanilla else 1
+    modules = {None: 0, "none": 0, "mtp-eagle": 1, "mtp-vanilla": K}[plan.drafter]
     names = [f"kv.{i}" for i in range(c.num_hidden_layers)]
     names += [f"mtp_kv.{i}" for i in range(modules)]
     shape = (B, 1, plan.capacity, c.cache_dim)

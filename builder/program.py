@@ -1,11 +1,12 @@
 """From a plan to the two programs of an engine: modules, state and example inputs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.draft import Drafter, Eagle, Vanilla
+from mtpbuild.builder.draft import Drafter, Eagle, Idle, Vanilla
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.step import PrefillProgram, StepProgram
@@ -25,9 +26,9 @@ class Program:
 
 
 def make_drafter(plan: Plan) -> Drafter | None:
-    if plan.drafter is None:
-        return None
-    return Eagle(plan.nextn) if plan.drafter == "mtp-eagle" else Vanilla(plan.nextn)
+    drafters: dict[str, Callable[[int], Drafter]]
+    drafters = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
+    return None if plan.drafter is None else drafters[plan.drafter](plan.nextn)
 
 
 def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, Program]:
@@ -38,7 +39,7 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, Program]:
     own = {"lengths", "window", "num_drafts"}  # the host's and the step's alone
     filled = tuple(s.name for s in specs if s.name not in own)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
-    if drafter is not None:
+    if drafter is not None and drafter.lookahead:
         prompt["ahead"] = _ints(1, drafter.lookahead)
     return (
         Program(

@@ -72,10 +72,9 @@ class PrefillProgram(nn.Module):
         """tokens [1, T] at positions start [1] ..; ahead [1, lookahead]: the tokens behind them."""
         rows = replace(self.model.rope(start, tokens.shape[1]), expand=True)
         caches = cache_list(state, "kv")
-        if self.drafter is None:
+        if self.drafter is None or ahead is None:
             new = self.model.fill(tokens, caches, rows)
             return {f"kv.{i}": cache for i, cache in enumerate(new)}
-        assert ahead is not None
         hidden, caches = self.model(tokens, caches, rows)
         tokens = torch.cat([tokens, ahead], dim=1)
         updates = self.drafter.prefill(self.model, state, tokens, hidden, rows)

@@ -73,7 +73,7 @@ class BuildInfo(_Record):
     """How it was compiled: the flags of `mtpbuild build`."""
 
     nextn: int = Field(ge=0, le=15)
-    drafter: Literal["mtp-eagle", "mtp-vanilla"] | None
+    drafter: Literal["mtp-eagle", "mtp-vanilla", "none"] | None
     max_batch: int = Field(ge=1, le=MAX_BATCH)
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
