@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtpbuild.builder.bench.cli import bench
+from mtpbuild.runtime import field_flags
 from mtpbuild.runtime.cli import error_line, inspect, run
 from mtpbuild.runtime.errors import UsageError
 
@@ -17,9 +19,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # of flags
 )
 app.command("run")(run)
 app.command("inspect")(inspect)
+app.command("bench")(bench)
 
 
 @app.command("build")
@@ -43,16 +47,33 @@ def build(
     force: Annotated[
         bool, typer.Option("--force", help="Rebuild, and replace another model's engine.")
     ] = False,
+    speculative_config: field_flags.SpeculativeConfig = None,
+    config: field_flags.Config = None,
+    spec_decode_algo: field_flags.SpecDecodeAlgo = None,
+    spec_decode_nextn: field_flags.SpecDecodeNextn = None,
+    spec_decode_max_draft_len: field_flags.SpecDecodeMaxDraftLen = None,
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.pipeline import BuildRequest
 
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
+    numbers = None if nextn is None else parse_numbers("--nextn", nextn)
+    settings = field_flags.read_flags(
+        nextn=numbers,
+        drafter=drafter,  # type: ignore[arg-type]
+        speculative_config=speculative_config,
+        config=config,
+        spec_decode_algo=spec_decode_algo,
+        spec_decode_nextn=spec_decode_nextn,
+        spec_decode_max_draft_len=spec_decode_max_draft_len,
+    )
+    if numbers is None and settings.nextn is not None:
+        numbers = (settings.nextn,)
     request = BuildRequest(
         model=model,
-        nextn=None if nextn is None else parse_numbers("--nextn", nextn),
-        drafter=drafter,  # type: ignore[arg-type]
+        nextn=numbers,
+        drafter=settings.drafter,
         max_batch=max_batch,
         max_seq_len=max_seq_len,
         prefill_chunk=prefill_chunk,

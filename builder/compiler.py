@@ -56,7 +56,7 @@ class ModelSource:
         self.weights = WrittenWeights(places, {WEIGHTS: digest})
         return self.weights
 
-    def programs(self, plan: Plan) -> tuple[Program, Program]:
+    def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)
 
     def info(self) -> ModelInfo:
@@ -71,6 +71,7 @@ class ModelSource:
             max_position_embeddings=c.max_position_embeddings,
             bos_token_id=self.ids.bos,
             eos_token_ids=self.ids.eos,
+            thinking_token_ids=self.ids.thinking,
         )
 
 

@@ -4,6 +4,7 @@ DESIGN 4 has the derivation. A module's input at slot p is Emb(t_{p+k}) and the 
 the hiddens are always those after the norm.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,7 @@ class Accepted:
     lengths: Tensor  # [B] M, after this step: t_M is the newest token
     active: Tensor  # [B] bool
     rows: Rows  # where the window stands
+    choose: Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of draft k (from 1) -> [B, 1]
 
 
 class Drafter(Protocol):
@@ -59,7 +61,7 @@ class Eagle:
         x = module.join(model.embed(step.tokens), step.hidden)
         x, cache = module.last(x, state["mtp_kv.0"], step.rows, at)
         hidden = module.norm(x)
-        drafts = [greedy(model, hidden)]
+        drafts = [step.choose(model.logits(hidden), 1)]
         side = None
         for k in range(1, self.nextn):
             rows = model.rope(step.lengths + (k - 1), 1, base=step.lengths)
@@ -69,7 +71,7 @@ class Eagle:
             first = torch.full_like(step.lengths, k - 1)
             x = module.finish(x, q, rows, cache, side, step.lengths, first)
             hidden = module.norm(x)
-            drafts.append(greedy(model, hidden))
+            drafts.append(step.choose(model.logits(hidden), k + 1))
         return torch.cat(drafts, dim=1), {"mtp_kv.0": cache}
 
     def prefill(
@@ -117,7 +119,7 @@ class Vanilla:
             else:  # nobody reads the last module's other slots
                 x, caches[name] = module.last(x, state[name], rows, last)
                 newest = module.norm(x)
-            drafts.append(greedy(model, newest))
+            drafts.append(step.choose(model.logits(newest), k))
             tokens = torch.where(place == last[:, None] + k, drafts[-1], tokens)
         past = {
             "past_hidden": take(hiddens, step.n, K),
@@ -152,7 +154,9 @@ class Idle:
         self.nextn = nextn
 
     def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
-        return torch.zeros_like(step.tokens[:, 1:]), {}
+        logits = step.hidden.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
+        drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
+        return torch.cat(drafts, dim=1), {}
 
     def prefill(
         self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
@@ -164,11 +168,6 @@ def module_of(model: DeepseekV3, index: int) -> MTPModule:
     module = model.mtp[index]
     assert isinstance(module, MTPModule)
     return module
-
-
-def greedy(model: DeepseekV3, hidden: Tensor) -> Tensor:
-    """hidden [B, 1, E] -> the most probable token [B, 1]."""
-    return model.logits(hidden).argmax(-1)
 
 
 def take(x: Tensor, start: Tensor, count: int) -> Tensor:

@@ -13,6 +13,7 @@ from mtpbuild.runtime.errors import CheckpointError
 class GenerationIds:
     bos: int | None
     eos: tuple[int, ...]
+    thinking: tuple[int, int] | None
 
 
 def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
@@ -24,9 +25,19 @@ def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
                 ids = _ids(folder / file, key, config.vocab_size)
                 if ids is not None:
                     found[key] = ids
-    return GenerationIds(
-        next(iter(found.get("bos_token_id", ())), None), found.get("eos_token_id", ())
-    )
+    bos = next(iter(found.get("bos_token_id", ())), None)
+    return GenerationIds(bos, found.get("eos_token_id", ()), _thinking_ids(folder))
+
+
+def _thinking_ids(folder: Path) -> tuple[int, int] | None:
+    """Ids of <think> and </think>, where the tokenizer has both as tokens of their own."""
+    try:
+        raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        ids = {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
+    except (OSError, ValueError, KeyError, TypeError):  # the run time says what is wrong with it
+        return None
+    begin, end = ids.get("<think>"), ids.get("</think>")
+    return None if begin is None or end is None else (begin, end)
 
 
 def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:

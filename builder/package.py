@@ -143,7 +143,7 @@ def write_manifest(
             fingerprint=fingerprint,
         ),
         target=target,
-        capabilities={"acceptance": ["strict"], "sampling": ["greedy"], "drafter": drafters},
+        capabilities={"acceptance": ["strict", "rejection", "relaxed"], "drafter": drafters},
         lookahead=plan.lookahead,
         programs=programs,
         state=state,

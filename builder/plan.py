@@ -76,7 +76,11 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
         StateSpec(name="lengths", kind="carry", dtype="int64", shape=(B,)),
         StateSpec(name="window", kind="carry", dtype="int64", shape=(B, T)),
         StateSpec(name="num_drafts", kind="carry", dtype="int64", shape=(B,)),
+        StateSpec(name="thinking", kind="carry", dtype="bool", shape=(B,)),
     ]
+    if K:
+        probs = (B, K, c.vocab_size)
+        carries += [StateSpec(name="draft_probs", kind="carry", dtype="float32", shape=probs)]
     if vanilla:
         hidden = (B, K, c.hidden_size)
         carries += [

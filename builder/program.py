@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mtpbuild.builder.draft import Drafter, Eagle, Idle, Vanilla
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.step import PrefillProgram, StepProgram
+from mtpbuild.builder.step import MixedStepProgram, PrefillProgram, StepProgram
 
 EXAMPLE_CHUNK = 7  # any size that no other dimension has
 
@@ -31,32 +31,50 @@ def make_drafter(plan: Plan) -> Drafter | None:
     return None if plan.drafter is None else drafters[plan.drafter](plan.nextn)
 
 
-def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, Program]:
-    """Prefill (one slot) and decode (all slots) of one engine, on the model's device."""
+# What the host and the step keep to themselves; prefill fills the rest of the state.
+OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs"}
+OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
+
+
+def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
+    """Prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode)."""
     drafter = make_drafter(plan)
-    prefill, step = PrefillProgram(model, drafter), StepProgram(model, drafter, plan.nextn)
-    specs = state_specs(plan)
-    own = {"lengths", "window", "num_drafts"}  # the host's and the step's alone
-    filled = tuple(s.name for s in specs if s.name not in own)
+    prefill = PrefillProgram(model, drafter)
+    step = StepProgram(model, drafter, plan.nextn)
+    mixed = MixedStepProgram(model, drafter, plan.nextn)
+    names = tuple(s.name for s in state_specs(plan))
+    filled = tuple(name for name in names if name not in OWN)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     if drafter is not None and drafter.lookahead:
         prompt["ahead"] = _ints(1, drafter.lookahead)
+    active = {"active": torch.ones(plan.max_batch, dtype=torch.bool)}
+    results = (*_outs(names), *OUTPUTS)
     return (
-        Program(
-            "prefill",
-            prefill.eval(),
-            filled,
-            prompt,
-            tuple(f"{name}.out" for name in filled),
-        ),
-        Program(
-            "decode",
-            step.eval(),
-            tuple(s.name for s in specs),
-            {"active": torch.ones(plan.max_batch, dtype=torch.bool)},
-            (*(f"{s.name}.out" for s in specs), "tokens", "num_tokens", "logprobs", "margins"),
-        ),
+        Program("prefill", prefill.eval(), filled, prompt, _outs(filled)),
+        Program("decode", step.eval(), names, active, results),
+        Program("decode_mixed", mixed.eval(), names, active | _controls(plan), results),
     )
+
+
+def _controls(plan: Plan) -> dict[str, Tensor]:
+    """Example values of what a request asks for, in the order of `MixedStepProgram.forward`."""
+    B = plan.max_batch
+    return {
+        "temperature": torch.ones(B),
+        "top_k": _ints(B),
+        "top_p": torch.ones(B),
+        "min_p": torch.zeros(B),
+        "rejection": torch.zeros(B, dtype=torch.bool),
+        "sampled_drafts": torch.ones(B, dtype=torch.bool),
+        "relaxed_topk": _ints(B) + 1,
+        "relaxed_delta": torch.zeros(B),
+        "thinking_ids": _ints(B, 2) - 1,
+        "uniforms": torch.zeros(B, 3, plan.capacity + plan.window),
+    }
+
+
+def _outs(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}.out" for name in names)
 
 
 def _ints(*shape: int) -> Tensor:

@@ -9,9 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.acceptance import Acceptance, GreedyAcceptance, MixedAcceptance
 from mtpbuild.builder.draft import Accepted, Drafter
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
-from mtpbuild.plugins import accept_rewind
+from mtpbuild.plugins.accept_rewind.distribution import Shaping
+from mtpbuild.plugins.accept_rewind.mixed import Judging
 
 State = dict[str, Tensor]
 
@@ -25,37 +27,69 @@ class StepProgram(nn.Module):
 
     def forward(self, state: State, active: Tensor) -> tuple[State, State]:
         """state: the tensors of `state_specs`; active [B] bool. Returns new state, and outputs."""
-        window, lengths = state["window"], state["lengths"]
-        T = self.nextn + 1
+        return self.step(state, active, GreedyAcceptance())
 
+    def step(self, state: State, active: Tensor, acceptance: Acceptance) -> tuple[State, State]:
         # 1. Verify: the main model over the newest token and its drafts. An inactive slot computes
         #    too; its rows go to the end of the cache, which no occupied slot has reached.
+        window, T = state["window"], self.nextn + 1
         caches = cache_list(state, "kv")
-        base = torch.where(active, lengths, torch.full_like(lengths, caches[0].shape[2] - T))
-        rows = self.model.rope(base, T)
+        end = torch.full_like(state["lengths"], caches[0].shape[2] - T)
+        rows = self.model.rope(torch.where(active, state["lengths"], end), T)
         hidden, caches = self.model(window, caches, rows)
-        logits = self.model.logits(hidden)
 
         # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage.
-        tokens, n, lengths, logprobs, margins = accept_rewind(
-            logits, window, state["num_drafts"], lengths, active
-        )
+        verdict = acceptance.judge(self.model.logits(hidden), state, active)
+        tokens, n, lengths = verdict.tokens, verdict.n, verdict.lengths
 
         # 4. Draft behind the newest token.
         newest = tokens.gather(1, (n - 1).clamp(min=0)[:, None])
         new = {f"kv.{i}": cache for i, cache in enumerate(caches)}
         drafts = newest[:, :0]
         if self.drafter is not None:
-            accepted = Accepted(hidden, tokens.clamp(min=0), n, lengths, active, rows)
-            drafts, updates = self.drafter(self.model, state, accepted)
-            new |= updates
+            drafts, updates = self.drafter(
+                self.model,
+                state,
+                Accepted(hidden, tokens.clamp(min=0), n, lengths, active, rows, acceptance.choose),
+            )
+            new |= updates | acceptance.draft_probs(state)
         new |= {
             "lengths": lengths,
             "window": torch.where(active[:, None], torch.cat([newest, drafts], 1), window),
             "num_drafts": torch.where(active, self.nextn, state["num_drafts"]),
+            "thinking": verdict.thinking,
         }
-        outputs = {"tokens": tokens, "num_tokens": n, "logprobs": logprobs, "margins": margins}
+        outputs = {
+            "tokens": tokens,
+            "num_tokens": n,
+            "logprobs": verdict.logprobs,
+            "margins": verdict.margins,
+        }
         return {name: new[name] for name in state}, outputs
+
+
+class MixedStepProgram(StepProgram):
+    """The same step for slots that sample, reject or relax; the host picks the program per step."""
+
+    def forward(  # type: ignore[override]  # a program of its own
+        self,
+        state: State,
+        active: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        rejection: Tensor,
+        sampled_drafts: Tensor,
+        relaxed_topk: Tensor,
+        relaxed_delta: Tensor,
+        thinking_ids: Tensor,
+        uniforms: Tensor,
+    ) -> tuple[State, State]:
+        """Per slot [B] what its request asks for; thinking_ids [B, 2]; uniforms [B, 3, places]."""
+        shaping = Shaping(temperature, top_k, top_p, min_p)
+        judging = Judging(shaping, rejection, relaxed_topk, relaxed_delta, thinking_ids, uniforms)
+        return self.step(state, active, MixedAcceptance(judging, sampled_drafts))
 
 
 class PrefillProgram(nn.Module):

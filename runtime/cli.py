@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
+from mtpbuild.runtime import field_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 
 if TYPE_CHECKING:
@@ -63,6 +64,14 @@ def run(
     verify_hashes: Annotated[
         bool, typer.Option("--verify-hashes", help="Hash all files, however large.")
     ] = False,
+    speculative_config: field_flags.SpeculativeConfig = None,
+    config: field_flags.Config = None,
+    spec_decode_algo: field_flags.SpecDecodeAlgo = None,
+    spec_decode_nextn: field_flags.SpecDecodeNextn = None,
+    spec_decode_max_draft_len: field_flags.SpecDecodeMaxDraftLen = None,
+    use_relaxed_acceptance_for_thinking: field_flags.UseRelaxed = False,
+    relaxed_topk: field_flags.RelaxedTopk = None,
+    relaxed_delta: field_flags.RelaxedDelta = None,
 ) -> None:
     """Generate text; without a prompt on a terminal: ask for prompts until Ctrl-D.
 
@@ -71,10 +80,23 @@ def run(
     """
     given = [value for value in (prompt, prompt_file, prompt_ids, chat, input) if value is not None]
     _check_usage(len(given), json)
+    settings = field_flags.read_flags(
+        speculative_config=speculative_config,
+        config=config,
+        spec_decode_algo=spec_decode_algo,
+        spec_decode_nextn=spec_decode_nextn,
+        spec_decode_max_draft_len=spec_decode_max_draft_len,
+        use_relaxed_acceptance_for_thinking=use_relaxed_acceptance_for_thinking,
+        relaxed_topk=relaxed_topk,
+        relaxed_delta=relaxed_delta,
+    )
     from mtpbuild.runtime import terminal
     from mtpbuild.runtime.engine import Engine
+    from mtpbuild.runtime.field_config import check_engine
+    from mtpbuild.runtime.manifest import read_manifest
     from mtpbuild.runtime.request import SamplingParams
 
+    check_engine(settings, read_manifest(engine).build)
     params = SamplingParams(max_tokens, stop=stop or (), seed=seed, ignore_eos=ignore_eos)
     with Engine.load(engine, threads=threads, verify_hashes=verify_hashes) as loaded:
         if input is not None:

@@ -44,12 +44,14 @@ class FileRequest:
     params: SamplingParams
 
 
-def read_requests(path: Path, engine: Engine, defaults: SamplingParams) -> list[FileRequest]:
+def read_requests(
+    path: Path, engine: Engine, defaults: SamplingParams, *, flag: str = "--input"
+) -> list[FileRequest]:
     """All requests of a file; raises UsageError that names file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise UsageError(f"--input {path}: can't be read ({error})") from None
+        raise UsageError(f"{flag} {path}: can't be read ({error})") from None
     requests: list[FileRequest] = []
     for number, text in enumerate(lines, 1):
         if text.strip():
@@ -58,7 +60,7 @@ def read_requests(path: Path, engine: Engine, defaults: SamplingParams) -> list[
             except RequestError as error:
                 raise RequestError(f"{path}:{number}: {error}") from None
     if not requests:
-        raise UsageError(f"--input {path}: no requests in it")
+        raise UsageError(f"{flag} {path}: no requests in it")
     return requests
 
 

@@ -49,4 +49,4 @@ class Loop:
                 break
             end = min(start + self._chunk, last)
             self.programs.prefill(slot, start, tokens[start : end + ahead])
-        self.programs.begin(slot, last, request.prompt[last])
+        self.programs.begin(slot, last, request.prompt[last], request.controls)

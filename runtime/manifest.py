@@ -67,6 +67,9 @@ class ModelInfo(_Record):
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    thinking_token_ids: tuple[int, int] | None = Field(
+        default=None, description="<think> and </think>, if the tokenizer has them"
+    )
 
 
 class BuildInfo(_Record):

@@ -1,5 +1,6 @@
 """A request: what the caller asks, what it has got so far, and when it ends."""
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Literal
 
 from mtpbuild.runtime.errors import EngineError, RequestError
 from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.programs.base import Controls
 from mtpbuild.runtime.stats import Acceptance, RequestMetrics
 from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -19,6 +21,13 @@ FinishReason = Literal["stop", "length", "cancelled"]
 class SamplingParams:
     """How to continue a prompt; raises RequestError for a value that can't be.
 
+    Temperature 0 is greedy. Above it, `acceptance` "strict" gives the text that an engine without
+    drafts samples with the same seed; "rejection" has the same distribution but a text that depends
+    on nextn. `draft_sample_method` is vLLM's: "probabilistic" drafts are sampled, "greedy" ones are
+    argmax. `relaxed_topk` > 1 accepts, in the thinking phase of a greedy request, a draft among the
+    most probable tokens within `relaxed_delta` of the first (TensorRT-LLM's relaxed acceptance);
+    the phase's tokens are the engine's own or `begin_` and `end_thinking_phase_token`.
+
     A stop token or end of sequence is part of the result's token ids but not of its text; a stop
     string is cut off the text. Before `min_tokens` tokens neither ends the request.
     """
@@ -29,7 +38,16 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int | None = None
+    acceptance: Literal["strict", "rejection"] = "strict"
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    relaxed_topk: int = 1
+    relaxed_delta: float = 0.0
+    begin_thinking_phase_token: int | None = None
+    end_thinking_phase_token: int | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -43,10 +61,29 @@ class SamplingParams:
             raise RequestError(f"max_tokens must be a number from 1, not {self.max_tokens!r}")
         if not _is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
             raise RequestError(f"min_tokens must be 0..max_tokens, not {self.min_tokens!r}")
-        if self.seed is not None and not _is_int(self.seed):
-            raise RequestError(f"seed must be a whole number, not {self.seed!r}")
-        if self.temperature != 0:
-            raise RequestError("sampling comes with a later version: temperature must be 0")
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**64):
+            raise RequestError(f"seed must be a whole number below 2**64, not {self.seed!r}")
+        self._check_sampling()
+
+    def _check_sampling(self) -> None:
+        _check_range("temperature", self.temperature, 0, 100)
+        _check_range("top_p", self.top_p, 0, 1)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("relaxed_delta", self.relaxed_delta, 0, 1)
+        if self.top_p == 0:
+            raise RequestError("top_p must be above 0")
+        if not _is_int(self.top_k) or self.top_k < -1:
+            raise RequestError(f"top_k must be a number from 1, or 0 for off, not {self.top_k!r}")
+        if not _is_int(self.relaxed_topk) or self.relaxed_topk < 1:
+            raise RequestError(f"relaxed_topk must be a number from 1, not {self.relaxed_topk!r}")
+        if self.relaxed_topk > 1 and self.temperature > 0:
+            raise RequestError("relaxed acceptance is for greedy requests: set temperature to 0")
+        for name, choices in (
+            ("acceptance", ("strict", "rejection")),
+            ("draft_sample_method", ("probabilistic", "greedy")),
+        ):
+            if getattr(self, name) not in choices:
+                raise RequestError(f"{name} must be one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +135,8 @@ class Request:
         self.cancelled = False  # asked for; the loop ends the request before its next step
         self.outbox: deque[Chunk] = deque()
         self.acceptance = Acceptance(manifest.build.nextn)
+        self.controls = _controls(prompt, params, manifest)
+        self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         ends = () if params.ignore_eos else manifest.model.eos_token_ids
         self._end_ids = frozenset(ends) | frozenset(params.stop_token_ids)
@@ -155,7 +194,7 @@ class Request:
             self.from_draft,
             self.finish_reason,
             self.metrics(),
-            self.params.seed,
+            self.seed,
         )
 
     def metrics(self) -> RequestMetrics:
@@ -193,6 +232,35 @@ class Request:
             )
         )
         self.listener()
+
+
+def _controls(prompt: list[int], params: SamplingParams, manifest: Manifest) -> Controls:
+    own = manifest.model.thinking_token_ids or (-1, -1)
+    asked = (params.begin_thinking_phase_token, params.end_thinking_phase_token)
+    marks = tuple(b if a is None else a for a, b in zip(asked, own, strict=True))
+    if params.relaxed_topk > 1 and -1 in marks:
+        raise RequestError(
+            "relaxed acceptance needs the tokens of the thinking phase, which this engine does not "
+            "know: give begin_thinking_phase_token and end_thinking_phase_token"
+        )
+    return Controls(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        rejection=params.acceptance == "rejection",
+        sampled_drafts=params.draft_sample_method == "probabilistic",
+        relaxed_topk=params.relaxed_topk,
+        relaxed_delta=params.relaxed_delta,
+        thinking_ids=(marks[0], marks[1]),
+        thinking=next((t == marks[0] for t in reversed(prompt) if t in marks), False),
+        seed=secrets.randbits(32) if params.seed is None else params.seed,
+    )
+
+
+def _check_range(name: str, value: float, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise RequestError(f"{name} must be a number in {least}..{most}, not {value!r}")
 
 
 def _is_int(value: object) -> bool:

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mtpbuild.runtime.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
@@ -102,6 +102,7 @@ class FakePrograms:
         B = manifest.build.max_batch
         self.history: list[list[int]] = [[] for _ in range(B)]  # all known tokens of a slot
         self.drafts: list[list[int]] = [[] for _ in range(B)]
+        self.controls = [GREEDY] * B
         self.chunks: list[tuple[int, int, list[int]]] = []  # slot, start, tokens with lookahead
         self.steps = 0
         self.fail: BaseException | None = None
@@ -115,7 +116,8 @@ class FakePrograms:
         self.chunks.append((slot, start, tokens.tolist()))
         self.history[slot] += tokens.tolist()[:count]
 
-    def begin(self, slot: int, length: int, newest: int) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        self.controls[slot] = controls
         self.history[slot] = [*self.history[slot][:length], newest]
         self.drafts[slot] = []
 

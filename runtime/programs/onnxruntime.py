@@ -20,20 +20,22 @@ except ImportError as error:
 
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, StateSpec
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
 
 ROW_STEP = 128  # a step's caches are bound in multiples of this many rows
 
 
+PLAIN, MIXED = "decode", "decode_mixed"
+
+
 class OnnxPrograms:
-    """The state of B slots, and the two sessions that advance it."""
+    """The state of B slots, and the sessions that advance it."""
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int | None) -> None:
         self.lookahead = manifest.lookahead
-        sessions = {
-            name: _session(folder / spec.file, threads) for name, spec in manifest.programs.items()
-        }
-        self._prefill, self._decode = sessions["prefill"], sessions["decode"]
+        self._files = {name: folder / spec.file for name, spec in manifest.programs.items()}
+        self._threads = threads
+        self._sessions = {name: _session(self._files[name], threads) for name in ("prefill", PLAIN)}
         self._prefill_inputs = [t.name for t in manifest.programs["prefill"].inputs]
         self._caches = Caches([s for s in manifest.state if s.kind == "cache"])
         # Two copies of the small tensors: a step reads one and writes the other.
@@ -42,13 +44,15 @@ class OnnxPrograms:
         self._now = 0
         B, T = manifest.build.max_batch, manifest.window
         self._active = np.zeros(B, np.bool_)
+        self._mixed = np.zeros(B, np.bool_)  # slots that the plain program can't serve
+        self._controls = _controls(manifest)
         self._outputs: dict[str, NDArray[Any]] = {
             "tokens": np.zeros((B, T), np.int64),
             "num_tokens": np.zeros(B, np.int64),
             "logprobs": np.zeros((B, T), np.float32),
             "margins": np.zeros((B, T), np.float32),
         }
-        self._bindings: list[Any] = []
+        self._bindings: dict[str, list[Any]] = {}
 
     @property
     def state(self) -> dict[str, NDArray[Any]]:
@@ -59,7 +63,7 @@ class OnnxPrograms:
         chunk = len(tokens) - self.lookahead
         others = self._caches.rows if len(self._active) > 1 else 0  # they may hold more rows
         self._fit(max(start + chunk, others))
-        binding = self._prefill.io_binding()
+        binding = self._sessions["prefill"].io_binding()
         carries = {k: v[slot : slot + 1] for k, v in self._carries[self._now].items()}
         prompt = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
         given = carries | prompt | {"start": np.array([start], np.int64)}
@@ -73,42 +77,62 @@ class OnnxPrograms:
         produced = [name for name in carries if name in self._prefill_inputs]
         for name in produced:
             binding.bind_output(name + ".out", "cpu")
-        self._prefill.run_with_iobinding(binding)
+        self._sessions["prefill"].run_with_iobinding(binding)
         results = binding.get_outputs()[len(self._caches.views()) :]  # in the order of binding
         for name, result in zip(produced, results, strict=True):
             carries[name][:] = result.numpy()
 
-    def begin(self, slot: int, length: int, newest: int) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
         now = self._carries[self._now]
         now["lengths"][slot] = length
         now["num_drafts"][slot] = 0
         now["window"][slot] = 0
         now["window"][slot, 0] = newest
+        now["thinking"][slot] = controls.thinking
+        self._mixed[slot] = not controls.plain
+        for name, array in self._controls.items():  # a plain slot may share a mixed step
+            if name != "uniforms":
+                array[slot] = getattr(controls, name)
+            elif not controls.plain:
+                array[slot] = controls.uniforms(array.shape[2])
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
         self._active[:] = active
+        program = MIXED if (self._mixed & active).any() else PLAIN
+        if program not in self._bindings:
+            self._bindings[program] = [self._bind(program, now) for now in range(2)]
         before = self._carries[self._now]
-        self._decode.run_with_iobinding(self._bindings[self._now])
+        self._sessions[program].run_with_iobinding(self._bindings[program][self._now])
         self._now = 1 - self._now
         return StepOutput(window=before["window"], num_drafts=before["num_drafts"], **self._outputs)
 
     def _fit(self, rows: int) -> None:
-        if self._caches.fit(rows) or not self._bindings:
-            self._bindings = [self._bind(now) for now in range(2)]
+        if self._caches.fit(rows):
+            self._bindings.clear()
 
-    def _bind(self, now: int) -> Any:
-        binding = self._decode.io_binding()
+    def _bind(self, program: str, now: int) -> Any:
+        if program not in self._sessions:  # the mixed program is loaded by who first needs it
+            self._sessions[program] = _session(self._files[program], self._threads)
+        binding = self._sessions[program].io_binding()
         for name, cache in self._caches.views().items():
             value = ort.OrtValue.ortvalue_from_numpy(cache)  # no copy: the graph writes the array
             binding.bind_ortvalue_input(name, value)
             binding.bind_ortvalue_output(name + ".out", value)
-        for name, array in (self._carries[now] | {"active": self._active}).items():
+        controls = self._controls if program == MIXED else {}
+        for name, array in (self._carries[now] | controls | {"active": self._active}).items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
         outputs = {f"{k}.out": v for k, v in self._carries[1 - now].items()} | self._outputs
         for name, array in outputs.items():
             binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
         return binding
+
+
+def _controls(manifest: Manifest) -> dict[str, NDArray[Any]]:
+    """The mixed program's inputs that a request sets: everything but the state and `active`."""
+    others = {s.name for s in manifest.state} | {"active"}
+    inputs = manifest.programs[MIXED].inputs
+    return {t.name: np.zeros(t.shape, t.dtype) for t in inputs if t.name not in others}  # type: ignore[arg-type]
 
 
 class Caches:

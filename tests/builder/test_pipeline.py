@@ -39,8 +39,6 @@ from mtpbuild.runtime.manifest import (
 )
 from tests.checkpoints import random_checkpoint
 
-ENGINE_FILES = {MANIFEST, "weights.safetensors", "prefill.onnx", "decode.onnx"}
-
 
 def request(checkpoint: Path, *nextn: int, **flags: Any) -> BuildRequest:
     return BuildRequest(str(checkpoint), nextn or None, **flags)
@@ -53,6 +51,13 @@ def build_one(checkpoint: Path, nextn: int, out: Path, **flags: Any) -> BuiltEng
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def engine_files(engine: Path) -> set[str]:
+    """What every engine has; its model's tokenizer and the like come on top."""
+    programs = {program.file for program in read_manifest(engine).programs.values()}
+    assert {"prefill.onnx", "decode.onnx"} <= programs
+    return {MANIFEST, "weights.safetensors"} | programs
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
@@ -80,7 +85,7 @@ def test_several_nextn_share_one_copy_of_the_weights(engines: Path) -> None:
         manifest = read_manifest(folder)
         check_files(folder, manifest, verify_hashes=True)
         assert manifest.build.nextn == nextn
-        assert set(contents(folder)) == ENGINE_FILES
+        assert set(contents(folder)) == engine_files(folder)
     assert (folders[0] / "weights.safetensors").samefile(folders[1] / "weights.safetensors")
 
 
@@ -166,7 +171,7 @@ class TestQuick:
             (model / name).write_text("{}")
         (model / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
         built = build_one(model, 0, tmp_path / "engine")
-        assert set(contents(built.folder)) == ENGINE_FILES | set(package.SIDE_FILES)
+        assert set(contents(built.folder)) == engine_files(built.folder) | set(package.SIDE_FILES)
         check_files(built.folder, built.manifest, verify_hashes=True)
         assert built.manifest.model.eos_token_ids == (7, 5)
         assert built.manifest.model.bos_token_id == 0
@@ -252,7 +257,8 @@ class TestQuick:
         for force in (False, True):
             build_one(smallest, 0, tmp_path / "link", force=force)
             assert (tmp_path / "link").is_symlink()
-            assert set(contents(tmp_path / "deep" / "engine")) == ENGINE_FILES
+            engine = tmp_path / "deep" / "engine"
+            assert set(contents(engine)) == engine_files(engine)
             assert sorted(tmp_path.iterdir()) == [tmp_path / "deep", tmp_path / "link"]
 
 

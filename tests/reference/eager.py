@@ -17,7 +17,7 @@ class EagerPrograms:
     def __init__(self, plan: Plan, model: DeepseekV3) -> None:
         self.lookahead = plan.lookahead
         self.plan = plan
-        self.prefill_program, self.step_program = make_programs(plan, model)
+        self.prefill_program, self.step_program, self.mixed_program = make_programs(plan, model)
         self.tensors = {
             s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in state_specs(plan)
         }

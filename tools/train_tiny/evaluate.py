@@ -23,12 +23,13 @@ LOOPING = 0.10  # outputs with a larger share of repeated 8-grams are not counte
 
 
 class Output(NamedTuple):
-    """One generated text; `steps` are tokens per engine step where an engine made it."""
+    """One generated text, and the engine's counts where an engine made it."""
 
     prompt: list[int]
     tokens: list[int]
     text: str
-    length: float = 0.0
+    steps: int = 0
+    accepted: int = 0
 
 
 def table(title: str, head: Sequence[str], lines: Iterable[Sequence[Any]]) -> None:
@@ -77,9 +78,11 @@ def engine_generate(engine: Any, prompts: list[list[int]], count: int) -> list[O
     outputs = []
     for prompt in prompts:
         result = engine.generate(prompt, SamplingParams(max_tokens=count))
-        statistics = result.metrics.speculative_decoding
-        length = statistics.mean_acceptance_length if statistics else 1.0
-        outputs.append(Output(prompt, list(result.token_ids), result.text, length))
+        counts = result.metrics.speculative_decoding
+        text = Output(prompt, list(result.token_ids), result.text)
+        outputs.append(
+            text._replace(steps=counts.num_spec_steps, accepted=counts.num_accepted_draft_tokens)
+        )
     return outputs
 
 
@@ -153,9 +156,9 @@ def report_engine(kind: str, outputs: list[Output]) -> None:
 
 
 def mean_length(outputs: list[Output]) -> float:
-    """Tokens per step over all outputs: each output weighs by its steps."""
-    tokens = sum(len(o.tokens) for o in outputs)
-    return tokens / max(1e-9, sum(len(o.tokens) / o.length for o in outputs))
+    """Tokens per step over all whole steps."""
+    steps = sum(o.steps for o in outputs)
+    return 1 + sum(o.accepted for o in outputs) / max(1, steps)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -47,8 +47,9 @@ class Phase:
 
 
 PHASES = (
-    Phase(0.50, (8, 256), (8, 256), mtp=False),
-    Phase(0.90, (4, 512), (8, 256), mtp=True),
+    Phase(0.70, (8, 256), (8, 256), mtp=False),
+    Phase(0.86, (8, 256), (8, 256), mtp=True),
+    Phase(0.96, (4, 512), (8, 256), mtp=True),
     Phase(1.00, (1, 2048), (8, 256), mtp=True),
 )
 SMOKE_PHASES = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256), mtp=True))
@@ -225,8 +226,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=0, help="schedule by steps instead of seconds")
     parser.add_argument("--problems", type=int, default=150_000)
-    parser.add_argument("--muon-lr", type=float, default=0.02)
-    parser.add_argument("--adam-lr", type=float, default=0.004)
+    parser.add_argument("--muon-lr", type=float, default=0.007)
+    parser.add_argument("--adam-lr", type=float, default=0.002)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--seed", type=int, default=7)

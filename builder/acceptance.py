@@ -1,0 +1,87 @@
+"""What a step asks of its acceptance, and the two kinds: greedy alone, and every mode mixed."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpbuild.plugins import accept_rewind
+from mtpbuild.plugins.accept_rewind.distribution import draw, shaped_probs
+from mtpbuild.plugins.accept_rewind.mixed import DRAFT, Judging, Verdict, accept_mixed
+
+State = dict[str, Tensor]
+
+
+class Acceptance(Protocol):
+    def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
+        """Which of the window's tokens are emitted; logits [B, T, V]."""
+        ...
+
+    def choose(self, logits: Tensor, k: int) -> Tensor:
+        """Draft k (from 1) behind the newest token: logits [B, 1, V] -> [B, 1]."""
+        ...
+
+    def draft_probs(self, state: State) -> State:
+        """What the drafts were drawn from, if the state has a place for it."""
+        ...
+
+
+class GreedyAcceptance:
+    """All slots strict and greedy: nothing is paid for sampling."""
+
+    def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
+        tokens, n, lengths, logprobs, margins = accept_rewind(
+            logits, state["window"], state["num_drafts"], state["lengths"], active
+        )
+        return Verdict(tokens, n, lengths, logprobs, margins, state["thinking"].clone())
+
+    def choose(self, logits: Tensor, k: int) -> Tensor:
+        return logits.argmax(-1)
+
+    def draft_probs(self, state: State) -> State:
+        return {name: state[name].clone() for name in ("draft_probs",) if name in state}
+
+
+class MixedAcceptance:
+    """Each slot as its request asks. sampled_drafts [B]: draw drafts where the target is drawn."""
+
+    def __init__(self, judging: Judging, sampled_drafts: Tensor) -> None:
+        self.judging = judging
+        self.sampled = (judging.shaping.temperature > 0) & sampled_drafts
+        self.lengths: Tensor | None = None
+        self.probs: list[Tensor] = []
+
+    def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
+        B, T, V = logits.shape
+        empty = logits.new_zeros(B, T - 1, V)
+        verdict = accept_mixed(
+            logits,
+            state["window"],
+            state["num_drafts"],
+            state["lengths"],
+            active,
+            state["thinking"],
+            state.get("draft_probs", empty),
+            self.judging,
+        )
+        self.lengths = verdict.lengths
+        return verdict
+
+    def choose(self, logits: Tensor, k: int) -> Tensor:
+        """By the inverse CDF at the number that strict acceptance will use for that position.
+
+        So a draft that the target agrees with in distribution is mostly the target's token
+        (DESIGN 5): accepted more often than an argmax, or than one drawn at a number of its own.
+        """
+        assert self.lengths is not None, "drafts are chosen after judging"
+        q = shaped_probs(logits, self.judging.shaping.rows(2))
+        at = (self.lengths + k)[:, None]
+        drawn, _ = draw(q, self.judging.uniforms[:, DRAFT].gather(1, at))
+        best = logits.argmax(-1)
+        point = F.one_hot(best, logits.shape[-1]).type_as(q)
+        self.probs.append(torch.where(self.sampled[:, None, None], q, point))
+        return torch.where(self.sampled[:, None], drawn, best)
+
+    def draft_probs(self, state: State) -> State:
+        return {"draft_probs": torch.cat(self.probs, dim=1)} if self.probs else {}

@@ -1,0 +1,98 @@
+"""The benchmark on one screen: build, load, measure in turn, compute, write."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from mtpbuild.builder.bench.dataset import Asked, load_groups
+from mtpbuild.builder.bench.engines import Built, Wanted, build_engines
+from mtpbuild.builder.bench.figures import rows
+from mtpbuild.builder.bench.machine import describe_machine
+from mtpbuild.builder.bench.measure import Contender, measure
+from mtpbuild.builder.bench.picture import draw, require_matplotlib
+from mtpbuild.builder.bench.report import Report, to_json
+from mtpbuild.builder.pipeline import Stages
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.errors import UsageError
+
+OUT = Path("bench_results")
+JSON, PICTURE = "bench.json", "bench.png"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """The flags of `mtpbuild bench`."""
+
+    wanted: Wanted
+    asked: Asked = field(default_factory=Asked)
+    threads: int | None = None
+    out: Path = OUT
+
+
+def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: None) -> Report:
+    """Measure, and write bench.json and bench.png; raises what the pipeline and the engines do."""
+    require_matplotlib()
+    prepare(request.out)
+    machine = describe_machine(request.threads)
+
+    # 1. Engines: one per nextn, and its twin that only verifies.
+    built = build_engines(request.wanted, Stages(watch))
+
+    with ExitStack() as stack:
+        watch("loading the engines")
+        contenders = [load(one, request.threads, stack) for one in built]
+
+        # 2. The same requests for all of them, in turn.
+        size = request.wanted.max_batch
+        groups = load_groups(request.asked, contenders[0].engine, size)
+        total = len(groups) * size
+        measured = measure(
+            contenders, groups, lambda done: watch(f"request {done * size + 1} of {total}")
+        )
+
+        # 3. What it comes to.
+        report = Report(
+            model=contenders[0].engine.manifest.model.name,
+            machine=machine,
+            settings={
+                "concurrency": size,
+                "num_requests": total,
+                "dataset": request.asked.dataset or "built-in",
+                **{k: getattr(request.asked, k) for k in ("input_len", "output_len")},
+                "sampling": asdict(request.asked.params),
+            },
+            engines={one.nextn: str(one.folder) for one in built},
+            rows=rows(contenders, measured),
+            measured=measured,
+        )
+    write(report, request.out)
+    return report
+
+
+def load(built: Built, threads: int | None, stack: ExitStack) -> Contender:
+    """An engine and its verifier, open as long as the stack."""
+    engine = stack.enter_context(Engine.load(built.folder, threads=threads))
+    verifier = None
+    if built.verifier is not None:
+        verifier = stack.enter_context(Engine.load(built.verifier, threads=threads))
+    return Contender(built.nextn, engine.manifest.build.drafter, engine, verifier)
+
+
+def prepare(out: Path) -> None:
+    """Find out now, not after the measurement, that results can't be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UsageError(f"--out {out}: can't write there ({error.strerror})") from None
+
+
+def write(report: Report, out: Path) -> None:
+    text = json.dumps(to_json(report), indent=1)
+    (out / JSON).write_text(text + "\n", encoding="utf-8")
+    m = report.machine
+    note = f"{m['cpu']}, {m['cores']} cores; {m['command']}"
+    draw(report.rows, out / PICTURE, f"{report.model}: what MTP gives", note)

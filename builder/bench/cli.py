@@ -1,0 +1,64 @@
+"""The command `bench`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtpbuild.runtime.cli import error_line
+from mtpbuild.runtime.errors import UsageError
+
+
+@error_line
+def bench(
+    model: Annotated[str, typer.Option(help="Recipe name or checkpoint folder.")],
+    nextn: Annotated[
+        str, typer.Option(help="Draft tokens per step to compare; 0 is always among them.")
+    ] = "0,1,2,3",
+    concurrency: Annotated[int, typer.Option(help="Requests that run at once.")] = 1,
+    drafter: Annotated[str | None, typer.Option(help="mtp-eagle or mtp-vanilla.")] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="code, reasoning, or a JSONL file (docs/bench.md). Default: both."),
+    ] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(help="Default: 20 of the built-in ones, all of a file's.")
+    ] = None,
+    input_len: Annotated[
+        int | None, typer.Option(help="Cut or extend every prompt to so many tokens.")
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(help="Most output tokens; default: the dataset's, or 256.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")] = Path(
+        "bench_results"
+    ),
+    json: Annotated[
+        bool, typer.Option("--json", help="Print bench.json instead of the tables.")
+    ] = False,
+) -> None:
+    """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
+    from rich.console import Console
+
+    from mtpbuild.builder.bench.bench import JSON, BenchRequest, bench
+    from mtpbuild.builder.bench.dataset import Asked
+    from mtpbuild.builder.bench.engines import Wanted
+    from mtpbuild.builder.bench.report import print_report
+    from mtpbuild.builder.cli import parse_numbers
+
+    if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
+        raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
+    request = BenchRequest(
+        Wanted(model, parse_numbers("--nextn", nextn), drafter, concurrency),  # type: ignore[arg-type]
+        Asked(dataset, num_requests, input_len, output_len),
+        threads,
+        out,
+    )
+    with Console(stderr=True).status("reading the checkpoint") as status:
+        report = bench(request, lambda stage: status.update(stage))
+    if json:
+        typer.echo((out / JSON).read_text(encoding="utf-8"), nl=False)
+    else:
+        print_report(report)
+        typer.echo(f"wrote {out / JSON} and its picture")

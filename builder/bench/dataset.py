@@ -1,0 +1,111 @@
+"""What is asked of the engines: built-in prompts or a file's, in groups that run at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+
+from mtpbuild.builder.pipeline import within
+from mtpbuild.builder.recipe import recipe_folder
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.input_file import read_requests
+from mtpbuild.runtime.request import SamplingParams
+
+BUILT_IN = ("code", "reasoning")
+FOLDER = "deepseek_tiny_bench"  # beside the recipes
+OUTPUT_LEN = 256
+NUM_REQUESTS = 20  # of the built-in prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The flags that choose the requests."""
+
+    dataset: str | None = None  # built-in name or a file; None: all that are built in
+    num_requests: int | None = None
+    input_len: int | None = None
+    output_len: int | None = None
+    # What the lines and the flags leave open.
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(OUTPUT_LEN))
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request, as every engine gets it."""
+
+    kind: str  # built-in name, or the file's
+    task_id: str | int
+    token_ids: list[int]
+    params: SamplingParams
+
+
+Group = list[Prompt]  # of one kind; they run at once
+
+
+def load_groups(asked: Asked, engine: Engine, concurrency: int) -> list[Group]:
+    """The requests in groups of `concurrency`, the kinds in turn; raises UsageError."""
+    paths = {kind: recipe_folder() / FOLDER / f"{kind}.jsonl" for kind in BUILT_IN}
+    if asked.dataset in BUILT_IN:
+        paths = {asked.dataset: paths[asked.dataset]}
+    elif asked.dataset is not None:
+        paths = {Path(asked.dataset).stem: Path(asked.dataset)}
+        if not Path(asked.dataset).is_file():
+            raise UsageError(
+                f"--dataset {asked.dataset}: no such file; built in: {', '.join(BUILT_IN)}"
+            )
+    prompts = {kind: _read(kind, path, asked, engine) for kind, path in paths.items()}
+    built_in = asked.dataset is None or asked.dataset in BUILT_IN
+    return group_up(prompts, concurrency, asked.num_requests, NUM_REQUESTS if built_in else None)
+
+
+def group_up(
+    prompts: dict[str, list[Prompt]], size: int, count: int | None, default: int | None
+) -> list[Group]:
+    """`count` prompts in groups; without a count about `default`, or all."""
+    turns = [
+        [prompts[kind][i : i + size] for kind in prompts]
+        for i in range(0, max(map(len, prompts.values())), size)
+    ]
+    groups = [group for turn in turns for group in turn if len(group) == size]
+    there = len(groups) * size
+    if not groups:
+        most = max(map(len, prompts.values()))
+        raise UsageError(f"--concurrency {size} needs as many requests; the dataset has {most}")
+    if count is None:
+        count = there if default is None else min(-(-default // size) * size, there)
+    if count % size:
+        raise UsageError(f"--num-requests {count} is not a multiple of --concurrency {size}")
+    return groups[: within(1, count, there, "--num-requests") // size]
+
+
+def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None) -> Prompt:
+    """The prompt with `length` tokens: cut in front, or with other prompts put before it."""
+    bodies = [p.token_ids[p.token_ids[:1] == [bos] :] for p in (prompt, *others)]
+    start = [bos] if bos is not None and prompt.token_ids[:1] == [bos] and length > 1 else []
+    wanted = length - len(start)
+    backwards = chain.from_iterable(body[::-1] for body in bodies * (wanted + 1))
+    body = list(islice(backwards, wanted))[::-1]
+    return replace(prompt, token_ids=[*start, *body])
+
+
+def _read(kind: str, path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
+    capacity = engine.manifest.build.max_seq_len
+    prompts = [
+        Prompt(kind, r.task_id, r.token_ids, r.params)
+        for r in read_requests(path, engine, asked.params, flag="--dataset")
+    ]
+    if asked.output_len is not None:
+        most = within(1, asked.output_len, capacity, "--output-len")
+        prompts = [replace(p, params=replace(p.params, max_tokens=most)) for p in prompts]
+    if asked.input_len is not None:
+        length = within(1, asked.input_len, capacity, "--input-len")
+        bos = engine.manifest.model.bos_token_id
+        prompts = [sized(p, length, prompts, bos) for p in prompts]
+    for p in prompts:
+        if len(p.token_ids) + p.params.max_tokens > capacity:
+            raise UsageError(
+                f"request {p.task_id}: {len(p.token_ids)} prompt and {p.params.max_tokens} output "
+                f"tokens are more than the engines hold ({capacity}): see --input-len, --output-len"
+            )
+    return prompts

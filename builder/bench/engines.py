@@ -1,0 +1,89 @@
+"""Builds what a benchmark runs, without replacing what the user has built otherwise."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpbuild.builder import package
+from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.pipeline import DEFAULT_MAX_SEQ_LEN, BuildRequest, Stages, build, within
+from mtpbuild.builder.plan import DrafterName, choose_drafter
+from mtpbuild.builder.recipe import Source, find_model
+from mtpbuild.runtime.manifest import MAX_BATCH
+
+ENGINES = Path("engines")
+PRIVATE = ENGINES / ".bench"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which engines; nextn 0 is always among them."""
+
+    model: str
+    nextn: tuple[int, ...]
+    drafter: DrafterName | None = None
+    max_batch: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nextn", tuple(sorted({0, *self.nextn})))
+        within(1, self.max_batch, MAX_BATCH, "--concurrency")
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Engine directories of one nextn; the verifier is the same without drafting."""
+
+    nextn: int
+    folder: Path
+    verifier: Path | None
+
+
+def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
+    """One engine and one verifier per nextn; those that are there already are left alone."""
+    source = find_model(wanted.model)
+    config = load_config(source.folder)
+    for nextn in wanted.nextn:  # before anything is built
+        choose_drafter(config, nextn, wanted.drafter)
+    built = []
+    for nextn in wanted.nextn:
+        folder = place(source, config, nextn, wanted)
+        _build(wanted, nextn, wanted.drafter, folder, stages)
+        verifier = _private(source, nextn, "none", wanted.max_batch) if nextn else None
+        if verifier is not None:
+            _build(wanted, nextn, "none", verifier, stages)
+        built.append(Built(nextn, folder, verifier))
+    return built
+
+
+def place(source: Source, config: ModelConfig, nextn: int, wanted: Wanted) -> Path:
+    """engines/NAME_nK for what a plain `mtpbuild build` makes, unless something else is there."""
+    usual = ENGINES / f"{source.engine}_n{nextn}"
+    if wanted.max_batch == 1 and wanted.drafter is None:
+        if not usual.exists():
+            return usual
+        manifest = package.existing(usual)
+        if manifest is not None and manifest.model.name == source.name:
+            there = manifest.build
+            plain = BuildRequest(wanted.model)
+            length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+            if (there.drafter, there.max_batch, there.max_seq_len, there.prefill_chunk) == (
+                choose_drafter(config, nextn, None),
+                plain.max_batch,
+                length,
+                plain.prefill_chunk,
+            ):
+                return usual
+    return _private(source, nextn, wanted.drafter or "default", wanted.max_batch)
+
+
+def _private(source: Source, nextn: int, drafter: str, max_batch: int) -> Path:
+    return PRIVATE / f"{source.engine}_n{nextn}_{drafter}_b{max_batch}"
+
+
+def _build(
+    wanted: Wanted, nextn: int, drafter: DrafterName | None, out: Path, stages: Stages
+) -> None:
+    stages.watch(f"building {out}")
+    request = BuildRequest(
+        wanted.model, (nextn,), drafter=drafter, max_batch=wanted.max_batch, out=out
+    )
+    build(request, stages)

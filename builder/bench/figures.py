@@ -1,0 +1,198 @@
+"""The arithmetic of a benchmark: samples in, figures out. Seconds in, milliseconds in the JSON."""
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtpbuild.builder.bench.measure import Contender, Measured, Sample, intervals
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
+
+ALL = "all"
+RESAMPLES = 1000
+Groups = Sequence[Sequence[Sample]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A quotient and the 95 % interval that resampling the requests gives."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Medians of steps behind the same contexts, in seconds."""
+
+    base: float  # nextn 0
+    verify: float  # nextn + 1 tokens, nothing drafted
+    step: float
+
+    @property
+    def v(self) -> float:
+        return self.verify / self.base
+
+    @property
+    def d(self) -> float:
+        return (self.step - self.verify) / self.base
+
+    @property
+    def draft_share(self) -> float:
+        return 1 - self.verify / self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one nextn, over the requests of one kind or over all."""
+
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    duration: float  # seconds that these requests had the machine
+    ttft: list[float]  # per request
+    tpot: list[float]  # per request of two tokens or more
+    itl: list[float]  # per step but each request's first
+    e2el: list[float]  # per request
+    tokens_per_s: float  # of one user, from the first token on
+    tokens_per_step: float  # what was kept, the first step left out
+    drafting: SpeculativeDecoding
+    speedup: Ratio  # of tokens_per_s over nextn 0
+    predicted: float  # tokens_per_step / (v + d)
+    same_output: int  # requests that gave the same tokens as with nextn 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Everything about one nextn."""
+
+    nextn: int
+    drafter: str | None
+    cost: Cost
+    kinds: dict[str, Figures]  # ALL first
+
+    @property
+    def overall(self) -> Figures:
+        return self.kinds[ALL]
+
+
+def rows(contenders: Sequence[Contender], measured: dict[int, Measured]) -> list[Row]:
+    """One row per nextn; raises UsageError if there is nothing to time."""
+    base = measured[0]
+    kinds = list(dict.fromkeys(group[0].prompt.kind for group in base.groups))
+    if any(decode(of_kind(base.groups, kind))[1] == 0 or not base.steps for kind in kinds):
+        raise UsageError("no request gave two tokens: there is nothing to time; see --output-len")
+    result = []
+    for contender in contenders:
+        mine = measured[contender.nextn]
+        cost = cost_of(base, mine)
+        figures = {
+            kind: figures_of(of_kind(mine.groups, kind), of_kind(base.groups, kind), cost)
+            for kind in (ALL, *kinds)
+        }
+        result.append(Row(contender.nextn, contender.drafter, cost, figures))
+    return result
+
+
+def figures_of(groups: Groups, base: Groups, cost: Cost) -> Figures:
+    samples = [sample for group in groups for sample in group]
+    others = [sample for group in base for sample in group]
+    tokens, seconds = decode(groups)
+    steps = sum(len(s.times) - 1 for s in samples)
+    per_step = tokens / steps
+    return Figures(
+        requests=len(samples),
+        input_tokens=sum(len(s.prompt.token_ids) for s in samples),
+        output_tokens=sum(len(s.token_ids) for s in samples),
+        duration=sum(max(s.times[-1] for s in g) - min(s.begun for s in g) for g in groups),
+        ttft=[s.times[0] - s.begun for s in samples],
+        tpot=[decode([[s]])[1] / n for s in samples if (n := len(s.token_ids) - 1)],
+        itl=[interval for s in samples for interval in intervals(s)],
+        e2el=[s.times[-1] - s.begun for s in samples],
+        tokens_per_s=tokens / seconds,
+        tokens_per_step=per_step,
+        drafting=merged([s.drafting for s in samples if s.drafting is not None]),
+        speedup=speedup(groups, base),
+        predicted=per_step / (cost.v + cost.d),
+        same_output=sum(s.token_ids == o.token_ids for s, o in zip(samples, others, strict=True)),
+    )
+
+
+def cost_of(base: Measured, mine: Measured) -> Cost:
+    step = statistics.median(mine.steps)
+    verify = statistics.median(mine.verify) if mine.verify else step
+    return Cost(statistics.median(base.steps), verify, step)
+
+
+def of_kind(groups: Groups, kind: str) -> Groups:
+    return [group for group in groups if kind in (ALL, group[0].prompt.kind)]
+
+
+def decode(groups: Groups) -> tuple[int, float]:
+    """Tokens after each request's first, and the seconds that they took."""
+    samples = [sample for group in groups for sample in group]
+    tokens = sum(len(s.token_ids) - 1 for s in samples)
+    return tokens, math.fsum(s.times[-1] - s.times[0] for s in samples)
+
+
+def speedup(groups: Groups, base: Groups) -> Ratio:
+    """How much faster a user gets tokens; pairs of groups are resampled."""
+    parts = [(*decode([g]), *decode([b])) for g, b in zip(groups, base, strict=True)]
+
+    def ratio(drawn: Sequence[tuple[int, float, int, float]]) -> float | None:
+        tokens, seconds, base_tokens, base_seconds = map(sum, zip(*drawn, strict=True))
+        divisor = seconds * base_tokens
+        return tokens * base_seconds / divisor if divisor else None
+
+    rng = random.Random(0)
+    drawn = [ratio(rng.choices(parts, k=len(parts))) for _ in range(RESAMPLES)]
+    known = [value for value in drawn if value is not None]
+    return Ratio(ratio(parts) or 0.0, percentile(known, 2.5), percentile(known, 97.5))
+
+
+def merged(reports: Sequence[SpeculativeDecoding]) -> SpeculativeDecoding:
+    """The statistics of several requests as of one."""
+    total = Acceptance(reports[0].num_spec_tokens)
+    for report in reports:
+        total.drafted += report.num_draft_tokens
+        for accepted, steps in enumerate(report.acceptance_histogram):
+            total.histogram[accepted] += steps
+    return total.report()
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """With linear interpolation, as numpy's."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def recommendation(table: Sequence[Row]) -> tuple[int, str]:
+    """The fastest nextn, and whether MTP pays, in one line."""
+    drafting = [row for row in table if row.nextn]
+    if not drafting:
+        return 0, "only nextn 0 was measured: give --nextn 0,1,2,3"
+    best = max(drafting, key=lambda row: row.overall.speedup.value)
+    ratio, cost = best.overall.speedup, best.cost.v + best.cost.d
+    named = f"nextn {best.nextn}, {ratio.value:.2f}x ({ratio.low:.2f}..{ratio.high:.2f})"
+    why = f"{best.overall.tokens_per_step:.2f} tokens per step at {cost:.2f} times the step's cost"
+    if ratio.low > 1:
+        return best.nextn, f"MTP pays: {named}; {why}{kinds_apart(drafting, best)}"
+    if ratio.value > 1:
+        return best.nextn, f"MTP may pay, within the spread: {named}; {why}"
+    return 0, f"MTP does not pay: nextn 0 is the fastest, then {named}; {why}"
+
+
+def kinds_apart(drafting: Sequence[Row], best: Row) -> str:
+    """The kinds of prompts that are fastest with another nextn."""
+    found = []
+    for kind in best.kinds:
+        row = max(drafting, key=lambda row: row.kinds[kind].speedup.value)
+        if row.nextn != best.nextn and kind != ALL:
+            found.append(f"{kind}: nextn {row.nextn}, {row.kinds[kind].speedup.value:.2f}x")
+    return f" ({'; '.join(found)})" if found else ""

@@ -1,0 +1,149 @@
+"""Runs the engines in turn, group by group, and notes when each step's tokens arrive."""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from mtpbuild.builder.bench.dataset import Group, Prompt
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.stats import SpeculativeDecoding
+
+WARM_UP_TOKENS = 32
+TIMED_STEPS = 12  # per context, of an engine and of its verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """The engine of one nextn, and its twin that drafts nothing."""
+
+    nextn: int
+    drafter: str | None
+    engine: Engine
+    verifier: Engine | None = None
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request on one engine; seconds of one clock."""
+
+    prompt: Prompt
+    begun: float
+    times: list[float] = field(default_factory=list)  # when each step's tokens were there
+    token_ids: list[int] = field(default_factory=list)
+    drafting: SpeculativeDecoding | None = None  # None if it was stopped early
+
+
+@dataclass(slots=True)
+class Measured:
+    """All that was seen of a contender."""
+
+    groups: list[list[Sample]] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)  # seconds, at the same contexts as `verify`
+    verify: list[float] = field(default_factory=list)  # of the verifier's steps
+
+
+def measure(
+    contenders: Sequence[Contender],
+    groups: Sequence[Group],
+    watch: Callable[[int], None] = lambda done: None,
+) -> dict[int, Measured]:
+    """By nextn. The first contender (nextn 0) says at which contexts steps are timed."""
+    measured = {contender.nextn: Measured() for contender in contenders}
+    capacity = contenders[0].engine.manifest.build.max_seq_len
+    most = capacity - (TIMED_STEPS + 1) * (max(c.nextn for c in contenders) + 1)
+    warm_up(contenders, groups[0])
+    with no_garbage_collection():
+        for i, group in enumerate(groups):
+            watch(i)
+            for contender in rotated(contenders, i):
+                measured[contender.nextn].groups.append(run_together(contender.engine, group))
+            baseline = measured[contenders[0].nextn].groups[-1]
+            contexts = contexts_within(baseline, (i + 0.5) / len(groups), most)
+            for contender in rotated(contenders, i):
+                time_steps(contender, contexts, measured[contender.nextn])
+    return measured
+
+
+def run_together(engine: Engine, group: Group, most_steps: int | None = None) -> list[Sample]:
+    """All prompts of a group at once; each ends by itself, or after `most_steps` steps."""
+    with contextlib.ExitStack() as stack:
+        samples = [Sample(prompt, time.perf_counter()) for prompt in group]
+        streams = [stack.enter_context(engine.stream(p.token_ids, p.params)) for p in group]
+        running = list(zip(samples, streams, strict=True))
+        while running:  # the first to want a chunk steps the loop, the others find theirs there
+            for sample, stream in running:
+                chunk = next(stream)
+                sample.times.append(time.perf_counter())
+                sample.token_ids += chunk.token_ids
+                if chunk.metrics is not None:
+                    sample.drafting = chunk.metrics.speculative_decoding
+            running = [
+                (sample, stream)
+                for sample, stream in running
+                if sample.drafting is None and len(sample.times) != most_steps
+            ]
+    return samples
+
+
+def time_steps(contender: Contender, contexts: Group, measured: Measured) -> None:
+    """A few steps of the engine, then of its verifier, behind the same contexts."""
+    pairs = ((contender.engine, measured.steps), (contender.verifier, measured.verify))
+    for engine, seconds in pairs:
+        if engine is not None:
+            most = (TIMED_STEPS + 1) * (engine.manifest.build.nextn + 1)
+            for sample in run_together(engine, endless(contexts, most), TIMED_STEPS + 1):
+                seconds += intervals(sample)
+
+
+def intervals(sample: Sample) -> list[float]:
+    """Seconds of each step but the first, which the prompt is part of."""
+    return [later - earlier for earlier, later in pairwise(sample.times)]
+
+
+def contexts_within(baseline: Sequence[Sample], part: float, most: int) -> Group:
+    """The prompts, each with the first `part` of what followed it; `most` tokens at most."""
+    return [
+        replace(s.prompt, token_ids=(s.prompt.token_ids + said(s, part))[: max(most, 1)])
+        for s in baseline
+    ]
+
+
+def said(sample: Sample, part: float) -> list[int]:
+    return sample.token_ids[: int(part * len(sample.token_ids))]
+
+
+def endless(group: Group, tokens: int) -> Group:
+    """The same prompts, going on for so many tokens whatever is said."""
+    return [
+        replace(
+            p, params=replace(p.params, max_tokens=tokens, ignore_eos=True, stop=(), min_tokens=0)
+        )
+        for p in group
+    ]
+
+
+def warm_up(contenders: Sequence[Contender], group: Group) -> None:
+    """Every engine once: memory is touched, kernels are chosen, clocks are up."""
+    for contender in contenders:
+        for engine in (contender.engine, contender.verifier):
+            if engine is not None:
+                run_together(engine, endless(group, WARM_UP_TOKENS))
+
+
+def rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:
+    """Each contender is first equally often."""
+    by %= len(contenders)
+    return [*contenders[by:], *contenders[:by]]
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,189 @@
+"""A benchmark as tables for people and as one JSON object for machines."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from mtpbuild.builder.bench.figures import (
+    ALL,
+    Figures,
+    Row,
+    percentile,
+    recommendation,
+)
+from mtpbuild.builder.bench.measure import Measured
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that a run of `mtpbuild bench` found out."""
+
+    model: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    engines: dict[int, str]  # folder by nextn
+    rows: list[Row]
+    measured: dict[int, Measured]
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """docs/bench.md describes it; the keys are those of `vllm bench serve` where it has them."""
+    best, text = recommendation(report.rows)
+    return {
+        "model": report.model,
+        "machine": report.machine,
+        "settings": report.settings,
+        "recommended_nextn": best,
+        "recommendation": text,
+        "results": [
+            {
+                "nextn": row.nextn,
+                "drafter": row.drafter,
+                "engine": report.engines[row.nextn],
+                **keys(row, row.overall),
+                "kinds": {k: keys(row, f) for k, f in row.kinds.items() if k != ALL},
+                "requests": list(_requests(report.measured[row.nextn])),
+            }
+            for row in report.rows
+        ],
+    }
+
+
+def keys(row: Row, figures: Figures) -> dict[str, Any]:
+    """The figures of one nextn and kind."""
+    drafting, f = figures.drafting, figures
+    rate, length = drafting.draft_acceptance_rate, drafting.mean_acceptance_length
+    result: dict[str, Any] = {
+        "completed": f.requests,
+        "total_input_tokens": f.input_tokens,
+        "total_output_tokens": f.output_tokens,
+        "duration": f.duration,
+        "request_throughput": f.requests / f.duration,
+        "output_throughput": f.output_tokens / f.duration,
+    }
+    for name, seconds in (("ttft", f.ttft), ("tpot", f.tpot), ("itl", f.itl), ("e2el", f.e2el)):
+        for key, value in spread(seconds).items():
+            result[f"{key}_{name}_ms"] = 1000 * value
+    return result | {
+        "spec_decode_acceptance_length": length,
+        "spec_decode_acceptance_rate": None if rate is None else 100 * rate,
+        "spec_decode_per_position_acceptance_rates": drafting.per_position_acceptance_rates,
+        "spec_decode_num_drafts": drafting.num_spec_steps,
+        "spec_decode_draft_tokens": drafting.num_draft_tokens,
+        "spec_decode_accepted_tokens": drafting.num_accepted_draft_tokens,
+        "user_tokens_per_s": f.tokens_per_s,
+        "tokens_per_step": f.tokens_per_step,
+        "speedup": asdict(f.speedup),
+        "predicted_speedup": f.predicted,
+        "step_ms": 1000 * row.cost.step,
+        "verify_step_ms": 1000 * row.cost.verify,
+        "verify_cost": row.cost.v,
+        "draft_cost": row.cost.d,
+        "draft_share": row.cost.draft_share,
+        "same_output_as_nextn_0": f.same_output,
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": statistics.fmean(values),
+        "median": statistics.median(values),
+        "std": statistics.pstdev(values),
+        "p50": percentile(values, 50),
+        "p90": percentile(values, 90),
+        "p99": percentile(values, 99),
+    }
+
+
+def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
+    """What the figures can be computed from again."""
+    for group in measured.groups:
+        for s in group:
+            assert s.drafting is not None
+            yield {
+                "kind": s.prompt.kind,
+                "task_id": s.prompt.task_id,
+                "input_tokens": len(s.prompt.token_ids),
+                "output_tokens": len(s.token_ids),
+                "ttft_ms": 1000 * (s.times[0] - s.begun),
+                "e2el_ms": 1000 * (s.times[-1] - s.begun),
+                "steps": len(s.times),
+                "acceptance_histogram": s.drafting.acceptance_histogram,
+            }
+
+
+Cell = Callable[[Row, Figures], str]
+
+
+def ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f}"
+
+
+def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
+    """The table's lines: a name, and what to write for a nextn."""
+    yield "drafter", lambda row, f: (row.drafter or "-").removeprefix("mtp-")
+    yield "tokens/s per user", lambda row, f: f"{f.tokens_per_s:.1f}"
+    yield "speedup over nextn 0", lambda row, f: f"{f.speedup.value:.2f}x"
+    yield "  95 % interval", lambda row, f: f"{f.speedup.low:.2f}..{f.speedup.high:.2f}"
+    yield "predicted: length / (v + d)", lambda row, f: f"{f.predicted:.2f}x"
+    yield "  v: verifying / step of nextn 0", lambda row, f: f"{row.cost.v:.2f}"
+    yield "  d: drafting / step of nextn 0", lambda row, f: f"{row.cost.d:.2f}"
+    yield "acceptance length", lambda row, f: f"{f.drafting.mean_acceptance_length or 0:.2f}"
+    for i in range(nextn):
+        yield f"  accepted at position {i + 1}", lambda row, f, i=i: rate_at(f, i)  # type: ignore[misc]
+    for percent in (50, 90, 99):
+        yield (
+            f"time per output token p{percent}, ms",
+            lambda row, f, percent=percent: ms(percentile(f.tpot, percent)),  # type: ignore[misc]
+        )
+    yield "time to first token p50, ms", lambda row, f: ms(statistics.median(f.ttft))
+    yield "step p50, ms", lambda row, f: ms(statistics.median(f.itl))
+    yield "  drafting's share", lambda row, f: f"{100 * row.cost.draft_share:.0f} %"
+    yield "all users, tokens/s", lambda row, f: f"{f.output_tokens / f.duration:.1f}"
+    yield "same output as nextn 0", lambda row, f: f"{f.same_output} of {f.requests}"
+
+
+def rate_at(figures: Figures, position: int) -> str:
+    rates = figures.drafting.per_position_acceptance_rates
+    return f"{rates[position]:.2f}" if position < len(rates) else ""
+
+
+def table(report: Report, kind: str) -> "Table":
+    """One column per nextn."""
+    from rich.table import Table
+
+    result = Table(title=_title(report, kind), title_justify="left", show_edge=False)
+    result.add_column("nextn", no_wrap=True)
+    for row in report.rows:
+        result.add_column(str(row.nextn), justify="right", no_wrap=True)
+    for name, cell in lines(max(row.nextn for row in report.rows)):
+        result.add_row(name, *(cell(row, row.kinds[kind]) for row in report.rows))
+    return result
+
+
+def _title(report: Report, kind: str) -> str:
+    figures = report.rows[0].kinds[kind]
+    return (
+        f"\n{report.model}, {kind}: {figures.requests} requests, "
+        f"{figures.input_tokens} prompt and {figures.output_tokens} output tokens, "
+        f"concurrency {report.settings['concurrency']}"
+    )
+
+
+def print_report(report: Report) -> None:
+    """A table per kind of prompt, one for all, the machine, and what to choose."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    kinds = list(report.rows[0].kinds)
+    for kind in [*kinds[1:], ALL] if len(kinds) > 2 else kinds[1:]:
+        console.print(table(report, kind))
+    m = report.machine
+    threads = f"{m['threads']} threads" if m["threads"] else "threads as onnxruntime chooses"
+    load = f", load {m['load_average'][0]:.1f} at the start" if m["load_average"] else ""
+    console.print(f"\n{m['cpu']}, {m['cores']} cores, {threads}{load}", soft_wrap=True)
+    console.print(recommendation(report.rows)[1], style="bold", soft_wrap=True)

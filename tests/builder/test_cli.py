@@ -1,0 +1,216 @@
+"""The command line of the compiler: exit codes, one-line errors, frozen flags, light imports."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mtpbuild.builder import pipeline
+from mtpbuild.builder.cli import app, parse_numbers
+from mtpbuild.builder.pipeline import BuildRequest
+from mtpbuild.builder.recipe import load_recipes, parse_recipe
+from mtpbuild.runtime.errors import CheckpointError, UsageError
+
+MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
+BLOCKED = """
+import time
+from mtpbuild.builder import compiler, cli
+
+def trace(*args):
+    print("in the middle", flush=True)
+    time.sleep(60)
+
+compiler.trace = trace
+cli.app()
+"""
+
+
+def mtpbuild(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*MAIN, *map(str, args)], capture_output=True, text=True, check=False)
+
+
+def invoke(*args: str | Path) -> tuple[int, str, str]:
+    """The same in this process: exit code, standard output, standard error."""
+    done = CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "300"})
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def options(command: str) -> list[str]:
+    group = typer.main.get_command(app)
+    found: Sequence[typer.core.TyperOption] = group.commands[command].params  # type: ignore[attr-defined]
+    return sorted(flag for option in found for flag in option.opts + option.secondary_opts)
+
+
+def test_frozen_flags() -> None:
+    assert options("build") == [
+        "--config",
+        "--drafter",
+        "--extra-llm-api-options",
+        "--force",
+        "--max-batch",
+        "--max-seq-len",
+        "--model",
+        "--nextn",
+        "--out",
+        "--prefill-chunk",
+        "--spec-decode-algo",
+        "--spec-decode-max-draft-len",
+        "--spec-decode-nextn",
+        "--speculative-config",
+        "--target",
+    ]
+    assert options("recipes") == []
+    group = typer.main.get_command(app)
+    assert sorted(group.commands) == ["bench", "build", "inspect", "recipes", "run"]  # type: ignore[attr-defined]
+
+
+def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = list[BuildRequest]()
+
+    def build(request: BuildRequest, stages: pipeline.Stages) -> list[pipeline.BuiltEngine]:
+        seen.append(request)
+        return []
+
+    monkeypatch.setattr(pipeline, "build", build)
+    assert invoke("build", "--model", "x")[0] == 0
+    flags = "--model x --nextn 3,0 --drafter mtp-vanilla --max-batch 2 --max-seq-len 99"
+    more = f"--prefill-chunk 8 --target onnxruntime --out {tmp_path} --force"
+    assert invoke("build", *flags.split(), *more.split())[0] == 0
+    full = BuildRequest("x", (3, 0), "mtp-vanilla", 2, 99, 8, "onnxruntime", tmp_path, True)
+    assert seen == [BuildRequest("x"), full]
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_report(smallest: Path, tmp_path: Path) -> None:
+    flags = ("build", "--model", smallest, "--nextn", "0,1", "--out", tmp_path)
+    code, out, err = invoke(*flags)
+    assert (code, err) == (0, "")
+    for nextn in (0, 1):
+        line = next(line for line in out.splitlines() if f"small_n{nextn}" in line)
+        assert str(tmp_path / f"small_n{nextn}") in line
+        assert "built" in line
+    assert "trace decode 0.0 s" in out
+    assert "peak memory" in out
+    code, out, err = invoke(*flags)
+    assert (code, err) == (0, "")
+    assert out.count("unchanged") == 2
+    assert "peak memory" not in out
+
+
+def test_recipes_are_listed() -> None:
+    code, out, _ = invoke("recipes")
+    assert code == 0
+    assert "deepseek-tiny" in [recipe.name for recipe in load_recipes()]
+    for recipe in load_recipes():
+        line = next(line for line in out.splitlines() if f" {recipe.name} " in line)
+        assert f"engines/{recipe.engine}_n<nextn>" in line
+
+
+def test_help() -> None:
+    code, out, _ = invoke("--help")
+    assert code == 0
+    assert all(command in out for command in ("build", "inspect", "recipes", "run"))
+    code, out, _ = invoke("build", "--help")
+    assert code == 0
+    assert all(flag in out for flag in options("build"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--nextn 16", "--nextn 16 is outside 0..15"),
+        ("--nextn=-1", "--nextn -1 is outside 0..15"),
+        ("--nextn 1,x", "--nextn '1,x' is not a list of numbers such as 0,1,2,3"),
+        ("--nextn=", "--nextn '' is not a list of numbers such as 0,1,2,3"),
+        ("--nextn 0 --drafter eagle", "--drafter eagle is unknown; supported: mtp-eagle, mtp-van"),
+        ("--nextn 2 --drafter mtp-vanilla", "needs 2 MTP modules for --nextn 2, the checkpoint"),
+        ("--nextn 0 --target x", "unknown target 'x'; supported: onnxruntime"),
+        ("--nextn 0 --max-batch 0", "--max-batch 0 is outside 1.."),
+    ],
+)
+def test_usage_errors_exit_2(flags: str, says: str, smallest: Path, tmp_path: Path) -> None:
+    code, out, err = invoke("build", "--model", smallest, "--out", tmp_path / "e", *flags.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["build"], ["build", "--model"], ["build", "--model", "x", "--max-batch", "y"], ["bild"]],
+)
+def test_what_typer_refuses_exits_2(args: list[str]) -> None:
+    code, out, err = invoke(*args)
+    assert (code, out) == (2, "")
+    assert "Error" in err
+    assert "Traceback" not in err
+
+
+def test_errors_of_the_real_command(tmp_path: Path) -> None:
+    """One line on standard error, no traceback, also from a process of its own."""
+    done = mtpbuild("build", "--model", "deepseek-tinny")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: 'deepseek-tinny' is neither a recipe nor")
+    assert done.stderr.count("\n") == 1
+    done = mtpbuild("build", "--model", tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"error: {tmp_path}: no config.json; give a Hugging Face checkpoint folder\n"
+    )
+
+
+def test_interrupted(smallest: Path, tmp_path: Path) -> None:
+    flags = ["build", "--model", str(smallest), "--nextn", "0", "--out", str(tmp_path / "engine")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", BLOCKED, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in the middle\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert (process.returncode, out, err) == (130, "", "\ninterrupted\n")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_command_line_is_light() -> None:
+    heavy = {"torch", "onnx", "onnxruntime", "numpy", "pydantic", "safetensors", "tokenizers"}
+    code = f"import sys, mtpbuild.builder.cli; print({heavy!r} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_numbers() -> None:
+    assert parse_numbers("--nextn", "0,1, 15") == (0, 1, 15)
+    with pytest.raises(UsageError, match="--nextn '1;2' is not a list"):
+        parse_numbers("--nextn", "1;2")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name = ", "not valid TOML"),
+        ('name = "a"\nengine = "b"\ncheckpoint = "c"', "description: Field required"),
+        ('name = 3\nengine = "b"\ncheckpoint = "c"\ndescription = "d"', "name: Input should be"),
+        (
+            'name = "a"\nengine = "b"\ncheckpoint = "c"\ndescription = "d"\nchekpoint = "e"',
+            "chekpoint: Extra inputs are not permitted; did you mean checkpoint?",
+        ),
+    ],
+)
+def test_bad_recipes(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        parse_recipe(tmp_path / "bad.toml")
+    assert str(caught.value).startswith(f"{tmp_path / 'bad.toml'}: ")
+    assert says in str(caught.value)

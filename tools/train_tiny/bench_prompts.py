@@ -1,0 +1,82 @@
+"""Writes the prompts of `mtpbuild bench`: held-out problems, and held-out standard-library code."""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from data import common_words, library_files, read
+from problems import held_out_problems
+
+OPENINGS = ("def ", "class ", "    def ")
+SIZE = (48, 128)  # tokens of a code prompt
+OUTPUT = 256
+FOLDER = Path("recipes/deepseek_tiny_bench")
+
+
+def reasoning(per_form: int, seed: int) -> Iterator[dict[str, object]]:
+    """Questions of every form in turn, in chat form."""
+    problems = held_out_problems(per_form, common_words(), seed)
+    count = len(problems) // per_form
+    for i in range(per_form):
+        for problem in problems[i::per_form][:count]:
+            message = {"role": "user", "content": problem.question}
+            yield {
+                "task_id": f"reasoning/{problem.form}/{i}",
+                "messages": [message],
+                "output_tokens": OUTPUT,
+            }
+
+
+def code(count: int, tokenizer: Tokenizer, seed: int) -> Iterator[dict[str, object]]:
+    """The head of one function or class per file, then of another one, files in random order."""
+    rng = random.Random(seed)
+    heads = {p: h for p in library_files(held_out=True, tests=False) if (h := found(p, tokenizer))}
+    files = sorted(heads)
+    rng.shuffle(files)
+    for part in heads.values():
+        rng.shuffle(part)
+    turns = [(p, heads[p][i]) for i in range(count) for p in files if i < len(heads[p])]
+    for path, (number, text) in turns[:count]:
+        yield {"task_id": f"code/{path.name}:{number}", "prompt": text, "output_tokens": OUTPUT}
+
+
+def found(path: Path, tokenizer: Tokenizer) -> list[tuple[int, str]]:
+    """(line, text): whole lines from a definition's first one on, SIZE tokens of them."""
+    lines = read(path).splitlines(keepends=True)
+    heads: list[tuple[int, str]] = []
+    for number, line in enumerate(lines):
+        if line.startswith(OPENINGS):
+            text = ""
+            for more in lines[number:]:
+                if len(tokenizer.encode(text + more).ids) > SIZE[1]:
+                    break
+                text += more
+            if len(tokenizer.encode(text).ids) >= SIZE[0] and text.isascii():
+                heads.append((number + 1, text))
+    return heads
+
+
+def write(path: Path, lines: Iterator[dict[str, object]]) -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"{path}: {text.count(chr(10))} prompts")
+
+
+def main(args: argparse.Namespace) -> None:
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    write(args.out / "reasoning.jsonl", reasoning(args.per_form, seed=11))
+    write(args.out / "code.jsonl", code(args.code, tokenizer, seed=11))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("recipes/deepseek_tiny"))
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--per-form", type=int, default=8)
+    parser.add_argument("--code", type=int, default=48)
+    main(parser.parse_args())
