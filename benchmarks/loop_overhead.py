@@ -16,7 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.programs.base import Bools, Ints, Programs, StepOutput
+from mtpbuild.runtime.programs.base import (
+    GREEDY,
+    Bools,
+    Controls,
+    Ints,
+    Programs,
+    StepOutput,
+)
 
 PROMPT = "def fibonacci(n):"
 
@@ -32,8 +39,8 @@ class Timed:
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self.programs.prefill(slot, start, tokens)
 
-    def begin(self, slot: int, length: int, newest: int) -> None:
-        self.programs.begin(slot, length, newest)
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        self.programs.begin(slot, length, newest, controls)
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self.begun.append(time.perf_counter())

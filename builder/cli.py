@@ -55,6 +55,7 @@ def build(
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.pipeline import BuildRequest
+    from mtpbuild.runtime.field_config import sampling_settings
 
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
@@ -68,6 +69,8 @@ def build(
         spec_decode_nextn=spec_decode_nextn,
         spec_decode_max_draft_len=spec_decode_max_draft_len,
     )
+    if sampling_settings(settings):
+        typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
     if numbers is None and settings.nextn is not None:
         numbers = (settings.nextn,)
     request = BuildRequest(

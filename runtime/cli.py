@@ -53,7 +53,16 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling (greedy for now).")] = None,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among so much probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Least share of the largest probability.")] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed for sampling; default: drawn and reported.")
+    ] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="strict (default) or rejection, above temperature 0.")
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on behind the end of sequence.")
     ] = False,
@@ -92,12 +101,27 @@ def run(
     )
     from mtpbuild.runtime import terminal
     from mtpbuild.runtime.engine import Engine
-    from mtpbuild.runtime.field_config import check_engine
+    from mtpbuild.runtime.field_config import check_engine, sampling_settings
     from mtpbuild.runtime.manifest import read_manifest
     from mtpbuild.runtime.request import SamplingParams
 
     check_engine(settings, read_manifest(engine).build)
-    params = SamplingParams(max_tokens, stop=stop or (), seed=seed, ignore_eos=ignore_eos)
+    asked_for = sampling_settings(settings)
+    if acceptance is not None and asked_for.setdefault("acceptance", acceptance) != acceptance:
+        raise UsageError(
+            f"--acceptance {acceptance} contradicts the configuration's rejection_sample_method"
+        )
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        **asked_for,
+    )
     with Engine.load(engine, threads=threads, verify_hashes=verify_hashes) as loaded:
         if input is not None:
             _run_file(loaded, input, params, json)

@@ -140,18 +140,28 @@ def agreed(name: str, given: Sequence[tuple[str, object]]) -> object:
 
 def require_supported(settings: Settings) -> None:
     """Refuse what this version can't do, so that nothing is ignored in silence."""
-    for name, can, instead in (
-        ("use_relaxed_acceptance_for_thinking", (False,), "acceptance is strict"),
-        ("rejection_sample_method", ("standard",), "acceptance is strict"),
-        ("draft_sample_method", ("greedy",), "drafts are the drafter's argmax"),
-    ):
-        value = getattr(settings, name)
-        if value is not None and value not in can:
-            raise UsageError(
-                f"{name} {show(value)} is not supported by this version; {instead}: leave it out"
-            )
+    method = settings.rejection_sample_method
+    if method not in (None, "standard"):
+        raise UsageError(
+            f"rejection_sample_method {method} is not supported by this version; "
+            "supported: standard"
+        )
     if settings.unsupported:
         raise UsageError(settings.unsupported[0])
+
+
+def sampling_settings(settings: Settings) -> dict[str, Any]:
+    """What the settings say of a request, as keywords of SamplingParams.
+
+    Relaxed values count only where relaxed acceptance is switched on, as in TensorRT-LLM.
+    """
+    found: dict[str, Any] = {}
+    if settings.use_relaxed_acceptance_for_thinking:
+        found |= {name: getattr(settings, name) for name in RELAXED}
+    if settings.rejection_sample_method is not None:
+        found["acceptance"] = "rejection"
+    found["draft_sample_method"] = settings.draft_sample_method
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def check_engine(settings: Settings, build: "BuildInfo") -> None:

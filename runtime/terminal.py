@@ -23,15 +23,14 @@ GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 def json_line(task_id: str | int, result: Result) -> str:
     """One request as docs/cli-json.md describes it."""
-    return json.dumps(
-        {
-            "task_id": task_id,
-            "text": result.text,
-            "token_ids": result.token_ids,
-            "finish_reason": result.finish_reason,
-            "metrics": asdict(result.metrics),
-        }
-    )
+    answer = {
+        "task_id": task_id,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "metrics": asdict(result.metrics),
+    }
+    return json.dumps(answer if result.seed is None else answer | {"seed": result.seed})
 
 
 def summary(result: Result) -> str:
@@ -45,6 +44,8 @@ def summary(result: Result) -> str:
     ]
     if rates := drafting.per_position_acceptance_rates:
         parts.append("per position " + " ".join(f"{rate:.2f}" for rate in rates))
+    if result.seed is not None:
+        parts.append(f"seed {result.seed}")
     return ", ".join(parts)
 
 

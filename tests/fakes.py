@@ -12,6 +12,7 @@ from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOu
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
+THINKING = 300, 301
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' + m.role) }}"
@@ -44,6 +45,7 @@ def fake_manifest(
             max_position_embeddings=max_seq_len,
             bos_token_id=BOS,
             eos_token_ids=eos,
+            thinking_token_ids=THINKING,
         ),
         build=BuildInfo(
             nextn=nextn,

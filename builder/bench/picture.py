@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.bench.figures import ALL, Row
@@ -27,7 +28,7 @@ def draw(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     kinds = [kind for kind in rows[0].kinds if kind != ALL]
@@ -40,8 +41,10 @@ def draw(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
         axes.yaxis.grid(True, color="#dddddd")
         axes.set_axisbelow(True)
     figure.suptitle(title)
-    figure.text(0.5, -0.03, note, ha="center", fontsize=7, color=GREY)
-    figure.savefig(path, dpi=160, bbox_inches="tight")
+    handles = [*left.get_legend_handles_labels()[0], right.lines[-1]]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.supxlabel(fill(note, 150), fontsize=7, color=GREY)
+    figure.savefig(path, dpi=160)
 
 
 def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None:
@@ -69,8 +72,7 @@ def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> Non
         axes.plot(places, predicted, "_", color="black", markersize=14, label=label)
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set_ylabel("speedup over nextn 0")
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
-    axes.margins(y=0.22)
+    axes.margins(y=0.1)
 
 
 def draw_length(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None:
@@ -83,4 +85,3 @@ def draw_length(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None
     axes.plot(places, most, ":", color=GREY, label="all drafts accepted")
     axes.set_ylabel("acceptance length (tokens per step)")
     axes.set_ylim(bottom=0.9)
-    axes.legend(fontsize=8, frameon=False, loc="upper left")

@@ -3,11 +3,13 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.bench.figures import (
     ALL,
     Figures,
+    Ratio,
     Row,
     percentile,
     recommendation,
@@ -119,44 +121,56 @@ def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
 Cell = Callable[[Row, Figures], str]
 
 
+def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
+    """The table's lines: a name, and what to write for a nextn. Short: 80 columns hold 0..4."""
+    yield "drafter", lambda row, f: (row.drafter or "-").removeprefix("mtp-")
+    yield "tokens/s per user", lambda row, f: f"{f.tokens_per_s:.1f}"
+    yield "speedup over nextn 0", lambda row, f: f"{f.speedup.value:.2f}x"
+    yield "  95 % interval", lambda row, f: interval(f.speedup) if row.nextn else "-"
+    yield "  predicted, L / (v + d)", lambda row, f: f"{f.predicted:.2f}x"
+    yield "acceptance length L", lambda row, f: f"{f.drafting.mean_acceptance_length or 0:.2f}"
+    for i in range(nextn):
+        yield f"  accepted at position {i + 1}", partial(rate_at, i)
+    yield "v: verify / nextn 0's step", lambda row, f: f"{row.cost.v:.2f}"
+    yield "d: draft / nextn 0's step", lambda row, f: f"{row.cost.d:.2f}"
+    yield "ms per step, median", lambda row, f: ms(statistics.median(f.itl))
+    yield "  drafting's share", lambda row, f: f"{100 * row.cost.draft_share:.0f} %"
+    for percent in (50, 90, 99):
+        yield f"ms per output token, p{percent}", partial(tpot_at, percent)
+    yield "ms to first token, p50", lambda row, f: ms(statistics.median(f.ttft))
+    yield "tokens/s of all users", lambda row, f: f"{f.output_tokens / f.duration:.1f}"
+    yield "same output as nextn 0", lambda row, f: f"{f.same_output} of {f.requests}"
+
+
 def ms(seconds: float) -> str:
     return f"{1000 * seconds:.2f}"
 
 
-def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
-    """The table's lines: a name, and what to write for a nextn."""
-    yield "drafter", lambda row, f: (row.drafter or "-").removeprefix("mtp-")
-    yield "tokens/s per user", lambda row, f: f"{f.tokens_per_s:.1f}"
-    yield "speedup over nextn 0", lambda row, f: f"{f.speedup.value:.2f}x"
-    yield "  95 % interval", lambda row, f: f"{f.speedup.low:.2f}..{f.speedup.high:.2f}"
-    yield "predicted: length / (v + d)", lambda row, f: f"{f.predicted:.2f}x"
-    yield "  v: verifying / step of nextn 0", lambda row, f: f"{row.cost.v:.2f}"
-    yield "  d: drafting / step of nextn 0", lambda row, f: f"{row.cost.d:.2f}"
-    yield "acceptance length", lambda row, f: f"{f.drafting.mean_acceptance_length or 0:.2f}"
-    for i in range(nextn):
-        yield f"  accepted at position {i + 1}", lambda row, f, i=i: rate_at(f, i)  # type: ignore[misc]
-    for percent in (50, 90, 99):
-        yield (
-            f"time per output token p{percent}, ms",
-            lambda row, f, percent=percent: ms(percentile(f.tpot, percent)),  # type: ignore[misc]
-        )
-    yield "time to first token p50, ms", lambda row, f: ms(statistics.median(f.ttft))
-    yield "step p50, ms", lambda row, f: ms(statistics.median(f.itl))
-    yield "  drafting's share", lambda row, f: f"{100 * row.cost.draft_share:.0f} %"
-    yield "all users, tokens/s", lambda row, f: f"{f.output_tokens / f.duration:.1f}"
-    yield "same output as nextn 0", lambda row, f: f"{f.same_output} of {f.requests}"
+def interval(ratio: Ratio) -> str:
+    return f"{ratio.low:.2f}-{ratio.high:.2f}"
 
 
-def rate_at(figures: Figures, position: int) -> str:
+def tpot_at(percent: float, row: Row, figures: Figures) -> str:
+    return ms(percentile(figures.tpot, percent))
+
+
+def rate_at(position: int, row: Row, figures: Figures) -> str:
     rates = figures.drafting.per_position_acceptance_rates
     return f"{rates[position]:.2f}" if position < len(rates) else ""
 
 
 def table(report: Report, kind: str) -> "Table":
     """One column per nextn."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    result = Table(title=_title(report, kind), title_justify="left", show_edge=False)
+    result = Table(
+        title=_title(report, kind),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+    )
     result.add_column("nextn", no_wrap=True)
     for row in report.rows:
         result.add_column(str(row.nextn), justify="right", no_wrap=True)

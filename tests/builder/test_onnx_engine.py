@@ -1,4 +1,4 @@
-"""The built ONNX engine: oracles O2, O3 and O7 through onnxruntime, and what its graphs are made of."""
+"""The built ONNX engine: oracles O2, O3 and O7 through onnxruntime, and what its graphs hold."""
 
 import shutil
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Oracle O4: what is emitted has exactly the target's law, jointly, across a step's border.
 
 A toy language of three tokens in which the next depends on the last: P is the target's table, Q
-the drafter's. Tens of thousands of slots decode side by side with their own numbers; the counts of their
-first K + 2 tokens are held against the chain's exact probabilities.
+the drafter's. Tens of thousands of slots decode side by side with their own numbers; the counts of
+their first K + 2 tokens are held against the chain's exact probabilities.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtpbuild.builder.acceptance import MixedAcceptance
 from mtpbuild.plugins.accept_rewind import mixed
-from mtpbuild.plugins.accept_rewind.distribution import Shaping
+from mtpbuild.plugins.accept_rewind.distribution import Shaping, draw, shaped_probs
 from mtpbuild.plugins.accept_rewind.mixed import Judging
 
 V, K, FIRST, SLOTS = 3, 2, 0, 40_000
@@ -118,21 +118,17 @@ def recover_with_the_accepting_number(patch: pytest.MonkeyPatch) -> None:
 
 def recover_from_p(patch: pytest.MonkeyPatch) -> None:
     """No residual: the rejected draft's mass is counted twice."""
-    draw = mixed.draw
-
     def wrong(law: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         return draw(P[FIRST].expand_as(law), number)
 
-    patch.setattr(mixed, "draw", wrong)
+    patch.setattr(f"{mixed.__name__}.draw", wrong)
 
 
 def q_for_p(patch: pytest.MonkeyPatch) -> None:
-    shaped = mixed.shaped_probs
-
     def wrong(logits: Tensor, shaping: Shaping) -> Tensor:
-        return shaped(torch.roll(logits, 1, dims=-1), shaping)
+        return shaped_probs(torch.roll(logits, 1, dims=-1), shaping)
 
-    patch.setattr(mixed, "shaped_probs", wrong)
+    patch.setattr(f"{mixed.__name__}.shaped_probs", wrong)
 
 
 BUGS: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program import make_programs
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
 
 
 class EagerPrograms:
@@ -37,7 +37,8 @@ class EagerPrograms:
         for name in names:
             self.tensors[name][slot : slot + 1] = new[name]
 
-    def begin(self, slot: int, length: int, newest: int) -> None:
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        assert controls.plain, "only the greedy program runs here"
         self.tensors["lengths"][slot] = length
         self.tensors["num_drafts"][slot] = 0
         self.tensors["window"][slot] = 0

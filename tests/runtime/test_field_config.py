@@ -10,6 +10,7 @@ from mtpbuild.runtime.field_config import (
     check_engine,
     merge,
     require_supported,
+    sampling_settings,
 )
 from mtpbuild.runtime.field_keys import NEXTN_LIMIT
 from tests.fakes import fake_manifest
@@ -22,20 +23,11 @@ from tests.fakes import fake_manifest
         (Settings(nextn=3, drafter="mtp-vanilla", notes=("a",)), None),
         (Settings(rejection_sample_method="standard", draft_sample_method="greedy"), None),
         (Settings(use_relaxed_acceptance_for_thinking=False, relaxed_topk=10), None),
-        (
-            Settings(use_relaxed_acceptance_for_thinking=True),
-            "use_relaxed_acceptance_for_thinking true is not supported by this version; "
-            "acceptance is strict: leave it out",
-        ),
+        (Settings(use_relaxed_acceptance_for_thinking=True), None),
+        (Settings(draft_sample_method="probabilistic"), None),
         (
             Settings(rejection_sample_method="block"),
-            "rejection_sample_method block is not supported by this version; "
-            "acceptance is strict: leave it out",
-        ),
-        (
-            Settings(draft_sample_method="probabilistic"),
-            "draft_sample_method probabilistic is not supported by this version; "
-            "drafts are the drafter's argmax: leave it out",
+            "rejection_sample_method block is not supported by this version; supported: standard",
         ),
         (Settings(unsupported=("a is not", "b is not")), "a is not"),
     ],
@@ -47,6 +39,23 @@ def test_what_this_version_supports(settings: Settings, line: str | None) -> Non
     with pytest.raises(UsageError) as caught:
         require_supported(settings)
     assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("settings", "keywords"),
+    [
+        (Settings(nextn=3), {}),
+        (Settings(relaxed_topk=10, relaxed_delta=0.6), {}),
+        (
+            Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6),
+            {"relaxed_topk": 10, "relaxed_delta": 0.6},
+        ),
+        (Settings(rejection_sample_method="standard"), {"acceptance": "rejection"}),
+        (Settings(draft_sample_method="greedy"), {"draft_sample_method": "greedy"}),
+    ],
+)
+def test_what_a_request_is_told(settings: Settings, keywords: dict[str, object]) -> None:
+    assert sampling_settings(settings) == keywords
 
 
 def test_sources_are_joined() -> None:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from mtpbuild.builder import pipeline
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.pipeline import BuildRequest
-from tests.fakes import continuation, fake_manifest
+from mtpbuild.runtime.programs.base import Controls
+from tests.fakes import THINKING, FakePrograms, continuation, fake_manifest
 from tests.runtime.conftest import write_engine
 
 # As in TensorRT-LLM's blog, and in vllm-ascend's pages.
@@ -27,10 +28,7 @@ RELAXED = """    use_relaxed_acceptance_for_thinking: true
 """
 ASCEND = '{"num_speculative_tokens": 1, "method": "deepseek_mtp"}'
 PRINTED = ' {"method": "mtp", "num_speculative_tokens": 1, "disable_padded_drafter_batch": False} '
-NOT_RELAXED = (
-    "error: use_relaxed_acceptance_for_thinking true is not supported by this version; "
-    "acceptance is strict: leave it out\n"
-)
+PER_REQUEST = "note: acceptance is chosen per request: repeat it to `mtpbuild run`\n"
 TRT_FLAGS = ["--config", "--extra-llm-api-options", "--spec-decode-algo", "--spec-decode-nextn"]
 FLAGS = [*TRT_FLAGS, "--spec-decode-max-draft-len", "--speculative-config"]
 RELAXED_FLAGS = ["--relaxed-delta", "--relaxed-topk", "--use-relaxed-acceptance-for-thinking"]
@@ -91,12 +89,28 @@ def test_the_blog_on_build_and_run(blog: Path, built: list[BuildRequest], engine
     assert built == [BuildRequest("x", nextn=(3,))] * 3
 
 
-def test_the_blog_s_second_file_is_not_supported_yet(blog: Path, engine_dir: Path) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Controls]:
+    """What the programs are told of each request."""
+    seen, begin = list[Controls](), FakePrograms.begin
+
+    def record(self: FakePrograms, slot: int, length: int, newest: int, told: Controls) -> None:
+        seen.append(told)
+        begin(self, slot, length, newest, told)
+
+    monkeypatch.setattr(FakePrograms, "begin", record)
+    return seen
+
+
+def test_the_blog_s_second_file(
+    blog: Path, built: list[BuildRequest], engine_dir: Path, asked: list[Controls]
+) -> None:
     relaxed = blog.with_name("relaxed.yaml")
-    assert refused("build", "--model", "x", "--config", relaxed) == NOT_RELAXED
-    assert refused("run", "--engine", engine_dir, "--prompt", "a", "--config", relaxed) == (
-        NOT_RELAXED
-    )
+    code, _, err = call("build", "--model", "x", "--config", relaxed)
+    assert (code, err.endswith(PER_REQUEST), built) == (0, True, [BuildRequest("x", nextn=(3,))])
+    assert run(engine_dir, "--config", relaxed)[0] == 0
+    assert (asked[0].relaxed_topk, asked[0].relaxed_delta) == (10, 0.6)
+    assert asked[0].thinking_ids == THINKING
 
 
 @pytest.mark.parametrize(
@@ -117,16 +131,47 @@ def test_flags_on_build_and_run(flags: str, built: list[BuildRequest], engine_di
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "delta"),
     [
-        "--use_relaxed_acceptance_for_thinking --relaxed_topk 10 --relaxed_delta 0.6",
-        "--use-relaxed-acceptance-for-thinking --relaxed-topk 10 --relaxed-delta 0.6",
-        "--relaxed-topk 10",
+        ("--use_relaxed_acceptance_for_thinking --relaxed_topk 10 --relaxed_delta 0.6", 0.6),
+        ("--use-relaxed-acceptance-for-thinking --relaxed-topk 10 --relaxed-delta 0.6", 0.6),
+        ("--relaxed-topk 10", 0.0),
     ],
 )
-def test_relaxed_flags_of_run(flags: str, engine_dir: Path) -> None:
-    args = ("run", "--engine", engine_dir, "--prompt", "a", *flags.split())
-    assert refused(*args) == NOT_RELAXED
+def test_relaxed_flags_of_run(
+    flags: str, delta: float, engine_dir: Path, asked: list[Controls]
+) -> None:
+    assert run(engine_dir, *flags.split())[:2] == (0, [])
+    assert (asked[0].relaxed_topk, asked[0].relaxed_delta) == (10, delta)
+
+
+def test_relaxed_with_sampling(engine_dir: Path) -> None:
+    args = ("run", "--engine", engine_dir, "--prompt", "a", "--relaxed-topk", 3)
+    assert "relaxed acceptance is for greedy requests" in refused(*args, "--temperature", 0.6)
+
+
+def test_sampling_flags(engine_dir: Path, asked: list[Controls]) -> None:
+    flags = "--temperature 0.6 --top_p 0.95 --top-k 5 --min-p 0.1 --seed 4 --acceptance rejection"
+    assert run(engine_dir, *flags.split())[:2] == (0, [])
+    assert asked == [
+        Controls(
+            temperature=0.6,
+            top_p=0.95,
+            top_k=5,
+            min_p=0.1,
+            rejection=True,
+            thinking_ids=THINKING,
+            seed=4,
+        )
+    ]
+
+
+def test_acceptance_and_configuration_contradict(engine_dir: Path) -> None:
+    config = '{"method": "mtp", "rejection_sample_method": "standard"}'
+    args = ("run", "--engine", engine_dir, "--prompt", "a", "--speculative-config", config)
+    assert refused(*args, "--acceptance", "strict") == (
+        "error: --acceptance strict contradicts the configuration's rejection_sample_method\n"
+    )
 
 
 def test_relaxed_flags_that_ask_for_nothing(engine_dir: Path) -> None:

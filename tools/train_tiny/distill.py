@@ -18,6 +18,7 @@ from export import load_model
 from generate import continuations
 from model import Model
 from muon import Optimizer
+from threads import Threads
 from train import State, Trainer, rows, save
 
 SHARPNESS = 2.0  # the teacher's logits are multiplied by this: acceptance counts its argmax
@@ -129,13 +130,14 @@ def loop(
     args: argparse.Namespace, distiller: Distiller, optimizer: Optimizer,
     code: CodeRows, chats: ChatRows, log: Any,
 ) -> State:  # fmt: skip
-    started, state = time.monotonic(), State()
+    started, state, threads = time.monotonic(), State(), Threads(args.polite)
     shapes = ((1, 128), (1, 256)) if args.smoke else ((4, 512), (8, 256))
     while True:
         state.elapsed = time.monotonic() - started
         progress = state.step / args.steps if args.steps else state.elapsed / args.seconds
         if progress >= 1:
             return state
+        threads.adjust()
         found = []
         for (count, length), share in zip(shapes, (1.0, 0.0), strict=True):
             batch = make_batch(code, chats, count, length, share)
@@ -171,6 +173,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--seed", type=int, default=23)
     parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--polite", action="store_true", help="under `nice`: see threads.py")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()

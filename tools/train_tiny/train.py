@@ -31,6 +31,7 @@ from data import (
 from model import Model, Shape
 from muon import Optimizer
 from problems import training_problems
+from threads import Threads
 
 MTP_WEIGHT = 0.3  # of the mean over the modules, as in the DeepSeek-V3 paper
 BALANCE_RATE = 0.001
@@ -74,6 +75,7 @@ class Trainer:
         self.loss = cross_entropy
         if compiled:
             torch._dynamo.config.recompile_limit = 64
+            torch._inductor.config.cpp.dynamic_threads = True
             for layer in [*self.model.layers, *(m.block for m in self.model.mtp)]:
                 layer.compile(dynamic=False)
             self.loss = torch.compile(cross_entropy, dynamic=False)
@@ -173,10 +175,12 @@ def loop(
     code: CodeRows, chats: ChatRows, log: Any, checkpoint: Path,
 ) -> None:  # fmt: skip
     """Steps until the budget (seconds, or steps in smoke mode) is spent."""
+    threads = Threads(args.polite)
     phases = SMOKE_PHASES if args.smoke else PHASES
     saved, shown = time.monotonic(), time.monotonic()
     while (progress := progress_of(args, state)) < 1:
         started = time.monotonic()
+        threads.adjust()
         phase = next(p for p in phases if progress < p.end)
         parts = [(make_batch(code, chats, phase.code[0], phase.code[1], 1.0), phase.code[1])]
         parts.append((make_batch(code, chats, phase.chat[0], phase.chat[1], 0.0), phase.chat[1]))
@@ -232,6 +236,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--polite", action="store_true", help="under `nice`: see threads.py")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--fresh", action="store_true", help="ignore a stored checkpoint")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a small shape")
