@@ -13,7 +13,9 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import Program, make_programs
 from mtpbuild.builder.trace import trace
 from mtpbuild.builder.weights_file import WEIGHTS, Placed, write_weights
+from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import ModelInfo, hash_file
+from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
 
 __all__ = ["ModelSource", "load_model", "trace"]
 
@@ -38,9 +40,23 @@ class ModelSource:
     weights: WrittenWeights | None = None
 
     def __post_init__(self) -> None:
+        self._check_tokenizer()
         self.checkpoint = open_checkpoint(self.folder)
         self.table = self.checkpoint.check(self.config)
         self.model = DeepseekV3(self.config)  # uninitialised: its memory is never touched
+
+    def _check_tokenizer(self) -> None:
+        path = self.folder / TOKENIZER
+        if not path.is_file():
+            return  # such an engine runs token ids only
+        try:
+            size = read_backend(path).get_vocab_size()
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+        if size > self.config.vocab_size:
+            raise CheckpointError(
+                f"{path}: {size} tokens, config.json has vocab_size {self.config.vocab_size}"
+            )
 
     def write_weights(self, folder: Path, siblings: Path) -> WrittenWeights:
         """folder/weights.safetensors; a hard link where a sibling engine has the same one."""

@@ -4,6 +4,7 @@ recipe -> checkpoint -> weights file -> step program -> torch.export -> target -
 """
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -133,6 +134,13 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
     length = request.max_seq_len
     if length is None:
         length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+    elif length > config.max_position_embeddings:
+        logging.getLogger(__name__).warning(
+            "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
+            "what the model says there is untested",
+            length,
+            config.max_position_embeddings,
+        )
     for nextn in sorted(set(nextns)):
         out = request.out or Path("engines")
         if request.out is None or len(set(nextns)) > 1:

@@ -17,7 +17,8 @@ class Loop:
         self.scheduler = Scheduler(manifest.build.max_batch)
         self.acceptance = Acceptance(manifest.build.nextn)
         self.requests = self.prompt_tokens = 0
-        self._watch = AcceptanceWatch(manifest.build.nextn)
+        nothing_drafted = manifest.build.drafter == "none"
+        self._watch = AcceptanceWatch(0 if nothing_drafted else manifest.build.nextn)
         self._window = manifest.window
         self._chunk = manifest.build.prefill_chunk
 

@@ -85,6 +85,18 @@ class Tokenizer:
         return text
 
 
+def read_backend(path: Path) -> tokenizers.Tokenizer:
+    """A tokenizer.json that the run time can decode; raises ValueError that names the file."""
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ValueError(f"{path}: not a tokenizer ({error})") from None
+    if not isinstance(backend.decoder, ByteLevel):
+        kind = type(backend.decoder).__name__
+        raise ValueError(f"{path}: decoder {kind}; only byte-level tokenizers are supported")
+    return backend
+
+
 def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
     """The tokenizer of an engine that was checked; None if it was built without one.
 
@@ -92,14 +104,10 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
     """
     if TOKENIZER not in manifest.files:
         return None
-    path = folder / TOKENIZER
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises plain Exception
-        raise EngineFileError(f"{path}: not a tokenizer ({error}); rebuild the engine") from None
-    if not isinstance(backend.decoder, ByteLevel):
-        kind = type(backend.decoder).__name__
-        raise EngineFileError(f"{path}: decoder {kind}; only byte-level tokenizers are supported")
+        backend = read_backend(folder / TOKENIZER)
+    except ValueError as error:
+        raise EngineFileError(f"{error}; rebuild the engine") from None
     config = _read_config(folder, manifest)
     model = manifest.model
     eos = model.eos_token_ids[0] if model.eos_token_ids else None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 
 from mtpbuild.builder.model.config import load_config, parse_config
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
@@ -169,3 +170,10 @@ def lower(reference: Transformer) -> DeepseekV3:
     }
     model.load_state_dict(weights, assign=True)
     return model.eval()
+
+
+def write_tokenizer(path: Path, size: int = 1) -> None:
+    """A byte-level tokenizer of so many tokens."""
+    tokenizer = Tokenizer(models.BPE(vocab={f"t{i}": i for i in range(size)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path))

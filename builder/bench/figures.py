@@ -12,6 +12,7 @@ from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
 
 ALL = "all"
 RESAMPLES = 1000
+AGREEMENT = 0.05  # measured and predicted speedup, as a share
 Groups = Sequence[Sequence[Sample]]
 
 
@@ -186,6 +187,21 @@ def recommendation(table: Sequence[Row]) -> tuple[int, str]:
     if ratio.value > 1:
         return best.nextn, f"MTP may pay, within the spread: {named}; {why}"
     return 0, f"MTP does not pay: nextn 0 is the fastest, then {named}; {why}"
+
+
+def disagreements(table: Sequence[Row]) -> str | None:
+    """Where measured and predicted speedup are further apart than they should be."""
+    apart = []
+    for row in table:
+        measured, predicted = row.overall.speedup.value, row.overall.predicted
+        if abs(measured / predicted - 1) > AGREEMENT:
+            apart.append(f"nextn {row.nextn} {measured:.2f}x against {predicted:.2f}x")
+    if not apart:
+        return None
+    return (
+        f"measured and predicted speedup are more than {100 * AGREEMENT:.0f} % apart: "
+        f"{', '.join(apart)}. Repeat it on a quiet machine, with more requests."
+    )
 
 
 def kinds_apart(drafting: Sequence[Row], best: Row) -> str:

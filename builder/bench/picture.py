@@ -40,9 +40,16 @@ def draw(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.yaxis.grid(True, color="#dddddd")
         axes.set_axisbelow(True)
-    figure.suptitle(title)
     handles = [*left.get_legend_handles_labels()[0], right.lines[-1]]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(
+        handles=handles,
+        title=title,
+        title_fontsize=13,
+        loc="outside upper center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+    )
     figure.supxlabel(fill(note, 150), fontsize=7, color=GREY)
     figure.savefig(path, dpi=160)
 
@@ -68,7 +75,7 @@ def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> Non
                 fontsize=7,
             )
         predicted = [row.kinds[kind].predicted for row in rows]
-        label = "predicted: length / (v + d)" if k == len(kinds) - 1 else None
+        label = "predicted: L / (v + d)" if k == len(kinds) - 1 else None
         axes.plot(places, predicted, "_", color="black", markersize=14, label=label)
     axes.axhline(1, color=GREY, linewidth=0.8)
     axes.set_ylabel("speedup over nextn 0")

@@ -11,6 +11,7 @@ from mtpbuild.builder.bench.figures import (
     Figures,
     Ratio,
     Row,
+    disagreements,
     percentile,
     recommendation,
 )
@@ -128,13 +129,14 @@ def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
     yield "speedup over nextn 0", lambda row, f: f"{f.speedup.value:.2f}x"
     yield "  95 % interval", lambda row, f: interval(f.speedup) if row.nextn else "-"
     yield "  predicted, L / (v + d)", lambda row, f: f"{f.predicted:.2f}x"
-    yield "acceptance length L", lambda row, f: f"{f.drafting.mean_acceptance_length or 0:.2f}"
+    yield "acceptance length", lambda row, f: f"{f.drafting.mean_acceptance_length or 0:.2f}"
+    yield "  L: first step left out", lambda row, f: f"{f.tokens_per_step:.2f}"
     for i in range(nextn):
         yield f"  accepted at position {i + 1}", partial(rate_at, i)
     yield "v: verify / nextn 0's step", lambda row, f: f"{row.cost.v:.2f}"
-    yield "d: draft / nextn 0's step", lambda row, f: f"{row.cost.d:.2f}"
+    yield "d: draft / nextn 0's step", lambda row, f: f"{row.cost.d:z.2f}"
     yield "ms per step, median", lambda row, f: ms(statistics.median(f.itl))
-    yield "  drafting's share", lambda row, f: f"{100 * row.cost.draft_share:.0f} %"
+    yield "  drafting's share", lambda row, f: f"{100 * row.cost.draft_share:z.0f} %"
     for percent in (50, 90, 99):
         yield f"ms per output token, p{percent}", partial(tpot_at, percent)
     yield "ms to first token, p50", lambda row, f: ms(statistics.median(f.ttft))
@@ -164,13 +166,7 @@ def table(report: Report, kind: str) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    result = Table(
-        title=_title(report, kind),
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
-    )
+    result = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     result.add_column("nextn", no_wrap=True)
     for row in report.rows:
         result.add_column(str(row.nextn), justify="right", no_wrap=True)
@@ -181,8 +177,9 @@ def table(report: Report, kind: str) -> "Table":
 
 def _title(report: Report, kind: str) -> str:
     figures = report.rows[0].kinds[kind]
+    requests = "1 request" if figures.requests == 1 else f"{figures.requests} requests"
     return (
-        f"\n{report.model}, {kind}: {figures.requests} requests, "
+        f"\n{report.model}, {kind}: {requests}, "
         f"{figures.input_tokens} prompt and {figures.output_tokens} output tokens, "
         f"concurrency {report.settings['concurrency']}"
     )
@@ -195,9 +192,12 @@ def print_report(report: Report) -> None:
     console = Console(highlight=False)
     kinds = list(report.rows[0].kinds)
     for kind in [*kinds[1:], ALL] if len(kinds) > 2 else kinds[1:]:
+        console.print(_title(report, kind), style="bold", soft_wrap=True)
         console.print(table(report, kind))
     m = report.machine
     threads = f"{m['threads']} threads" if m["threads"] else "threads as onnxruntime chooses"
     load = f", load {m['load_average'][0]:.1f} at the start" if m["load_average"] else ""
     console.print(f"\n{m['cpu']}, {m['cores']} cores, {threads}{load}", soft_wrap=True)
+    if (apart := disagreements(report.rows)) is not None:
+        console.print(apart, soft_wrap=True)
     console.print(recommendation(report.rows)[1], style="bold", soft_wrap=True)

@@ -1,5 +1,6 @@
 """`mtpbuild bench`: its arithmetic, its requests, what it writes. Never how fast anything was."""
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -20,6 +22,7 @@ from mtpbuild.builder.bench.figures import (
     Figures,
     Ratio,
     Row,
+    disagreements,
     merged,
     percentile,
     recommendation,
@@ -83,7 +86,7 @@ def by_hand() -> dict[int, Measured]:
 
 
 def fake_engine(nextn: int, **build: Any) -> Engine:
-    manifest = fake_manifest(nextn=nextn, max_seq_len=512, **build)
+    manifest = fake_manifest(nextn=nextn, max_seq_len=1024, **build)
     return Engine(FakePrograms(manifest), manifest, fake_tokenizer())
 
 
@@ -217,6 +220,14 @@ def test_recommendation(rest: list[Row], nextn: int, says: str) -> None:
     assert "\n" not in text
 
 
+def test_disagreements() -> None:
+    figures = made_by_hand().rows[1]
+    assert figures.overall.predicted == pytest.approx(1.6 / 1.5)
+    close, far = row(1, all=(1.1, 1.0, 1.2)), row(2, all=(1.3, 1.2, 1.4))
+    assert disagreements([close]) is None
+    assert "5 % apart: nextn 2 1.30x against 1.07x." in (disagreements([close, far]) or "")
+
+
 # The requests
 
 
@@ -284,13 +295,13 @@ def test_a_datasets_lines(tmp_path: Path) -> None:
         ('{"task_id": 1}', {}, "mine.jsonl:1: give one of prompt"),
         ('{"input_ids": [999]}', {}, "mine.jsonl:1: token id 999 is outside the vocabulary"),
         ("\n", {}, "--dataset .*mine.jsonl: no requests in it"),
-        ('{"input_ids": [5]}', {"output_len": 0}, "--output-len 0 is outside 1..512"),
-        ('{"input_ids": [5]}', {"input_len": 0}, "--input-len 0 is outside 1..512"),
-        ('{"input_ids": [5]}', {"output_len": 512}, "1 prompt and 512 output tokens are more"),
+        ('{"input_ids": [5]}', {"output_len": 0}, "--output-len 0 is outside 1..1024"),
+        ('{"input_ids": [5]}', {"input_len": 0}, "--input-len 0 is outside 1..1024"),
+        ('{"input_ids": [5]}', {"output_len": 1024}, "1 prompt and 1024 output tokens are more"),
     ],
 )
 def test_datasets_that_are_refused(
-    text: str, flags: dict[str, int], says: str, tmp_path: Path
+    text: str, flags: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.jsonl").write_text(text)
     with pytest.raises(UsageError, match=says):
@@ -361,9 +372,9 @@ def test_the_json() -> None:
 
 
 def printed(report: Report, width: int) -> str:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table(report, ALL))
-    return console.export_text()
+    out = io.StringIO()
+    Console(width=width, file=out).print(table(report, ALL))
+    return out.getvalue()
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,7 +389,8 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert text["speedup over nextn 0"] == ["1.00x", "1.00x"]
     assert text["95 % interval"] == ["-", "0.80-1.33"]
     assert text["predicted, L / (v + d)"] == ["1.00x", "1.07x"]
-    assert text["acceptance length L"] == ["1.00", "1.43"]
+    assert text["acceptance length"] == ["1.00", "1.43"]
+    assert text["L: first step left out"] == ["1.00", "1.60"]
     assert text["accepted at position 1"] == ["0.43"]
     assert text["v: verify / nextn 0's step"] == ["1.00", "1.25"]
     assert text["d: draft / nextn 0's step"] == ["0.00", "0.25"]
@@ -454,6 +466,23 @@ def invoke(*args: str | Path) -> tuple[int, str, str]:
     done = CliRunner().invoke(app, ["bench", *map(str, args)], env={"COLUMNS": "300"})
     assert done.exception is None or isinstance(done.exception, SystemExit)
     return done.exit_code, done.stdout, done.stderr
+
+
+def test_frozen_flags() -> None:
+    command = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    assert sorted(flag for option in command.params for flag in option.opts) == [
+        "--concurrency",
+        "--dataset",
+        "--drafter",
+        "--input-len",
+        "--json",
+        "--model",
+        "--nextn",
+        "--num-requests",
+        "--out",
+        "--output-len",
+        "--threads",
+    ]
 
 
 @pytest.fixture

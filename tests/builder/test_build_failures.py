@@ -15,7 +15,7 @@ from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages, build
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.runtime.errors import BuildError, CheckpointError
 from mtpbuild.runtime.manifest import check_files, read_manifest
-from tests.checkpoints import random_checkpoint
+from tests.checkpoints import random_checkpoint, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -127,10 +127,10 @@ def no_rename(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("full", [no_weights, no_graph, no_manifest, no_tokenizer, no_rename])
 def test_disk_full(full: Any, smallest: Path, tmp_path: Path) -> None:
     model = shutil.copytree(smallest, tmp_path / "model")
-    (model / "tokenizer.json").write_text("{}")
+    write_tokenizer(model / "tokenizer.json")
     old = run(model, tmp_path / "engines" / "engine")
     other = random_checkpoint(tmp_path / "other", seed=1, num_hidden_layers=1)
-    (other / "tokenizer.json").write_text("{}")
+    write_tokenizer(other / "tokenizer.json")
     with pytest.MonkeyPatch.context() as patch:
         full(patch)
         with pytest.raises(BuildError) as caught:

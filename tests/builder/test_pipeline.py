@@ -37,7 +37,7 @@ from mtpbuild.runtime.manifest import (
     check_files,
     read_manifest,
 )
-from tests.checkpoints import random_checkpoint
+from tests.checkpoints import random_checkpoint, write_tokenizer
 
 
 def request(checkpoint: Path, *nextn: int, **flags: Any) -> BuildRequest:
@@ -169,12 +169,24 @@ class TestQuick:
         model = shutil.copytree(smallest, tmp_path / "model")
         for name in (*package.SIDE_FILES, "README.md", "modeling.py"):
             (model / name).write_text("{}")
+        write_tokenizer(model / "tokenizer.json")
         (model / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
         built = build_one(model, 0, tmp_path / "engine")
         assert set(contents(built.folder)) == engine_files(built.folder) | set(package.SIDE_FILES)
         check_files(built.folder, built.manifest, verify_hashes=True)
         assert built.manifest.model.eos_token_ids == (7, 5)
         assert built.manifest.model.bos_token_id == 0
+
+    def test_tokenizers_that_can_not_be(self, smallest: Path, tmp_path: Path) -> None:
+        """Found when building, not when the engine is run."""
+        model = shutil.copytree(smallest, tmp_path / "model")
+        (model / "tokenizer.json").write_text("{}")
+        with pytest.raises(CheckpointError, match="not a tokenizer"):
+            build_one(model, 0, tmp_path / "engine")
+        write_tokenizer(model / "tokenizer.json", size=62)
+        with pytest.raises(CheckpointError, match="62 tokens"):
+            build_one(model, 0, tmp_path / "engine")
+        assert not (tmp_path / "engine").exists()
 
     def test_what_makes_a_build_new(self, smallest: Path, tmp_path: Path) -> None:
         model = shutil.copytree(smallest, tmp_path / "model")

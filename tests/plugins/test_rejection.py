@@ -118,17 +118,18 @@ def recover_with_the_accepting_number(patch: pytest.MonkeyPatch) -> None:
 
 def recover_from_p(patch: pytest.MonkeyPatch) -> None:
     """No residual: the rejected draft's mass is counted twice."""
+
     def wrong(law: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         return draw(P[FIRST].expand_as(law), number)
 
-    patch.setattr(f"{mixed.__name__}.draw", wrong)
+    patch.setitem(vars(mixed), "draw", wrong)
 
 
 def q_for_p(patch: pytest.MonkeyPatch) -> None:
     def wrong(logits: Tensor, shaping: Shaping) -> Tensor:
         return shaped_probs(torch.roll(logits, 1, dims=-1), shaping)
 
-    patch.setattr(f"{mixed.__name__}.shaped_probs", wrong)
+    patch.setitem(vars(mixed), "shaped_probs", wrong)
 
 
 BUGS: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -1,0 +1,68 @@
+"""Acceptance length by temperature, acceptance and drafts, side by side on one engine.
+
+    python benchmarks/acceptance.py engines/tiny_n3 [--tokens 192] [--top-p 0.95] [--requests 20]
+
+Each cell is 1 + accepted drafts / steps over the built-in prompts of one kind. Seeds are the
+request's number, so a run can be repeated.
+"""
+
+import argparse
+from dataclasses import replace
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
+from mtpbuild.runtime import Engine, SamplingParams
+
+Acceptance = Literal["strict", "rejection"]
+Drafts = Literal["greedy", "probabilistic"]
+TEMPERATURES = (0.6, 1.0)
+METHODS: list[tuple[Acceptance, Drafts]] = [
+    ("strict", "greedy"),
+    ("strict", "probabilistic"),
+    ("rejection", "greedy"),
+    ("rejection", "probabilistic"),
+]
+
+
+def acceptance_length(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Over all steps of all prompts; each prompt has its number as its seed."""
+    each = [replace(params, seed=seed) for seed in range(len(prompts))]
+    reports = [r.metrics.speculative_decoding for r in engine.generate(prompts, each)]
+    steps = sum(report.num_spec_steps for report in reports)
+    return 1 + sum(report.num_accepted_draft_tokens for report in reports) / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine")
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--requests", type=int, default=20)
+    arguments = parser.parse_args()
+    table = Table("kind", "temperature", *(f"{a}, {d} drafts" for a, d in METHODS))
+    with Engine.load(arguments.engine) as engine:
+        for kind in BUILT_IN:
+            asked = Asked(kind, arguments.requests, output_len=arguments.tokens)
+            prompts = [p.token_ids for group in load_groups(asked, engine, 1) for p in group]
+            greedy = SamplingParams(max_tokens=arguments.tokens)
+            table.add_row(kind, "0", f"{acceptance_length(engine, prompts, greedy):.2f}")
+            for temperature in TEMPERATURES:
+                cells = []
+                for acceptance, drafts in METHODS:
+                    params = replace(
+                        greedy,
+                        temperature=temperature,
+                        top_p=arguments.top_p,
+                        acceptance=acceptance,
+                        draft_sample_method=drafts,
+                    )
+                    cells.append(f"{acceptance_length(engine, prompts, params):.2f}")
+                table.add_row(kind, str(temperature), *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
