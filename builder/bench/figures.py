@@ -21,8 +21,12 @@ class Ratio:
     """A quotient and the 95 % interval that resampling the requests gives."""
 
     value: float
-    low: float
-    high: float
+    low: float | None  # None if there was but one group of requests
+    high: float | None
+
+    @property
+    def interval(self) -> str:
+        return "-" if self.low is None else f"{self.low:.2f}-{self.high:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,8 @@ def speedup(groups: Groups, base: Groups) -> Ratio:
         divisor = seconds * base_tokens
         return tokens * base_seconds / divisor if divisor else None
 
+    if len(parts) == 1:
+        return Ratio(ratio(parts) or 0.0, None, None)
     rng = random.Random(0)
     drawn = [ratio(rng.choices(parts, k=len(parts))) for _ in range(RESAMPLES)]
     known = [value for value in drawn if value is not None]
@@ -180,12 +186,12 @@ def recommendation(table: Sequence[Row]) -> tuple[int, str]:
         return 0, "only nextn 0 was measured: give --nextn 0,1,2,3"
     best = max(drafting, key=lambda row: row.overall.speedup.value)
     ratio, cost = best.overall.speedup, best.cost.v + best.cost.d
-    named = f"nextn {best.nextn}, {ratio.value:.2f}x ({ratio.low:.2f}..{ratio.high:.2f})"
+    named = f"nextn {best.nextn}, {ratio.value:.2f}x ({ratio.interval})"
     why = f"{best.overall.tokens_per_step:.2f} tokens per step at {cost:.2f} times the step's cost"
-    if ratio.low > 1:
+    if ratio.low is not None and ratio.low > 1:
         return best.nextn, f"MTP pays: {named}; {why}{kinds_apart(drafting, best)}"
     if ratio.value > 1:
-        return best.nextn, f"MTP may pay, within the spread: {named}; {why}"
+        return best.nextn, f"MTP may pay, too few requests to be sure: {named}; {why}"
     return 0, f"MTP does not pay: nextn 0 is the fastest, then {named}; {why}"
 
 

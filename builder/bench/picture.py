@@ -61,8 +61,8 @@ def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> Non
         places = [i - 0.4 + width * (k + 0.5) for i in range(len(rows))]
         ratios = [row.kinds[kind].speedup for row in rows]
         values = [ratio.value for ratio in ratios]
-        below = [max(0.0, ratio.value - ratio.low) for ratio in ratios]
-        above = [max(0.0, ratio.high - ratio.value) for ratio in ratios]
+        below = [max(0.0, r.value - (r.low or r.value)) for r in ratios]
+        above = [max(0.0, (r.high or r.value) - r.value) for r in ratios]
         axes.bar(places, values, width * 0.92, color=COLOURS[k % len(COLOURS)], label=kind)
         axes.errorbar(places, values, [below, above], fmt="none", ecolor="#333333", capsize=2)
         for place, value, up in zip(places, values, above, strict=True):

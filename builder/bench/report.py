@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from mtpbuild.builder.bench.figures import (
     ALL,
     Figures,
-    Ratio,
     Row,
     disagreements,
     percentile,
@@ -127,7 +126,7 @@ def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
     yield "drafter", lambda row, f: (row.drafter or "-").removeprefix("mtp-")
     yield "tokens/s per user", lambda row, f: f"{f.tokens_per_s:.1f}"
     yield "speedup over nextn 0", lambda row, f: f"{f.speedup.value:.2f}x"
-    yield "  95 % interval", lambda row, f: interval(f.speedup) if row.nextn else "-"
+    yield "  95 % interval", lambda row, f: f.speedup.interval if row.nextn else "-"
     yield "  predicted, L / (v + d)", lambda row, f: f"{f.predicted:.2f}x"
     yield "acceptance length", lambda row, f: f"{f.drafting.mean_acceptance_length or 0:.2f}"
     yield "  L: first step left out", lambda row, f: f"{f.tokens_per_step:.2f}"
@@ -146,10 +145,6 @@ def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
 
 def ms(seconds: float) -> str:
     return f"{1000 * seconds:.2f}"
-
-
-def interval(ratio: Ratio) -> str:
-    return f"{ratio.low:.2f}-{ratio.high:.2f}"
 
 
 def tpot_at(percent: float, row: Row, figures: Figures) -> str:

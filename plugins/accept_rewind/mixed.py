@@ -53,60 +53,83 @@ def accept_mixed(
     A draft that was an argmax has a point mass there, so that one rule covers both.
     """
     _, T, V = logits.shape
-    K, row = T - 1, torch.arange(T, device=window.device)
-    shaping = judging.shaping.rows(2)
-    p = shaped_probs(logits, shaping)  # [B, T, V]
-    real = row[:K] < num_drafts[:, None]  # [B, K]
-    drafts = window[:, 1:].clamp(0, V - 1)  # an id outside the vocabulary is never accepted
-
-    # The token that each row emits if the step ends there.
-    at = lengths[:, None] + 1 + row  # absolute position that row j decides
+    row = torch.arange(T, device=window.device)
+    real = row[: T - 1] < num_drafts[:, None]  # [B, K]
+    p = shaped_probs(logits, judging.shaping.rows(2))  # [B, T, V]
+    at = lengths[:, None] + 1 + row  # the position that row j decides
     numbers = judging.uniforms.gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
-    rejecting = judging.rejection[:, None]
-    law = p
-    if K:
-        q = torch.where((rejecting & real)[..., None], draft_probs, 0.0)
-        rest = (p[:, :K] - q).clamp(min=0)
-        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[:, :K])
-        law = torch.cat([rest, p[:, K:]], dim=1)
-    number = torch.where(rejecting, numbers[:, RECOVER], numbers[:, DRAFT])
-    drawn, cell = draw(law, number)
-    sampled = judging.shaping.temperature[:, None] > 0
-    target = torch.where(sampled, drawn, logits.argmax(-1))
 
-    # Which drafts are accepted, each given the ones before it.
+    target, margins = _targets(logits, p, draft_probs, real, numbers, judging)
     phases = _phases(window, thinking, judging.thinking_ids)  # [B, T]
     n = torch.ones_like(lengths)
-    if K:
-        p_draft = p[:, :K].gather(-1, drafts[..., None])  # [B, K, 1]
-        q_draft = draft_probs.gather(-1, drafts[..., None])[..., 0]
-        equal = drafts == target[:, :K]
-        lucky = numbers[:, ACCEPT, :K] * q_draft < p_draft[..., 0]
-        near = _near(p[:, :K], drafts, p_draft, judging) & phases[:, :K] & ~sampled
-        by_chance = rejecting & sampled
-        good = (by_chance & lucky) | (
-            ~by_chance & (equal | near)
-        )  # bool Where: not in ONNX Runtime
-        good = good & real & (drafts == window[:, 1:])
-        mismatch = torch.where(good, K, row[:K])
-        n = torch.cat([mismatch, torch.full_like(window[:, :1], K)], -1).amin(-1) + 1
+    if T > 1:
+        good = real & _accepted(p, window, draft_probs, target, numbers, phases, judging)
+        mismatch = torch.where(good, T - 1, row[: T - 1])
+        n = mismatch.amin(-1) + 1
     n = torch.where(active, n, 0)
 
+    final = (n - 1).clamp(min=0)[:, None]
     follow = torch.cat([window[:, 1:], window[:, :1]], dim=1)
     tokens = torch.where(row < n[:, None] - 1, follow, target)
-    top = logits.topk(2, dim=-1).values
     given = logits.gather(-1, tokens.clamp(0, V - 1)[..., None])[..., 0]
-    ends = phases.gather(1, (n - 1).clamp(min=0)[:, None])[:, 0]
-    newest = tokens.gather(1, (n - 1).clamp(min=0)[:, None])[:, 0]
-    after = _after(ends, newest, judging.thinking_ids)
+    phase = phases.gather(1, final)[:, 0]
+    after = _after(phase, tokens.gather(1, final)[:, 0], judging.thinking_ids)
     return Verdict(
         tokens=torch.where(row < n[:, None], tokens, -1),
         n=n,
         lengths=lengths + n,
         logprobs=given - logits.logsumexp(-1),
-        margins=torch.where(sampled, cell, top[..., 0] - top[..., 1]),
+        margins=margins,
         thinking=(active & after) | (~active & thinking),
     )
+
+
+def _targets(
+    logits: Tensor,
+    p: Tensor,
+    draft_probs: Tensor,
+    real: Tensor,
+    numbers: Tensor,
+    judging: Judging,
+) -> tuple[Tensor, Tensor]:
+    """The token that each row emits if the step ends there, and its margin, both [B, T]."""
+    K, rejecting = draft_probs.shape[1], judging.rejection[:, None]
+    law = p
+    if K:  # a rejected draft's row draws from what q has too little of
+        q = torch.where((rejecting & real)[..., None], draft_probs, 0.0)
+        rest = (p[:, :K] - q).clamp(min=0)
+        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[:, :K])
+        law = torch.cat([rest, p[:, K:]], dim=1)
+    drawn, cell = draw(law, torch.where(rejecting, numbers[:, RECOVER], numbers[:, DRAFT]))
+    sampled = judging.shaping.temperature[:, None] > 0
+    top = logits.topk(2, dim=-1).values
+    return (
+        torch.where(sampled, drawn, logits.argmax(-1)),
+        torch.where(sampled, cell, top[..., 0] - top[..., 1]),
+    )
+
+
+def _accepted(
+    p: Tensor,
+    window: Tensor,
+    draft_probs: Tensor,
+    target: Tensor,
+    numbers: Tensor,
+    phases: Tensor,
+    judging: Judging,
+) -> Tensor:
+    """Whether each draft would be kept if all before it were: [B, K]."""
+    K, V = draft_probs.shape[1:]
+    drafts = window[:, 1:].clamp(0, V - 1)
+    p_draft = p[:, :K].gather(-1, drafts[..., None])  # [B, K, 1]
+    q_draft = draft_probs.gather(-1, drafts[..., None])[..., 0]
+    sampled = judging.shaping.temperature[:, None] > 0
+    by_chance = judging.rejection[:, None] & sampled
+    lucky = numbers[:, ACCEPT, :K] * q_draft < p_draft[..., 0]
+    near = _near(p[:, :K], drafts, p_draft, judging) & phases[:, :K] & ~sampled
+    # Not torch.where: ONNX Runtime has no Where of bool. An id outside the vocabulary never counts.
+    good = (by_chance & lucky) | (~by_chance & ((drafts == target[:, :K]) | near))
+    return good & (drafts == window[:, 1:])
 
 
 def _near(p: Tensor, drafts: Tensor, p_draft: Tensor, judging: Judging) -> Tensor:

@@ -11,10 +11,11 @@ from torch.export import ExportedProgram
 from mtpbuild.builder import compiler
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import Program
+from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import Placed
-from tests.checkpoints import random_checkpoint
+from tests.checkpoints import make_predictable, random_checkpoint, save_checkpoint
 
 SMALLEST: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -28,6 +29,18 @@ def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint `small` of one layer and one module, without a tokenizer; don't change it."""
     torch.set_num_threads(1)
     return random_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", **SMALLEST)
+
+
+@pytest.fixture(scope="session")
+def predictable() -> Transformer:
+    """A model whose own drafts are often right."""
+    torch.set_num_threads(1)
+    return make_predictable()
+
+
+@pytest.fixture(scope="session")
+def predictable_folder(predictable: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("predictable") / "predictable", predictable)
 
 
 @pytest.fixture

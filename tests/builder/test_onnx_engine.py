@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import torch
 
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.reference import Transformer
@@ -14,7 +13,6 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.onnxruntime import ROW_STEP, OnnxPrograms
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
 from tests.engines import greedy_ids
 from tests.forced import Run, Seen
@@ -22,17 +20,6 @@ from tests.reference.recompute import greedy
 
 CHUNK = 4
 ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]
-
-
-@pytest.fixture(scope="module")
-def reference() -> Transformer:
-    torch.set_num_threads(1)
-    return make_predictable()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(reference: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("predictable") / "predictable", reference)
 
 
 def load(engine: Path) -> OnnxPrograms:
@@ -45,16 +32,16 @@ def load(engine: Path) -> OnnxPrograms:
 def test_every_step_equals_recomputation(
     nextn: int,
     drafter: DrafterName | None,
-    checkpoint: Path,
-    reference: Transformer,
+    predictable_folder: Path,
+    predictable: Transformer,
     build_engine: EngineBuilder,
 ) -> None:
-    engine = build_engine(checkpoint, nextn, drafter, prefill_chunk=CHUNK)
+    engine = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK)
     rng, seen = np.random.default_rng(nextn), Seen()
     programs = load(engine)  # one engine, request after request: stale state must not matter
     for length in (11, 1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 20):
         prompt = rng.integers(0, 61, length).tolist()
-        _, saw = Run(programs, reference, nextn, drafter, CHUNK, rng).steps(prompt, 10)
+        _, saw = Run(programs, predictable, nextn, drafter, CHUNK, rng).steps(prompt, 10)
         seen.accepted |= saw.accepted
         seen.num_drafts |= saw.num_drafts
     assert seen.accepted == set(range(1, nextn + 2))
@@ -65,12 +52,12 @@ def test_every_step_equals_recomputation(
 def test_batches_equal_single_requests(
     nextn: int,
     drafter: DrafterName | None,
-    checkpoint: Path,
-    reference: Transformer,
+    predictable_folder: Path,
+    predictable: Transformer,
     build_engine: EngineBuilder,
 ) -> None:
     """O7: more requests than slots, of all lengths; slots are left and taken at different steps."""
-    engine = build_engine(checkpoint, nextn, drafter, prefill_chunk=CHUNK, max_batch=3)
+    engine = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK, max_batch=3)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, 61, n).tolist() for n in (150, 1, 6, 2, 40, 13, 3)]
     counts = [5, 60, 17, 40, 3, 90, 11]
@@ -78,24 +65,24 @@ def test_batches_equal_single_requests(
     with Engine.load(engine, threads=1) as loaded:
         results = loaded.generate(prompts, params)
     for prompt, count, result in zip(prompts, counts, results, strict=True):
-        assert list(result.token_ids) == greedy(reference, prompt, count)
+        assert list(result.token_ids) == greedy(predictable, prompt, count)
 
 
 def test_an_engine_fills_its_capacity(
-    checkpoint: Path, reference: Transformer, build_engine: EngineBuilder
+    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
 ) -> None:
     """The last step before max_seq_len stays within the caches and the text ends there."""
-    engine = build_engine(checkpoint, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_seq_len=40)
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_seq_len=40)
     prompt = list(range(5, 15))
     with Engine.load(engine, threads=1) as loaded:
         result = loaded.generate(prompt, SamplingParams(max_tokens=999, ignore_eos=True))
     assert result.finish_reason == "length"
-    assert list(result.token_ids) == greedy(reference, prompt, 30)
+    assert list(result.token_ids) == greedy(predictable, prompt, 30)
 
 
-def test_a_step_costs_what_is_used(checkpoint: Path, build_engine: EngineBuilder) -> None:
+def test_a_step_costs_what_is_used(predictable_folder: Path, build_engine: EngineBuilder) -> None:
     """The programs are given the rows in use, whatever the capacity."""
-    programs = load(build_engine(checkpoint, 0, None, max_seq_len=16384))
+    programs = load(build_engine(predictable_folder, 0, None, max_seq_len=16384))
     programs.begin(0, 0, 5)
     programs.step(np.array([True]), 1)
     assert programs.state["kv.0"].shape == (1, 1, ROW_STEP, 20)
@@ -103,11 +90,11 @@ def test_a_step_costs_what_is_used(checkpoint: Path, build_engine: EngineBuilder
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_move_with_their_slots(
-    batch: int, checkpoint: Path, build_engine: EngineBuilder
+    batch: int, predictable_folder: Path, build_engine: EngineBuilder
 ) -> None:
     """Growing and shrinking the bound rows keeps every committed row."""
     flags = {} if batch == 1 else {"max_batch": batch}
-    programs = load(build_engine(checkpoint, 0, None, prefill_chunk=CHUNK, **flags))
+    programs = load(build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK, **flags))
     cache = programs.state["kv.0"]
     assert cache.shape[2] == 0
     active = np.zeros(batch, np.bool_)
@@ -124,12 +111,12 @@ def test_rows_move_with_their_slots(
 def test_graphs(
     nextn: int,
     drafter: DrafterName | None,
-    checkpoint: Path,
+    predictable_folder: Path,
     build_engine: EngineBuilder,
     tmp_path: Path,
 ) -> None:
     """Stock operators only, one write per cache, no weight inside, nothing of the build machine."""
-    built = build_engine(checkpoint, nextn, drafter, prefill_chunk=CHUNK)
+    built = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK)
     engine = shutil.copytree(built, tmp_path / "engine")  # onnx refuses hard-linked weights
     caches = [s.name for s in read_manifest(engine).state if s.kind == "cache"]
     for file in ("prefill.onnx", "decode.onnx"):
@@ -145,9 +132,9 @@ def test_graphs(
         assert str(Path(__file__).parents[2]).encode() not in text
 
 
-def test_caches_are_updated_in_place(checkpoint: Path, build_engine: EngineBuilder) -> None:
+def test_caches_are_updated_in_place(predictable_folder: Path, build_engine: EngineBuilder) -> None:
     """The step writes the very memory that was bound: no second cache, no copy back."""
-    programs = load(build_engine(checkpoint, 0, None, prefill_chunk=CHUNK))
+    programs = load(build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK))
     programs.begin(0, 3, 7)
     programs.step(np.array([True]), 4)
     cache = programs.state["kv.0"]
@@ -158,12 +145,16 @@ def test_caches_are_updated_in_place(checkpoint: Path, build_engine: EngineBuild
     assert changed.tolist() == [4]
 
 
-def test_engines_of_one_checkpoint_agree(checkpoint: Path, build_engine: EngineBuilder) -> None:
+def test_engines_of_one_checkpoint_agree(
+    predictable_folder: Path, build_engine: EngineBuilder
+) -> None:
     """O2 with natural drafts, through the run time."""
     rng = np.random.default_rng(11)
     prompts = [rng.integers(0, 61, n).tolist() for n in (1, 2, 3, 5, 8, 13)]
     texts = [
-        greedy_ids(build_engine(checkpoint, nextn, drafter, prefill_chunk=CHUNK), prompts, 100)
+        greedy_ids(
+            build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK), prompts, 100
+        )
         for nextn, drafter in ENGINES
     ]
     assert texts[0] == texts[1] == texts[2]

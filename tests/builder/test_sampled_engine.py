@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.programs.base import Controls
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
@@ -36,17 +34,6 @@ RELAXED = replace(
 )
 
 
-@pytest.fixture(scope="module")
-def reference() -> Transformer:
-    torch.set_num_threads(1)
-    return make_predictable()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(reference: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("predictable") / "predictable", reference)
-
-
 def prompts(count: int) -> list[list[int]]:
     rng = np.random.default_rng(5)
     return [rng.integers(9, 61, n).tolist() for n in (1, 6, 11, 3)[:count]]
@@ -67,43 +54,43 @@ def controls(params: SamplingParams) -> Controls:
 def test_sampled_text_is_what_plain_sampling_gives(
     nextn: int,
     drafter: DrafterName | None,
-    checkpoint: Path,
-    reference: Transformer,
+    predictable_folder: Path,
+    predictable: Transformer,
     build_engine: EngineBuilder,
 ) -> None:
     """O2 above temperature 0: for every nextn and drafter, drawn or argmax drafts."""
     accepted = 0
     with Engine.load(
-        build_engine(checkpoint, nextn, drafter, prefill_chunk=CHUNK), threads=1
+        build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK), threads=1
     ) as engine:
         for params in SETTINGS:
             for prompt, result in zip(prompts(2), engine.generate(prompts(2), params), strict=True):
-                assert result.token_ids == sample(reference, prompt, COUNT, controls(params))
+                assert result.token_ids == sample(predictable, prompt, COUNT, controls(params))
                 assert result.seed == params.seed
                 accepted += result.metrics.speculative_decoding.num_accepted_draft_tokens
     assert bool(accepted) == bool(nextn)
 
 
 def test_modes_share_a_batch(
-    checkpoint: Path, reference: Transformer, build_engine: EngineBuilder
+    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
 ) -> None:
     """Each request of a mixed batch gives what it gives alone, whoever it shares a step with."""
     params = [PLAIN, HOT, replace(HOT, acceptance="rejection"), RELAXED, PLAIN, HOT]
     asked = [*prompts(3), [BEGIN, 20, 21], *prompts(2)]
-    engine = build_engine(checkpoint, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_batch=3)
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_batch=3)
     with Engine.load(engine, threads=1) as loaded:
         together = loaded.generate(asked, params)
         alone = [loaded.generate(p, settings) for p, settings in zip(asked, params, strict=True)]
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     for i in (0, 4):
-        assert together[i].token_ids == greedy(reference, asked[i], COUNT)
-    assert together[1].token_ids == sample(reference, asked[1], COUNT, controls(HOT))
+        assert together[i].token_ids == greedy(predictable, asked[i], COUNT)
+    assert together[1].token_ids == sample(predictable, asked[1], COUNT, controls(HOT))
 
 
 def test_relaxed_acceptance(
-    checkpoint: Path, reference: Transformer, build_engine: EngineBuilder
+    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
 ) -> None:
-    engine = build_engine(checkpoint, 3, "mtp-vanilla", prefill_chunk=CHUNK)
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
     thought, closed = [9, BEGIN, 20, 21], [BEGIN, 20, END, 21]
     with Engine.load(engine, threads=1) as loaded:
         relaxed = loaded.generate(thought, RELAXED)
@@ -114,13 +101,15 @@ def test_relaxed_acceptance(
     if END not in relaxed.token_ids:
         assert drafting.draft_acceptance_rate == 1.0
     assert relaxed.token_ids != strict.token_ids
-    assert strict.token_ids == greedy(reference, thought, COUNT)
+    assert strict.token_ids == greedy(predictable, thought, COUNT)
     until = next((i for i, t in enumerate(outside.token_ids) if t == BEGIN), COUNT)
-    assert outside.token_ids[:until] == greedy(reference, closed, COUNT)[:until]
+    assert outside.token_ids[:until] == greedy(predictable, closed, COUNT)[:until]
 
 
-def test_a_seed_is_drawn_and_reported(checkpoint: Path, build_engine: EngineBuilder) -> None:
-    engine = build_engine(checkpoint, 3, "mtp-vanilla", prefill_chunk=CHUNK)
+def test_a_seed_is_drawn_and_reported(
+    predictable_folder: Path, build_engine: EngineBuilder
+) -> None:
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
     with Engine.load(engine, threads=1) as loaded:
         first = loaded.generate([20, 21], replace(HOT, seed=None))
         assert first.seed is not None

@@ -164,7 +164,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--problems", type=int, default=20_000)
-    parser.add_argument("--own", type=int, default=256, help="continuations the trunk writes first")
+    parser.add_argument("--own", type=int, default=128, help="continuations the trunk writes first")
     parser.add_argument("--own-tokens", type=int, default=256)
     parser.add_argument("--own-share", type=float, default=0.3)
     parser.add_argument("--muon-lr", type=float, default=0.01)

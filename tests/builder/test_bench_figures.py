@@ -1,0 +1,241 @@
+"""The arithmetic of `mtpbuild bench` against figures made by hand, and how it is written down."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mtpbuild.builder.bench import picture
+from mtpbuild.builder.bench.bench import BenchRequest, bench
+from mtpbuild.builder.bench.engines import Wanted
+from mtpbuild.builder.bench.figures import (
+    ALL,
+    Cost,
+    Figures,
+    Ratio,
+    Row,
+    disagreements,
+    merged,
+    percentile,
+    recommendation,
+    rows,
+    speedup,
+)
+from mtpbuild.builder.bench.measure import Measured
+from mtpbuild.builder.bench.report import Report, print_report, spread, table, to_json
+from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from tests.builder.bench_samples import (
+    contender,
+    drafting,
+    made_by_hand,
+    sample,
+)
+
+VLLM_KEYS = {f"{s}_{m}_ms" for s in ("mean", "median", "std", "p99") for m in ("ttft", "tpot")}
+VLLM_KEYS |= {f"{s}_{m}_ms" for s in ("mean", "median", "std", "p99") for m in ("itl", "e2el")}
+VLLM_KEYS |= {
+    "output_throughput",
+    "spec_decode_acceptance_length",
+    "spec_decode_acceptance_rate",
+    "spec_decode_per_position_acceptance_rates",
+}
+
+
+def test_percentiles_are_numpys() -> None:
+    numpy = pytest.importorskip("numpy")
+    values = [5.0, 1.0, 4.0, 2.5, 9.0, 7.0]
+    for percent in (0, 2.5, 50, 90, 99, 100):
+        assert percentile(values, percent) == pytest.approx(numpy.percentile(values, percent))
+    assert percentile([3.0], 99) == 3
+    assert spread([1.0, 3.0]) == {
+        "mean": 2,
+        "median": 2,
+        "std": 1,
+        "p50": 2,
+        "p90": pytest.approx(2.8),
+        "p99": pytest.approx(2.98),
+    }
+
+
+def test_figures_by_hand() -> None:
+    base, fast = made_by_hand().rows
+    assert base.overall.tokens_per_s == pytest.approx(8 / 16)
+    assert base.overall.speedup == Ratio(1, 1, 1)
+    assert (base.cost.v, base.cost.d, base.overall.predicted) == (1, 0, 1)
+    assert (fast.cost.v, fast.cost.d) == (1.25, 0.25)
+    assert fast.cost.draft_share == pytest.approx(1 / 6)
+    code, talk, both = fast.kinds["code"], fast.kinds["talk"], fast.overall
+    assert list(fast.kinds) == [ALL, "code", "talk"]
+    assert code.tokens_per_s == pytest.approx(4 / 6)
+    assert code.tokens_per_step == 2
+    assert code.predicted == pytest.approx(2 / 1.5)
+    assert code.speedup.value == pytest.approx((4 / 6) / (4 / 8))
+    assert talk.speedup.value == pytest.approx((4 / 10) / (4 / 8))
+    assert both.speedup.value == pytest.approx((8 / 16) / (8 / 16))
+    assert both.speedup.low == pytest.approx(talk.speedup.value)  # only two requests to draw from
+    assert both.speedup.high == pytest.approx(code.speedup.value)
+    assert (code.ttft, code.e2el, code.itl) == ([4], [10], [3, 3])
+    assert both.tpot == [pytest.approx(6 / 4), pytest.approx(10 / 4)]
+    assert (both.requests, both.input_tokens, both.output_tokens) == (2, 8, 10)
+    assert both.duration == 10 + 13
+    assert both.same_output == 2
+
+
+def test_acceptance_counts_all_steps() -> None:
+    both = made_by_hand().rows[1].overall.drafting
+    assert both.acceptance_histogram == [4, 3, 0]
+    assert both.mean_acceptance_length == pytest.approx(1 + 3 / 7)
+    assert both.per_position_acceptance_rates == [pytest.approx(3 / 7), 0]
+    assert both.draft_acceptance_rate == pytest.approx(3 / 10)
+    assert merged([drafting([2], 0)]).draft_acceptance_rate is None
+
+
+def test_requests_that_ran_at_once_count_once() -> None:
+    group = [sample("code", [1, 2, 4], [3], begun=0), sample("code", [1, 3, 5], [3], begun=0.5)]
+    measured = {0: Measured([group], steps=[1.0])}
+    (row,) = rows([contender(0)], measured)
+    assert row.overall.duration == 5
+    assert row.overall.tokens_per_s == pytest.approx(4 / 7)
+
+
+def test_speedup_skips_draws_without_time() -> None:
+    one = [sample("code", [1.0], [1])]
+    two = [sample("code", [1.0, 2.0], [2])]
+    assert speedup([one, two], [one, two]) == Ratio(1, 1, 1)
+    assert speedup([two], [two]) == Ratio(1, None, None)
+    assert Ratio(1, None, None).interval == "-"
+
+
+def test_nothing_to_time() -> None:
+    measured = {0: Measured([[sample("code", [1.0], [1])]])}
+    with pytest.raises(UsageError, match="no request gave two tokens"):
+        rows([contender(0)], measured)
+
+
+def row(nextn: int, **ratios: tuple[float, float, float]) -> Row:
+    figures = made_by_hand().rows[1].overall
+    names = {f.name: getattr(figures, f.name) for f in Figures.__dataclass_fields__.values()}
+    kinds = {kind: Figures(**names | {"speedup": Ratio(*r)}) for kind, r in ratios.items()}
+    return Row(nextn, "mtp-eagle" if nextn else None, Cost(1, 1.2, 1.5), kinds)
+
+
+ONE = (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("rest", "nextn", "says"),
+    [
+        ([], 0, "only nextn 0 was measured"),
+        (
+            [row(1, all=(1.4, 1.3, 1.5)), row(3, all=(1.7, 1.6, 1.8))],
+            3,
+            "MTP pays: nextn 3, 1.70x (1.60-1.80); 1.60 tokens per step at 1.50 times the step's",
+        ),
+        (
+            [row(1, all=(1.02, 0.9, 1.1))],
+            1,
+            "MTP may pay, too few requests to be sure: nextn 1, 1.02x",
+        ),
+        (
+            [row(1, all=(0.8, 0.7, 0.9)), row(2, all=(0.6, 0.5, 0.7))],
+            0,
+            "MTP does not pay: nextn 0 is the fastest, then nextn 1, 0.80x (0.70-0.90)",
+        ),
+        (
+            [
+                row(2, all=(1.7, 1.6, 1.8), code=(1.5, 1.4, 1.6), talk=(1.8, 1.7, 1.9)),
+                row(4, all=(1.6, 1.5, 1.7), code=(1.1, 1.0, 1.2), talk=(2.1, 2.0, 2.2)),
+            ],
+            2,
+            "(talk: nextn 4, 2.10x)",
+        ),
+    ],
+)
+def test_recommendation(rest: list[Row], nextn: int, says: str) -> None:
+    best, text = recommendation([row(0, all=ONE, code=ONE, talk=ONE), *rest])
+    assert best == nextn
+    assert says in text
+    assert "\n" not in text
+
+
+def test_disagreements() -> None:
+    figures = made_by_hand().rows[1]
+    assert figures.overall.predicted == pytest.approx(1.6 / 1.5)
+    close, far = row(1, all=(1.1, 1.0, 1.2)), row(2, all=(1.3, 1.2, 1.4))
+    assert disagreements([close]) is None
+    assert "5 % apart: nextn 2 1.30x against 1.07x." in (disagreements([close, far]) or "")
+
+
+# What is written
+
+
+def test_the_json() -> None:
+    document = json.loads(json.dumps(to_json(made_by_hand())))
+    assert document["recommended_nextn"] == 0
+    assert {"cpu", "cores", "threads", "versions", "command"} <= set(document["machine"])
+    assert document["machine"]["threads"] == 2
+    assert "onnxruntime" in document["machine"]["versions"]
+    base, fast = document["results"]
+    for figures in (base, fast, base["kinds"]["talk"], fast["kinds"]["code"]):
+        assert set(figures) >= VLLM_KEYS
+    assert base["spec_decode_acceptance_rate"] is None
+    assert fast["spec_decode_acceptance_rate"] == pytest.approx(30)
+    assert fast["spec_decode_per_position_acceptance_rates"] == [pytest.approx(3 / 7), 0]
+    assert fast["output_throughput"] == pytest.approx(10 / 23)
+    assert fast["mean_ttft_ms"] == 3500
+    assert fast["kinds"]["code"]["median_itl_ms"] == 3000
+    assert fast["speedup"]["value"] == pytest.approx(1)
+    assert (fast["verify_cost"], fast["draft_cost"]) == (1.25, 0.25)
+    assert (fast["nextn"], fast["drafter"], fast["engine"]) == (2, "mtp-eagle", "engines/fake_n2")
+    assert [r["kind"] for r in fast["requests"]] == ["code", "talk"]
+
+
+def printed(report: Report, width: int) -> str:
+    out = io.StringIO()
+    Console(width=width, file=out).print(table(report, ALL))
+    return out.getvalue()
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    report = made_by_hand()
+    text = {
+        line[:26].strip(): line[26:].split()
+        for line in printed(report, 100).splitlines()
+        if line.strip()
+    }
+    assert text["nextn"] == ["0", "2"]
+    assert text["drafter"] == ["-", "eagle"]
+    assert text["speedup over nextn 0"] == ["1.00x", "1.00x"]
+    assert text["95 % interval"] == ["-", "0.80-1.33"]
+    assert text["predicted, L / (v + d)"] == ["1.00x", "1.07x"]
+    assert text["acceptance length"] == ["1.00", "1.43"]
+    assert text["L: first step left out"] == ["1.00", "1.60"]
+    assert text["accepted at position 1"] == ["0.43"]
+    assert text["v: verify / nextn 0's step"] == ["1.00", "1.25"]
+    assert text["d: draft / nextn 0's step"] == ["0.00", "0.25"]
+    assert text["ms per step, median"] == ["2000.00", "3000.00"]
+    assert text["drafting's share"] == ["0", "%", "17", "%"]
+    assert text["ms per output token, p90"] == ["2000.00", "2400.00"]
+    assert text["ms to first token, p50"] == ["2500.00", "3500.00"]
+    print_report(report)
+    everything = capsys.readouterr().out
+    assert all(f"fake, {kind}: " in everything for kind in ("code", "talk", "all"))
+    assert "2 threads" in everything
+    assert recommendation(report.rows)[1].split(";")[0] in everything
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    picture.draw(made_by_hand().rows, tmp_path / "x.png", "title", "note")
+    data = (tmp_path / "x.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
+
+
+def test_matplotlib_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[bench\]'"):
+        bench(BenchRequest(Wanted("deepseek-tiny", (0,)), out=tmp_path / "out"))
+    assert not any(tmp_path.iterdir())
