@@ -19,7 +19,8 @@ run: venv  ## build engines/tiny_n3 and stream text through it
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy .typing/mtpbuild tests tools benchmarks examples
+	$(BIN)/mypy .typing/mtpbuild tests benchmarks examples tools/picture.py
+	cd tools/train_tiny && ../../$(BIN)/mypy --config-file ../../pyproject.toml *.py
 
 fix: venv
 	$(BIN)/ruff check --fix .

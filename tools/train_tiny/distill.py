@@ -76,7 +76,7 @@ class Distiller:
     def backward(self, batch: Batch, length: int, share: float) -> list[float]:
         modules, recycled = self.losses(batch, length)
         total = torch.stack(modules).sum() + EAGLE_WEIGHT * torch.stack(recycled).sum()
-        (share * total).backward()  # type: ignore[no-untyped-call]
+        (share * total).backward()
         return [round(m.item(), 4) for m in [*modules, *recycled]]
 
 

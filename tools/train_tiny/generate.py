@@ -29,7 +29,7 @@ class Cache:
             x = x + layer.attention.output(attended)
             x = x + layer.ffn(layer.post_norm(x))
         self.length = end
-        return model.norm(x)  # type: ignore[no-any-return]
+        return model.norm(x)
 
 
 def pick(logits: Tensor, temperature: float) -> Tensor:

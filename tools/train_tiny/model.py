@@ -201,7 +201,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         x = x + self.attention(self.input_norm(x), cos, sin, mask)
-        return x + self.ffn(self.post_norm(x))  # type: ignore[no-any-return]
+        return x + self.ffn(self.post_norm(x))
 
 
 class MTPModule(nn.Module):
@@ -219,7 +219,7 @@ class MTPModule(nn.Module):
         self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
     ) -> Tensor:
         y = self.block(self.join(hidden, embedded), cos, sin, mask)
-        return self.norm(y)  # type: ignore[no-any-return]
+        return self.norm(y)
 
     def join(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         return F.linear(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1), self.eh_proj)
@@ -253,13 +253,13 @@ class Model(nn.Module):
         x = F.embedding(tokens, self.embed)
         for layer in self.layers:
             x = layer(x, cos, sin, mask)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(x)
 
     def draft(self, index: int, hidden: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
         """Module `index` on hidden [B, T, hidden] and tokens [B, T] further on by index + 1."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         embedded = F.embedding(tokens, self.embed)
-        return self.mtp[index](hidden, embedded, cos, sin, mask)  # type: ignore[no-any-return]
+        return self.mtp[index](hidden, embedded, cos, sin, mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head)

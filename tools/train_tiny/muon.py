@@ -19,7 +19,7 @@ def orthogonal(stack: Tensor, steps: int = 5) -> Tensor:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     x = x.mT if tall else x
-    return x.to(stack.dtype)  # type: ignore[no-any-return]
+    return x.to(stack.dtype)
 
 
 class Optimizer:

@@ -104,7 +104,7 @@ class Trainer:
         sums, counts = self.losses(batch, length, mtp)
         means = [s / max(1, n) for s, n in zip(sums, counts, strict=True)]
         extra = sum(means[1:], torch.zeros_like(means[0])) * MTP_WEIGHT / max(1, len(means) - 1)
-        ((means[0] + extra) * share).backward()  # type: ignore[no-untyped-call]
+        ((means[0] + extra) * share).backward()
         return [m.item() for m in means]
 
 

@@ -1,0 +1,48 @@
+"""Draws what `mtpbuild run` shows on a terminal, from a real run: docs/run.svg.
+
+python tools/picture.py engines/tiny_n3 --out docs/run.svg
+"""
+
+import argparse
+import io
+
+from rich.console import Console
+from rich.text import Text
+
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.terminal import summary
+
+PROMPT, QUESTION = "def fibonacci(n):", "What is 47 + 85?"
+
+
+def draw(console: Console, engine: Engine, command: str, prompt: str, tokens: int) -> None:
+    """The command line, the streamed text with accepted drafts in green, the summary."""
+    console.print(Text(f"$ {command}", style="bold"))
+    line = Text()
+    with engine.stream(prompt, SamplingParams(max_tokens=tokens)) as stream:
+        for chunk in stream:
+            for span in chunk.spans:
+                line.append(span.text, style="green" if span.from_draft else "")
+        result = stream.result()
+    console.print(line)
+    console.print(Text(summary(result), style="dim"))
+    console.print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine")
+    parser.add_argument("--out", default="docs/run.svg")
+    arguments = parser.parse_args()
+    console = Console(record=True, width=100, file=io.StringIO())
+    with Engine.load(arguments.engine) as engine:
+        engine.generate(PROMPT, SamplingParams(max_tokens=64))  # warm
+        run = f"mtpbuild run --engine {arguments.engine}"
+        draw(console, engine, f'{run} --prompt "{PROMPT}" --max-tokens 96', PROMPT, 96)
+        chat = engine.chat_prompt([{"role": "user", "content": QUESTION}])
+        draw(console, engine, f'{run} --chat "{QUESTION}"', chat, 256)
+    console.save_svg(arguments.out, title="accepted draft tokens are green")
+
+
+if __name__ == "__main__":
+    main()
