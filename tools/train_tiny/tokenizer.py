@@ -99,7 +99,11 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    stored = json.loads(tokenizer.to_str())
+    for token in stored["added_tokens"]:  # as in DeepSeek's: decoded text keeps the thinking marks
+        token["special"] = token["content"] not in ("<think>", "</think>")
+    text = json.dumps(stored, indent=2, ensure_ascii=False)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
