@@ -1,7 +1,7 @@
-"""The model undressed: whole sequences, no caches, the checkpoint's names. Oracle, and what trains.
+"""The model undressed: whole sequences, no caches, the checkpoint's names. The tests' oracle.
 
 Written for reading (spec/deepseek-v3.md sections 2 and 3). The step program computes the same with
-caches and absorbed attention; tests and `tools/train_tiny` use this one.
+caches and absorbed attention; `tools/train_tiny` trains a faster form of the same weights.
 """
 
 import torch

@@ -55,16 +55,20 @@ def code_prompts(tokenizer: Tokenizer, count: int, size: int, seed: int) -> list
 
 
 def generate(
-    model: Model, tokenizer: Tokenizer, prompts: list[list[int]], count: int
+    model: Model,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    count: int,
+    temperature: float = 0.0,
 ) -> list[Output]:
-    """Greedy outputs of the plain model, batched."""
+    """Outputs of the plain model, batched; greedy at temperature 0."""
     outputs = []
     for i in range(0, len(prompts), 64):
         part = prompts[i : i + 64]
         size = max(map(len, part))
         padded = torch.tensor([[EOS_ID] * (size - len(p)) + p for p in part])
         pad = torch.tensor([size - len(p) for p in part])
-        rows = continuations(model, padded, count, pad=pad)[:, size:].tolist()
+        rows = continuations(model, padded, count, temperature, pad)[:, size:].tolist()
         for prompt, row in zip(part, rows, strict=True):
             row = row[: row.index(EOS_ID) + 1] if EOS_ID in row else row
             outputs.append(Output(prompt, row, tokenizer.decode(row)))
@@ -182,6 +186,9 @@ def main(args: argparse.Namespace) -> None:
     report_answers(problems, answers)
     report_held_out(model, tokenizer, args.rows)
     report_acceptance(model, "code", code, args.nextn)
+    torch.manual_seed(3)
+    sampled = generate(model, tokenizer, prompts, args.tokens, temperature=0.6)
+    report_acceptance(model, "code at temperature 0.6", sampled, args.nextn)
     report_acceptance(model, "reasoning", answers[:: args.thin], args.nextn)
     for output in [*code[: args.samples], *answers[:: len(answers) // max(1, args.samples)]]:
         print(f"\n```\n{tokenizer.decode(output.prompt)}¦{output.text}\n```")
