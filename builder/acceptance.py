@@ -28,7 +28,10 @@ class Acceptance(Protocol):
 
 
 class GreedyAcceptance:
-    """All slots strict and greedy: nothing is paid for sampling."""
+    """All slots strict and greedy: nothing is paid for sampling.
+
+    State that it only passes on is cloned: one tensor can't be a graph's input and output.
+    """
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         tokens, n, lengths, logprobs, margins = accept_rewind(
