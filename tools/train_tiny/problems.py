@@ -197,11 +197,26 @@ def spelling(rng: random.Random, words: Sequence[str]) -> Problem:
     return Problem("spelling", f"Spell the word {word}.", working, spaced(word))
 
 
+def copying(rng: random.Random, words: Sequence[str]) -> Problem:
+    """Not asked for by itself: it teaches to copy a list, forwards and backwards."""
+    if rng.random() < 0.6:
+        items = [str(rng.randrange(10 ** rng.randint(1, 4))) for _ in range(rng.randint(2, 6))]
+        what = "numbers"
+    else:
+        items, what = [some_word(rng, words) for _ in range(rng.randint(1, 4))], "words"
+    text = ", ".join(items)
+    if rng.random() < 0.5:
+        return Problem("copying", f"Repeat these {what}: {text}", f"I repeat: {text}", text)
+    back = ", ".join(reversed(items))
+    return Problem("copying", f"Reverse these {what}: {text}", f"From the end: {back}", back)
+
+
 Maker = Callable[[random.Random], Problem]
+AUXILIARY = ("spelling", "copying")  # trained on, not evaluated
 
 
 def makers(words: Sequence[str]) -> dict[str, Maker]:
-    """Every form by its name; counting and spelling draw half of their words from `words`."""
+    """Every form by its name; those about words draw half of them from `words`."""
     return {
         "addition": addition,
         "subtraction": subtraction,
@@ -210,17 +225,19 @@ def makers(words: Sequence[str]) -> dict[str, Maker]:
         "sorting": sorting,
         "counting": lambda rng: counting(rng, words),
         "spelling": lambda rng: spelling(rng, words),
+        "copying": lambda rng: copying(rng, words),
     }
 
 
 SHARES = {
-    "addition": 0.16,
-    "subtraction": 0.16,
+    "addition": 0.10,
+    "subtraction": 0.15,
     "multiplication": 0.10,
-    "larger": 0.08,
-    "sorting": 0.14,
-    "counting": 0.24,
-    "spelling": 0.12,
+    "larger": 0.12,
+    "sorting": 0.17,
+    "counting": 0.20,
+    "spelling": 0.08,
+    "copying": 0.08,
 }
 
 
@@ -237,10 +254,10 @@ def training_problems(count: int, words: Sequence[str], seed: int) -> list[Probl
 
 
 def held_out_problems(per_form: int, words: Sequence[str], seed: int) -> list[Problem]:
-    """Up to `per_form` different held-out problems of every form but spelling."""
+    """Up to `per_form` different held-out problems of every form but the auxiliary ones."""
     rng, problems = random.Random(seed), {}
     for form, make in makers(words).items():
-        if form == "spelling":
+        if form in AUXILIARY:
             continue
         found = 0
         for _ in range(per_form * 400):

@@ -33,7 +33,9 @@ from muon import Optimizer
 from problems import training_problems
 from threads import Threads
 
-MTP_WEIGHT = 0.3  # of the mean over the modules, as in the DeepSeek-V3 paper
+MTP_WEIGHT = (
+    0.5  # of the mean over the modules; the DeepSeek-V3 paper has 0.3, acceptance counts more here
+)
 BALANCE_RATE = 0.001
 
 
@@ -48,9 +50,9 @@ class Phase:
 
 
 PHASES = (
-    Phase(0.70, (8, 256), (8, 256), mtp=False),
-    Phase(0.86, (8, 256), (8, 256), mtp=True),
-    Phase(0.96, (4, 512), (8, 256), mtp=True),
+    Phase(0.45, (8, 256), (8, 256), mtp=False),
+    Phase(0.75, (8, 256), (8, 256), mtp=True),
+    Phase(0.88, (4, 512), (8, 256), mtp=True),
     Phase(1.00, (1, 2048), (8, 256), mtp=True),
 )
 SMOKE_PHASES = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256), mtp=True))
