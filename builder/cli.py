@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpbuild.builder.bench.cli import bench
-from mtpbuild.runtime import field_flags
 from mtpbuild.runtime.cli import error_line, inspect, run
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.field_flags import FieldFlags, read_flags
+from mtpbuild.runtime.flag_groups import grouped
 
 if TYPE_CHECKING:
     from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages
@@ -28,8 +29,10 @@ app.command("bench")(bench)
 
 @app.command("build")
 @error_line
+@grouped
 def build(
     model: Annotated[str, typer.Option(help="Recipe name or checkpoint folder.")],
+    field: FieldFlags,
     nextn: Annotated[
         str | None,
         typer.Option(help="Draft tokens per step, 0..15; several: 0,1,2,3. Default: the model's."),
@@ -47,11 +50,6 @@ def build(
     force: Annotated[
         bool, typer.Option("--force", help="Rebuild, and replace another model's engine.")
     ] = False,
-    speculative_config: field_flags.SpeculativeConfig = None,
-    config: field_flags.Config = None,
-    spec_decode_algo: field_flags.SpecDecodeAlgo = None,
-    spec_decode_nextn: field_flags.SpecDecodeNextn = None,
-    spec_decode_max_draft_len: field_flags.SpecDecodeMaxDraftLen = None,
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.pipeline import BuildRequest
@@ -60,15 +58,7 @@ def build(
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
     numbers = None if nextn is None else parse_numbers("--nextn", nextn)
-    settings = field_flags.read_flags(
-        nextn=numbers,
-        drafter=drafter,  # type: ignore[arg-type]
-        speculative_config=speculative_config,
-        config=config,
-        spec_decode_algo=spec_decode_algo,
-        spec_decode_nextn=spec_decode_nextn,
-        spec_decode_max_draft_len=spec_decode_max_draft_len,
-    )
+    settings = read_flags(field, nextn=numbers, drafter=drafter)  # type: ignore[arg-type]
     if sampling_settings(settings):
         typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
     if numbers is None and settings.nextn is not None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
-from mtpbuild.runtime import field_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
+from mtpbuild.runtime.field_flags import FieldFlags, RelaxedFlags, read_flags
+from mtpbuild.runtime.flag_groups import grouped
+from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.engine import Engine, Prompt
@@ -38,8 +40,12 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 
 
 @error_line
+@grouped
 def run(
     engine: Annotated[Path, typer.Option(help="Engine directory.")],
+    sampling: SamplingFlags,
+    field: FieldFlags,
+    relaxed: RelaxedFlags,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(help="File with the text to continue.")
@@ -53,16 +59,7 @@ def run(
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be repeated.")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among so many; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among so much probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Least share of the largest probability.")] = 0.0,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed for sampling; default: drawn and reported.")
-    ] = None,
-    acceptance: Annotated[
-        str | None, typer.Option(help="strict (default) or rejection, above temperature 0.")
-    ] = None,
+    min_tokens: Annotated[int, typer.Option(help="Don't end before so many tokens.")] = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on behind the end of sequence.")
     ] = False,
@@ -73,14 +70,6 @@ def run(
     verify_hashes: Annotated[
         bool, typer.Option("--verify-hashes", help="Hash all files, however large.")
     ] = False,
-    speculative_config: field_flags.SpeculativeConfig = None,
-    config: field_flags.Config = None,
-    spec_decode_algo: field_flags.SpecDecodeAlgo = None,
-    spec_decode_nextn: field_flags.SpecDecodeNextn = None,
-    spec_decode_max_draft_len: field_flags.SpecDecodeMaxDraftLen = None,
-    use_relaxed_acceptance_for_thinking: field_flags.UseRelaxed = False,
-    relaxed_topk: field_flags.RelaxedTopk = None,
-    relaxed_delta: field_flags.RelaxedDelta = None,
 ) -> None:
     """Generate text; without a prompt on a terminal: ask for prompts until Ctrl-D.
 
@@ -89,38 +78,20 @@ def run(
     """
     given = [value for value in (prompt, prompt_file, prompt_ids, chat, input) if value is not None]
     _check_usage(len(given), json)
-    settings = field_flags.read_flags(
-        speculative_config=speculative_config,
-        config=config,
-        spec_decode_algo=spec_decode_algo,
-        spec_decode_nextn=spec_decode_nextn,
-        spec_decode_max_draft_len=spec_decode_max_draft_len,
-        use_relaxed_acceptance_for_thinking=use_relaxed_acceptance_for_thinking,
-        relaxed_topk=relaxed_topk,
-        relaxed_delta=relaxed_delta,
-    )
+    settings = read_flags(field, relaxed)
     from mtpbuild.runtime import terminal
     from mtpbuild.runtime.engine import Engine
-    from mtpbuild.runtime.field_config import check_engine, sampling_settings
+    from mtpbuild.runtime.field_config import check_engine
     from mtpbuild.runtime.manifest import read_manifest
-    from mtpbuild.runtime.request import SamplingParams
 
     check_engine(settings, read_manifest(engine).build)
-    asked_for = sampling_settings(settings)
-    if acceptance is not None and asked_for.setdefault("acceptance", acceptance) != acceptance:
-        raise UsageError(
-            f"--acceptance {acceptance} contradicts the configuration's rejection_sample_method"
-        )
-    params = SamplingParams(
+    params = sampling_params(
+        sampling,
+        settings,
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         stop=stop or (),
         ignore_eos=ignore_eos,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        **asked_for,
     )
     with Engine.load(engine, threads=threads, verify_hashes=verify_hashes) as loaded:
         if input is not None:

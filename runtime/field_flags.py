@@ -3,9 +3,10 @@
 The command line reads an underscore in a flag as a dash, so their older spellings work as well.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
@@ -27,78 +28,85 @@ from mtpbuild.runtime.field_keys import TRTLLM_METHODS, TRTLLM_SPECULATIVE
 
 ALGO_FLAG = "--spec-decode-algo"
 
-SpeculativeConfig: TypeAlias = Annotated[
-    str | None,
-    typer.Option(VLLM_FLAG, help="vLLM's JSON (docs/configuration.md)."),
-]
-Config: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        YAML_FLAG,
-        "--extra-llm-api-options",
-        help="TensorRT-LLM's YAML file (docs/configuration.md).",
-    ),
-]
-SpecDecodeAlgo: TypeAlias = Annotated[
-    str | None, typer.Option(ALGO_FLAG, help="TensorRT-LLM's; MTP.")
-]
-SpecDecodeNextn: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--spec-decode-nextn", help="TensorRT-LLM's older name of the next."),
-]
-SpecDecodeMaxDraftLen: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--spec-decode-max-draft-len", help="TensorRT-LLM's name of nextn."),
-]
-UseRelaxed: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--use-relaxed-acceptance-for-thinking",
-        help="Accept near misses within <think> (docs/configuration.md).",
-    ),
-]
-RelaxedTopk: TypeAlias = Annotated[
-    int | None,
-    typer.Option("--relaxed-topk", help="Relaxed: among so many most probable tokens."),
-]
-RelaxedDelta: TypeAlias = Annotated[
-    float | None,
-    typer.Option("--relaxed-delta", help="Relaxed: so much less probable than the first."),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class FieldFlags:
+    """A configuration in vLLM's or TensorRT-LLM's words."""
+
+    speculative_config: Annotated[
+        str | None, typer.Option(VLLM_FLAG, help="vLLM's JSON (docs/configuration.md).")
+    ] = None
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            YAML_FLAG,
+            "--extra-llm-api-options",
+            help="TensorRT-LLM's YAML file (docs/configuration.md).",
+        ),
+    ] = None
+    spec_decode_algo: Annotated[
+        str | None, typer.Option(ALGO_FLAG, help="TensorRT-LLM's; MTP.")
+    ] = None
+    spec_decode_nextn: Annotated[
+        int | None, typer.Option(help="TensorRT-LLM's older name of the next.")
+    ] = None
+    spec_decode_max_draft_len: Annotated[
+        int | None, typer.Option(help="TensorRT-LLM's name of nextn.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelaxedFlags:
+    """TensorRT-LLM's relaxed acceptance."""
+
+    use_relaxed_acceptance_for_thinking: Annotated[
+        bool,
+        typer.Option(
+            "--use-relaxed-acceptance-for-thinking",
+            help="Accept near misses within <think> (docs/configuration.md).",
+        ),
+    ] = False
+    relaxed_topk: Annotated[
+        int | None, typer.Option(help="Relaxed: among so many most probable tokens.")
+    ] = None
+    relaxed_delta: Annotated[
+        float | None, typer.Option(help="Relaxed: so much less probable than the first.")
+    ] = None
 
 
 def read_flags(
+    field: FieldFlags,
+    relaxed: RelaxedFlags = RelaxedFlags(),
     *,
+    also: Iterable[Source] = (),
     nextn: tuple[int, ...] | None = None,
     drafter: DrafterName | None = None,
-    speculative_config: str | None = None,
-    config: Path | None = None,
-    spec_decode_algo: str | None = None,
-    spec_decode_nextn: int | None = None,
-    spec_decode_max_draft_len: int | None = None,
-    use_relaxed_acceptance_for_thinking: bool = False,
-    relaxed_topk: int | None = None,
-    relaxed_delta: float | None = None,
 ) -> Settings:
     """What the flags ask for together, with --nextn and --drafter of `build`; notes go to stderr.
 
-    Raises UsageError for what is wrong, contradictory or not supported by this version.
+    also: what a command's own flags say. Raises UsageError for what is wrong, contradictory or not
+    supported by this version.
     """
-    sources = [Source("--drafter", Settings(drafter=drafter))]
-    if spec_decode_algo is not None:
-        check_method(TRTLLM_METHODS, spec_decode_algo, ALGO_FLAG)
-    relaxed = use_relaxed_acceptance_for_thinking or None
+    sources = [Source("--drafter", Settings(drafter=drafter)), *also]
+    if field.spec_decode_algo is not None:
+        check_method(TRTLLM_METHODS, field.spec_decode_algo, ALGO_FLAG)
+    topk, config = relaxed.relaxed_topk, field.config
+    use_relaxed = relaxed.use_relaxed_acceptance_for_thinking or None
     sources += _values(
-        ("--spec-decode-nextn", "max_draft_len", spec_decode_nextn),
-        ("--spec-decode-max-draft-len", "max_draft_len", spec_decode_max_draft_len),
-        ("--use-relaxed-acceptance-for-thinking", "use_relaxed_acceptance_for_thinking", relaxed),
-        ("--relaxed-topk", "relaxed_topk", relaxed_topk),
-        ("--relaxed-delta", "relaxed_delta", relaxed_delta),
+        ("--spec-decode-nextn", "max_draft_len", field.spec_decode_nextn),
+        ("--spec-decode-max-draft-len", "max_draft_len", field.spec_decode_max_draft_len),
+        (
+            "--use-relaxed-acceptance-for-thinking",
+            "use_relaxed_acceptance_for_thinking",
+            use_relaxed,
+        ),
+        ("--relaxed-topk", "relaxed_topk", topk),
+        ("--relaxed-delta", "relaxed_delta", relaxed.relaxed_delta),
     )
-    if relaxed_topk is not None and relaxed_topk > 1:  # the flag alone switches it on
+    if topk is not None and topk > 1:  # the flag alone switches it on
         sources.append(Source("--relaxed-topk", Settings(use_relaxed_acceptance_for_thinking=True)))
-    if speculative_config is not None:
-        sources.append(Source(VLLM_FLAG, parse_speculative_config(speculative_config)))
+    if field.speculative_config is not None:
+        sources.append(Source(VLLM_FLAG, parse_speculative_config(field.speculative_config)))
     if config is not None:
         sources.append(Source(f"{YAML_FLAG} {config}", parse_llm_yaml(config)))
     if nextn is not None:

@@ -7,14 +7,28 @@ import typer
 
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.field_config import Settings, Source
+from mtpbuild.runtime.field_flags import FieldFlags, RelaxedFlags, read_flags
+from mtpbuild.runtime.flag_groups import grouped
+from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
+
+NEXTN = "0,1,2,3"
+BLOG = Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6)
 
 
 @error_line
+@grouped
 def bench(
     model: Annotated[str, typer.Option(help="Recipe name or checkpoint folder.")],
+    sampling: SamplingFlags,
+    field: FieldFlags,
+    relaxing: RelaxedFlags,
     nextn: Annotated[
-        str, typer.Option(help="Draft tokens per step to compare; 0 is always among them.")
-    ] = "0,1,2,3",
+        str | None,
+        typer.Option(
+            help=f"Draft tokens per step to compare; 0 is always among them. Default: {NEXTN}."
+        ),
+    ] = None,
     concurrency: Annotated[int, typer.Option(help="Requests that run at once.")] = 1,
     drafter: Annotated[str | None, typer.Option(help="mtp-eagle or mtp-vanilla.")] = None,
     dataset: Annotated[
@@ -30,6 +44,10 @@ def bench(
     output_len: Annotated[
         int | None, typer.Option(help="Most output tokens; default: the dataset's, or 256.")
     ] = None,
+    relaxed: Annotated[
+        bool,
+        typer.Option("--relaxed", help="Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6."),
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")] = Path(
         "bench_results"
@@ -42,16 +60,27 @@ def bench(
     from rich.console import Console
 
     from mtpbuild.builder.bench.bench import JSON, BenchRequest, bench
-    from mtpbuild.builder.bench.dataset import Asked
+    from mtpbuild.builder.bench.dataset import OUTPUT_LEN, Asked
     from mtpbuild.builder.bench.engines import Wanted
     from mtpbuild.builder.bench.report import print_report
     from mtpbuild.builder.cli import parse_numbers
 
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
+    numbers = None if nextn is None else parse_numbers("--nextn", nextn)
+    settings = read_flags(
+        field,
+        relaxing,
+        also=[Source("--relaxed", BLOG)] if relaxed else [],
+        nextn=numbers,
+        drafter=drafter,  # type: ignore[arg-type]
+    )
+    if numbers is None:
+        numbers = parse_numbers("--nextn", NEXTN) if settings.nextn is None else (settings.nextn,)
+    params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     request = BenchRequest(
-        Wanted(model, parse_numbers("--nextn", nextn), drafter, concurrency),  # type: ignore[arg-type]
-        Asked(dataset, num_requests, input_len, output_len),
+        Wanted(model, numbers, settings.drafter, concurrency),
+        Asked(dataset, num_requests, input_len, output_len, params),
         threads,
         out,
     )

@@ -79,6 +79,13 @@ def group_up(
     return groups[: within(1, count, there, "--num-requests") // size]
 
 
+def seeded(params: SamplingParams, number: int) -> SamplingParams:
+    """A sampled request's own seed or its number, so that every engine and run draws the same."""
+    if params.temperature == 0 or params.seed is not None:
+        return params
+    return replace(params, seed=number)
+
+
 def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None) -> Prompt:
     """The prompt with `length` tokens: cut in front, or with other prompts put before it."""
     bodies = [p.token_ids[p.token_ids[:1] == [bos] :] for p in (prompt, *others)]
@@ -92,8 +99,8 @@ def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None
 def _read(kind: str, path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
     capacity = engine.manifest.build.max_seq_len
     prompts = [
-        Prompt(kind, r.task_id, r.token_ids, r.params)
-        for r in read_requests(path, engine, asked.params, flag="--dataset")
+        Prompt(kind, r.task_id, r.token_ids, seeded(r.params, number))
+        for number, r in enumerate(read_requests(path, engine, asked.params, flag="--dataset"))
     ]
     if asked.output_len is not None:
         most = within(1, asked.output_len, capacity, "--output-len")

@@ -64,12 +64,14 @@ def measure(
         for i, group in enumerate(groups):
             watch(i)
             for contender in rotated(contenders, i):
-                run_together(contender.engine, endless(group), SETTLING_STEPS)
-                measured[contender.nextn].groups.append(run_together(contender.engine, group))
+                asked = strict(group) if contender.nextn == 0 else group
+                run_together(contender.engine, endless(asked), SETTLING_STEPS)
+                measured[contender.nextn].groups.append(run_together(contender.engine, asked))
             baseline = measured[contenders[0].nextn].groups[-1]
-            contexts = contexts_within(baseline, (i + 0.5) / len(groups), most)
+            contexts = contexts_within(group, baseline, (i + 0.5) / len(groups), most)
             for contender in rotated(contenders, i):
-                time_steps(contender, contexts, measured[contender.nextn])
+                asked = strict(contexts) if contender.nextn == 0 else contexts
+                time_steps(contender, asked, measured[contender.nextn])
     return measured
 
 
@@ -108,11 +110,11 @@ def intervals(sample: Sample) -> list[float]:
     return [later - earlier for earlier, later in pairwise(sample.times)]
 
 
-def contexts_within(baseline: Sequence[Sample], part: float, most: int) -> Group:
+def contexts_within(group: Group, baseline: Sequence[Sample], part: float, most: int) -> Group:
     """The prompts, each with the first `part` of what followed it; `most` tokens at most."""
     return [
-        replace(s.prompt, token_ids=(s.prompt.token_ids + said(s, part))[: max(most, 1)])
-        for s in baseline
+        replace(p, token_ids=(p.token_ids + said(s, part))[: max(most, 1)])
+        for p, s in zip(group, baseline, strict=True)
     ]
 
 
@@ -128,6 +130,11 @@ def endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:
         )
         for p in group
     ]
+
+
+def strict(group: Group) -> Group:
+    """Without drafts nothing is relaxed; asking for it would only choose a slower program."""
+    return [replace(p, params=replace(p.params, relaxed_topk=1)) for p in group]
 
 
 def warm_up(contenders: Sequence[Contender], group: Group) -> None:

@@ -39,6 +39,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "model": report.model,
         "machine": report.machine,
         "settings": report.settings,
+        "same_output_expected": differs(report.settings) is None,
         "recommended_nextn": best,
         "recommendation": text,
         "results": [
@@ -53,6 +54,16 @@ def to_json(report: Report) -> dict[str, Any]:
             for row in report.rows
         ],
     }
+
+
+def differs(settings: dict[str, Any]) -> str | None:
+    """Why a right engine's outputs may differ from nextn 0's; None: they may not."""
+    sampling = settings["sampling"]
+    if sampling["temperature"] > 0 and sampling["acceptance"] == "rejection":
+        return "rejection: the distribution of nextn 0, not its text; equal outputs are by chance"
+    if sampling["relaxed_topk"] > 1:
+        return "relaxed: within <think> the text may differ from nextn 0's, which is strict"
+    return None
 
 
 def keys(row: Row, figures: Figures) -> dict[str, Any]:
@@ -189,6 +200,8 @@ def print_report(report: Report) -> None:
     for kind in [*kinds[1:], ALL] if len(kinds) > 2 else kinds[1:]:
         console.print(_title(report, kind), style="bold", soft_wrap=True)
         console.print(table(report, kind))
+    if (why := differs(report.settings)) is not None:
+        console.print(why, soft_wrap=True)
     m = report.machine
     threads = f"{m['threads']} threads" if m["threads"] else "threads as onnxruntime chooses"
     load = f", load {m['load_average'][0]:.1f} at the start" if m["load_average"] else ""

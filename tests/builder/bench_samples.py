@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def contender(nextn: int, **build: Any) -> Contender:
 
 def report_of(measured: dict[int, Measured], made: list[Row]) -> Report:
     folders = {nextn: f"engines/fake_n{nextn}" for nextn in measured}
-    return Report("fake", describe_machine(2), {"concurrency": 1}, folders, made, measured)
+    settings = {"concurrency": 1, "sampling": asdict(SamplingParams())}
+    return Report("fake", describe_machine(2), settings, folders, made, measured)
 
 
 def made_by_hand() -> Report:

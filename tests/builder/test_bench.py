@@ -1,6 +1,7 @@
 """`mtpbuild bench`: its requests, its turns, its engines, the command. Never how fast it was."""
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from mtpbuild.builder.bench.figures import (
 from mtpbuild.builder.bench.measure import Sample
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.pipeline import BuildRequest, Stages, build
+from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.field_flags import FieldFlags, RelaxedFlags
 from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.sampling_flags import SamplingFlags
 from tests.builder.bench_samples import contender, fake_engine, prompt, small_tokens, write_lines
 from tests.fakes import FakePrograms
 
@@ -132,10 +136,35 @@ def test_turns_go_round() -> None:
 
 
 def test_contexts_lie_within_the_text() -> None:
-    said = Sample(prompt(length=4), 0.0, token_ids=[11, 12, 13, 14])
-    assert measure.contexts_within([said], 0.5, 99)[0].token_ids == [0, 2, 3, 4, 11, 12]
-    assert measure.contexts_within([said], 0.5, 5)[0].token_ids == [0, 2, 3, 4, 11]
-    assert measure.contexts_within([said], 0.5, -3)[0].token_ids == [0]
+    asked, said = [prompt(length=4)], [Sample(prompt(length=4), 0.0, token_ids=[11, 12, 13, 14])]
+    assert measure.contexts_within(asked, said, 0.5, 99)[0].token_ids == [0, 2, 3, 4, 11, 12]
+    assert measure.contexts_within(asked, said, 0.5, 5)[0].token_ids == [0, 2, 3, 4, 11]
+    assert measure.contexts_within(asked, said, 0.5, -3)[0].token_ids == [0]
+
+
+def test_nextn_0_is_never_relaxed() -> None:
+    """It has nothing to relax, and the program that could would flatter the others."""
+    contenders = [contender(k) for k in (0, 1)]
+    asked = prompt()
+    asked = replace(asked, params=replace(asked.params, relaxed_topk=10, relaxed_delta=0.6))
+    measured = measure.measure(contenders, [[asked]])
+    asked_for = [measured[k].groups[0][0].prompt.params.relaxed_topk for k in (0, 1)]
+    assert asked_for == [1, 10]
+
+
+def test_sampled_requests_have_seeds(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "mine.jsonl",
+        {"input_ids": [5]},
+        {"input_ids": [6], "seed": 9},
+        {"input_ids": [7]},
+    )
+    hot = SamplingParams(8, temperature=0.6)
+    for params, seeds in ((hot, [0, 9, 2]), (replace(hot, seed=4), [4, 9, 4])):
+        groups = load_groups(Asked(str(path), params=params), fake_engine(0), 1)
+        assert [group[0].params.seed for group in groups] == seeds
+    greedy = load_groups(Asked(str(path)), fake_engine(0), 1)
+    assert [group[0].params.seed for group in greedy] == [None, 9, None]
 
 
 # Where engines are built
@@ -189,7 +218,8 @@ def invoke(*args: str | Path) -> tuple[int, str, str]:
 
 def test_frozen_flags() -> None:
     command = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]
-    assert sorted(flag for option in command.params for flag in option.opts) == [
+    found = {flag for option in command.params for flag in option.opts}
+    assert found - shared_flags() == {
         "--concurrency",
         "--dataset",
         "--drafter",
@@ -200,8 +230,17 @@ def test_frozen_flags() -> None:
         "--num-requests",
         "--out",
         "--output-len",
+        "--relaxed",
         "--threads",
-    ]
+    }
+    assert shared_flags() <= found
+
+
+def shared_flags() -> set[str]:
+    """Of the groups, which tests/runtime/test_sampling_flags.py lists."""
+    groups = (SamplingFlags, FieldFlags, RelaxedFlags)
+    names = {field.name for group in groups for field in fields(group)} | {"extra_llm_api_options"}
+    return {"--" + name.replace("_", "-") for name in names}
 
 
 @pytest.fixture
@@ -238,6 +277,50 @@ def test_the_command(smallest: Path, lines_file: Path) -> None:
 
 @pytest.mark.usefixtures("quick", "fake_programs")
 @pytest.mark.parametrize(
+    ("flags", "seen", "says"),
+    [
+        ("--temperature 0.6 --seed 3", {"temperature": 0.6, "seed": 3}, None),
+        (
+            "--temperature 0.6 --acceptance rejection",
+            {"acceptance": "rejection"},
+            "rejection: the distribution of nextn 0, not its text; equal outputs are by chance",
+        ),
+        (
+            "--relaxed",
+            {"relaxed_topk": 10, "relaxed_delta": 0.6},
+            "relaxed: within <think> the text may differ from nextn 0's, which is strict",
+        ),
+        ("--relaxed_topk 3", {"relaxed_topk": 3, "relaxed_delta": 0.0}, "relaxed: within <think>"),
+    ],
+)
+def test_sampling_flags(
+    flags: str, seen: dict[str, Any], says: str | None, smallest: Path, lines_file: Path
+) -> None:
+    """They reach every request, and the report says whether outputs have to be equal."""
+    marks = "begin_thinking_phase_token: 7, end_thinking_phase_token: 8"
+    Path("llm.yaml").write_text(f"speculative_config: {{decoding_type: MTP, {marks}}}\n")
+    asked = ("--model", smallest, "--nextn", 1, "--dataset", lines_file, *flags.split())
+    code, out, err = invoke(*asked, "--config", "llm.yaml")
+    assert (code, "error" in err) == (0, False)
+    document = json.loads(Path("bench_results/bench.json").read_text())
+    assert document["same_output_expected"] == (says is None)
+    assert document["settings"]["sampling"].items() >= seen.items()
+    assert says is None or says in out
+
+
+@pytest.mark.usefixtures("quick", "fake_programs")
+def test_a_configuration_says_nextn(smallest: Path, lines_file: Path) -> None:
+    asked = ("--model", smallest, "--dataset", lines_file, "--num-requests", 1, "--json")
+    for flags in (
+        ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}'),
+        ("--spec_decode_nextn", 2),
+    ):
+        code, out, _ = invoke(*asked, *flags)
+        assert (code, [r["nextn"] for r in json.loads(out)["results"]]) == (0, [0, 2])
+
+
+@pytest.mark.usefixtures("quick", "fake_programs")
+@pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
         ("--nextn 0,x", 2, "--nextn '0,x' is not a list of numbers such as 0,1,2,3"),
@@ -249,6 +332,10 @@ def test_the_command(smallest: Path, lines_file: Path) -> None:
         ("--nextn 0", 2, "this engine was built without a tokenizer"),
         ("--nextn 0 --threads 0", 2, "threads must be a number from 1, not 0"),
         ("--nextn 0 --out ids.jsonl", 2, "--out ids.jsonl: can't write there"),
+        ("--nextn 1 --spec-decode-nextn 2", 2, "--nextn says 1, --spec-decode-nextn says 2; drop"),
+        ("--relaxed --relaxed-topk 3", 2, "--relaxed says 10, --relaxed-topk says 3; drop one"),
+        ("--relaxed --temperature 1", 2, "relaxed acceptance is for greedy requests"),
+        ("--acceptance fast", 2, "acceptance must be one of strict, rejection"),
         ("--model nowhere", 2, "'nowhere' is neither a recipe nor a checkpoint folder"),
         ("--model .", 1, "no config.json"),
     ],

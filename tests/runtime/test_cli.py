@@ -137,6 +137,7 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--input", "/nothing"], 2, "can't be read"),
         (["--input", "/dev/null"], 2, "no requests"),
         (["--prompt", "a", "--max-tokens", "0"], 2, "max_tokens"),
+        (["--prompt", "a", "--max-tokens", "3", "--min-tokens", "4"], 2, "min_tokens must be 0"),
         (["--prompt", "a", "--stop", ""], 2, "stop"),
         (["--prompt", "a", "--threads", "0"], 2, "threads"),
     ],

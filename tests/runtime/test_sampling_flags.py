@@ -1,0 +1,81 @@
+"""Groups of flags: what is in them, and that a command gets them as values."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mtpbuild.builder.cli import app
+from mtpbuild.runtime.errors import RequestError, UsageError
+from mtpbuild.runtime.field_config import Settings
+from mtpbuild.runtime.flag_groups import grouped
+from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
+
+SHARED = {
+    "--acceptance",
+    "--config",
+    "--extra-llm-api-options",
+    "--min-p",
+    "--relaxed-delta",
+    "--relaxed-topk",
+    "--seed",
+    "--spec-decode-algo",
+    "--spec-decode-max-draft-len",
+    "--spec-decode-nextn",
+    "--speculative-config",
+    "--temperature",
+    "--top-k",
+    "--top-p",
+    "--use-relaxed-acceptance-for-thinking",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    width: Annotated[int, typer.Option("--width", "-w", help="In cm.")] = 3
+    deep: Annotated[bool, typer.Option("--deep")] = False
+
+
+def test_a_group_is_a_parameter_of_the_command() -> None:
+    seen = []
+
+    @grouped
+    def paint(
+        name: Annotated[str, typer.Argument()],
+        size: Size,
+        times: Annotated[int, typer.Option()] = 1,
+    ) -> None:
+        """Paints."""
+        seen.append((name, size, times))
+
+    one = typer.Typer()
+    one.command()(paint)
+    assert CliRunner().invoke(one, ["door"]).exit_code == 0
+    assert CliRunner().invoke(one, ["wall", "-w", "5", "--times", "2", "--deep"]).exit_code == 0
+    assert seen == [("door", Size(), 1), ("wall", Size(width=5, deep=True), 2)]
+    assert CliRunner().invoke(one, ["wall", "--width", "x"]).exit_code == 2
+    shown = CliRunner().invoke(one, ["--help"]).stdout
+    assert "Paints." in shown
+    assert "In cm." in shown
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_the_shared_flags(command: str) -> None:
+    options = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    assert {name for option in options for name in option.opts} >= SHARED
+
+
+def test_params_are_those_of_flags_and_configuration() -> None:
+    flags = SamplingFlags(temperature=0.6, top_k=5, top_p=0.9, min_p=0.1, seed=4)
+    params = sampling_params(flags, Settings(rejection_sample_method="standard"), max_tokens=7)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 5, 0.9, 0.1)
+    assert (params.seed, params.acceptance, params.max_tokens) == (4, "rejection", 7)
+    assert sampling_params(SamplingFlags(acceptance="rejection"), Settings()).acceptance != "strict"
+    with pytest.raises(UsageError, match="--acceptance strict contradicts"):
+        sampling_params(
+            SamplingFlags(acceptance="strict"), Settings(rejection_sample_method="standard")
+        )
+    with pytest.raises(RequestError, match="temperature must be"):
+        sampling_params(SamplingFlags(temperature=-1), Settings())
