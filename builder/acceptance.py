@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mtpbuild.plugins import accept_rewind
 from mtpbuild.plugins.accept_rewind.distribution import draw, shaped_probs
-from mtpbuild.plugins.accept_rewind.mixed import DRAFT, Judging, Verdict, accept_mixed
+from mtpbuild.plugins.accept_rewind.mixed import Judging, Verdict, accept_mixed, draft_number
 
 State = dict[str, Tensor]
 
@@ -79,8 +79,7 @@ class MixedAcceptance:
         """
         assert self.lengths is not None, "drafts are chosen after judging"
         q = shaped_probs(logits, self.judging.shaping.rows(2))
-        at = (self.lengths + k)[:, None]
-        drawn, _ = draw(q, self.judging.uniforms[:, DRAFT].gather(1, at))
+        drawn, _ = draw(q, draft_number(self.judging, self.lengths, k))
         best = logits.argmax(-1)
         point = F.one_hot(best, logits.shape[-1]).type_as(q)
         self.probs.append(torch.where(self.sampled[:, None, None], q, point))

@@ -65,6 +65,8 @@ class StepProgram(nn.Module):
             "logprobs": verdict.logprobs,
             "margins": verdict.margins,
         }
+        if verdict.top_ids is not None and verdict.top_logprobs is not None:
+            outputs |= {"top_ids": verdict.top_ids, "top_logprobs": verdict.top_logprobs}
         return {name: new[name] for name in state}, outputs
 
 
@@ -80,15 +82,29 @@ class MixedStepProgram(StepProgram):
         top_p: Tensor,
         min_p: Tensor,
         rejection: Tensor,
+        block: Tensor,
+        synthetic: Tensor,
         sampled_drafts: Tensor,
         relaxed_topk: Tensor,
         relaxed_delta: Tensor,
         thinking_ids: Tensor,
+        banned_ids: Tensor,
+        banned_until: Tensor,
         uniforms: Tensor,
     ) -> tuple[State, State]:
-        """Per slot [B] what its request asks for; thinking_ids [B, 2]; uniforms [B, 3, places]."""
-        shaping = Shaping(temperature, top_k, top_p, min_p)
-        judging = Judging(shaping, rejection, relaxed_topk, relaxed_delta, thinking_ids, uniforms)
+        """Per slot what its request asks for; shapes as in `Shaping` and `Judging`."""
+        judging = Judging(
+            shaping=Shaping(temperature, top_k, top_p, min_p),
+            rejection=rejection,
+            block=block,
+            synthetic=synthetic,
+            relaxed_topk=relaxed_topk,
+            relaxed_delta=relaxed_delta,
+            thinking_ids=thinking_ids,
+            banned_ids=banned_ids,
+            banned_until=banned_until,
+            uniforms=uniforms,
+        )
         return self.step(state, active, MixedAcceptance(judging, sampled_drafts))
 
 

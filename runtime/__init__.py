@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.engine import Engine
     from mtpbuild.runtime.errors import EngineError, MtpbuildError, RequestError
     from mtpbuild.runtime.manifest import Manifest
-    from mtpbuild.runtime.request import Chunk, Result, SamplingParams
+    from mtpbuild.runtime.request import Chunk, Result, TokenLogprobs
+    from mtpbuild.runtime.sampling import SamplingParams
     from mtpbuild.runtime.stats import EngineStats, RequestMetrics, SpeculativeDecoding
     from mtpbuild.runtime.tokenizer import Tokenizer
+    from mtpbuild.runtime.trace.recorder import Trace
 
 __all__ = [
     "Chunk",
@@ -36,7 +38,9 @@ __all__ = [
     "SamplingParams",
     "SpeculativeDecoding",
     "Stream",
+    "TokenLogprobs",
     "Tokenizer",
+    "Trace",
 ]
 
 _MODULES = {
@@ -44,9 +48,11 @@ _MODULES = {
     "engine": ("Engine",),
     "errors": ("EngineError", "MtpbuildError", "RequestError"),
     "manifest": ("Manifest",),
-    "request": ("Chunk", "Result", "SamplingParams"),
+    "request": ("Chunk", "Result", "TokenLogprobs"),
+    "sampling": ("SamplingParams",),
     "stats": ("EngineStats", "RequestMetrics", "SpeculativeDecoding"),
     "tokenizer": ("Tokenizer",),
+    "trace.recorder": ("Trace",),
 }
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
 
-FORMAT_VERSION: Literal[1] = 1
+FORMAT_VERSION: Literal[2] = 2
 MANIFEST = "engine.json"
 # Of any engine; a manifest beyond them is damaged.
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16
@@ -95,7 +95,7 @@ class TargetInfo(_Record):
 class Manifest(_Record):
     """The whole of `engine.json`; docs/engine-format.md explains each field."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     mtpbuild: str
     model: ModelInfo
     build: BuildInfo

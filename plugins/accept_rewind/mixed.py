@@ -1,7 +1,7 @@
-"""Acceptance in every mode, slot by slot: strict (greedy or sampled), rejection and relaxed.
+"""Acceptance in every mode, slot by slot: strict (greedy or sampled), rejection, block, relaxed.
 
-DESIGN 5 defines the modes. Plain PyTorch that every target can trace; `op.py` is the case that all
-slots are strict and greedy.
+DESIGN 5 defines the modes, docs/acceptance.md too. Plain PyTorch that every target can trace;
+`op.py` is the case that all slots are strict and greedy.
 """
 
 from dataclasses import dataclass
@@ -9,9 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.accept_rewind.block import Block, verify_block
 from mtpbuild.plugins.accept_rewind.distribution import Shaping, draw, shaped_probs
 
 DRAFT, ACCEPT, RECOVER = 0, 1, 2  # purposes of `uniforms`; strict draws its target with DRAFT
+# A block's verdict depends on all its drafts, so the numbers of those it drops are not unseen and
+# can't serve again: draft k > 1 has a stream of its own, numbered by the block's first position.
+BLOCK_DRAFT = 3
+TOP = 5  # alternatives reported per row
 
 
 @dataclass(frozen=True)
@@ -20,10 +25,14 @@ class Judging:
 
     shaping: Shaping  # [B] each
     rejection: Tensor  # [B] bool
+    block: Tensor  # [B] bool: rejection judges the drafts together
+    synthetic: Tensor  # [B, T] chance of draft j + 1 if those before it are kept; -1: off
     relaxed_topk: Tensor  # [B] int; 1 is strict
     relaxed_delta: Tensor  # [B]
     thinking_ids: Tensor  # [B, 2]: tokens that begin and end a thinking phase, -1 for none
-    uniforms: Tensor  # [B, 3, positions] per purpose and absolute position
+    banned_ids: Tensor  # [B, N] tokens that can't be emitted .. ; -1 for none
+    banned_until: Tensor  # [B] .. at positions before this one
+    uniforms: Tensor  # [B, 3 + max(K - 1, 0), positions] per purpose and absolute position
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,8 @@ class Verdict:
     logprobs: Tensor  # [B, T] of the emitted tokens, under the plain softmax
     margins: Tensor  # [B, T] of logits if greedy, else of the uniform to its cell's border
     thinking: Tensor  # [B] bool, after the emitted tokens
+    top_ids: Tensor | None = None  # [B, T, TOP] most probable tokens of each row
+    top_logprobs: Tensor | None = None  # [B, T, TOP] under the plain softmax
 
 
 def accept_mixed(
@@ -54,34 +65,47 @@ def accept_mixed(
     """
     _, T, V = logits.shape
     row = torch.arange(T, device=window.device)
-    real = row[: T - 1] < num_drafts[:, None]  # [B, K]
-    p = shaped_probs(logits, judging.shaping.rows(2))  # [B, T, V]
     at = lengths[:, None] + 1 + row  # the position that row j decides
-    numbers = judging.uniforms.gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
+    logprobs = logits.log_softmax(-1)  # as the model says it, whatever is banned
+    logits = _without_banned(logits, at, judging)
+    p = shaped_probs(logits, judging.shaping.rows(2))  # [B, T, V]
+    numbers = judging.uniforms[:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
 
-    target, margins = _targets(logits, p, draft_probs, real, numbers, judging)
+    real = row[: T - 1] < num_drafts[:, None]  # [B, K]
+    together = verify_block(p, window, draft_probs, real) if T > 1 else None
+    target, margins = _targets(logits, p, draft_probs, real, numbers, together, judging)
     phases = _phases(window, thinking, judging.thinking_ids)  # [B, T]
     n = torch.ones_like(lengths)
-    if T > 1:
-        good = real & _accepted(p, window, draft_probs, target, numbers, phases, judging)
-        mismatch = torch.where(good, T - 1, row[: T - 1])
+    if together is not None:
+        good = _accepted(p, window, draft_probs, target, numbers, phases, together, judging)
+        mismatch = torch.where(real & good, T - 1, row[: T - 1])
         n = mismatch.amin(-1) + 1
     n = torch.where(active, n, 0)
 
     final = (n - 1).clamp(min=0)[:, None]
     follow = torch.cat([window[:, 1:], window[:, :1]], dim=1)
     tokens = torch.where(row < n[:, None] - 1, follow, target)
-    given = logits.gather(-1, tokens.clamp(0, V - 1)[..., None])[..., 0]
     phase = phases.gather(1, final)[:, 0]
     after = _after(phase, tokens.gather(1, final)[:, 0], judging.thinking_ids)
+    top = logprobs.topk(min(TOP, V), dim=-1)
     return Verdict(
         tokens=torch.where(row < n[:, None], tokens, -1),
         n=n,
         lengths=lengths + n,
-        logprobs=given - logits.logsumexp(-1),
+        logprobs=logprobs.gather(-1, tokens.clamp(0, V - 1)[..., None])[..., 0],
         margins=margins,
         thinking=(active & after) | (~active & thinking),
+        top_ids=top.indices,
+        top_logprobs=top.values,
     )
+
+
+def _without_banned(logits: Tensor, at: Tensor, judging: Judging) -> Tensor:
+    """Logits [B, T, V] with -inf for what may not be emitted yet (min_tokens)."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    banned = (ids == judging.banned_ids[..., None]).any(1)  # [B, V]
+    early = at < judging.banned_until[:, None]  # [B, T]
+    return logits.masked_fill(early[..., None] & banned[:, None], -torch.inf)
 
 
 def _targets(
@@ -90,16 +114,18 @@ def _targets(
     draft_probs: Tensor,
     real: Tensor,
     numbers: Tensor,
+    together: Block | None,
     judging: Judging,
 ) -> tuple[Tensor, Tensor]:
     """The token that each row emits if the step ends there, and its margin, both [B, T]."""
-    K, rejecting = draft_probs.shape[1], judging.rejection[:, None]
+    rejecting = judging.rejection[:, None]
     law = p
-    if K:  # a rejected draft's row draws from what q has too little of
-        q = torch.where((rejecting & real)[..., None], draft_probs, 0.0)
-        rest = (p[:, :K] - q).clamp(min=0)
-        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[:, :K])
-        law = torch.cat([rest, p[:, K:]], dim=1)
+    if together is not None:  # a rejected draft's row draws from what q has too little of
+        K = draft_probs.shape[1]
+        rest = torch.where(judging.block[:, None, None], together.rest, p[:, :K] - draft_probs)
+        rest = rest.clamp(min=0)
+        short = (rejecting & real)[..., None] & (rest.sum(-1, keepdim=True) > 0)
+        law = torch.cat([torch.where(short, rest, p[:, :K]), p[:, K:]], dim=1)
     drawn, cell = draw(law, torch.where(rejecting, numbers[:, RECOVER], numbers[:, DRAFT]))
     sampled = judging.shaping.temperature[:, None] > 0
     top = logits.topk(2, dim=-1).values
@@ -116,6 +142,7 @@ def _accepted(
     target: Tensor,
     numbers: Tensor,
     phases: Tensor,
+    together: Block,
     judging: Judging,
 ) -> Tensor:
     """Whether each draft would be kept if all before it were: [B, K]."""
@@ -124,11 +151,17 @@ def _accepted(
     p_draft = p[:, :K].gather(-1, drafts[..., None])  # [B, K, 1]
     q_draft = draft_probs.gather(-1, drafts[..., None])[..., 0]
     sampled = judging.shaping.temperature[:, None] > 0
-    by_chance = judging.rejection[:, None] & sampled
-    lucky = numbers[:, ACCEPT, :K] * q_draft < p_draft[..., 0]
+    forced = judging.synthetic[:, :K] >= 0
+    by_chance = judging.rejection[:, None] & sampled & ~forced
+    block = judging.block[:, None]
+    luck = numbers[:, ACCEPT, :K]
+    alone = luck * q_draft < p_draft[..., 0]
+    # One number decides how many of a block are kept: those of later rows serve later steps.
+    lucky = (block & (luck[:, :1] < together.at_least)) | (~block & alone)
     near = _near(p[:, :K], drafts, p_draft, judging) & phases[:, :K] & ~sampled
     # Not torch.where: ONNX Runtime has no Where of bool. An id outside the vocabulary never counts.
-    good = (by_chance & lucky) | (~by_chance & ((drafts == target[:, :K]) | near))
+    good = (by_chance & lucky) | (~by_chance & ~forced & ((drafts == target[:, :K]) | near))
+    good = good | (forced & (luck < judging.synthetic[:, :K]))
     return good & (drafts == window[:, 1:])
 
 
@@ -139,7 +172,8 @@ def _near(p: Tensor, drafts: Tensor, p_draft: Tensor, judging: Judging) -> Tenso
     rank = ahead.sum(-1)
     gap = p.amax(-1) - p_draft[..., 0]
     wanted = judging.relaxed_topk[:, None]
-    return (wanted > 1) & (rank < wanted) & (gap <= judging.relaxed_delta[:, None])
+    possible = p_draft[..., 0] > 0  # not banned
+    return possible & (wanted > 1) & (rank < wanted) & (gap <= judging.relaxed_delta[:, None])
 
 
 def _phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
@@ -152,3 +186,12 @@ def _phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
 
 def _after(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
     return (phase | (token == marks[:, 0])) & (token != marks[:, 1])
+
+
+def draft_number(judging: Judging, lengths: Tensor, k: int) -> Tensor:
+    """[B, 1]: what draft k (from 1) behind `lengths` committed rows is drawn with."""
+    shared = judging.uniforms[:, DRAFT].gather(1, lengths[:, None] + k)
+    if k == 1:
+        return shared
+    own = judging.uniforms[:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
+    return torch.where(judging.block[:, None], own, shared)

@@ -10,6 +10,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
+MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
+MAX_LOGPROBS = 5  # alternatives that a row reports
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
@@ -21,6 +24,9 @@ class StepOutput:
     num_drafts: Ints  # [B] how many of the window's drafts were real
     logprobs: Floats  # [B, T] log-probability of each emitted token
     margins: Floats  # [B, T] top-1 minus top-2 logit of each row
+    # Of the mixed program only:
+    top_ids: Ints | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
+    top_logprobs: Floats | None = None  # [B, T, MAX_LOGPROBS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +38,31 @@ class Controls:
     top_p: float = 1.0
     min_p: float = 0.0
     rejection: bool = False  # else strict
+    block: bool = False  # rejection judges a step's drafts together
+    synthetic: tuple[float, ...] = ()  # chance of each draft if those before it are accepted
     sampled_drafts: bool = True  # above temperature 0; else drafts are argmax
     relaxed_topk: int = 1  # in the thinking phase of a greedy request; 1 is strict
     relaxed_delta: float = 0.0
     thinking_ids: tuple[int, int] = (-1, -1)  # tokens that begin and end the phase
     thinking: bool = False  # whether the prompt ends inside it
+    banned_ids: tuple[int, ...] = ()  # at most MAX_BANNED, not emitted at positions ..
+    banned_until: int = 0  # .. before this one
+    alternatives: bool = False  # whether top_ids and top_logprobs are wanted
     seed: int = 0
 
     @property
     def plain(self) -> bool:
-        """Strict and greedy: the decode program without sampling will do."""
-        return self.temperature == 0 and self.relaxed_topk == 1
+        """Strict and greedy, nothing more: the decode program without sampling will do."""
+        special = self.relaxed_topk > 1 or self.synthetic or self.banned_ids or self.alternatives
+        return self.temperature == 0 and not special
 
-    def uniforms(self, count: int) -> Floats:
-        """[3, count] in [0, 1): one stream per purpose, numbered by absolute position.
+    def uniforms(self, count: int, purposes: int = 3) -> Floats:
+        """[purposes, count] in [0, 1): one stream per purpose, numbered by absolute position.
 
-        A function of seed, purpose and position alone, never of batch, step or nextn.
+        A function of seed, purpose and position alone, never of batch, step or nextn. Purposes:
+        draft (and strict's target), accept, recover, then drafts 2.. of a block.
         """
-        streams = (np.random.Philox(key=[self.seed, purpose]) for purpose in range(3))
+        streams = (np.random.Philox(key=[self.seed, purpose]) for purpose in range(purposes))
         return np.stack([np.random.Generator(s).random(count, np.float32) for s in streams])
 
 
@@ -70,8 +83,17 @@ class Programs(Protocol):
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
         """Make the slot decode: `length` rows are committed, `newest` is the token behind them."""
 
+    def move(self, source: int, target: int) -> None:
+        """Make slot `target`, whatever it held, go on where `source` is; `source` is then free.
+
+        Between steps, for a slot that has begun.
+        """
+
     def step(self, active: Bools, rows: int) -> StepOutput:
         """Verify, accept, rewind and draft in the active slots [B].
+
+        Slots behind the last active one need not be computed. They, and inactive ones, keep what
+        they hold.
 
         rows: at least lengths + T of every occupied slot, decoding or still being prefilled (the
         step writes T rows in each, and an inactive slot's go to the end of the rows in use).

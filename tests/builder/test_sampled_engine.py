@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.reference import Transformer
-from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.programs.base import Controls
 from tests.conftest import EngineBuilder
-from tests.reference.recompute import greedy
+from tests.reference.recompute import greedy, next_logits
 from tests.reference.sampling import sample
 
 CHUNK, COUNT = 4, 60
@@ -75,8 +76,10 @@ def test_modes_share_a_batch(
     predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
 ) -> None:
     """Each request of a mixed batch gives what it gives alone, whoever it shares a step with."""
-    params = [PLAIN, HOT, replace(HOT, acceptance="rejection"), RELAXED, PLAIN, HOT]
-    asked = [*prompts(3), [BEGIN, 20, 21], *prompts(2)]
+    rejection = replace(HOT, acceptance="rejection")
+    block = replace(rejection, rejection_sample_method="block")
+    params = [PLAIN, HOT, rejection, RELAXED, PLAIN, HOT, block]
+    asked = [*prompts(3), [BEGIN, 20, 21], *prompts(3)]
     engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_batch=3)
     with Engine.load(engine, threads=1) as loaded:
         together = loaded.generate(asked, params)
@@ -104,6 +107,96 @@ def test_relaxed_acceptance(
     assert strict.token_ids == greedy(predictable, thought, COUNT)
     until = next((i for i, t in enumerate(outside.token_ids) if t == BEGIN), COUNT)
     assert outside.token_ids[:until] == greedy(predictable, closed, COUNT)[:until]
+
+
+def test_block_verification_keeps_what_is_the_targets_own(
+    predictable_folder: Path, build_engine: EngineBuilder
+) -> None:
+    """Few drafts of these modules are wrong, so a block keeps at least as many as one by one."""
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
+    alone = [replace(HOT, acceptance="rejection", seed=seed, max_tokens=200) for seed in range(4)]
+    block = [replace(params, rejection_sample_method="block") for params in alone]
+    with Engine.load(engine, threads=1) as loaded:
+        lengths = []
+        for each in (alone, block):
+            reports = [r.metrics.speculative_decoding for r in loaded.generate([[20]] * 4, each)]
+            accepted = sum(r.num_accepted_draft_tokens for r in reports)
+            lengths.append(accepted / sum(r.num_spec_steps for r in reports))
+    assert lengths[1] > 0.9 * lengths[0] > 0
+
+
+def test_logprobs(
+    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+) -> None:
+    """Greedy and sampled: of the plain softmax of the reference model, at every token."""
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
+    prompt = prompts(2)[1]
+    with Engine.load(engine, threads=1) as loaded:
+        for params in (PLAIN, HOT):
+            result = loaded.generate(prompt, replace(params, logprobs=3))
+            assert result.token_ids == loaded.generate(prompt, params).token_ids
+            assert result.logprobs is not None
+            assert [entry.token_id for entry in result.logprobs] == result.token_ids
+            for i in (0, 1, COUNT - 1):
+                found, known = result.logprobs[i], prompt + result.token_ids[:i]
+                wanted = next_logits(predictable, known).log_softmax(-1)
+                best = wanted.topk(3)
+                assert [id for id, _ in found.top] == best.indices.tolist()
+                assert [p for _, p in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+                assert found.logprob == pytest.approx(float(wanted[found.token_id]), abs=1e-4)
+        none = loaded.generate(prompt, replace(PLAIN, logprobs=0, max_tokens=5)).logprobs
+        assert none is not None
+        assert [entry.top for entry in none] == [()] * 5
+
+
+@pytest.mark.parametrize("nextn", [0, 3])
+def test_no_end_before_min_tokens(
+    nextn: int, predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+) -> None:
+    """What is forbidden is not emitted; the rest is what plain decoding without it gives."""
+    drafter: DrafterName | None = "mtp-vanilla" if nextn else None
+    engine = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK)
+    prompt = prompts(2)[1]
+    unbound = greedy(predictable, prompt, 12)
+    ends = sorted(set(unbound[:4]))
+    params = replace(PLAIN, ignore_eos=True, stop_token_ids=ends, min_tokens=6, max_tokens=12)
+    wanted: list[int] = []
+    while len(wanted) < 12 and not (len(wanted) > 6 and wanted[-1] in ends):
+        logits = next_logits(predictable, prompt + wanted).clone()
+        if len(wanted) < 6:
+            logits[ends] = -torch.inf
+        wanted.append(int(logits.argmax()))
+    with Engine.load(engine, threads=1) as loaded:
+        result = loaded.generate(prompt, params)
+        with pytest.raises(RequestError, match="at most 16 stop tokens"):
+            loaded.generate(prompt, replace(params, stop_token_ids=list(range(17))))
+    assert result.token_ids == wanted
+
+
+def test_synthetic_acceptance(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
+    params = replace(
+        PLAIN,
+        max_tokens=200,
+        acceptance="rejection",
+        rejection_sample_method="synthetic",
+        synthetic_acceptance_length=2.5,
+    )
+    rates = replace(
+        params, synthetic_acceptance_length=None, synthetic_acceptance_rates=(1, 0.5, 0), seed=1
+    )
+    with Engine.load(engine, threads=1) as loaded:
+        for each in (params, rates):
+            result = loaded.generate([20, 21], each)
+            assert result.synthetic_acceptance_rates == (1.0, 0.5, 0.0)
+            first, second, third = result.metrics.speculative_decoding.per_position_acceptance_rates
+            assert first > 0.98  # the first step has no drafts
+            assert 0.3 < second < 0.7
+            assert third == 0
+        with pytest.raises(RequestError, match="has 2 rates, nextn is 3"):
+            loaded.generate([20], replace(rates, synthetic_acceptance_rates=(1, 0.5)))
+        with pytest.raises(RequestError, match=r"length 4.5 is outside 1..4"):
+            loaded.generate([20], replace(params, synthetic_acceptance_length=4.5))
 
 
 def test_a_seed_is_drawn_and_reported(

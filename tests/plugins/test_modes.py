@@ -36,6 +36,10 @@ class Case:
     after: bool | None = None  # thinking afterwards; None: as before
     temperature: float = 0.0
     rejection: bool = False
+    block: bool = False
+    synthetic: list[float] | None = None
+    banned: list[int] = field(default_factory=list)
+    banned_until: int = 0  # rows of the window
     draft_probs: list[list[float]] = field(default_factory=list)
     uniforms: list[tuple[float, float, float]] = field(default_factory=list)
 
@@ -179,6 +183,103 @@ SAMPLED = {
 }
 
 
+BLOCK = {
+    # Drafts B, C: p/q = 0.5, then 3 (c = 0.5, 1): both are kept whatever the number.
+    "a late surplus makes up for an early deficit": Case(
+        [B, C], [CLOSE, [0.1, 0.3, 0.6, 0, 0, 0], SURE], [B, C, A],
+        temperature=1, rejection=True, block=True,
+        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0], [0.5, 0.3, 0.2, 0, 0, 0]],
+        uniforms=[(0, 0.99, 0), (0, 0.99, 0), (0, 0, 0.5)],
+    ),
+    "of one draft it is the plain rule": Case(
+        [B], [CLOSE, CLOSE], [B, B], temperature=1, rejection=True, block=True,
+        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]], uniforms=[(0.9, 0.49, 0.9), (0, 0, 0.5)],
+    ),
+    "of one draft, above the ratio": Case(
+        [B], [CLOSE, CLOSE], [A], temperature=1, rejection=True, block=True,
+        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]], uniforms=[(0.9, 0.51, 0.2), HALF],
+    ),
+    # c = 0.5, 0.25; h_2 = 0.25; behind one draft S = 0.05, h_1 = 0.05 / 0.55; P(>= 1) = 0.318.
+    "the number falls on two": Case(
+        [B, B], [CLOSE, CLOSE, SURE], [B, B, A], temperature=1, rejection=True, block=True,
+        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2, uniforms=[(0, 0.24, 0), HALF, (0, 0, 0.5)],
+    ),
+    "the number falls on one": Case(
+        [B, B], [CLOSE, CLOSE, SURE], [B, D], temperature=1, rejection=True, block=True,
+        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2, uniforms=[(0, 0.30, 0), (0, 0, 0.5), HALF],
+    ),
+    "the number falls on none": Case(
+        [B, B], [CLOSE, CLOSE, SURE], [A], temperature=1, rejection=True, block=True,
+        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2, uniforms=[(0, 0.45, 0.2), HALF, HALF],
+    ),
+    "only the first number counts": Case(
+        [B, B], [CLOSE, CLOSE, SURE], [B, B, A], temperature=1, rejection=True, block=True,
+        draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2,
+        uniforms=[(0, 0.24, 0), (0, 0.99, 0.5), (0, 0.99, 0.5)],
+    ),
+    "num_drafts 1 of 2": Case(
+        [B, B], [CLOSE, SURE, SURE], [B, A], temperature=1, rejection=True, block=True,
+        num_drafts=1, draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2,
+        uniforms=[(0, 0.49, 0), (0, 0, 0.5), HALF],
+    ),
+    "num_drafts 0": Case(
+        [B], [CLOSE, CLOSE], [A], temperature=1, rejection=True, block=True, num_drafts=0,
+        draft_probs=[point(B)], uniforms=[(0, 0, 0.3), HALF],
+    ),
+    "-1 is rejected": Case(
+        [-1, A], [CLOSE, CLOSE, SURE], [A], temperature=1, rejection=True, block=True,
+        draft_probs=[[0.0] * V] * 2, uniforms=[(0, 0.0, 0.1), HALF, HALF],
+    ),
+    "greedy requests are strict": Case(
+        [B], [CLOSE, CLOSE], [A], temperature=0, rejection=True, block=True,
+        draft_probs=[point(B)], uniforms=[(0, 0, 0), HALF],
+    ),
+}  # fmt: skip
+
+NEVER, ALWAYS = [(0, 0.99, 0)] * 3, [(0, 0.0, 0)] * 3
+SYNTHETIC = {
+    "accepts a wrong draft": Case([D], [SURE, SURE], [D, A], synthetic=[0.5], uniforms=ALWAYS),
+    "rejects a right draft": Case([A], [SURE, SURE], [A], synthetic=[0.5], uniforms=NEVER),
+    "rate 0 rejects, whatever the number": Case(
+        [A], [SURE, SURE], [A], synthetic=[0.0], uniforms=ALWAYS
+    ),
+    "rate 1 accepts, whatever the number": Case(
+        [D], [SURE, SURE], [D, A], synthetic=[1.0], uniforms=NEVER
+    ),
+    "a rate per position": Case(
+        [D, D], [SURE, SURE, SURE], [D, A], synthetic=[1.0, 0.0], uniforms=ALWAYS
+    ),
+    "num_drafts holds": Case(
+        [D, D], [SURE, SURE, SURE], [D, A], synthetic=[1.0, 1.0], num_drafts=1
+    ),
+    "-1 is never emitted": Case([-1], [SURE, SURE], [A], synthetic=[1.0]),
+    "sampled requests too": Case(
+        [D], [SURE, SURE], [D, A], temperature=1, synthetic=[1.0], rejection=True,
+        draft_probs=[point(D)], uniforms=ALWAYS,
+    ),
+}  # fmt: skip
+
+BANNED = {
+    "the next best": Case([], [ENDING], [A], banned=[END], banned_until=1),
+    "two of them": Case([], [ENDING], [B], banned=[END, A], banned_until=1),
+    "a draft of it is rejected": Case([END], [ENDING, SURE], [A], banned=[END], banned_until=1),
+    "allowed from the position on": Case(
+        [A], [SURE, ENDING], [A, END], banned=[END], banned_until=1, after=False
+    ),
+    "both rows are before it": Case([A], [SURE, ENDING], [A, A], banned=[END], banned_until=2),
+    "relaxed does not let it in": Case(
+        [END], [ENDING, SURE], [A], 6, 1.0, banned=[END], banned_until=1
+    ),
+    "drawn from the rest": Case(
+        [], [ENDING], [D], temperature=1, banned=[END], banned_until=1, uniforms=[(0.999, 0, 0)]
+    ),
+    "rejection draws from the rest": Case(
+        [END], [ENDING, SURE], [D], temperature=1, rejection=True, banned=[END], banned_until=1,
+        draft_probs=[point(END)], uniforms=[(0, 0, 0.999), HALF],
+    ),
+}  # fmt: skip
+
+
 def judge(case: Case) -> Verdict:
     K = len(case.drafts)
     drafts = K if case.num_drafts is None else case.num_drafts
@@ -189,9 +290,13 @@ def judge(case: Case) -> Verdict:
     judging = Judging(
         shaping=Shaping(one * case.temperature, torch.zeros(1, dtype=torch.int64), one, 0 * one),
         rejection=torch.tensor([case.rejection]),
+        block=torch.tensor([case.block]),
+        synthetic=torch.tensor([[*case.synthetic, -1.0] if case.synthetic else [-1.0] * (K + 1)]),
         relaxed_topk=torch.tensor([case.topk]),
         relaxed_delta=torch.tensor([case.delta]),
         thinking_ids=torch.tensor([[BEGIN, END]]),
+        banned_ids=torch.tensor([[*case.banned, -1, -1][:2]]),
+        banned_until=torch.tensor([8 + case.banned_until]),
         uniforms=uniforms,
     )
     probs = torch.tensor(case.draft_probs) if case.draft_probs else torch.zeros(K, V)
@@ -211,7 +316,7 @@ def judge(case: Case) -> Verdict:
     "case",
     [
         pytest.param(c, id=name)
-        for cases in (RELAXED, REJECTION, SAMPLED)
+        for cases in (RELAXED, REJECTION, SAMPLED, BLOCK, SYNTHETIC, BANNED)
         for name, c in cases.items()
     ],
 )
@@ -225,6 +330,11 @@ def test_case(case: Case) -> None:
     rows = torch.tensor(case.rows)
     wanted = [math.log(rows[j, token] / rows[j].sum()) for j, token in enumerate(case.emitted)]
     assert verdict.logprobs[0, :n].tolist() == pytest.approx(wanted, abs=1e-5)
+    assert verdict.top_ids is not None
+    assert verdict.top_logprobs is not None
+    logprobs = (rows / rows.sum(-1, keepdim=True)).log()
+    assert torch.allclose(verdict.top_logprobs[0], logprobs.topk(5).values, atol=1e-5)
+    assert torch.equal(logprobs.gather(1, verdict.top_ids[0]), logprobs.topk(5).values)
 
 
 def shaping(temperature: float, top_k: int, top_p: float, min_p: float) -> Shaping:
