@@ -42,6 +42,9 @@ class Timed:
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
         self.programs.begin(slot, length, newest, controls)
 
+    def move(self, source: int, target: int) -> None:
+        self.programs.move(source, target)
+
     def step(self, active: Bools, rows: int) -> StepOutput:
         self.begun.append(time.perf_counter())
         output = self.programs.step(active, rows)

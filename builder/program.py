@@ -10,8 +10,10 @@ from mtpbuild.builder.draft import Drafter, Eagle, Idle, Vanilla
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.step import MixedStepProgram, PrefillProgram, StepProgram
+from mtpbuild.plugins.accept_rewind.mixed import BLOCK_DRAFT
+from mtpbuild.runtime.programs.base import MAX_BANNED
 
-EXAMPLE_CHUNK = 7  # any size that no other dimension has
+EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class Program:
     state: tuple[str, ...]
     arguments: dict[str, Tensor]
     outputs: tuple[str, ...]
+    batch: int = 1  # slots of the example
 
 
 def make_drafter(plan: Plan) -> Drafter | None:
@@ -34,6 +37,7 @@ def make_drafter(plan: Plan) -> Drafter | None:
 # What the host and the step keep to themselves; prefill fills the rest of the state.
 OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs"}
 OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
+MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
 
 def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
@@ -47,29 +51,41 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     if drafter is not None and drafter.lookahead:
         prompt["ahead"] = _ints(1, drafter.lookahead)
-    active = {"active": torch.ones(plan.max_batch, dtype=torch.bool)}
-    results = (*_outs(names), *OUTPUTS)
+    B = 1 if plan.max_batch == 1 else EXAMPLE_BATCH
+    active = {"active": torch.ones(B, dtype=torch.bool)}
+    new = _outs(names)
     return (
         Program("prefill", prefill.eval(), filled, prompt, _outs(filled)),
-        Program("decode", step.eval(), names, active, results),
-        Program("decode_mixed", mixed.eval(), names, active | _controls(plan), results),
+        Program("decode", step.eval(), names, active, (*new, *OUTPUTS), B),
+        Program(
+            "decode_mixed",
+            mixed.eval(),
+            names,
+            active | _controls(plan, B),
+            (*new, *MIXED_OUTPUTS),
+            B,
+        ),
     )
 
 
-def _controls(plan: Plan) -> dict[str, Tensor]:
+def _controls(plan: Plan, B: int) -> dict[str, Tensor]:
     """Example values of what a request asks for, in the order of `MixedStepProgram.forward`."""
-    B = plan.max_batch
+    purposes = BLOCK_DRAFT + max(plan.nextn - 1, 0)
     return {
         "temperature": torch.ones(B),
         "top_k": _ints(B),
         "top_p": torch.ones(B),
         "min_p": torch.zeros(B),
         "rejection": torch.zeros(B, dtype=torch.bool),
+        "block": torch.zeros(B, dtype=torch.bool),
+        "synthetic": torch.zeros(B, plan.window) - 1,
         "sampled_drafts": torch.ones(B, dtype=torch.bool),
         "relaxed_topk": _ints(B) + 1,
         "relaxed_delta": torch.zeros(B),
         "thinking_ids": _ints(B, 2) - 1,
-        "uniforms": torch.zeros(B, 3, plan.capacity + plan.window),
+        "banned_ids": _ints(B, MAX_BANNED) - 1,
+        "banned_until": _ints(B),
+        "uniforms": torch.zeros(B, purposes, plan.capacity + plan.window),
     }
 
 

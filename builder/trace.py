@@ -1,12 +1,13 @@
 """torch.export of a program, with the sizes that vary between calls left open."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
 
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.program import EXAMPLE_CHUNK, Program
+from mtpbuild.builder.program import EXAMPLE_BATCH, EXAMPLE_CHUNK, Program
 from mtpbuild.runtime.manifest import ProgramSpec, TensorSpec
 
 
@@ -24,26 +25,28 @@ class Traced:
 
 
 def trace(program: Program, plan: Plan) -> Traced:
-    """One ExportedProgram. `rows` (cache rows in use) varies, and in prefill the `chunk`."""
+    """One ExportedProgram. `rows` (cache rows in use) varies, the `chunk` of a prefill, and the
+    `batch` of a decode step where there is more than one slot (with one, all stays static)."""
     least = 2 * plan.window + 2
     rows = Dim("rows", min=least, max=plan.capacity)
     chunk = Dim("chunk", min=1, max=max(plan.prefill_chunk, EXAMPLE_CHUNK))
+    slots: dict[int, Any] = {}
+    if program.batch > 1:
+        slots = {0: Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))}
     specs = {s.name: s for s in state_specs(plan) if s.name in program.state}
-    batch = 1 if program.name == "prefill" else plan.max_batch
     state, shapes = {}, {}
     for name, spec in specs.items():
-        size = list(spec.shape)
-        size[0] = batch
+        size = [program.batch, *spec.shape[1:]]
         if spec.kind == "cache":
             size[2] = least  # an example: capacity would take the memory of all caches
         state[name] = torch.zeros(size, dtype=getattr(torch, spec.dtype))
-        shapes[name] = {2: rows} if spec.kind == "cache" else None
+        shapes[name] = slots | ({2: rows} if spec.kind == "cache" else {})
     varying = {"tokens": {1: chunk}}
     with torch.no_grad():
         exported = torch.export.export(
             program.module,
             (state, *program.arguments.values()),
-            dynamic_shapes=(shapes, *(varying.get(name) for name in program.arguments)),
+            dynamic_shapes=(shapes, *(varying.get(name, slots) for name in program.arguments)),
         )
     return Traced(program.name, exported, *_signature(program, exported))
 
@@ -62,8 +65,9 @@ def _signature(
 
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:
-    # A size that varies shows as a symbol: caches have `rows`, the prompt's tokens `chunk`.
-    symbol = "chunk" if name == "tokens" else "rows"
-    shape = tuple(int(d) if isinstance(d, int) else symbol for d in value.shape)
+    # A size that varies shows as a symbol: slots come first, caches have `rows`, prompts `chunk`.
+    symbols = ("batch", *("chunk" if name == "tokens" else "rows" for _ in value.shape[1:]))
+    sizes = zip(value.shape, symbols, strict=True)
+    shape = tuple(int(d) if isinstance(d, int) else symbol for d, symbol in sizes)
     dtype = str(value.dtype).removeprefix("torch.")
     return TensorSpec(name=name, dtype=dtype, shape=shape)  # type: ignore[arg-type]

@@ -3,8 +3,8 @@
 import numpy as np
 
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Programs
-from mtpbuild.runtime.request import Request
+from mtpbuild.runtime.programs.base import Programs, StepOutput
+from mtpbuild.runtime.request import Request, TokenLogprobs
 from mtpbuild.runtime.scheduler import Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
 
@@ -26,6 +26,8 @@ class Loop:
         """One decode step of all running requests; waiting ones move into free slots before it."""
         for slot, request in self.scheduler.admit():
             self._prefill(slot, request)
+        for source, target in self.scheduler.close_ranks():
+            self.programs.move(source, target)
         running = self.scheduler.running
         if not running:
             return
@@ -34,7 +36,11 @@ class Loop:
         tokens, counts = output.tokens.tolist(), output.num_tokens.tolist()
         drafts = output.num_drafts.tolist()
         for slot, request in running:
-            request.receive(tokens[slot][: counts[slot]], drafts[slot])
+            if request.observer:
+                request.observer.step(request, output, slot)
+            logprobs = request.params.logprobs
+            found = () if logprobs is None else _alternatives(output, slot, logprobs)
+            request.receive(tokens[slot][: counts[slot]], drafts[slot], found)
             self.acceptance.add(counts[slot] - 1, drafts[slot])
             self._watch.add(counts[slot] - 1, drafts[slot])
 
@@ -51,3 +57,16 @@ class Loop:
             end = min(start + self._chunk, last)
             self.programs.prefill(slot, start, tokens[start : end + ahead])
         self.programs.begin(slot, last, request.prompt[last], request.controls)
+
+
+def _alternatives(output: StepOutput, slot: int, count: int) -> list[TokenLogprobs]:
+    """Of each token that a slot emitted, beside the `count` most probable ones."""
+    assert output.top_ids is not None, "only the mixed program has alternatives"
+    assert output.top_logprobs is not None
+    given = (output.tokens[slot], output.logprobs[slot])
+    tops = (output.top_ids[slot, :, :count], output.top_logprobs[slot, :, :count])
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in zip(*(x.tolist() for x in (*given, *tops)), strict=True)
+        if token >= 0
+    ]

@@ -44,6 +44,19 @@ class Scheduler:
                     yield slot, newcomer
             self.active[slot] = self.slots[slot] is not None
 
+    def close_ranks(self) -> Iterator[tuple[int, int]]:
+        """Yield moves (source, target) that leave no free slot below a request.
+
+        A step computes every slot up to the last one, so a move pays for itself in a step or two.
+        """
+        taken = [slot for slot, request in enumerate(self.slots) if request is not None]
+        for target in range(len(taken)):
+            if self.slots[target] is None:
+                source = taken.pop()
+                self.slots[target], self.slots[source] = self.slots[source], None
+                self.active[target], self.active[source] = True, False
+                yield source, target
+
     def fail(self, error: EngineError) -> None:
         """End all requests, running and waiting, with an error."""
         failed = [request for _, request in self.running]

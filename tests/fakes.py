@@ -87,7 +87,8 @@ class FakePrograms:
     """Says what `next_token` says; `draft_is_right` decides per absolute position of a draft.
 
     Checks what the loop promises: chunks in order and of the right size, the tokens behind a chunk,
-    enough rows. `steps` counts decode steps, `fail` raises in the next one.
+    enough rows, no gap below a running slot. `steps` counts decode steps, `slots` notes how many
+    slots each computed, `moves` who moved where; `fail` raises in the next step.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class FakePrograms:
         self.drafts: list[list[int]] = [[] for _ in range(B)]
         self.controls = [GREEDY] * B
         self.chunks: list[tuple[int, int, list[int]]] = []  # slot, start, tokens with lookahead
+        self.slots: list[int] = []
+        self.moves: list[tuple[int, int]] = []
         self.steps = 0
         self.fail: BaseException | None = None
 
@@ -123,6 +126,12 @@ class FakePrograms:
         self.history[slot] = [*self.history[slot][:length], newest]
         self.drafts[slot] = []
 
+    def move(self, source: int, target: int) -> None:
+        self.moves.append((source, target))
+        self.history[target], self.history[source] = self.history[source], []
+        self.drafts[target], self.drafts[source] = self.drafts[source], []
+        self.controls[target] = self.controls[source]
+
     def step(self, active: Bools, rows: int) -> StepOutput:
         if self.fail:
             raise self.fail
@@ -130,6 +139,8 @@ class FakePrograms:
         self.steps += 1
         B, T = len(self.history), self.window
         assert active.shape == (B,)
+        self.slots.append(int(active.sum()))
+        assert active[: self.slots[-1]].all(), "running slots are the lowest"
         assert rows <= self.build.max_seq_len + T
         tokens, window = np.full((B, T), -1), np.zeros((B, T), np.int64)
         counts, num_drafts = np.zeros(B, np.int64), np.zeros(B, np.int64)

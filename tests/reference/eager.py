@@ -44,6 +44,10 @@ class EagerPrograms:
         self.tensors["window"][slot] = 0
         self.tensors["window"][slot, 0] = newest
 
+    def move(self, source: int, target: int) -> None:
+        for tensor in self.tensors.values():
+            tensor[target] = tensor[source]
+
     @torch.no_grad()
     def step(self, active: Bools, rows: int) -> StepOutput:
         before = self.tensors

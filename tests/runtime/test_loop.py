@@ -119,6 +119,29 @@ def test_a_freed_slot_is_used_again_while_others_run() -> None:
     params = [SamplingParams(max_tokens=n) for n in (12, 4, 4, 4)]
     engine.generate([[5], [6], [7], [8]], params)
     assert programs.steps == 12  # 12 steps in one slot beside 4 + 4 + 4 in the other
+    assert programs.slots == [2] * 12
+    assert programs.moves == []
+
+
+def test_who_runs_longest_ends_in_the_first_slot() -> None:
+    """Nobody waits: a step shrinks with each request that ends, whichever slot it had."""
+    manifest = fake_manifest(max_batch=4, nextn=0)
+    programs = FakePrograms(manifest)
+    engine = Engine(programs, manifest)
+    counts = (3, 5, 9, 20)
+    params = [SamplingParams(max_tokens=n) for n in counts]
+    results = engine.generate([[5], [6], [7], [8]], params)
+    assert programs.slots == [4] * 3 + [3] * 2 + [2] * 4 + [1] * 11
+    assert programs.moves == [(3, 0), (2, 1)]
+    for prompt, count, result in zip((5, 6, 7, 8), counts, results, strict=True):
+        assert result.token_ids == continuation([prompt], count)
+
+
+def test_a_lone_request_pays_for_itself() -> None:
+    manifest = fake_manifest(max_batch=8)
+    programs = FakePrograms(manifest)
+    Engine(programs, manifest).generate([5], SamplingParams(max_tokens=9))
+    assert set(programs.slots) == {1}
 
 
 def test_the_fake_depends_on_all_of_its_history() -> None:

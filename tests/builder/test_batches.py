@@ -1,0 +1,149 @@
+"""Batches in a built engine: any number of slots, joining, leaving and moving (oracle O7)."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtpbuild.builder.plan import DrafterName
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.programs.base import GREEDY, Controls, StepOutput
+from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
+from tests.conftest import EngineBuilder
+
+CHUNK, T, SLOTS = 4, 4, 3
+ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]
+HOT = Controls(temperature=0.8, top_p=0.95, seed=5)
+REJECTING = Controls(temperature=1.3, rejection=True, seed=6)
+RELAXED = Controls(relaxed_topk=9, relaxed_delta=0.9, thinking=True)  # to the end
+MODES = {"greedy": GREEDY, "sampled": HOT, "rejection": REJECTING, "relaxed": RELAXED}
+MODE_OF = {"draft_probs": "rejection", "thinking": "relaxed"}  # state that only one mode reads
+
+
+def load(engine: Path) -> OnnxPrograms:
+    programs = load_programs(engine, read_manifest(engine), threads=1)
+    assert isinstance(programs, OnnxPrograms)
+    return programs
+
+
+@pytest.fixture
+def vanilla(predictable_folder: Path, build_engine: EngineBuilder) -> OnnxPrograms:
+    flags = {"prefill_chunk": CHUNK, "max_batch": SLOTS}
+    return load(build_engine(predictable_folder, 3, "mtp-vanilla", **flags))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(9, 61, length).tolist()
+
+
+def fill(programs: OnnxPrograms, slot: int, tokens: list[int]) -> None:
+    """All of a prompt but its last token."""
+    ahead = programs.lookahead
+    known = np.array(tokens + [0] * ahead, np.int64)
+    for start in range(0, len(tokens) - 1, CHUNK):
+        stop = min(start + CHUNK, len(tokens) - 1)
+        programs.prefill(slot, start, known[start : stop + ahead])
+
+
+def start(programs: OnnxPrograms, slot: int, tokens: list[int], controls: Controls) -> None:
+    fill(programs, slot, tokens)
+    programs.begin(slot, len(tokens) - 1, tokens[-1], controls)
+
+
+def step(programs: OnnxPrograms, *slots: int) -> StepOutput:
+    active = np.zeros(len(programs.state["lengths"]), np.bool_)
+    active[list(slots)] = True
+    return programs.step(active, int(programs.state["lengths"].max()) + T)
+
+
+def seen(output: StepOutput, slot: int) -> tuple[list[int], list[int], int]:
+    """What a slot judged and emitted; the window shows the drafts of the step before."""
+    tokens = output.tokens[slot, : output.num_tokens[slot]].tolist()
+    return output.window[slot].tolist(), tokens, int(output.num_drafts[slot])
+
+
+@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+def test_one_slot_of_many_is_the_engine_for_one(
+    nextn: int, drafter: DrafterName | None, predictable_folder: Path, build_engine: EngineBuilder
+) -> None:
+    """The graph with an open batch, run on one slot, gives what the static graph gives."""
+    static = load(build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK))
+    flags = {"prefill_chunk": CHUNK, "max_batch": SLOTS}
+    many = load(build_engine(predictable_folder, nextn, drafter, **flags))
+    for controls in (GREEDY, HOT):
+        for programs in (static, many):
+            start(programs, 0, prompt(1, 11), controls)
+        for _ in range(8):
+            wanted, got = step(static, 0), step(many, 0)
+            assert seen(got, 0) == seen(wanted, 0)
+            assert got.num_tokens[1:].tolist() == [0, 0]
+            for name in ("logprobs", "margins"):
+                near = getattr(got, name)[0], getattr(wanted, name)[0]
+                np.testing.assert_allclose(*near, atol=2e-4)
+    length = int(static.state["lengths"][0])
+    for name, tensor in static.state.items():
+        own, other = (t[0, 0, :length] if t.ndim == 4 else t[0] for t in (many.state[name], tensor))
+        np.testing.assert_allclose(own, other, atol=2e-4, err_msg=name)
+        assert not many.state[name][1:].any(), "slots that were not asked for are not computed"
+
+
+def test_a_prompt_is_filled_in_behind_running_slots(vanilla: OnnxPrograms) -> None:
+    """Steps between its chunks cover fewer slots, and once all of them."""
+    asked = prompt(2, 14)
+    start(vanilla, 0, asked, GREEDY)
+    wanted = [seen(step(vanilla, 0), 0) for _ in range(6)]
+
+    start(vanilla, 0, prompt(3, 30), GREEDY)
+    start(vanilla, 1, prompt(4, 5), GREEDY)
+    known = np.array(asked + [0] * vanilla.lookahead, np.int64)
+    for first, running in ((0, (0, 1)), (4, (0,)), (8, (0, 1)), (12, (0,))):
+        stop = min(first + CHUNK, len(asked) - 1)
+        vanilla.prefill(2, first, known[first : stop + vanilla.lookahead])
+        step(vanilla, *running)
+    vanilla.begin(2, len(asked) - 1, asked[-1])
+    assert [seen(step(vanilla, 0, 2), 2) for _ in range(6)] == wanted
+
+
+def test_a_slot_that_pauses_keeps_its_state(vanilla: OnnxPrograms) -> None:
+    asked = prompt(5, 9)
+    start(vanilla, 0, asked, GREEDY)
+    wanted = [seen(step(vanilla, 0), 0) for _ in range(6)]
+    start(vanilla, 0, prompt(3, 30), GREEDY)
+    start(vanilla, 2, asked, GREEDY)
+    got = []
+    for pauses in (0, 1, 2, 3, 0, 1):
+        got.append(seen(step(vanilla, 0, 2), 2))
+        for _ in range(pauses):
+            step(vanilla, 0)
+    assert got == wanted
+
+
+def after_a_move(
+    programs: OnnxPrograms, controls: Controls, forgotten: str | None = None
+) -> list[tuple[list[int], list[int], int]]:
+    """A request that moves to slot 0, which another one held, after 4 of its 16 steps.
+
+    forgotten: a state tensor that the move leaves as it was.
+    """
+    other = Controls(temperature=0.5, top_k=3, seed=9)
+    start(programs, 0, prompt(6, 40), other)
+    start(programs, 2, prompt(7, 10), controls)
+    got = [seen(step(programs, 0, 2), 2) for _ in range(4)]
+    programs.begin(0, 39, 60, other)  # in no tensor as far as the one that moves
+    before = {name: tensor[0].copy() for name, tensor in programs.state.items()}
+    programs.move(2, 0)
+    if forgotten is not None:
+        programs.state[forgotten][0] = before[forgotten]
+    return got + [seen(step(programs, 0), 0) for _ in range(12)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_moved_request_goes_on_as_if_it_had_stayed(vanilla: OnnxPrograms, mode: str) -> None:
+    """And a move that forgets any one state tensor is found out."""
+    start(vanilla, 0, prompt(7, 10), MODES[mode])
+    wanted = [seen(step(vanilla, 0), 0) for _ in range(16)]
+    assert after_a_move(vanilla, MODES[mode]) == wanted
+    for name in vanilla.state:
+        if MODE_OF.get(name, "greedy") == mode:
+            assert after_a_move(vanilla, MODES[mode], name) != wanted, name
