@@ -20,6 +20,7 @@ from mtpbuild.runtime.field_keys import (
     show,
 )
 from mtpbuild.runtime.field_text import as_object, read_json, read_yaml
+from mtpbuild.runtime.synthetic import synthetic_rates
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.manifest import BuildInfo
@@ -55,6 +56,12 @@ class Source:
     settings: Settings
 
 
+REJECTION = (
+    "rejection_sample_method",
+    "draft_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
 RELAXED = (
     "relaxed_topk",
     "relaxed_delta",
@@ -140,12 +147,6 @@ def agreed(name: str, given: Sequence[tuple[str, object]]) -> object:
 
 def require_supported(settings: Settings) -> None:
     """Refuse what this version can't do, so that nothing is ignored in silence."""
-    method = settings.rejection_sample_method
-    if method not in (None, "standard"):
-        raise UsageError(
-            f"rejection_sample_method {method} is not supported by this version; "
-            "supported: standard"
-        )
     if settings.unsupported:
         raise UsageError(settings.unsupported[0])
 
@@ -160,7 +161,7 @@ def sampling_settings(settings: Settings) -> dict[str, Any]:
         found |= {name: getattr(settings, name) for name in RELAXED}
     if settings.rejection_sample_method is not None:
         found["acceptance"] = "rejection"
-    found["draft_sample_method"] = settings.draft_sample_method
+    found |= {name: getattr(settings, name) for name in REJECTION}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -178,21 +179,6 @@ def check_engine(settings: Settings, build: "BuildInfo") -> None:
         )
 
 
-def synthetic_rates(settings: Settings, nextn: int) -> tuple[float, ...]:
-    """Unconditional acceptance rate of each of the nextn positions; raises UsageError."""
-    found, length = settings.synthetic_acceptance_rates, settings.synthetic_acceptance_length
-    if found is not None:
-        if len(found) != nextn:
-            raise UsageError(
-                f"synthetic_acceptance_rates has {len(found)} rates, nextn is {nextn}: one for each"
-            )
-        return found
-    assert length is not None, "parsed: exactly one of the two"
-    if length > nextn + 1:
-        raise UsageError(f"synthetic_acceptance_length {length:g} is outside 1..{nextn + 1}")
-    return tuple(min(max(length - 1 - position, 0.0), 1.0) for position in range(nextn))
-
-
 def _check_synthetic(settings: Settings) -> None:
     found, length = settings.synthetic_acceptance_rates, settings.synthetic_acceptance_length
     synthetic = settings.rejection_sample_method == "synthetic"
@@ -206,7 +192,7 @@ def _check_synthetic(settings: Settings) -> None:
             "synthetic_acceptance_rates and synthetic_acceptance_length"
         )
     if synthetic and settings.nextn is not None:
-        synthetic_rates(settings, settings.nextn)
+        synthetic_rates(found, length, settings.nextn)
 
 
 def _read(

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import StepOutput
-from mtpbuild.runtime.sampling import SamplingParams, controls_of, end_ids, synthetic_rates
+from mtpbuild.runtime.sampling import SamplingParams, controls_of, end_ids, rates_of
 from mtpbuild.runtime.stats import Acceptance, RequestMetrics
 from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class Request:
         self.acceptance = Acceptance(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
         self.controls = controls_of(prompt, params, manifest)
-        self.synthetic = synthetic_rates(params, manifest.build.nextn)
+        self.synthetic = rates_of(params, manifest.build.nextn)
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = end_ids(params, manifest)

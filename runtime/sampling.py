@@ -8,6 +8,7 @@ from typing import Literal
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import MAX_BANNED, MAX_LOGPROBS, Controls
+from mtpbuild.runtime.synthetic import check_rates, conditional, synthetic_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
         min_p=params.min_p,
         rejection=params.acceptance == "rejection",
         block=params.rejection_sample_method == "block",
-        synthetic=conditional(synthetic_rates(params, manifest.build.nextn)),
+        synthetic=conditional(rates_of(params, manifest.build.nextn)),
         sampled_drafts=params.draft_sample_method == "probabilistic",
         relaxed_topk=params.relaxed_topk,
         relaxed_delta=params.relaxed_delta,
@@ -154,40 +155,10 @@ def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:
     return frozenset(ends) | frozenset(params.stop_token_ids)
 
 
-def synthetic_rates(params: SamplingParams, nextn: int) -> tuple[float, ...]:
-    """Unconditional acceptance rate of each of nextn positions; () if acceptance is real.
-
-    A length L becomes 1 for the first floor(L - 1) positions, then the fraction, then 0 (vLLM).
-    """
+def rates_of(params: SamplingParams, nextn: int) -> tuple[float, ...]:
+    """Of synthetic acceptance, per draft position; () if acceptance is real."""
     rates, length = params.synthetic_acceptance_rates, params.synthetic_acceptance_length
-    if rates is not None:
-        if len(rates) != nextn:
-            raise RequestError(
-                f"synthetic_acceptance_rates has {len(rates)} rates, nextn is {nextn}: one for each"
-            )
-        return tuple(rates)
-    if length is None:
-        return ()
-    if length > nextn + 1:
-        raise RequestError(f"synthetic_acceptance_length {length:g} is outside 1..{nextn + 1}")
-    return tuple(min(max(length - 1 - position, 0.0), 1.0) for position in range(nextn))
-
-
-def conditional(rates: tuple[float, ...]) -> tuple[float, ...]:
-    """Chance of each position given that those before it are accepted."""
-    before = (1.0, *rates)[: len(rates)]
-    return tuple(rate / b if b else 0.0 for rate, b in zip(rates, before, strict=True))
-
-
-def check_rates(rates: object) -> tuple[float, ...]:
-    """Rates in 0..1, none larger than the one before; raises RequestError."""
-    if isinstance(rates, list | tuple) and all(isinstance(r, int | float) for r in rates):
-        steps = zip((1.0, *rates), (*rates, 0.0), strict=True)
-        if rates and all(before >= after for before, after in steps):
-            return tuple(map(float, rates))
-    raise RequestError(
-        f"synthetic_acceptance_rates must be non-increasing numbers in 0..1, not {rates!r}"
-    )
+    return synthetic_rates(None if rates is None else tuple(rates), length, nextn)
 
 
 def _check_range(name: str, value: float, least: float, most: float) -> None:

@@ -24,6 +24,26 @@ class SamplingFlags:
     acceptance: Annotated[
         str | None, typer.Option(help="strict (default) or rejection, above temperature 0.")
     ] = None
+    rejection_sample_method: Annotated[
+        str | None, typer.Option(help="standard (default), block, or synthetic: for timing only.")
+    ] = None
+    synthetic_acceptance_rates: Annotated[
+        str | None, typer.Option(help="Synthetic: share of steps that accept draft 1, 2..: 0.9,0.7")
+    ] = None
+    synthetic_acceptance_length: Annotated[
+        float | None, typer.Option(help="Synthetic: mean tokens per step.")
+    ] = None
+
+    def acceptance_asked(self) -> dict[str, Any]:
+        """Keywords of SamplingParams that a configuration may say too."""
+        method, rates = self.rejection_sample_method, self.synthetic_acceptance_rates
+        asked = {
+            "acceptance": self.acceptance or (method and "rejection"),
+            "rejection_sample_method": method,
+            "synthetic_acceptance_rates": None if rates is None else _rates(rates),
+            "synthetic_acceptance_length": self.synthetic_acceptance_length,
+        }
+        return {name: value for name, value in asked.items() if value is not None}
 
 
 def sampling_params(flags: SamplingFlags, settings: Settings, **others: Any) -> "SamplingParams":
@@ -34,11 +54,11 @@ def sampling_params(flags: SamplingFlags, settings: Settings, **others: Any) -> 
     from mtpbuild.runtime import SamplingParams
 
     asked = sampling_settings(settings)
-    wanted = flags.acceptance
-    if wanted is not None and asked.setdefault("acceptance", wanted) != wanted:
-        raise UsageError(
-            f"--acceptance {wanted} contradicts the configuration's rejection_sample_method"
-        )
+    for name, wanted in flags.acceptance_asked().items():
+        if (said := asked.setdefault(name, wanted)) != wanted:
+            flag = "--" + name.replace("_", "-")
+            by = "rejection_sample_method" if name == "acceptance" else f"{name} {said}"
+            raise UsageError(f"{flag} {wanted} contradicts the configuration's {by}")
     return SamplingParams(
         temperature=flags.temperature,
         top_k=flags.top_k,
@@ -48,3 +68,12 @@ def sampling_params(flags: SamplingFlags, settings: Settings, **others: Any) -> 
         **asked,
         **others,
     )
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--synthetic-acceptance-rates {text!r} is not a list of numbers such as 0.9,0.7,0.5"
+        ) from None

@@ -8,7 +8,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mtpbuild.runtime.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
-from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
+from mtpbuild.runtime.programs.base import (
+    GREEDY,
+    MAX_LOGPROBS,
+    Bools,
+    Controls,
+    Ints,
+    StepOutput,
+)
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
@@ -152,7 +159,9 @@ class FakePrograms:
             counts[b] = len(emitted)
             tokens[b, : len(emitted)] = emitted
         zeros = np.zeros((B, T), np.float32)
-        return StepOutput(tokens, counts, window, num_drafts, zeros, zeros)
+        top_ids = tokens[..., None] + np.arange(MAX_LOGPROBS)  # the token and those behind it
+        top = np.broadcast_to(-np.arange(MAX_LOGPROBS, dtype=np.float32), top_ids.shape)
+        return StepOutput(tokens, counts, window, num_drafts, zeros, zeros, top_ids, top)
 
     def _accept(self, b: int) -> list[int]:
         history, emitted = self.history[b], []

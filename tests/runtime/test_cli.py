@@ -54,6 +54,26 @@ def test_json(engine_dir: Path) -> None:
     }
 
 
+def test_logprobs(engine_dir: Path) -> None:
+    args = ("run", "--engine", engine_dir, "--prompt-ids", "5,6", "--max-tokens", 3, "--json")
+    answer = json.loads(call(*args, "--logprobs", 2).stdout)
+    assert answer["logprobs"] == [
+        {"token_id": token, "logprob": 0.0, "top": [[token, 0.0], [token + 1, -1.0]]}
+        for token in answer["token_ids"]
+    ]
+    assert [entry["top"] for entry in json.loads(call(*args, "--logprobs", 0).stdout)["logprobs"]]
+
+
+def test_synthetic_acceptance_is_labelled(engine_dir: Path) -> None:
+    args = ("run", "--engine", engine_dir, "--prompt-ids", "5,6", "--max-tokens", 3)
+    flags = "--rejection-sample-method synthetic --synthetic-acceptance-rates 1,0.5,0"
+    plain = call(*args, *flags.split())
+    assert plain.exit_code == 0
+    assert plain.stderr.count("SYNTHETIC ACCEPTANCE") == 2  # a warning first, and in the summary
+    answer = json.loads(call(*args, *flags.split(), "--json").stdout)
+    assert answer["synthetic_acceptance_rates"] == [1.0, 0.5, 0.0]
+
+
 def test_text_goes_to_stdout_and_the_summary_to_stderr(engine_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "p").write_text("hello", encoding="utf-8")
     with Engine.load(engine_dir) as engine:
@@ -140,6 +160,25 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--prompt", "a", "--max-tokens", "3", "--min-tokens", "4"], 2, "min_tokens must be 0"),
         (["--prompt", "a", "--stop", ""], 2, "stop"),
         (["--prompt", "a", "--threads", "0"], 2, "threads"),
+        (["--prompt", "a", "--logprobs", "2"], 2, "add --json"),
+        (["--prompt", "a", "--json", "--logprobs", "6"], 2, "logprobs must be a number in 0..5"),
+        (
+            ["--prompt", "a", "--rejection-sample-method", "exact"],
+            2,
+            "rejection_sample_method must be one of standard, block, synthetic",
+        ),
+        (
+            ["--prompt", "a", "--rejection-sample-method", "synthetic"],
+            2,
+            "needs exactly one of synthetic_acceptance_rates and synthetic_acceptance_length",
+        ),
+        (
+            ["--prompt", "a", "--acceptance", "strict", "--rejection-sample-method", "block"],
+            2,
+            'block needs acceptance "rejection"',
+        ),
+        (["--prompt", "a", "--synthetic-acceptance-length", "2"], 2, "needs exactly one of"),
+        (["--prompt", "a", "--synthetic-acceptance-rates", "x"], 2, "not a list of numbers"),
     ],
 )
 def test_usage_errors(engine_dir: Path, flags: list[str], code: int, message: str) -> None:

@@ -25,10 +25,7 @@ from tests.fakes import fake_manifest
         (Settings(use_relaxed_acceptance_for_thinking=False, relaxed_topk=10), None),
         (Settings(use_relaxed_acceptance_for_thinking=True), None),
         (Settings(draft_sample_method="probabilistic"), None),
-        (
-            Settings(rejection_sample_method="block"),
-            "rejection_sample_method block is not supported by this version; supported: standard",
-        ),
+        (Settings(rejection_sample_method="block"), None),
         (Settings(unsupported=("a is not", "b is not")), "a is not"),
     ],
 )
@@ -50,7 +47,18 @@ def test_what_this_version_supports(settings: Settings, line: str | None) -> Non
             Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6),
             {"relaxed_topk": 10, "relaxed_delta": 0.6},
         ),
-        (Settings(rejection_sample_method="standard"), {"acceptance": "rejection"}),
+        (
+            Settings(rejection_sample_method="standard"),
+            {"acceptance": "rejection", "rejection_sample_method": "standard"},
+        ),
+        (
+            Settings(rejection_sample_method="synthetic", synthetic_acceptance_rates=(1.0, 0.5)),
+            {
+                "acceptance": "rejection",
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": (1.0, 0.5),
+            },
+        ),
         (Settings(draft_sample_method="greedy"), {"draft_sample_method": "greedy"}),
     ],
 )

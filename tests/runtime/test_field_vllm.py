@@ -10,9 +10,9 @@ from mtpbuild.runtime.field_config import (
     Settings,
     parse_speculative_config,
     require_supported,
-    synthetic_rates,
 )
 from mtpbuild.runtime.field_keys import VLLM, VLLM_METHODS
+from mtpbuild.runtime.synthetic import synthetic_rates
 
 SYNTHETIC = {"method": "mtp", "rejection_sample_method": "synthetic"}
 
@@ -180,8 +180,7 @@ def test_synthetic_rates_and_nextn_of_one_configuration() -> None:
     ],
 )
 def test_a_synthetic_length_becomes_rates(length: float, wanted: tuple[float, ...]) -> None:
-    settings = Settings(synthetic_acceptance_length=length)
-    assert synthetic_rates(settings, 3) == wanted
+    assert synthetic_rates(None, length, 3) == wanted
     assert 1 + sum(wanted) == length
 
 

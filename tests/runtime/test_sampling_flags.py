@@ -19,11 +19,14 @@ SHARED = {
     "--extra-llm-api-options",
     "--min-p",
     "--relaxed-delta",
+    "--rejection-sample-method",
     "--relaxed-topk",
     "--seed",
     "--spec-decode-algo",
     "--spec-decode-max-draft-len",
     "--spec-decode-nextn",
+    "--synthetic-acceptance-length",
+    "--synthetic-acceptance-rates",
     "--speculative-config",
     "--temperature",
     "--top-k",
@@ -77,5 +80,13 @@ def test_params_are_those_of_flags_and_configuration() -> None:
         sampling_params(
             SamplingFlags(acceptance="strict"), Settings(rejection_sample_method="standard")
         )
+    rates = SamplingFlags(rejection_sample_method="synthetic", synthetic_acceptance_rates="0.9,0.5")
+    said = Settings(rejection_sample_method="synthetic", synthetic_acceptance_rates=(0.9, 0.5))
+    for each in (sampling_params(rates, Settings()), sampling_params(rates, said)):
+        assert (each.synthetic, each.synthetic_acceptance_rates) == (True, (0.9, 0.5))
+    with pytest.raises(
+        UsageError, match=r"synthetic contradicts .* block"
+    ):
+        sampling_params(rates, Settings(rejection_sample_method="block"))
     with pytest.raises(RequestError, match="temperature must be"):
         sampling_params(SamplingFlags(temperature=-1), Settings())
