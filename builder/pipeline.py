@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mtpbuild.builder import package
 from mtpbuild.builder.fingerprint import fingerprint
+from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.generation import generation_ids
 from mtpbuild.builder.model.config import ModelConfig, load_config
 from mtpbuild.builder.plan import DrafterName, Plan, choose_drafter, state_specs
@@ -101,13 +102,15 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                     weights = model.write_weights(folder, siblings=out.parent)
 
                 # 5. One graph per program: step program -> torch.export -> target.
+                #    (Graphs are cycles that live on: looking for garbage takes an eighth of it.)
                 programs = {}
-                for program in model.programs(plans[out]):
-                    with stages(f"trace {program.name}"):
-                        traced = compiler.trace(program, plans[out])
-                    with stages(f"lower {program.name}"):
-                        file = target.lower(traced, weights.places, folder)
-                    programs[program.name] = traced.spec(file)
+                with no_garbage_collection():
+                    for program in model.programs(plans[out]):
+                        with stages(f"trace {program.name}"):
+                            traced = compiler.trace(program, plans[out])
+                        with stages(f"lower {program.name}"):
+                            file = target.lower(traced, weights.places, folder)
+                        programs[program.name] = traced.spec(file)
 
                 # 6. The directory: tokenizer, manifest with hashes, one rename.
                 with stages("package"):

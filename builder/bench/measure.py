@@ -1,13 +1,14 @@
 """Runs the engines in turn, group by group, and notes when each step's tokens arrive."""
 
 import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from mtpbuild.builder.bench.dataset import Group, Prompt
+from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.manifest import MAX_SEQ_LEN
 from mtpbuild.runtime.stats import SpeculativeDecoding
@@ -18,6 +19,13 @@ WARM_UP_TOKENS = 32
 SETTLING_STEPS = 8
 TIMED_STEPS = 16  # per context, of an engine and of its verifier
 STEPS = SETTLING_STEPS + 1 + TIMED_STEPS
+STRICT: dict[str, Any] = {  # what undoes every other acceptance of a request
+    "acceptance": "strict",
+    "rejection_sample_method": "standard",
+    "synthetic_acceptance_rates": None,
+    "synthetic_acceptance_length": None,
+    "relaxed_topk": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +141,8 @@ def endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:
 
 
 def strict(group: Group) -> Group:
-    """Without drafts nothing is relaxed; asking for it would only choose a slower program."""
-    return [replace(p, params=replace(p.params, relaxed_topk=1)) for p in group]
+    """Without drafts there is nothing to accept; asking would only choose a slower program."""
+    return [replace(p, params=replace(p.params, **STRICT)) for p in group]
 
 
 def warm_up(contenders: Sequence[Contender], group: Group) -> None:
@@ -149,13 +157,3 @@ def rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:
     """Each contender is first equally often."""
     by %= len(contenders)
     return [*contenders[by:], *contenders[:by]]
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
