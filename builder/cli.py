@@ -10,6 +10,7 @@ from mtpbuild.runtime.cli import error_line, inspect, run
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.field_flags import FieldFlags, read_flags
 from mtpbuild.runtime.flag_groups import grouped
+from mtpbuild.runtime.trace.cli import diff
 
 if TYPE_CHECKING:
     from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command("run")(run)
 app.command("inspect")(inspect)
 app.command("bench")(bench)
+app.command("diff")(diff)
 
 
 @app.command("build")

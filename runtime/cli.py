@@ -1,5 +1,6 @@
 """The commands `run` and `inspect`, and the one line that an error becomes."""
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.engine import Engine, Prompt
-    from mtpbuild.runtime.request import SamplingParams
+    from mtpbuild.runtime.sampling import SamplingParams
+    from mtpbuild.runtime.trace.recorder import Trace
 
 INTERRUPTED = 130  # as shells report SIGINT
 
@@ -66,6 +68,10 @@ def run(
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object per request on standard output.")
     ] = False,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="Write every step to FILE.jsonl or FILE.html; may be repeated."),
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
     verify_hashes: Annotated[
         bool, typer.Option("--verify-hashes", help="Hash all files, however large.")
@@ -83,7 +89,11 @@ def run(
     from mtpbuild.runtime.engine import Engine
     from mtpbuild.runtime.field_config import check_engine
     from mtpbuild.runtime.manifest import read_manifest
+    from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
+    check_paths(trace or ())
+    if trace and not given:
+        raise UsageError("--trace needs a prompt: a conversation is not traced")
     check_engine(settings, read_manifest(engine).build)
     params = sampling_params(
         sampling,
@@ -93,15 +103,19 @@ def run(
         stop=stop or (),
         ignore_eos=ignore_eos,
     )
-    with Engine.load(engine, threads=threads, verify_hashes=verify_hashes) as loaded:
+    with contextlib.ExitStack() as stack:
+        loaded = stack.enter_context(
+            Engine.load(engine, threads=threads, verify_hashes=verify_hashes)
+        )
+        recorder = stack.enter_context(Trace(loaded, *trace)) if trace else None
         if input is not None:
-            _run_file(loaded, input, params, json)
+            _run_file(loaded, input, params, json, recorder)
         elif not given:
             terminal.converse(loaded, params)
         else:
             typed = prompt if prompt_file is None else _read_text(prompt_file)
             asked = typed if typed is not None else _ids(loaded, prompt_ids, chat)
-            _run_one(loaded, asked, params, json)
+            _run_one(loaded, asked, params, json, recorder)
 
 
 @error_line
@@ -129,20 +143,31 @@ def _check_usage(prompts: int, json: bool) -> None:
         raise UsageError(f"give one of {flags}: only a terminal can be asked for prompts")
 
 
-def _run_one(engine: "Engine", prompt: "Prompt", params: "SamplingParams", json: bool) -> None:
+def _run_one(
+    engine: "Engine",
+    prompt: "Prompt",
+    params: "SamplingParams",
+    json: bool,
+    trace: "Trace | None",
+) -> None:
     from mtpbuild.runtime import terminal
 
+    observer = trace.request() if trace else None
     if json:
-        typer.echo(terminal.json_line(0, engine.generate(prompt, params)))
+        result = engine.stream(prompt, params, observer=observer).result()
+        typer.echo(terminal.json_line(0, result))
     else:
-        terminal.show(engine, prompt, params, echo=True)
+        terminal.show(engine, prompt, params, echo=True, observer=observer)
 
 
-def _run_file(engine: "Engine", path: Path, params: "SamplingParams", json: bool) -> None:
+def _run_file(
+    engine: "Engine", path: Path, params: "SamplingParams", json: bool, trace: "Trace | None"
+) -> None:
     from mtpbuild.runtime import terminal
     from mtpbuild.runtime.input_file import generate_all, read_requests
 
-    for request, result in generate_all(engine, read_requests(path, engine, params)):
+    requests = read_requests(path, engine, params)
+    for request, result in generate_all(engine, requests, trace):
         if json:
             typer.echo(terminal.json_line(request.task_id, result))
         else:

@@ -15,7 +15,8 @@ from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.base import Programs
-from mtpbuild.runtime.request import Chunk, Request, Result, SamplingParams
+from mtpbuild.runtime.request import Chunk, Observer, Request, Result
+from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import EngineStats
 from mtpbuild.runtime.tokenizer import Message, Tokenizer, load_tokenizer
 
@@ -81,9 +82,18 @@ class Engine:
             streams = [stack.enter_context(Stream(self._driver, r)) for r in requests]
             return [stream.result() for stream in streams]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """Queue a prompt; iterate over the returned Stream for its chunks."""
-        return Stream(self._driver, self._request(prompt, params))
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        observer: Observer | None = None,
+    ) -> Stream:
+        """Queue a prompt; iterate over the returned Stream for its chunks.
+
+        observer: is shown the request's steps; `Trace.request` gives one that writes them down.
+        """
+        return Stream(self._driver, self._request(prompt, params, observer=observer))
 
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -173,11 +183,12 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None,
         listener: Callable[[], None] = lambda: None,
+        observer: Observer | None = None,
     ) -> Request:
         ids, params = self.token_ids(prompt), params or SamplingParams()
         if params.stop and self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
-        return Request(ids, params, self.manifest, self.tokenizer, listener)
+        return Request(ids, params, self.manifest, self.tokenizer, listener, observer)
 
     def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -5,13 +5,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
-from mtpbuild.runtime.request import Result, SamplingParams
+from mtpbuild.runtime.request import Observer, Result
+from mtpbuild.runtime.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.trace.recorder import Trace
 
 
 class Line(BaseModel):
@@ -65,16 +69,17 @@ def read_requests(
 
 
 def generate_all(
-    engine: Engine, requests: list[FileRequest]
+    engine: Engine, requests: list[FileRequest], trace: "Trace | None" = None
 ) -> Iterator[tuple[FileRequest, Result]]:
     """Results in the order of the requests; as many run at once as the engine has slots."""
+    observers = [trace.request(request.task_id) if trace else None for request in requests]
 
-    def generate(request: FileRequest) -> Result:
-        return engine.generate(request.token_ids, request.params)
+    def generate(request: FileRequest, observer: Observer | None) -> Result:
+        return engine.stream(request.token_ids, request.params, observer=observer).result()
 
     with ThreadPoolExecutor(engine.manifest.build.max_batch) as pool:
         try:
-            yield from zip(requests, pool.map(generate, requests), strict=True)
+            yield from zip(requests, pool.map(generate, requests, observers), strict=True)
         except BaseException:
             engine.close()  # so that the pool's threads end now
             raise

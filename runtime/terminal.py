@@ -16,7 +16,8 @@ from rich.table import Table
 from mtpbuild.runtime.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.manifest import HASH_LIMIT, Manifest, TensorSpec
-from mtpbuild.runtime.request import Chunk, Result, SamplingParams
+from mtpbuild.runtime.request import Chunk, Observer, Result
+from mtpbuild.runtime.sampling import SamplingParams
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
@@ -49,10 +50,17 @@ def summary(result: Result) -> str:
     return ", ".join(parts)
 
 
-def show(engine: Engine, prompt: Prompt, params: SamplingParams, *, echo: bool = False) -> Result:
+def show(
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    echo: bool = False,
+    observer: Observer | None = None,
+) -> Result:
     """Stream to standard output, then the summary to standard error."""
     out, colour = sys.stdout, _has_colour(sys.stdout)
-    with engine.stream(prompt, params) as stream:
+    with engine.stream(prompt, params, observer=observer) as stream:
         if echo and colour and isinstance(prompt, str):
             out.write(f"{DIM}{prompt}{RESET}")
         for chunk in stream:

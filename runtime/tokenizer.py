@@ -59,6 +59,12 @@ class Tokenizer:
             found = self._bytes[token] = _spelled(self._backend.id_to_token(token) or "")
         return found
 
+    def special_name(self, token: int) -> str | None:
+        """How a token is called that adds nothing to the text; None for any other."""
+        if self.token_bytes(token):
+            return None
+        return self._backend.id_to_token(token) or f"<{token}>"
+
     def chat_prompt(self, messages: Sequence[Message]) -> str:
         """The text that asks for the next answer in a conversation.
 

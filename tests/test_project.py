@@ -200,6 +200,7 @@ def test_a_wheel_holds_everything(tmp_path: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     recipes = ROOT / "recipes"
     shipped = [path for _, path in sources()] + list(recipes.glob("*.toml"))
+    shipped += (ROOT / "runtime").rglob("*.html")
     for folder in data_folders():
         shipped += folder.iterdir()
     shipped += [ROOT / part / "py.typed" for part in PARTS]

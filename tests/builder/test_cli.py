@@ -65,9 +65,10 @@ def test_frozen_flags() -> None:
         "--speculative-config",
         "--target",
     ]
+    assert options("diff") == ["--engine", "--json"]
     assert options("recipes") == []
     group = typer.main.get_command(app)
-    assert sorted(group.commands) == ["bench", "build", "inspect", "recipes", "run"]  # type: ignore[attr-defined]
+    assert sorted(group.commands) == ["bench", "build", "diff", "inspect", "recipes", "run"]  # type: ignore[attr-defined]
 
 
 def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

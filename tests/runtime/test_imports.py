@@ -71,7 +71,9 @@ def test_exports() -> None:
         "SamplingParams",
         "SpeculativeDecoding",
         "Stream",
+        "TokenLogprobs",
         "Tokenizer",
+        "Trace",
     ]
     for name in mtpbuild.runtime.__all__:
         assert getattr(mtpbuild.runtime, name).__name__ == name

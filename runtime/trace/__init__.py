@@ -1,0 +1,1 @@
+"""What a request's steps were: written as they come, shown as a page, compared."""

@@ -1,0 +1,127 @@
+"""The command `diff`."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtpbuild.runtime.cli import error_line
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.trace.diff import Place, RequestDiff, TraceDiff
+    from mtpbuild.runtime.trace.lines import TraceFile
+
+DIFFERENT = 1  # exit code, as of diff(1)
+
+Spell = Callable[[int], str]
+
+
+@error_line
+def diff(
+    a: Annotated[Path, typer.Argument(help="Trace of `mtpbuild run --trace FILE.jsonl`.")],
+    b: Annotated[Path, typer.Argument(help="Another one of the same requests.")],
+    engine: Annotated[
+        Path | None, typer.Option(help="Engine directory: show texts beside token ids.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Name the first step in which two traces differ, and its margin; exit code 1 if one does.
+
+    Engines with another nextn, drafter or target are compared by their tokens; with the same nextn
+    and drafter also by their drafts.
+    """
+    from mtpbuild.runtime.trace.diff import diff_traces
+    from mtpbuild.runtime.trace.lines import read_trace
+
+    spell = _speller(engine)
+    traces = read_trace(a), read_trace(b)
+    found = diff_traces(*traces)
+    if json:
+        typer.echo(_json(found))
+    else:
+        for line in _report(found, traces, spell):
+            typer.echo(line)
+    if not found.equal:
+        raise typer.Exit(DIFFERENT)
+
+
+def _speller(engine: Path | None) -> Spell:
+    if engine is None:
+        return str
+    from mtpbuild.runtime.errors import UsageError
+    from mtpbuild.runtime.manifest import read_manifest
+    from mtpbuild.runtime.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(engine, read_manifest(engine))
+    if tokenizer is None:
+        raise UsageError(f"--engine {engine}: it was built without a tokenizer")
+
+    def spell(token: int) -> str:
+        text = tokenizer.token_bytes(token).decode("utf-8", "replace")
+        return f"{token} {tokenizer.special_name(token) or repr(text)}"
+
+    return spell
+
+
+def _json(found: "TraceDiff") -> str:
+    import json
+    from dataclasses import asdict
+
+    return json.dumps({"equal": found.equal} | asdict(found))
+
+
+def _report(
+    found: "TraceDiff", traces: tuple["TraceFile", "TraceFile"], spell: Spell
+) -> Iterator[str]:
+    for name, trace in zip("ab", traces, strict=True):
+        first = next(iter(trace.requests.values())).request
+        drafter = f", {first.drafter}" if first.drafter else ""
+        yield f"{name}: {trace.path}: {first.model}, nextn {first.nextn}{drafter}, {first.target}"
+    yield from (f"note: {note}" for note in found.notes)
+    for request in found.requests:
+        yield from _request(request, spell)
+    equal = sum(request.verdict == "equal" for request in found.requests)
+    yield f"{equal} of {len(found.requests)} requests are equal"
+
+
+def _request(found: "RequestDiff", spell: Spell) -> Iterator[str]:
+    name = f"request {found.task_id}"
+    if found.verdict == "missing":
+        yield f"{name}: only in {'a' if found.tokens_a else 'b'}"
+        return
+    measured = ""
+    if found.largest_logprob_difference is not None:
+        measured = f"; log-probabilities within {found.largest_logprob_difference:.2g}"
+    if token := found.token:
+        tie = "a near-tie" if token.near_tie else "no near-tie"
+        yield f"{name}: another token at position {token.position}, {tie}"
+        yield f"  a: {_place(token.a, spell)}"
+        yield f"  b: {_place(token.b, spell)}"
+        yield f"  {found.equal_tokens} tokens before it are equal{measured}"
+    elif found.verdict == "shorter":
+        shorter = "a" if found.tokens_a < found.tokens_b else "b"
+        yield f"{name}: {shorter} ends after {found.equal_tokens} tokens, equal so far{measured}"
+    else:
+        yield f"{name}: {found.equal_tokens} equal tokens{measured}"
+    drafts = found.drafts
+    if drafts and drafts.a != drafts.b:
+        yield f"  other drafts in step {drafts.step}, behind position {drafts.position}"
+        yield f"  a: {', '.join(map(spell, drafts.a))}; {drafts.accepted_a} accepted"
+        yield f"  b: {', '.join(map(spell, drafts.b))}; {drafts.accepted_b} accepted"
+    elif drafts and not token:
+        yield (
+            f"  the same drafts in step {drafts.step}, behind position {drafts.position}, but "
+            f"{drafts.accepted_a} accepted in a, {drafts.accepted_b} in b"
+        )
+
+
+def _place(place: "Place", spell: Spell) -> str:
+    def number(value: float | None) -> str:
+        return "infinite" if value is None else f"{value:.3g}"
+
+    origin = "an accepted draft" if place.from_draft else "the model's own"
+    return (
+        f"{spell(place.token)}, {origin}, in step {place.step}: margin {number(place.margin)}, "
+        f"log-probability {number(place.logprob)}"
+    )

@@ -1,0 +1,191 @@
+"""Compares two traces of the same requests: where they part, and how near a tie it was there."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.trace.lines import RequestLine, StepLine, TaskId, TracedRequest, TraceFile
+
+# A margin up to so many times the measured log-probability difference is rounding's to decide.
+TIE_FACTOR = 4
+LEAST_TIE = 1e-5  # where nothing was measured, or the same engine ran twice
+
+# Traces that differ in one of these, or in the seed, have nothing to compare.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+# These may change a token too, and that may be just what one wants to see.
+NOTED = (
+    "min_tokens",
+    "acceptance",
+    "rejection_sample_method",
+    "draft_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+    "relaxed_topk",
+    "relaxed_delta",
+)
+
+Verdict = Literal["equal", "different", "shorter", "missing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A token as one trace has it."""
+
+    step: int
+    token: int
+    logprob: float | None
+    margin: float | None
+    from_draft: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDifference:
+    """The first token that differs."""
+
+    position: int  # the prompt's first token being 0
+    a: Place
+    b: Place
+    near_tie: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDifference:
+    """The first step with other drafts, or with the same ones judged otherwise."""
+
+    step: int
+    position: int  # of the step's newest token
+    a: list[int]
+    b: list[int]
+    accepted_a: int
+    accepted_b: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDiff:
+    """`drafts` is only looked for where nextn and drafter are the same."""
+
+    task_id: TaskId
+    verdict: Verdict
+    tokens_a: int
+    tokens_b: int
+    equal_tokens: int  # before the first difference
+    largest_logprob_difference: float | None  # over the equal tokens; None if there are none
+    token: TokenDifference | None = None
+    drafts: DraftDifference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceDiff:
+    """Requests in the order of the first trace; `notes` is what to know of the comparison."""
+
+    requests: list[RequestDiff]
+    notes: list[str]
+
+    @property
+    def equal(self) -> bool:
+        return all(request.verdict == "equal" for request in self.requests)
+
+
+def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
+    """Raises UsageError if they are not of the same requests to the same model."""
+    notes = [f"{trace.path}: its run was interrupted" for trace in (a, b) if not trace.whole]
+    found = []
+    for task_id in dict.fromkeys([*a.requests, *b.requests]):
+        left, right = a.requests.get(task_id), b.requests.get(task_id)
+        if left and right:
+            _check_same(a, b, left.request, right.request)
+            notes += [n for n in _notes(left.request, right.request) if n not in notes]
+            found.append(_diff(left, right))
+        else:
+            found.append(_missing(task_id, a, b))
+    return TraceDiff(found, notes)
+
+
+def _check_same(a: TraceFile, b: TraceFile, left: RequestLine, right: RequestLine) -> None:
+    """The same model, prompt and sampling."""
+
+    def refuse(what: str, mine: object, other: object) -> None:
+        raise UsageError(
+            f"request {left.task_id}: {what} {mine} in {a.path}, {other} in {b.path}: "
+            "these traces can't be compared"
+        )
+
+    if left.model != right.model:
+        refuse("model", left.model, right.model)
+    if left.prompt != right.prompt:
+        prompts = (left.prompt, right.prompt)
+        pairs = enumerate(zip(*prompts, strict=False))
+        same = next((i for i, (t, u) in pairs if t != u), min(map(len, prompts)))
+        refuse("the prompt", *(f"{len(p)} tokens, {p[same : same + 1]} at {same}" for p in prompts))
+    for name in SAMPLING if left.greedy else (*SAMPLING, "seed"):
+        if left.params.get(name) != right.params.get(name):
+            refuse(name, left.params.get(name), right.params.get(name))
+
+
+def _notes(left: RequestLine, right: RequestLine) -> list[str]:
+    notes = [
+        f"{name}: {left.params.get(name)} | {right.params.get(name)}"
+        for name in NOTED
+        if left.params.get(name) != right.params.get(name)
+    ]
+    if left.weights != right.weights:
+        notes.append("the engines have different weights files")
+    by_drafts = left.params.get("acceptance") == "rejection" and not left.greedy
+    if by_drafts and (left.nextn, left.drafter) != (right.nextn, right.drafter):
+        notes.append("rejection sampling gives another text for another nextn or drafter")
+    return notes
+
+
+def _diff(a: TracedRequest, b: TracedRequest) -> RequestDiff:
+    rows_a, rows_b = list(a.rows()), list(b.rows())
+    equal, largest, token = 0, None, None
+    for (step_a, i), (step_b, j) in zip(rows_a, rows_b, strict=False):
+        left, right = _place(step_a, i), _place(step_b, j)
+        if left.token != right.token:
+            tie = _near_tie(left, right, largest or 0.0)
+            token = TokenDifference(step_a.position + 1 + i, left, right, tie)
+            break
+        equal += 1
+        if left.logprob is not None and right.logprob is not None:
+            largest = max(largest or 0.0, abs(left.logprob - right.logprob))
+    drafts = _draft_difference(a, b)
+    verdict: Verdict = "different" if token or drafts else "equal"
+    if verdict == "equal" and len(rows_a) != len(rows_b):
+        verdict = "shorter"
+    return RequestDiff(
+        a.request.task_id, verdict, len(rows_a), len(rows_b), equal, largest, token, drafts
+    )
+
+
+def _place(step: StepLine, row: int) -> Place:
+    return Place(
+        step.step, step.tokens[row], step.logprobs[row], step.margins[row], row < step.n - 1
+    )
+
+
+def _near_tie(a: Place, b: Place, measured: float) -> bool:
+    margins = [place.margin for place in (a, b) if place.margin is not None]
+    return min(margins, default=float("inf")) <= max(LEAST_TIE, TIE_FACTOR * measured)
+
+
+def _draft_difference(a: TracedRequest, b: TracedRequest) -> DraftDifference | None:
+    if (a.request.nextn, a.request.drafter) != (b.request.nextn, b.request.drafter):
+        return None
+    for left, right in zip(a.steps, b.steps, strict=False):
+        if left.position != right.position or left.window[0] != right.window[0]:
+            return None  # the tokens have parted before
+        if (left.window, left.n) != (right.window, right.n):
+            return DraftDifference(
+                left.step, left.position, left.window[1:], right.window[1:], left.n - 1, right.n - 1
+            )
+    return None
+
+
+def _missing(task_id: TaskId, a: TraceFile, b: TraceFile) -> RequestDiff:
+    """A request of one trace; the other must have been interrupted."""
+    has, lacks = (a, b) if task_id in a.requests else (b, a)
+    if lacks.whole:
+        raise UsageError(f"request {task_id} of {has.path} is not in {lacks.path}")
+    count = len(list(has.requests[task_id].rows()))
+    tokens = (count, 0) if has is a else (0, count)
+    return RequestDiff(task_id, "missing", *tokens, equal_tokens=0, largest_logprob_difference=None)

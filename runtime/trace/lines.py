@@ -1,0 +1,181 @@
+"""The lines of a trace file, and reading them back; docs/trace.md explains each field."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from mtpbuild.runtime.errors import UsageError
+
+VERSION: Literal[1] = 1
+
+TaskId = str | int
+Number = float | None  # None stands for an infinity, which JSON can't say
+
+
+class _Line(BaseModel):
+    # A later version may say more: fields are only ever added.
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class RequestLine(_Line):
+    """What was asked, and of which engine."""
+
+    kind: Literal["request"] = "request"
+    version: Literal[1] = VERSION
+    task_id: TaskId
+    model: str
+    nextn: int
+    drafter: str | None
+    target: str
+    hardware: str
+    fingerprint: str
+    weights: str | None
+    prompt: list[int] = Field(min_length=1)
+    params: dict[str, Any]
+
+    @property
+    def greedy(self) -> bool:
+        return not self.params.get("temperature")
+
+
+class Uniforms(_Line):
+    """[num_drafts + 1] each: what the rows of the window could draw, per purpose."""
+
+    draft: list[float]
+    accept: list[float]
+    recover: list[float]
+
+
+class StepLine(_Line):
+    """One decode step of one request; m drafts were judged, n tokens emitted."""
+
+    kind: Literal["step"] = "step"
+    task_id: TaskId
+    step: int  # from 0
+    position: int  # of window[0] among the request's tokens, the prompt's first being 0
+    num_drafts: int
+    window: list[int]  # [m + 1] the newest token, then the drafts
+    n: int
+    tokens: list[int]  # [n] n - 1 accepted drafts, then the model's own token
+    logprobs: list[Number]  # [n]
+    margins: list[Number]  # [n]
+    uniforms: Uniforms | None
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        rows = {len(self.tokens), len(self.logprobs), len(self.margins)}
+        if len(self.window) != self.num_drafts + 1 or rows != {self.n}:
+            raise ValueError("window, tokens, logprobs and margins don't have the lengths they say")
+        if not 1 <= self.n <= self.num_drafts + 1:
+            raise ValueError(f"{self.n} tokens from {self.num_drafts} drafts")
+        return self
+
+
+class EndLine(_Line):
+    """How a request ended."""
+
+    kind: Literal["end"] = "end"
+    task_id: TaskId
+    finish_reason: str
+    output_tokens: int = Field(description="what the request kept of its steps' tokens")
+    speculative_decoding: dict[str, Any]
+
+
+class SummaryLine(_Line):
+    """The last line of a trace that is whole."""
+
+    kind: Literal["summary"] = "summary"
+    requests: int
+    steps: int
+    output_tokens: int
+
+
+Line = RequestLine | StepLine | EndLine | SummaryLine
+_ANY: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
+
+
+@dataclass(slots=True)
+class TracedRequest:
+    """The lines of one request; without an end it was interrupted."""
+
+    request: RequestLine
+    steps: list[StepLine] = field(default_factory=list)
+    end: EndLine | None = None
+
+    def rows(self) -> Iterator[tuple[StepLine, int]]:
+        """(step, row) of each token that the request kept."""
+        rows = [(step, row) for step in self.steps for row in range(step.n)]
+        yield from rows if self.end is None else rows[: self.end.output_tokens]
+
+    def add(self, line: StepLine | EndLine) -> None:
+        """Append a line; raises ValueError for one that doesn't follow the last."""
+        if self.end is not None:
+            raise ValueError("its request has ended before")
+        if isinstance(line, EndLine):
+            self.end = line
+            return
+        last = self.steps[-1] if self.steps else None
+        number = last.step + 1 if last else 0
+        position = last.position + last.n if last else len(self.request.prompt) - 1
+        newest = last.tokens[-1] if last else self.request.prompt[-1]
+        if (line.step, line.position, line.window[0]) != (number, position, newest):
+            raise ValueError(f"not step {number} behind token {newest} at position {position}")
+        self.steps.append(line)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """What a trace file says; `whole` unless its run was interrupted."""
+
+    path: Path
+    requests: dict[TaskId, TracedRequest]
+    whole: bool
+
+
+def read_trace(path: Path) -> TraceFile:
+    """Parse a JSONL trace; raises UsageError that names file and line.
+
+    A last line without its newline was being written when the run died: it is left out.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise UsageError(f"{path}: can't be read ({error.strerror})") from None
+    requests: dict[TaskId, TracedRequest] = {}
+    whole = False
+    for number, text in enumerate(lines, 1):
+        try:
+            if whole:
+                raise ValueError("behind the summary, which is the last line of a trace")
+            whole = isinstance(_place(_parse(text), requests), SummaryLine)
+        except ValueError as error:
+            raise UsageError(f"{path}:{number}: {error}") from None
+    if not requests:
+        raise UsageError(f"{path}: no requests in it; `mtpbuild run --trace FILE.jsonl` writes one")
+    return TraceFile(path, requests, whole)
+
+
+def _parse(text: bytes) -> Line:
+    try:
+        return _ANY.validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        message = first["msg"].removeprefix("Value error, ")
+        reason = f"{where}: {message}" if where else message
+        raise ValueError(f"not a line of a trace ({reason})") from None
+
+
+def _place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
+    if isinstance(line, RequestLine):
+        if line.task_id in requests:
+            raise ValueError(f"request {line.task_id} has begun before")
+        requests[line.task_id] = TracedRequest(line)
+    elif not isinstance(line, SummaryLine):
+        if line.task_id not in requests:
+            raise ValueError(f"request {line.task_id} has not begun")
+        requests[line.task_id].add(line)
+    return line

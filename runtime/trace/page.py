@@ -1,0 +1,93 @@
+"""A trace as one self-contained page: the text token by token, and where each token came from."""
+
+import codecs
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.tokenizer import Tokenizer
+from mtpbuild.runtime.trace.lines import (
+    EndLine,
+    Line,
+    RequestLine,
+    StepLine,
+    TaskId,
+    TracedRequest,
+)
+
+TEMPLATE, PLACE = "page.html", "TRACE_DATA"
+
+
+class Page:
+    """Collects lines; writes the page, beside itself and renamed, when it is closed."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
+        self._path, self._tokenizer = path, tokenizer
+        self._requests: dict[TaskId, TracedRequest] = {}
+
+    def write(self, line: Line) -> None:
+        if isinstance(line, RequestLine):
+            self._requests[line.task_id] = TracedRequest(line)
+        elif isinstance(line, StepLine | EndLine):
+            self._requests[line.task_id].add(line)
+
+    def close(self) -> None:
+        if not self._requests:
+            return
+        page = render(list(self._requests.values()), self._tokenizer)
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            try:
+                temporary.write_text(page, encoding="utf-8")
+                temporary.replace(self._path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self._path}: can't be written ({error.strerror})") from None
+
+
+def render(requests: list[TracedRequest], tokenizer: Tokenizer | None) -> str:
+    """The page's HTML; it loads nothing."""
+    template = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    data = json.dumps([_data(request, tokenizer) for request in requests])
+    # Nothing in a script element ends it or begins a comment in it but "<".
+    return template.replace(PLACE, data.replace("<", "\\u003c"))
+
+
+def _data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The request's lines, with the text of each token beside them."""
+    speller = Speller(tokenizer)
+    prompt = [speller.next(token) for token in traced.request.prompt]
+    steps = []
+    for step in traced.steps:
+        drafts = [Speller(tokenizer).next(token) for token in step.window[1:]]
+        texts = [speller.next(token) for token in step.tokens]
+        steps.append(step.model_dump(mode="json") | {"texts": texts, "draft_texts": drafts})
+    return {
+        "request": traced.request.model_dump(mode="json") | {"texts": prompt},
+        "steps": steps,
+        "end": traced.end and traced.end.model_dump(mode="json"),
+    }
+
+
+class Speller:
+    """Texts of tokens one behind the other: [kind, text].
+
+    "text" is the text that the token completes: none if it ends within a character, whose rest
+    the next tokens bring. "special" is the name of a token that has no text, "id" its number where
+    there is no tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, token: int) -> tuple[str, str]:
+        if self._tokenizer is None:
+            return "id", str(token)
+        if name := self._tokenizer.special_name(token):
+            return "special", name
+        return "text", self._utf8.decode(self._tokenizer.token_bytes(token))

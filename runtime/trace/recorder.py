@@ -1,0 +1,215 @@
+"""Records the steps of requests, for who reads them: a JSONL file, a page."""
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.programs.base import Floats, StepOutput
+from mtpbuild.runtime.request import FinishReason, Request
+from mtpbuild.runtime.trace.lines import (
+    EndLine,
+    Line,
+    Number,
+    RequestLine,
+    StepLine,
+    SummaryLine,
+    TaskId,
+    Uniforms,
+)
+from mtpbuild.runtime.trace.page import Page
+
+
+class Sink(Protocol):
+    """Where lines go."""
+
+    def write(self, line: Line) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Trace:
+    """Writes what happens in each step of an engine's requests.
+
+        with Trace(engine, "out.jsonl", "out.html") as trace:
+            engine.stream(prompt, params, observer=trace.request()).result()
+
+    A JSONL file grows line by line and is useful at any moment; its last line says that it is
+    whole. A page is written when the trace is closed, also by an error. What a request does after
+    that is not recorded. Raises UsageError for a file that can't be written or of another kind.
+    """
+
+    def __init__(self, engine: Engine, *paths: str | Path) -> None:
+        check_paths(paths)
+        self._manifest = engine.manifest
+        self._sinks: list[Sink] = [
+            Page(path, engine.tokenizer) if path.suffix == ".html" else JsonLines(path)
+            for path in map(Path, paths)
+        ]
+        self._lock = threading.RLock()
+        self._closed = False
+        self._names: set[TaskId] = set()
+        self._requests = self._steps = self._tokens = 0
+
+    def request(self, task_id: TaskId | None = None) -> "RequestTrace":
+        """The observer that `engine.stream` takes; by default requests are numbered from 0."""
+        name = len(self._names) if task_id is None else task_id
+        if name in self._names:
+            raise UsageError(f"two requests have task_id {name}: a trace needs one of its own each")
+        self._names.add(name)
+        return RequestTrace(name, self._manifest, self._write)
+
+    def close(self, *, whole: bool = True) -> None:
+        """Complete the files; `whole` unless something broke off."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if whole and self._requests:
+                self._each(self._summary())
+            for sink in self._sinks:
+                sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(whole=kind is None)
+
+    def _summary(self) -> SummaryLine:
+        return SummaryLine(requests=self._requests, steps=self._steps, output_tokens=self._tokens)
+
+    def _write(self, line: Line) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._requests += isinstance(line, RequestLine)
+            self._steps += isinstance(line, StepLine)
+            self._tokens += line.output_tokens if isinstance(line, EndLine) else 0
+            try:
+                self._each(line)
+            except UsageError:  # it fails the request that was running, and no later one
+                self.close(whole=False)
+                raise
+
+    def _each(self, line: Line) -> None:
+        for sink in self._sinks:
+            sink.write(line)
+
+
+class RequestTrace:
+    """The observer of one request."""
+
+    def __init__(self, task_id: TaskId, manifest: Manifest, write: Callable[[Line], None]) -> None:
+        self._task_id, self._manifest, self._write = task_id, manifest, write
+        self._steps = 0
+        self._uniforms: Floats | None = None  # [3, positions]
+
+    def step(self, request: Request, output: StepOutput, slot: int) -> None:
+        if self._steps == 0:
+            self._write(self._begin(request))
+        n, m = int(output.num_tokens[slot]), int(output.num_drafts[slot])
+        self._write(
+            StepLine(
+                task_id=self._task_id,
+                step=self._steps,
+                position=request.length,
+                num_drafts=m,
+                window=output.window[slot, : m + 1].tolist(),
+                n=n,
+                tokens=output.tokens[slot, :n].tolist(),
+                logprobs=_numbers(output.logprobs[slot, :n]),
+                margins=_numbers(output.margins[slot, :n]),
+                uniforms=self._drawn(request.length + 1, m + 1),
+            )
+        )
+        self._steps += 1
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        if self._steps:  # else it was cancelled while it waited
+            self._write(
+                EndLine(
+                    task_id=self._task_id,
+                    finish_reason=reason,
+                    output_tokens=len(request.token_ids),
+                    speculative_decoding=asdict(request.acceptance.report()),
+                )
+            )
+
+    def _begin(self, request: Request) -> RequestLine:
+        manifest, controls = self._manifest, request.controls
+        if controls.temperature > 0 or controls.synthetic:
+            self._uniforms = controls.uniforms(manifest.build.max_seq_len + manifest.window)
+        weights = manifest.files.get("weights.safetensors")
+        return RequestLine(
+            task_id=self._task_id,
+            model=manifest.model.name,
+            nextn=manifest.build.nextn,
+            drafter=manifest.build.drafter,
+            target=manifest.target.name,
+            hardware=manifest.target.hardware,
+            fingerprint=manifest.build.fingerprint,
+            weights=weights.sha256 if weights else None,
+            prompt=request.prompt,
+            params=asdict(request.params) | {"seed": request.seed},
+        )
+
+    def _drawn(self, first: int, count: int) -> Uniforms | None:
+        """The numbers of positions `first` .. first + count - 1, if the request draws any."""
+        if self._uniforms is None:
+            return None
+        draft, accept, recover = self._uniforms[:, first : first + count]
+        return Uniforms(draft=_short(draft), accept=_short(accept), recover=_short(recover))
+
+
+class JsonLines:
+    """A file that gets each line at once; made by its first line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+
+    def write(self, line: Line) -> None:
+        try:
+            if self._file is None:
+                self._file = self._path.open("w", encoding="utf-8", newline="\n")
+            self._file.write(line.model_dump_json() + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UsageError(f"{self._path}: can't be written ({error.strerror})") from None
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what could be written is there
+                self._file.close()
+
+
+def check_paths(paths: Sequence[str | Path]) -> None:
+    """Raise UsageError for a trace file of an unknown kind or in no folder."""
+    for path in map(Path, paths):
+        if path.suffix not in (".jsonl", ".html"):
+            raise UsageError(f"--trace {path}: the name must end in .jsonl or .html")
+        if path.is_dir() or not path.parent.is_dir():
+            reason = "it is a folder" if path.is_dir() else f"no folder {path.parent}"
+            raise UsageError(f"--trace {path}: can't be written ({reason})")
+
+
+def _numbers(row: Floats) -> list[Number]:
+    """The shortest decimals that give the same 32-bit numbers back; None for an infinity."""
+    return [float(str(x)) if math.isfinite(x) else None for x in row]
+
+
+def _short(row: Floats) -> list[float]:
+    return [float(str(x)) for x in row]
