@@ -2,12 +2,14 @@
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
-from mtpbuild.builder.bench.dataset import Asked, load_groups
+from mtpbuild.builder.bench.batches import draw_batches, to_batches_json
+from mtpbuild.builder.bench.dataset import Asked, load_groups, split
 from mtpbuild.builder.bench.engines import Built, Wanted, build_engines
 from mtpbuild.builder.bench.figures import rows
 from mtpbuild.builder.bench.machine import describe_machine
@@ -19,7 +21,7 @@ from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
 
 OUT = Path("bench_results")
-JSON, PICTURE = "bench.json", "bench.png"
+JSON, PICTURE, BATCHES_PICTURE = "bench.json", "bench.png", "bench_batches.png"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,11 @@ class BenchRequest:
     out: Path = OUT
 
 
-def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: None) -> Report:
-    """Measure, and write bench.json and bench.png; raises what the pipeline and the engines do."""
+def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: None) -> list[Report]:
+    """Measure, and write bench.json and the pictures; one report per concurrency, smallest first.
+
+    Raises what the pipeline and the engines do.
+    """
     require_matplotlib()
     prepare(request.out)
     machine = describe_machine(request.threads)
@@ -45,31 +50,39 @@ def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: No
         watch("loading the engines")
         contenders = [load(one, request.threads, stack) for one in built]
 
-        # 2. The same requests for all of them, in turn.
-        size = request.wanted.max_batch
-        groups = load_groups(request.asked, contenders[0].engine, size)
-        total = len(groups) * size
-        measured = measure(
-            contenders, groups, lambda done: watch(f"request {done * size + 1} of {total}")
-        )
+        # 2. The same requests for all of them, in turn; as many at once as asked for.
+        groups = load_groups(request.asked, contenders[0].engine, request.wanted.max_batch)
+        total = len(groups) * request.wanted.max_batch
+        measured = {
+            size: measure(contenders, split(groups, size), partial(tell, watch, size, total))
+            for size in request.wanted.concurrency
+        }
 
         # 3. What it comes to.
-        report = Report(
-            model=contenders[0].engine.manifest.model.name,
-            machine=machine,
-            settings={
-                "concurrency": size,
-                "num_requests": total,
-                "dataset": request.asked.dataset or "built-in",
-                **{k: getattr(request.asked, k) for k in ("input_len", "output_len")},
-                "sampling": asdict(request.asked.params),
-            },
-            engines={one.nextn: str(one.folder) for one in built},
-            rows=rows(contenders, measured),
-            measured=measured,
-        )
-    write(report, request.out)
-    return report
+        settings = {
+            "num_requests": total,
+            "dataset": request.asked.dataset or "built-in",
+            **{k: getattr(request.asked, k) for k in ("input_len", "output_len")},
+            "sampling": asdict(request.asked.params),
+        }
+        reports = [
+            Report(
+                model=contenders[0].engine.manifest.model.name,
+                machine=machine,
+                settings={"concurrency": size, **settings},
+                engines={one.nextn: str(one.folder) for one in built},
+                rows=rows(contenders, by_nextn),
+                measured=by_nextn,
+            )
+            for size, by_nextn in measured.items()
+        ]
+    write(reports, request.out)
+    return reports
+
+
+def tell(watch: Callable[[str], None], size: int, total: int, done: int) -> None:
+    at_once = f", {size} at once" if size > 1 else ""
+    watch(f"request {done * size + 1} of {total}{at_once}")
 
 
 def load(built: Built, threads: int | None, stack: ExitStack) -> Contender:
@@ -90,9 +103,13 @@ def prepare(out: Path) -> None:
         raise UsageError(f"--out {out}: can't write there ({error.strerror})") from None
 
 
-def write(report: Report, out: Path) -> None:
-    text = json.dumps(to_json(report), indent=1)
+def write(reports: Sequence[Report], out: Path) -> None:
+    """The first concurrency's picture is the usual one; several get one more."""
+    first, several = reports[0], len(reports) > 1
+    text = json.dumps(to_batches_json(reports) if several else to_json(first), indent=1)
     (out / JSON).write_text(text + "\n", encoding="utf-8")
-    m = report.machine
+    m = first.machine
     note = f"{m['cpu']}, {m['cores']} cores; {m['command']}"
-    draw(report.rows, out / PICTURE, f"{report.model}: what MTP gives", note)
+    draw(first.rows, out / PICTURE, f"{first.model}: what MTP gives", note)
+    if several:
+        draw_batches(reports, out / BATCHES_PICTURE, note)

@@ -29,7 +29,9 @@ def bench(
             help=f"Draft tokens per step to compare; 0 is always among them. Default: {NEXTN}."
         ),
     ] = None,
-    concurrency: Annotated[int, typer.Option(help="Requests that run at once.")] = 1,
+    concurrency: Annotated[
+        str, typer.Option(help="Requests that run at once; several to compare: 1,2,4,8.")
+    ] = "1",
     drafter: Annotated[str | None, typer.Option(help="mtp-eagle or mtp-vanilla.")] = None,
     dataset: Annotated[
         str | None,
@@ -59,6 +61,7 @@ def bench(
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
     from rich.console import Console
 
+    from mtpbuild.builder.bench.batches import print_batches
     from mtpbuild.builder.bench.bench import JSON, BenchRequest, bench
     from mtpbuild.builder.bench.dataset import OUTPUT_LEN, Asked
     from mtpbuild.builder.bench.engines import Wanted
@@ -79,15 +82,18 @@ def bench(
         numbers = parse_numbers("--nextn", NEXTN) if settings.nextn is None else (settings.nextn,)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     request = BenchRequest(
-        Wanted(model, numbers, settings.drafter, concurrency),
+        Wanted(model, numbers, settings.drafter, parse_numbers("--concurrency", concurrency)),
         Asked(dataset, num_requests, input_len, output_len, params),
         threads,
         out,
     )
     with Console(stderr=True).status("reading the checkpoint") as status:
-        report = bench(request, lambda stage: status.update(stage))
+        reports = bench(request, lambda stage: status.update(stage))
     if json:
         typer.echo((out / JSON).read_text(encoding="utf-8"), nl=False)
+    elif len(reports) > 1:
+        print_batches(reports)
+        typer.echo(f"wrote {out / JSON} and its pictures")
     else:
-        print_report(report)
+        print_report(reports[0])
         typer.echo(f"wrote {out / JSON} and its picture")

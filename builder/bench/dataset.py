@@ -10,7 +10,7 @@ from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.input_file import read_requests
-from mtpbuild.runtime.request import SamplingParams
+from mtpbuild.runtime.sampling import SamplingParams
 
 BUILT_IN = ("code", "reasoning")
 FOLDER = "deepseek_tiny_bench"  # beside the recipes
@@ -84,6 +84,11 @@ def seeded(params: SamplingParams, number: int) -> SamplingParams:
     if params.temperature == 0 or params.seed is not None:
         return params
     return replace(params, seed=number)
+
+
+def split(groups: Sequence[Group], size: int) -> list[Group]:
+    """The same requests in smaller groups; `size` divides theirs."""
+    return [group[i : i + size] for group in groups for i in range(0, len(group), size)]
 
 
 def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None) -> Prompt:

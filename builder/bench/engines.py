@@ -8,6 +8,7 @@ from mtpbuild.builder.model.config import ModelConfig, load_config
 from mtpbuild.builder.pipeline import DEFAULT_MAX_SEQ_LEN, BuildRequest, Stages, build, within
 from mtpbuild.builder.plan import DrafterName, choose_drafter
 from mtpbuild.builder.recipe import Source, find_model
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import MAX_BATCH
 
 ENGINES = Path("engines")
@@ -16,16 +17,27 @@ PRIVATE = ENGINES / ".bench"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which engines; nextn 0 is always among them."""
+    """Which engines; nextn 0 is always among them. One per nextn serves every concurrency."""
 
     model: str
     nextn: tuple[int, ...]
     drafter: DrafterName | None = None
-    max_batch: int = 1
+    concurrency: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nextn", tuple(sorted({0, *self.nextn})))
-        within(1, self.max_batch, MAX_BATCH, "--concurrency")
+        object.__setattr__(self, "concurrency", tuple(sorted(set(self.concurrency))))
+        for size in self.concurrency:
+            within(1, size, MAX_BATCH, "--concurrency")
+            if self.max_batch % size:
+                raise UsageError(
+                    f"--concurrency {size} does not divide {self.max_batch}: groups of the largest "
+                    "are split for the others, so that all run the same requests"
+                )
+
+    @property
+    def max_batch(self) -> int:
+        return self.concurrency[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,8 @@ def to_json(report: Report) -> dict[str, Any]:
 def differs(settings: dict[str, Any]) -> str | None:
     """Why a right engine's outputs may differ from nextn 0's; None: they may not."""
     sampling = settings["sampling"]
+    if sampling["rejection_sample_method"] == "synthetic":
+        return "synthetic: drafts are accepted by chance; the texts and the speed are not real"
     if sampling["temperature"] > 0 and sampling["acceptance"] == "rejection":
         return "rejection: the distribution of nextn 0, not its text; equal outputs are by chance"
     if sampling["relaxed_topk"] > 1:
@@ -191,6 +193,12 @@ def _title(report: Report, kind: str) -> str:
     )
 
 
+def machine_line(m: dict[str, Any]) -> str:
+    threads = f"{m['threads']} threads" if m["threads"] else "threads as onnxruntime chooses"
+    load = f", load {m['load_average'][0]:.1f} at the start" if m["load_average"] else ""
+    return f"{m['cpu']}, {m['cores']} cores, {threads}{load}"
+
+
 def print_report(report: Report) -> None:
     """A table per kind of prompt, one for all, the machine, and what to choose."""
     from rich.console import Console
@@ -202,10 +210,7 @@ def print_report(report: Report) -> None:
         console.print(table(report, kind))
     if (why := differs(report.settings)) is not None:
         console.print(why, soft_wrap=True)
-    m = report.machine
-    threads = f"{m['threads']} threads" if m["threads"] else "threads as onnxruntime chooses"
-    load = f", load {m['load_average'][0]:.1f} at the start" if m["load_average"] else ""
-    console.print(f"\n{m['cpu']}, {m['cores']} cores, {threads}{load}", soft_wrap=True)
+    console.print(f"\n{machine_line(report.machine)}", soft_wrap=True)
     if (apart := disagreements(report.rows)) is not None:
         console.print(apart, soft_wrap=True)
     console.print(recommendation(report.rows)[1], style="bold", soft_wrap=True)

@@ -191,7 +191,7 @@ def test_engines_and_their_verifiers(smallest: Path) -> None:
     before = Path("engines/small_n2/engine.json").stat()
     folders(smallest, 2)
     assert Path("engines/small_n2/engine.json").stat().st_ino == before.st_ino  # reused
-    assert folders(smallest, 0, max_batch=2) == ["engines/.bench/small_n0_default_b2"]
+    assert folders(smallest, 0, concurrency=(2,)) == ["engines/.bench/small_n0_default_b2"]
     assert folders(smallest, 1, drafter="mtp-eagle") == [
         "engines/.bench/small_n0_mtp-eagle_b1",
         "engines/.bench/small_n1_mtp-eagle_b1",
@@ -276,6 +276,32 @@ def test_the_command(smallest: Path, lines_file: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick", "fake_programs")
+def test_several_concurrencies(smallest: Path, lines_file: Path) -> None:
+    """One engine per nextn, the same requests at each, two tables, one more picture."""
+    flags = ("--model", smallest, "--nextn", "3", "--dataset", lines_file, "--concurrency", "4,1,2")
+    code, out, err = invoke(*flags)
+    assert (code, err) == (0, "")
+    assert "small: 4 requests" in out
+    assert "wrote bench_results/bench.json and its pictures" in out
+    lines = [" ".join(line.split()[:2]) for line in out.splitlines()]
+    for size in (1, 2, 4):
+        assert lines.count(f"concurrency {size}") == 2
+        assert lines.count(f"concurrency {size}:") == 1
+    document = json.loads(Path("bench_results/bench.json").read_text())
+    batches = {(b["concurrency"], b["nextn"]): b for b in document["batches"]}
+    assert list(batches) == [(size, nextn) for size in (1, 2, 4) for nextn in (0, 3)]
+    for size, run in zip((1, 2, 4), document["runs"], strict=True):
+        assert run["settings"]["concurrency"] == size
+        for result in run["results"]:
+            assert result["engine"] == f"engines/.bench/small_n{result['nextn']}_default_b4"
+            assert [r["task_id"] for r in result["requests"]] == [0, 1, 2, 3]
+            for key in ("output_throughput", "user_tokens_per_s", "speedup"):
+                assert batches[size, result["nextn"]][key] == result[key]
+    for picture in ("bench.png", "bench_batches.png"):
+        assert Path("bench_results", picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("quick", "fake_programs")
 @pytest.mark.parametrize(
     ("flags", "seen", "says"),
     [
@@ -300,7 +326,7 @@ def test_sampling_flags(
     marks = "begin_thinking_phase_token: 7, end_thinking_phase_token: 8"
     Path("llm.yaml").write_text(f"speculative_config: {{decoding_type: MTP, {marks}}}\n")
     asked = ("--model", smallest, "--nextn", 1, "--dataset", lines_file, *flags.split())
-    code, out, err = invoke(*asked, "--config", "llm.yaml")
+    code, out, err = invoke(*map(str, asked), "--config", "llm.yaml")
     assert (code, "error" in err) == (0, False)
     document = json.loads(Path("bench_results/bench.json").read_text())
     assert document["same_output_expected"] == (says is None)
@@ -315,7 +341,7 @@ def test_a_configuration_says_nextn(smallest: Path, lines_file: Path) -> None:
         ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 2}'),
         ("--spec_decode_nextn", 2),
     ):
-        code, out, _ = invoke(*asked, *flags)
+        code, out, _ = invoke(*map(str, asked), *map(str, flags))
         assert (code, [r["nextn"] for r in json.loads(out)["results"]]) == (0, [0, 2])
 
 
@@ -328,6 +354,8 @@ def test_a_configuration_says_nextn(smallest: Path, lines_file: Path) -> None:
         ("--nextn 1 --drafter none", 2, "--drafter none is unknown; supported: mtp-eagle"),
         ("--nextn 2 --drafter mtp-vanilla", 2, "needs 2 MTP modules for --nextn 2"),
         ("--nextn 0 --concurrency 0", 2, "--concurrency 0 is outside 1.."),
+        ("--nextn 0 --concurrency 2,x", 2, "--concurrency '2,x' is not a list of numbers such as"),
+        ("--nextn 0 --concurrency 3,4", 2, "--concurrency 3 does not divide 4: groups of the la"),
         ("--nextn 0 --dataset none.jsonl", 2, "none.jsonl: no such file; built in: code, reas"),
         ("--nextn 0", 2, "this engine was built without a tokenizer"),
         ("--nextn 0 --threads 0", 2, "threads must be a number from 1, not 0"),
@@ -354,7 +382,7 @@ def test_errors_are_one_line(
 def test_real_engines(smallest: Path, lines_file: Path) -> None:
     """All of it, on a random model: nothing is faked, and drafting changes no token."""
     wanted = Wanted(str(smallest), (1,))
-    report = bench(BenchRequest(wanted, Asked(str(lines_file), num_requests=2), 1, Path("out")))
+    [report] = bench(BenchRequest(wanted, Asked(str(lines_file), num_requests=2), 1, Path("out")))
     assert [r.overall.same_output for r in report.rows] == [2, 2]
     assert report.rows[1].overall.drafting.num_draft_tokens > 0
     assert len(report.measured[1].verify) == len(report.measured[1].steps)
