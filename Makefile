@@ -19,7 +19,7 @@ run: venv  ## build engines/tiny_n3 and stream text through it
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy .typing/mtpbuild tests benchmarks examples tools/picture.py
+	$(BIN)/mypy .typing/mtpbuild tests benchmarks examples tools/*.py
 	cd tools/train_tiny && ../../$(BIN)/mypy --config-file ../../pyproject.toml *.py
 
 fix: venv
