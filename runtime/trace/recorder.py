@@ -56,7 +56,7 @@ class Trace:
         self._lock = threading.RLock()
         self._closed = False
         self._names: set[TaskId] = set()
-        self._requests = self._steps = self._tokens = 0
+        self._requests = self._ended = self._steps = self._tokens = 0
 
     def request(self, task_id: TaskId | None = None) -> "RequestTrace":
         """The observer that `engine.stream` takes; by default requests are numbered from 0."""
@@ -67,12 +67,12 @@ class Trace:
         return RequestTrace(name, self._manifest, self._write)
 
     def close(self, *, whole: bool = True) -> None:
-        """Complete the files; `whole` unless something broke off."""
+        """Complete the files; `whole` unless something broke off or a request still runs."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            if whole and self._requests:
+            if whole and self._requests and self._requests == self._ended:
                 self._each(self._summary())
             for sink in self._sinks:
                 sink.close()
@@ -97,10 +97,12 @@ class Trace:
                 return
             self._requests += isinstance(line, RequestLine)
             self._steps += isinstance(line, StepLine)
-            self._tokens += line.output_tokens if isinstance(line, EndLine) else 0
+            if isinstance(line, EndLine):
+                self._ended += 1
+                self._tokens += line.output_tokens
             try:
                 self._each(line)
-            except UsageError:  # it fails the request that was running, and no later one
+            except UsageError:  # the step fails with its requests, and no later one
                 self.close(whole=False)
                 raise
 
@@ -197,8 +199,10 @@ class JsonLines:
 
 
 def check_paths(paths: Sequence[str | Path]) -> None:
-    """Raise UsageError for a trace file of an unknown kind or in no folder."""
-    for path in map(Path, paths):
+    """Raise UsageError for a trace file of an unknown kind, in no folder, or given twice."""
+    for number, path in enumerate(map(Path, paths)):
+        if path in map(Path, paths[:number]):
+            raise UsageError(f"--trace {path}: given twice")
         if path.suffix not in (".jsonl", ".html"):
             raise UsageError(f"--trace {path}: the name must end in .jsonl or .html")
         if path.is_dir() or not path.parent.is_dir():

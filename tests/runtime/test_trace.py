@@ -190,6 +190,16 @@ def test_an_interrupted_run_leaves_what_it_had(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.html", "out.jsonl"]
 
 
+def test_closed_before_its_request_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with fake_engine() as engine:
+        with Trace(engine, path) as trace:
+            stream = engine.stream(PROMPT, observer=trace.request())
+            next(stream)
+        assert stream.result().token_ids
+    assert not read_trace(path).whole
+
+
 def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with fake_engine(max_batch=3) as engine, Trace(engine, path) as trace:
@@ -279,6 +289,13 @@ def test_refused_files(engine_dir: Path, tmp_path: Path, file: str, message: str
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_file_given_twice(engine_dir: Path, tmp_path: Path) -> None:
+    files = [part for _ in range(2) for part in ("--trace", tmp_path / "out.jsonl")]
+    result = call("run", "--engine", engine_dir, "--prompt", "a", *files)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.endswith("out.jsonl: given twice\n")
 
 
 def test_a_conversation_is_not_traced(
