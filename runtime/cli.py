@@ -65,6 +65,10 @@ def run(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on behind the end of sequence.")
     ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: log-probabilities, and of the N most probable (to 5)."),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object per request on standard output.")
     ] = False,
@@ -92,6 +96,8 @@ def run(
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
+    if logprobs is not None and not json:
+        raise UsageError("--logprobs is part of the JSON output: add --json")
     if trace and not given:
         raise UsageError("--trace needs a prompt: a conversation is not traced")
     check_engine(settings, read_manifest(engine).build)
@@ -102,7 +108,10 @@ def run(
         min_tokens=min_tokens,
         stop=stop or (),
         ignore_eos=ignore_eos,
+        logprobs=logprobs,
     )
+    if params.synthetic:
+        typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
         loaded = stack.enter_context(
             Engine.load(engine, threads=threads, verify_hashes=verify_hashes)

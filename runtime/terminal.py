@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -22,16 +22,25 @@ from mtpbuild.runtime.sampling import SamplingParams
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
+SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts accepted by chance, text and speed are not the model's"
+
+
 def json_line(task_id: str | int, result: Result) -> str:
     """One request as docs/cli-json.md describes it."""
-    answer = {
+    answer: dict[str, Any] = {
         "task_id": task_id,
         "text": result.text,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
         "metrics": asdict(result.metrics),
     }
-    return json.dumps(answer if result.seed is None else answer | {"seed": result.seed})
+    if result.seed is not None:
+        answer["seed"] = result.seed
+    if result.logprobs is not None:
+        answer["logprobs"] = [asdict(token) for token in result.logprobs]
+    if result.synthetic_acceptance_rates:
+        answer["synthetic_acceptance_rates"] = result.synthetic_acceptance_rates
+    return json.dumps(answer)
 
 
 def summary(result: Result) -> str:
@@ -47,6 +56,8 @@ def summary(result: Result) -> str:
         parts.append("per position " + " ".join(f"{rate:.2f}" for rate in rates))
     if result.seed is not None:
         parts.append(f"seed {result.seed}")
+    if result.synthetic_acceptance_rates:
+        parts.insert(0, SYNTHETIC)
     return ", ".join(parts)
 
 
