@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpbuild.builder.bench.cli import bench
+from mtpbuild.builder.evaluate.cli import evaluate
+from mtpbuild.builder.verify.cli import verify
 from mtpbuild.runtime.cli import error_line, inspect, run
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.field_flags import FieldFlags, read_flags
@@ -26,6 +28,8 @@ app = typer.Typer(
 app.command("run")(run)
 app.command("inspect")(inspect)
 app.command("bench")(bench)
+app.command("verify")(verify)
+app.command("eval")(evaluate)
 app.command("diff")(diff)
 
 

@@ -1,15 +1,16 @@
-"""Writes the prompts of `mtpbuild bench`: held-out problems, and held-out standard-library code."""
+"""Writes what `mtpbuild bench` and `eval` ask: held-out problems, and held-out library code."""
 
 import argparse
 import json
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from data import common_words, library_files, read
-from problems import held_out_problems
+from problems import Problem, held_out_problems
 
 OPENINGS = ("def ", "class ", "    def ")
 SIZE = (48, 128)  # tokens of a code prompt
@@ -29,6 +30,23 @@ def reasoning(per_form: int, seed: int) -> Iterator[dict[str, object]]:
                 "messages": [message],
                 "output_tokens": OUTPUT,
             }
+
+
+def answered(per_form: int, seed: int) -> Iterator[dict[str, object]]:
+    """Questions with their answers, the forms in turn; a form may have fewer than `per_form`."""
+    forms = defaultdict[str, list[Problem]](list)
+    for problem in held_out_problems(per_form, common_words(), seed):
+        forms[problem.form].append(problem)
+    for i in range(per_form):
+        for form, problems in forms.items():
+            for problem in problems[i : i + 1]:
+                yield {
+                    "task_id": f"{form}/{i}",
+                    "form": form,
+                    "question": problem.question,
+                    "answer": problem.answer,
+                    "output_tokens": OUTPUT,
+                }
 
 
 def code(count: int, tokenizer: Tokenizer, seed: int) -> Iterator[dict[str, object]]:
@@ -70,6 +88,7 @@ def write(path: Path, lines: Iterator[dict[str, object]]) -> None:
 def main(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     write(args.out / "reasoning.jsonl", reasoning(args.per_form, seed=11))
+    write(args.out / "eval_reasoning.jsonl", answered(args.problems, seed=17))
     write(args.out / "code.jsonl", code(args.code, tokenizer, seed=11))
 
 
@@ -78,5 +97,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, default=Path("recipes/deepseek_tiny"))
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--per-form", type=int, default=8)
+    parser.add_argument("--problems", type=int, default=50, help="of every form, with answers")
     parser.add_argument("--code", type=int, default=48)
     main(parser.parse_args())

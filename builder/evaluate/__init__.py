@@ -1,0 +1,1 @@
+"""`mtpbuild eval`: what a looser acceptance costs in right answers, and gains in speed."""

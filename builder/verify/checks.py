@@ -1,0 +1,194 @@
+"""The checks of an engine: each finds something in a case, or says why it can't be made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from mtpbuild.builder.bench.figures import merged
+from mtpbuild.builder.pipeline import needs
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.verify.compare import Replay, compare
+from mtpbuild.builder.verify.finding import Finding, NotChecked
+from mtpbuild.builder.verify.law import fit, known_prefixes, survival
+from mtpbuild.builder.verify.play import Played, play
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import MissingDependencyError, UnknownRecipeError
+from mtpbuild.runtime.stats import COLLAPSED
+
+SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
+    {"temperature": 0.6, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.8, "min_p": 0.05},
+    {"temperature": 1.0, "draft_sample_method": "greedy"},
+)
+LAW_PROMPTS = 4
+P_VALUE = 1e-6  # a right engine is below it once in a million times
+JUDGED = 100  # fewer drafts say little about their acceptance
+PLAIN_LIMIT = 2 * 10**9  # parameters that are loaded in fp32 to judge an engine
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine, what it is compared with, and what it is asked."""
+
+    engine: Engine
+    base: Engine | str  # of nextn 0, or why there is none
+    rechunked: Callable[[int], Engine]  # the same engine, which takes prompts in such chunks
+    prompts: list[list[int]]
+    length: int  # tokens of each text
+    seeds: int  # sampled texts per prompt, for their law
+    checkpoint: str | None  # recipe or folder; None: the recipe of the engine's model
+
+    @cached_property
+    def greedy(self) -> list[Played]:
+        return play(self.engine, self.prompts, self.params())
+
+    def params(self, *settings: dict[str, Any]) -> list[SamplingParams]:
+        """For each prompt: greedy, or the settings in turn, seeded with the prompt's number."""
+        plain = SamplingParams(max_tokens=self.length, ignore_eos=True)
+        numbers = range(len(self.prompts))
+        if not settings:
+            return [plain for _ in numbers]
+        return [replace(plain, seed=i, **settings[i % len(settings)]) for i in numbers]
+
+    def replay(self, params: Sequence[SamplingParams], engine: Engine | None = None) -> Replay:
+        """Lets the engine go on behind a prompt and known tokens."""
+
+        def go_on(number: int, known: list[int], count: int) -> Played:
+            own = replace(params[number], max_tokens=count)
+            return play(engine or self.engine, [self.prompts[number] + known], [own])[0]
+
+        return go_on
+
+    def require_base(self) -> Engine:
+        if isinstance(self.base, str):
+            raise NotChecked(self.base)
+        return self.base
+
+
+def greedy_text(case: Case) -> Finding:
+    base, params = case.require_base(), case.params()
+    return compare(case.greedy, play(base, case.prompts, params), case.replay(params))
+
+
+def plain_text(case: Case) -> Finding:
+    """Against PyTorch, if it and the checkpoint are there."""
+    model = case.engine.manifest.model
+    if model.parameters > PLAIN_LIMIT:
+        raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
+    try:
+        source = find_model(case.checkpoint or model.name)
+        with needs("build", "torch"):
+            from mtpbuild.builder.verify.plain import judge, load_plain
+    except UnknownRecipeError:
+        raise NotChecked(f"no recipe is called {model.name}: give --model") from None
+    except MissingDependencyError:
+        raise NotChecked("PyTorch is not installed: pip install 'mtpbuild[build]'") from None
+    return judge(load_plain(source.folder), case.prompts, case.greedy)
+
+
+def sampled_text(case: Case) -> Finding:
+    base, params = case.require_base(), case.params(*SETTINGS)
+    ours, theirs = (play(engine, case.prompts, params) for engine in (case.engine, base))
+    return compare(ours, theirs, case.replay(params))
+
+
+def chunks(case: Case) -> Finding:
+    """Prompts in smaller chunks than the engine was built for."""
+    size = min(5, case.engine.manifest.build.prefill_chunk - 1)
+    if size < 1 or max(map(len, case.prompts)) <= size + 1:
+        raise NotChecked("no prompt is longer than a chunk")
+    engine, params = case.rechunked(size), case.params()
+    return compare(play(engine, case.prompts, params), case.greedy, case.replay(params, engine))
+
+
+def batch(case: Case) -> Finding:
+    """Greedy, sampled and rejecting requests at once, and each alone."""
+    size = case.engine.manifest.build.max_batch
+    if size == 1:
+        raise NotChecked("the engine takes one request at a time (--max-batch 1)")
+    rejecting = {"temperature": 0.8, "acceptance": "rejection"}
+    params = case.params({}, SETTINGS[0], rejecting)
+    together = play(case.engine, case.prompts, params, together=True)
+    return compare(together, play(case.engine, case.prompts, params), case.replay(params))
+
+
+def relaxed_top_1(case: Case) -> Finding:
+    """The program that relaxes, told that only the most probable token is near enough."""
+    vocabulary = case.engine.manifest.model.vocab_size
+    params = [
+        replace(
+            own,
+            relaxed_delta=1.0,
+            begin_thinking_phase_token=prompt[-1],  # so the text begins in the thinking phase
+            end_thinking_phase_token=(prompt[-1] + 1) % vocabulary,
+            logprobs=0,  # what makes a greedy request use that program
+        )
+        for own, prompt in zip(case.params(), case.prompts, strict=True)
+    ]
+    relaxed = play(case.engine, case.prompts, params)
+    return compare(relaxed, case.greedy, case.replay(params))
+
+
+def rejection_law(case: Case) -> Finding:
+    """The first nextn + 2 tokens at temperature 1 against exact probabilities.
+
+    These are products of the log-probabilities that the nextn 0 engine (or else this one) reports.
+    """
+    length = case.engine.manifest.build.nextn + 2
+    hot = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
+    judge = case.engine if isinstance(case.base, str) else case.base
+    statistic, freedom, worst = 0.0, 0, (0.0, "")
+    step = max(1, len(case.prompts) // LAW_PROMPTS)
+    chosen = range(0, len(case.prompts), step)[:LAW_PROMPTS]
+    for number in chosen:
+        prompts = [case.prompts[number]] * case.seeds
+        params = [replace(hot, seed=seed) for seed in range(case.seeds)]
+        known = known_prefixes(play(judge, prompts, params, together=True))
+        rejecting = [replace(own, acceptance="rejection") for own in params]
+        texts = play(case.engine, prompts, rejecting, together=True)
+        found = fit([text.token_ids for text in texts], known)
+        statistic, freedom = statistic + found.statistic, freedom + found.freedom
+        prefix, times, expected = found.worst
+        line = f"text {number} begins with {list(prefix)} {times} times, expected {expected:.1f}"
+        worst = max(worst, (found.statistic, line))
+    if freedom == 0:
+        raise NotChecked("the model is certain of its next tokens: there is no law to compare")
+    p_value = survival(statistic, freedom)
+    figures = {"p_value": p_value, "chi_square": statistic, "degrees_of_freedom": freedom}
+    said = f"p-value {p_value:.2g} (chi-square {statistic:.1f}, {freedom} degrees of freedom, "
+    said += f"{len(chosen) * case.seeds:,} texts of {length} tokens)"
+    fits = p_value > P_VALUE
+    return Finding(fits, said if fits else f"{said}: {worst[1]}", figures)
+
+
+def acceptance(case: Case) -> Finding:
+    """Whether drafting is of use at all: damaged modules leave every text right."""
+    if case.engine.manifest.build.drafter in (None, "none"):
+        raise NotChecked("the engine drafts nothing")
+    found = merged([text.drafting for text in case.greedy])
+    if found.num_draft_tokens < JUDGED or found.draft_acceptance_rate is None:
+        raise NotChecked(f"only {found.num_draft_tokens} drafts were judged")
+    rates = " ".join(f"{rate:.2f}" for rate in found.per_position_acceptance_rates)
+    said = f"acceptance length {found.mean_acceptance_length:.2f}, per position {rates}"
+    works = found.draft_acceptance_rate >= COLLAPSED
+    if not works:
+        said += ": the MTP modules are damaged, or of another model"
+    figures = {
+        "mean_acceptance_length": found.mean_acceptance_length,
+        "draft_acceptance_rate": found.draft_acceptance_rate,
+    }
+    return Finding(works, said, figures)
+
+
+CHECKS: dict[str, Callable[[Case], Finding]] = {
+    "greedy text is that of nextn 0": greedy_text,
+    "greedy text is the plain model's": plain_text,
+    "sampled text is that of nextn 0": sampled_text,
+    "prompt chunks change nothing": chunks,
+    "a batch changes nothing": batch,
+    "relaxed top-1 is strict": relaxed_top_1,
+    "rejection has the model's law": rejection_law,
+    "drafts are accepted": acceptance,
+}

@@ -1,0 +1,95 @@
+"""Two engines' texts, token by token: equal, parted at near-ties, or different."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from mtpbuild.builder.verify.finding import Finding
+from mtpbuild.builder.verify.play import Played
+
+# A near-tie has a margin within TIE times the difference that is measured between the
+# log-probabilities that the two give to the same tokens (DESIGN 9).
+TIE = 4
+LEAST = 1e-5  # what fp32 can't tell apart in any case
+MOST = 1e-2  # further apart, the two are not the same model
+PARTED = 0.05  # of the texts, but one may always
+
+# (number of the text, tokens to put behind its prompt, how many to add) -> what ours says there
+Replay = Callable[[int, list[int], int], Played]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where ours says another token than theirs behind the same tokens."""
+
+    place: int
+    ours: int | None  # None: the text ends
+    theirs: int | None
+    margin: float  # the larger one of the two
+
+
+def compare(ours: Sequence[Played], theirs: Sequence[Played], replay: Replay) -> Finding:
+    """Behind a near-tie our engine goes on with their token, so every token is compared."""
+    noise = max((n for pair in zip(ours, theirs, strict=True) for n in apart(*pair)), default=0.0)
+    limit = TIE * max(noise, LEAST)
+    figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs), "noise": noise}
+    if not noise <= MOST:
+        return Finding(
+            False,
+            f"log-probabilities of the same tokens are up to {noise:.2g} apart: other weights, or "
+            "a wrong cache",
+            figures,
+        )
+    parted = 0
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for difference in differences(number, mine, other, replay):
+            if difference.margin > limit:
+                return Finding(False, named(number, difference, limit), figures)
+        parted += mine.token_ids != other.token_ids
+    figures["near_ties"] = parted
+    said = f"{len(ours) - parted} of {len(ours)} texts equal, {figures['tokens']} tokens"
+    if parted > max(1, PARTED * len(ours)):
+        return Finding(False, f"{said}: too many part, if only at near-ties", figures)
+    return Finding(True, said + (f", {parted} parts at a near-tie" if parted else ""), figures)
+
+
+def differences(number: int, ours: Played, theirs: Played, replay: Replay) -> Iterator[Difference]:
+    """Every place where ours says another token, given theirs up to there."""
+    at, wanted = 0, theirs.token_ids
+    while (place := first_difference(ours.token_ids, wanted[at:])) is not None:
+        mine, other = _at(ours.token_ids, place), _at(wanted, at + place)
+        ends = mine is None or other is None
+        margin = math.inf if ends else max(ours.margins[place], theirs.margins[at + place])
+        yield Difference(at + place, mine, other, margin)
+        at += place + 1
+        if at >= len(wanted):
+            return
+        ours = replay(number, wanted[:at], len(wanted) - at)
+
+
+def apart(ours: Played, theirs: Played) -> list[float]:
+    """Differences of the log-probabilities of the tokens that both say, up to where they part."""
+    same = first_difference(ours.token_ids, theirs.token_ids)
+    pairs = zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True)
+    return [abs(a - b) for a, b in pairs]
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    pairs = enumerate(zip_longest(ours, theirs))
+    return next((i for i, (a, b) in pairs if a != b), None)
+
+
+def named(number: int, difference: Difference, limit: float) -> str:
+    """A difference in words."""
+    d = difference
+    says = "ends" if d.ours is None else f"says {d.ours}"
+    other = "an end" if d.theirs is None else str(d.theirs)
+    return (
+        f"text {number}, token {d.place}: {says}, not {other} "
+        f"(margin {d.margin:.2g}, a near-tie is below {limit:.1g})"
+    )
+
+
+def _at(tokens: Sequence[int], place: int) -> int | None:
+    return tokens[place] if place < len(tokens) else None

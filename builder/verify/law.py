@@ -1,0 +1,91 @@
+"""Whether sampled texts have a known law: chi-square over a partition of all texts by prefix."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mtpbuild.builder.verify.play import Played
+
+EXPECTED = 5  # a cell with fewer expected texts is pooled with others
+
+Prefix = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How well counts fit their expectation."""
+
+    statistic: float
+    freedom: int
+    worst: tuple[Prefix, int, float]  # a likely beginning, how often it was there, and expected
+
+
+def known_prefixes(texts: Sequence[Played]) -> dict[Prefix, float]:
+    """Exact probability, at temperature 1 and without filters, of every prefix that was seen."""
+    known: dict[Prefix, float] = {}
+    for text in texts:
+        total = 0.0
+        for i, logprob in enumerate(text.logprobs):
+            total += logprob
+            known[tuple(text.token_ids[: i + 1])] = math.exp(total)
+    return known
+
+
+def fit(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) -> Fit:
+    """Each text belongs to the longest prefix of it that is likely enough to be counted.
+
+    `known` need not be complete: what it lacks counts for the prefix that it has.
+    """
+    count = len(texts)
+    likely = {(): 1.0} | {prefix: p for prefix, p in known.items() if p * count >= EXPECTED}
+    share = dict(likely)
+    for prefix, p in likely.items():
+        if prefix:
+            share[prefix[:-1]] -= p
+    found = Counter(_longest(text, likely) for text in texts)
+    groups = _pooled({prefix: p * count for prefix, p in share.items()})
+    counts = [sum(found[prefix] for prefix in group) for group, _ in groups]
+    statistic = sum((n - e) ** 2 / e for n, (_, e) in zip(counts, groups, strict=True))
+    begun = Counter(tuple(text[:length]) for text in texts for length in range(len(text) + 1))
+
+    def surprise(prefix: Prefix) -> float:
+        expected = likely[prefix] * count
+        return (begun[prefix] - expected) ** 2 / expected
+
+    worst = max(likely, key=surprise)
+    return Fit(statistic, len(groups) - 1, (worst, begun[worst], likely[worst] * count))
+
+
+def survival(statistic: float, freedom: int) -> float:
+    """P(chi-square with so many degrees of freedom >= statistic), by its finite sums."""
+    if statistic <= 0:
+        return 1.0
+    y = statistic / 2
+    odd = freedom % 2
+    total = math.erfc(math.sqrt(y)) if odd else 0.0
+    for i in range(freedom // 2):
+        power = i + odd / 2
+        total += math.exp(power * math.log(y) - y - math.lgamma(power + 1))
+    return min(total, 1.0)
+
+
+def _longest(text: Sequence[int], likely: Mapping[Prefix, float]) -> Prefix:
+    lengths = range(len(text), -1, -1)
+    return next(prefix for n in lengths if (prefix := tuple(text[:n])) in likely)
+
+
+def _pooled(expected: Mapping[Prefix, float]) -> list[tuple[list[Prefix], float]]:
+    """Groups of cells: each expects enough, and a rest that does not joins the last one."""
+    groups: list[tuple[list[Prefix], float]] = []
+    rare: list[Prefix] = []
+    for prefix in sorted(expected, key=lambda prefix: expected[prefix]):
+        rare.append(prefix)
+        total = math.fsum(expected[p] for p in rare)
+        if total >= EXPECTED:
+            groups.append((rare, total))
+            rare = []
+    if rare:
+        last = groups.pop() if groups else ([], 0.0)
+        groups.append((last[0] + rare, last[1] + math.fsum(expected[p] for p in rare)))
+    return groups

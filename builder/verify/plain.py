@@ -1,0 +1,59 @@
+"""The plain PyTorch model as a judge: whole sequences, no caches, no drafts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mtpbuild.builder.checkpoint import open_checkpoint
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.model.weights import duplicates
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.verify.compare import LEAST, MOST, TIE
+from mtpbuild.builder.verify.finding import Finding
+from mtpbuild.builder.verify.play import Played
+
+
+def load_plain(folder: Path) -> Transformer:
+    """A checkpoint's weights in fp32, all of them at once; raises CheckpointError."""
+    config = load_config(folder)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(config)
+    model, same = Transformer(config), duplicates(config)
+    weights = {name: checkpoint.read(same.get(name, name)) for name in model.state_dict()}
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+@torch.no_grad()
+def judge(model: Transformer, prompts: Sequence[list[int]], played: Sequence[Played]) -> Finding:
+    """Every greedy token must be the model's argmax behind the same tokens, or nearly."""
+    noise, gaps = 0.0, []
+    for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):
+        known = torch.tensor([prompt + text.token_ids[:-1]])
+        logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]  # [tokens, V]
+        said = torch.tensor(text.token_ids)[:, None]
+        meant = logits.log_softmax(-1).gather(-1, said)[:, 0]
+        noise = max(noise, float((meant - torch.tensor(text.logprobs)).abs().max()))
+        gap = logits.amax(-1) - logits.gather(-1, said)[:, 0]
+        best = logits.argmax(-1)
+        gaps += [(float(g), number, i, int(said[i]), int(best[i])) for i, g in enumerate(gap)]
+    limit = TIE * max(noise, LEAST)
+    largest, number, place, token, wanted = max(gaps)
+    figures = {"tokens": len(gaps), "noise": noise, "largest_gap": largest}
+    if not noise <= MOST:
+        return Finding(
+            False,
+            f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache",
+            figures,
+        )
+    if largest > limit:
+        return Finding(
+            False,
+            f"text {number}, token {place}: says {token}, the model {wanted} (its logit is "
+            f"{largest:.2g} larger, a near-tie is below {limit:.1g})",
+            figures,
+        )
+    ties = sum(gap > 0 for gap, *_ in gaps)
+    exact = f"{len(gaps) - ties} of {len(gaps)} tokens are its argmax"
+    return Finding(True, exact + (", the others nearly" if ties else ""), figures)

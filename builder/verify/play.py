@@ -1,0 +1,65 @@
+"""Runs requests, and keeps what each step knew of the tokens that it emitted."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.programs.base import StepOutput
+from mtpbuild.runtime.request import FinishReason, Request
+from mtpbuild.runtime.stats import SpeculativeDecoding
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What one request gave; the lists are per token."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # under the plain softmax
+    margins: list[float]  # of logits if greedy, else of the number to the border of its cell
+    drafting: SpeculativeDecoding
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Watches one request."""
+
+    logprobs: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+
+    def step(self, request: Request, output: StepOutput, slot: int) -> None:
+        emitted = int(output.num_tokens[slot])
+        self.logprobs += output.logprobs[slot, :emitted].tolist()
+        self.margins += output.margins[slot, :emitted].tolist()
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        pass
+
+
+def play(
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    *,
+    together: bool = False,
+) -> list[Played]:
+    """Each prompt with its parameters, alone or all at once."""
+    if not together:
+        pairs = zip(prompts, params, strict=True)
+        return [play(engine, [p], [own], together=True)[0] for p, own in pairs]
+    recorders = [Recorder() for _ in prompts]
+    with contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(engine.stream(prompt, own, observer=recorder))
+            for prompt, own, recorder in zip(prompts, params, recorders, strict=True)
+        ]
+        results = [stream.result() for stream in streams]
+    return [
+        Played(
+            list(result.token_ids),
+            recorder.logprobs[: len(result.token_ids)],
+            recorder.margins[: len(result.token_ids)],
+            result.metrics.speculative_decoding,
+        )
+        for result, recorder in zip(results, recorders, strict=True)
+    ]

@@ -1,0 +1,153 @@
+"""The verification on one screen: load, find what to compare with, check, report."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.bench.dataset import BUILT_IN, FOLDER
+from mtpbuild.builder.bench.engines import Wanted, build_engines
+from mtpbuild.builder.pipeline import Stages, within
+from mtpbuild.builder.recipe import find_model, recipe_folder
+from mtpbuild.builder.verify.checks import CHECKS, Case
+from mtpbuild.builder.verify.finding import NotChecked, Verdict
+from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.errors import MissingDependencyError, UnknownRecipeError, UsageError
+from mtpbuild.runtime.input_file import read_requests
+from mtpbuild.runtime.programs import load_programs
+
+PROMPTS = 4  # of each kind that is built in
+LEAST_SEEDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """The flags of `mtpbuild verify`."""
+
+    engine: Path
+    against: Path | None = None
+    model: str | None = None
+    prompts: Path | None = None
+    output_len: int = 64
+    seeds: int = 250
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    name: str
+    verdict: Verdict
+    detail: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """All that a run of `mtpbuild verify` found out."""
+
+    folder: Path
+    manifest: Manifest
+    against: Path | None
+    checks: list[Checked]
+
+    @property
+    def failed(self) -> list[str]:
+        return [check.name for check in self.checks if check.verdict == "failed"]
+
+
+def verify(
+    request: VerifyRequest, watch: Callable[[str], None] = lambda stage: None
+) -> Verification:
+    """Make every check that can be made; raises EngineError, UsageError or what a build does."""
+    within(2, request.output_len, 1 << 20, "--output-len")
+    within(LEAST_SEEDS, request.seeds, 1 << 20, "--seeds")
+    with ExitStack() as stack:
+        # 1. The engine, and what it is asked.
+        watch("loading the engine")
+        engine = stack.enter_context(Engine.load(request.engine, threads=request.threads))
+        if request.model is not None:
+            find_model(request.model)
+        prompts = read_prompts(request, engine)
+
+        # 2. What it is compared with.
+        against = find_baseline(request, engine.manifest, watch)
+        base = against if isinstance(against, str) else load_baseline(against, request, engine)
+        if isinstance(base, Engine):
+            stack.enter_context(base)
+
+        def rechunked(size: int) -> Engine:
+            build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
+            manifest = engine.manifest.model_copy(update={"build": build})
+            programs = load_programs(request.engine, manifest, threads=request.threads)
+            return stack.enter_context(Engine(programs, manifest, engine.tokenizer))
+
+        # 3. The checks, in turn.
+        case = Case(
+            engine, base, rechunked, prompts, request.output_len, request.seeds, request.model
+        )
+        checks = []
+        for name in CHECKS:
+            watch(f"checking: {name}")
+            checks.append(check(name, case))
+    folder = None if isinstance(against, str) else against
+    return Verification(request.engine, engine.manifest, folder, checks)
+
+
+def check(name: str, case: Case) -> Checked:
+    try:
+        found = CHECKS[name](case)
+    except NotChecked as reason:
+        return Checked(name, "not checked", str(reason))
+    return Checked(name, "passed" if found.passed else "failed", found.detail, found.figures)
+
+
+def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
+    """Of --prompts, or some of each built-in kind; raises UsageError."""
+    params, flag = SamplingParams(max_tokens=request.output_len), "--prompts"
+    if request.prompts is not None:
+        found = read_requests(request.prompts, engine, params, flag=flag)
+    elif engine.tokenizer is None or engine.tokenizer.chat_template is None:
+        raise UsageError(
+            "the built-in prompts need a tokenizer and a chat template: give --prompts"
+        )
+    else:
+        files = [recipe_folder() / FOLDER / f"{kind}.jsonl" for kind in BUILT_IN]
+        found = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
+    room = engine.manifest.build.max_seq_len - request.output_len
+    longest = max(len(request.token_ids) for request in found)
+    if longest > room:
+        raise UsageError(
+            f"{longest} prompt and {request.output_len} output tokens are more than the engine "
+            f"holds ({engine.manifest.build.max_seq_len}): see --output-len"
+        )
+    return [request.token_ids for request in found]
+
+
+def find_baseline(
+    request: VerifyRequest, manifest: Manifest, watch: Callable[[str], None]
+) -> Path | str:
+    """The folder of a nextn 0 engine, built if need be, or why there is none."""
+    if request.against is not None:
+        return request.against
+    if manifest.build.nextn == 0:
+        return "this is a nextn 0 engine: give --against to compare it with another"
+    try:
+        (built,) = build_engines(Wanted(request.model or manifest.model.name, ()), Stages(watch))
+    except UnknownRecipeError:
+        return f"no recipe is called {manifest.model.name}: give --against or --model"
+    except MissingDependencyError as error:
+        return f"there is no nextn 0 engine, and {error}: give --against"
+    return built.folder
+
+
+def load_baseline(folder: Path, request: VerifyRequest, engine: Engine) -> Engine:
+    base = Engine.load(folder, threads=request.threads)
+    model, other = engine.manifest.model, base.manifest.model
+    if model.vocab_size != other.vocab_size:
+        base.close()
+        raise UsageError(
+            f"{folder} has a vocabulary of {other.vocab_size} tokens, {request.engine} of "
+            f"{model.vocab_size}: they are not of one model"
+        )
+    return base

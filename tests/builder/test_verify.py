@@ -1,0 +1,317 @@
+"""`mtpbuild verify`: a right engine passes every check, and each check fails a broken one."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mtpbuild.builder.bench.engines import Built, Wanted
+from mtpbuild.builder.cli import app
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.verify import verify as module
+from mtpbuild.builder.verify.checks import CHECKS, Case
+from mtpbuild.builder.verify.compare import LEAST, TIE, compare
+from mtpbuild.builder.verify.law import EXPECTED, fit, survival
+from mtpbuild.builder.verify.plain import judge, load_plain
+from mtpbuild.builder.verify.play import Played
+from mtpbuild.builder.verify.report import last_line
+from mtpbuild.builder.verify.verify import Checked, check
+from mtpbuild.runtime import engine as engine_module
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.stats import Acceptance
+from tests.builder.toy import (
+    Biased,
+    Chunky,
+    Crowded,
+    Damaged,
+    Loose,
+    OtherSeeds,
+    OtherWeights,
+    ReusesANumber,
+    Toy,
+    V,
+    WrongOnce,
+    toy_engine,
+)
+from tests.conftest import EngineBuilder
+from tests.fakes import FakePrograms, fake_manifest
+from tests.reference.recompute import next_logits
+from tests.runtime.conftest import write_engine, write_manifest
+
+GREEDY, PLAIN, SAMPLED, CHUNKS, BATCH, RELAXED, LAW, ACCEPTED = CHECKS
+TOY_CHECKS = [name for name in CHECKS if name != PLAIN]
+PROMPTS = [[(7 * i + j) % V for j in range(9)] for i in range(4)]
+
+
+def case(kind: type[Toy] = Toy, nextn: int = 2, **build: int) -> Case:
+    engine = toy_engine(kind, nextn, **build)
+    return Case(
+        engine,
+        base=toy_engine(Toy, 0),
+        rechunked=lambda size: toy_engine(kind, nextn, prefill_chunk=size),
+        prompts=PROMPTS,
+        length=40,
+        seeds=250,
+        checkpoint=None,
+    )
+
+
+# Each check
+
+
+def test_a_right_engine_passes() -> None:
+    right = case(max_batch=3)
+    assert {name: check(name, right).verdict for name in TOY_CHECKS} == dict.fromkeys(
+        TOY_CHECKS, "passed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        (WrongOnce, GREEDY, "text 0, token 11: says "),
+        (OtherWeights, GREEDY, "log-probabilities of the same tokens are up to .* apart"),
+        (WrongOnce, SAMPLED, "text 0, token 11: says "),
+        (OtherSeeds, SAMPLED, "text 0, token "),
+        (Chunky, CHUNKS, "text 0, token 0: says "),
+        (Crowded, BATCH, "up to .* apart: other weights, or a wrong cache"),
+        (Loose, RELAXED, "text ., token "),
+        (ReusesANumber, LAW, "text . begins with "),
+        (Biased, LAW, "text . begins with "),
+        (Damaged, ACCEPTED, "the MTP modules are damaged"),
+    ],
+)
+def test_a_broken_engine_fails(kind: type[Toy], name: str, says: str) -> None:
+    found = check(name, case(kind, max_batch=3))
+    assert found.verdict == "failed"
+    assert re.search(says, found.detail), found.detail
+
+
+def test_damaged_modules_leave_the_text_right() -> None:
+    damaged = case(Damaged)
+    assert check(GREEDY, damaged).verdict == "passed"
+    assert check(SAMPLED, damaged).verdict == "passed"
+    assert check(ACCEPTED, damaged).figures["draft_acceptance_rate"] == 0
+
+
+def test_what_can_not_be_checked() -> None:
+    alone = case(nextn=0)
+    reasons = {name: check(name, alone) for name in (BATCH, ACCEPTED, PLAIN)}
+    assert {found.verdict for found in reasons.values()} == {"not checked"}
+    assert "--max-batch 1" in reasons[BATCH].detail
+    assert reasons[ACCEPTED].detail == "the engine drafts nothing"
+    assert reasons[PLAIN].detail == "no recipe is called fake: give --model"
+
+
+# The arithmetic
+
+
+def played(tokens: list[int], margins: list[float], logprob: float = -1.0) -> Played:
+    return Played(tokens, [logprob] * len(tokens), margins, Acceptance(0).report())
+
+
+def test_near_ties() -> None:
+    """A near-tie parts two texts; behind it every token is compared again."""
+    theirs = played([1, 2, 3, 4], [9.0, 1e-6, 9.0, 9.0], -1.0)
+    ours = played([1, 5, 6, 7], [9.0, 1e-6, 9.0, 9.0], -1.0)
+    seen = []
+
+    def replay(number: int, known: list[int], count: int) -> Played:
+        seen.append((number, known, count))
+        return played([3, 4], [9.0, 9.0])
+
+    found = compare([ours], [theirs], replay)
+    assert (found.passed, found.figures["near_ties"]) == (True, 1)
+    assert seen == [(0, [1, 2], 2)]
+    wrong = compare([ours], [theirs], lambda *_: played([3, 8], [9.0, 9.0]))
+    assert not wrong.passed
+    assert wrong.detail.startswith("text 0, token 3: says 8, not 4 (margin 9, a near-tie is below")
+    both = [ours] * 2, [theirs] * 2
+    assert not compare(*both, replay).passed  # two of two are too many
+
+
+def test_what_is_near_is_measured() -> None:
+    """4 times the difference of the log-probabilities of the same tokens."""
+    theirs, margin = played([1, 2], [9.0, 5e-4], -1.0), 5e-4
+    for noise, passes in ((1e-4, False), (2e-4, True)):
+        ours = Played([1, 3], [-1.0 - noise, -1.0], [9.0, margin], theirs.drafting)
+        found = compare([ours], [theirs], lambda *_: pytest.fail("nothing is left to say"))
+        assert found.passed == passes
+    assert margin > TIE * LEAST
+
+
+def test_a_shorter_text_is_another_text() -> None:
+    short, long = played([1, 2], [0.0] * 2), played([1, 2, 3], [0.0] * 3)
+    assert "says 3, not an end" in compare([long], [short], lambda *_: long).detail
+    assert "ends, not 3" in compare([short], [long], lambda *_: short).detail
+
+
+def test_chi_square() -> None:
+    """Table values of the 5 % and the 0.1 % point."""
+    for freedom, five, thousandth in ((1, 3.841, 10.828), (2, 5.991, 13.816), (9, 16.919, 27.877)):
+        assert survival(five, freedom) == pytest.approx(0.05, rel=1e-3)
+        assert survival(thousandth, freedom) == pytest.approx(0.001, rel=1e-3)
+    assert survival(0, 3) == 1
+
+
+def test_prefixes_partition_all_texts() -> None:
+    """Known: a (0.6), a then b (0.5 of it), c (0.02, too rare). 100 texts."""
+    known = {(1,): 0.6, (1, 2): 0.3, (3,): 0.02}
+    texts = [(1, 2)] * 30 + [(1, 7)] * 30 + [(3, 1)] * 2 + [(8, 8)] * 38
+    found = fit(texts, known)
+    assert found.statistic == pytest.approx(0)
+    assert found.freedom == 2
+    skewed = fit([(1, 2)] * 60 + [(8, 8)] * 40, known)
+    assert skewed.statistic == pytest.approx(30 + 30)
+    assert skewed.worst == ((1, 2), 60, 30)
+    assert EXPECTED == 5
+
+
+# Against the plain model, and whole
+
+
+def test_the_plain_model_judges(predictable_folder: Path, predictable: Transformer) -> None:
+    model = load_plain(predictable_folder)
+    prompts = [[9, 10, 11]]
+    known = next_logits(predictable, prompts[0])
+    best, second = known.topk(2).indices.tolist()
+    logprobs = known.log_softmax(-1)
+
+    def said(token: int, off: float = 0.0) -> list[Played]:
+        return [Played([token], [float(logprobs[token]) + off], [1.0], Acceptance(0).report())]
+
+    assert judge(model, prompts, said(best)).passed
+    found = judge(model, prompts, said(second))
+    assert not found.passed
+    assert f"text 0, token 0: says {second}, the model {best}" in found.detail
+    assert "off: other weights" in judge(model, prompts, said(best, 0.1)).detail
+
+
+def invoke(*args: str | Path | int) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["verify", *map(str, args)], env={"COLUMNS": "200"})
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(1)
+    lines = [{"input_ids": rng.integers(9, 61, n).tolist()} for n in (9, 12, 7)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_real_engines(
+    predictable_folder: Path, build_engine: EngineBuilder, prompts_file: Path, tmp_path: Path
+) -> None:
+    """Every check on a built engine; then with its modules' weights damaged."""
+    base = build_engine(predictable_folder, 0, None, prefill_chunk=4)
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=4, max_batch=3)
+    flags = ("--model", predictable_folder, "--prompts", prompts_file)
+    few = (*flags, "--output-len", 40, "--seeds", 40, "--threads", 1, "--against", base)
+    code, out, err = invoke("--engine", engine, *few)
+    assert (code, err) == (0, ""), out
+    assert out.splitlines()[-1] == f"passed: {len(CHECKS)} checks"
+
+    copy = tmp_path / "damaged_n3"
+    shutil.copytree(engine, copy)
+    damage_modules(copy)
+    code, out, err = invoke("--engine", copy, *few, "--json")
+    verdicts = {c["check"]: c["verdict"] for c in json.loads(out)["checks"]}
+    assert (code, err) == (1, "")
+    assert [name for name, verdict in verdicts.items() if verdict == "failed"] == [ACCEPTED]
+    assert verdicts[GREEDY] == "passed"
+
+
+def damage_modules(engine: Path) -> None:
+    """Give every MTP tensor in the weights file the values of another one of its kind."""
+    path = engine / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    for name, tensor in json.loads(data[8 : 8 + header]).items():
+        if name.startswith("mtp.") and "norm" not in name:
+            first, last = (8 + header + offset for offset in tensor["data_offsets"])
+            noise = np.random.default_rng(0).normal(size=(last - first) // 4).astype("<f4")
+            data[first:last] = noise.tobytes()
+    path.unlink()  # a hard link of another engine's file
+    path.write_bytes(data)
+    write_manifest(engine, read_manifest(engine))
+
+
+# The command
+
+
+def test_frozen_flags() -> None:
+    command = typer.main.get_command(app).commands["verify"]  # type: ignore[attr-defined]
+    assert sorted(flag for option in command.params for flag in option.opts) == [
+        "--against",
+        "--engine",
+        "--json",
+        "--model",
+        "--output-len",
+        "--prompts",
+        "--seeds",
+        "--threads",
+    ]
+
+
+def test_the_last_line() -> None:
+    manifest = toy_engine(Toy).manifest
+
+    def line(*verdicts: str) -> str:
+        checks = [Checked(f"check {i}", v, "") for i, v in enumerate(verdicts)]  # type: ignore[arg-type]
+        return last_line(module.Verification(Path("e"), manifest, None, checks))
+
+    assert line("passed", "not checked", "passed") == "passed: 2 checks, 1 not checked"
+    assert line("passed", "failed", "failed") == "FAILED: check 1; check 2"
+
+
+def test_a_baseline_is_built(predictable_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bench builds its engines; without a recipe there is none."""
+    seen = []
+
+    def build_engines(wanted: object, stages: object) -> list[Built]:
+        seen.append(wanted)
+        return [Built(0, Path("engines/x_n0"), None)]
+
+    manifest = toy_engine(Toy).manifest
+    request = module.VerifyRequest(Path("e"))
+    assert module.find_baseline(request, manifest, print) == (
+        "no recipe is called fake: give --against or --model"
+    )
+    monkeypatch.setattr(module, "build_engines", build_engines)
+    request = module.VerifyRequest(Path("e"), model=str(predictable_folder))
+    assert module.find_baseline(request, manifest, print) == Path("engines/x_n0")
+    assert seen == [Wanted(str(predictable_folder), ())]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        ("--engine nowhere", 1, "no such engine directory"),
+        ("--engine fake_n3 --output-len 1", 2, "--output-len 1 is outside 2.."),
+        ("--engine fake_n3 --seeds 1", 2, "--seeds 1 is outside 20.."),
+        ("--engine fake_n3 --model nowhere", 2, "'nowhere' is neither a recipe nor a checkpoint"),
+        ("--engine fake_n3 --prompts none.jsonl", 2, "--prompts none.jsonl: can't be read"),
+        ("--engine fake_n3 --prompts p.jsonl --output-len 63", 2, "the engine holds (64): see --"),
+        ("--engine fake_n3 --against nowhere --prompts p.jsonl --output-len 9", 1, "no such eng"),
+    ],
+)
+def test_errors_are_one_line(
+    flags: str, code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_engine(tmp_path / "fake_n3", fake_manifest())
+    monkeypatch.setattr(engine_module, "load_programs", lambda f, m, threads: FakePrograms(m))
+    Path("p.jsonl").write_text('{"input_ids": [5, 6]}\n')
+    found, out, err = invoke(*flags.split())
+    assert (found, out) == (code, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.count("\n") == 1
