@@ -68,7 +68,9 @@ def load_problems(
         raise UsageError(f"--task {task}: no problems in it")
     if count is None and task in TASKS:
         count = min(NUM_PROBLEMS, len(problems))
-    return problems[: within(1, count, len(problems), "--num-problems")] if count else problems
+    if count is None:
+        return problems
+    return problems[: within(1, count, len(problems), "--num-problems")]
 
 
 def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:

@@ -1,0 +1,290 @@
+"""`mtpbuild eval`: its problems, its arithmetic, the command. Never how fast it was."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mtpbuild.builder.bench.figures import ALL
+from mtpbuild.builder.cli import app
+from mtpbuild.builder.evaluate.cli import grid
+from mtpbuild.builder.evaluate.evaluate import EvalRequest, choose
+from mtpbuild.builder.evaluate.figures import Share, difference, mcnemar, rows
+from mtpbuild.builder.evaluate.measure import Answered
+from mtpbuild.builder.evaluate.problems import NUM_PROBLEMS, Problem, answer_of, load_problems
+from mtpbuild.builder.evaluate.report import conclusion
+from mtpbuild.runtime import SamplingParams
+from mtpbuild.runtime import engine as engine_module
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.field_config import Settings
+from mtpbuild.runtime.programs.base import Bools, StepOutput
+from tests.builder.bench_samples import fake_engine, sample, write_lines
+from tests.fakes import EOS, THINKING, FakePrograms, fake_manifest
+from tests.runtime.conftest import write_engine
+
+THINK, CLOSE = THINKING
+GREEDY = SamplingParams(8)
+
+# The problems
+
+
+def test_the_built_in_problems() -> None:
+    """Different ones, the forms in turn, each with an answer; none is asked by bench."""
+    engine = fake_engine(0)
+    problems = load_problems("reasoning", engine, SamplingParams(8), 290)
+    forms = [p.prompt.kind for p in problems]
+    assert len(problems) == len({tuple(p.prompt.token_ids) for p in problems}) == 290
+    assert sorted(forms[:6]) == sorted(set(forms))
+    assert all(p.answer for p in problems)
+    assert {p.prompt.params.max_tokens for p in problems} == {256}
+    assert len(load_problems("reasoning", engine, SamplingParams(8), None)) == NUM_PROBLEMS
+
+
+def test_a_task_of_ones_own(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "mine.jsonl",
+        {"question": "1 + 2?", "answer": " 3\n"},
+        {"prompt": "def f", "answer": "(x)", "task_id": "f", "form": "code", "output_tokens": 9},
+        {"messages": [{"role": "user", "content": "1 + 2?"}], "answer": "3"},
+    )
+    hot = replace(GREEDY, temperature=0.5)
+    first, second, third = load_problems(str(path), fake_engine(0), hot, None)
+    assert (first.prompt.kind, first.prompt.task_id, first.answer) == ("all", 0, "3")
+    assert first.prompt.token_ids == third.prompt.token_ids
+    assert (second.prompt.kind, second.prompt.task_id) == ("code", "f")
+    assert [p.prompt.params.max_tokens for p in (first, second)] == [8, 9]
+    assert [p.prompt.params.seed for p in (first, second, third)] == [0, 1, 2]
+    assert len(load_problems(str(path), fake_engine(0), hot, 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "count", "says"),
+    [
+        ("{", None, "mine.jsonl:1: not JSON"),
+        ('{"question": "a"}', None, "mine.jsonl:1: answer: Field required"),
+        ('{"answer": "a"}', None, "mine.jsonl:1: give one of question, messages and prompt"),
+        ('{"question": "a", "prompt": "b", "answer": "c"}', None, "mine.jsonl:1: give one of"),
+        ('{"question": "a", "answer": "c", "x": 1}', None, "mine.jsonl:1: x: Extra inputs"),
+        ('{"question": "a", "answer": "c", "output_tokens": 0}', None, "1: max_tokens"),
+        ('{"question": "a", "answer": "c", "output_tokens": 1024}', None, "than the engine holds"),
+        ("", None, "no problems in it"),
+        ('{"question": "a", "answer": "c"}', 2, "--num-problems 2 is outside 1..1"),
+        ('{"question": "a", "answer": "c"}', 0, "--num-problems 0 is outside 1..1"),
+    ],
+)
+def test_tasks_that_are_refused(line: str, count: int | None, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UsageError, match=says):
+        load_problems(str(path), fake_engine(0), GREEDY, count)
+
+
+def test_the_answer_is_behind_the_thinking() -> None:
+    engine = fake_engine(0)
+    seven = engine.encode("7", add_special_tokens=False)
+    asked = [5, THINK]
+    assert answer_of([9, CLOSE, *seven, EOS], asked, engine) == "7"
+    assert answer_of([9, CLOSE, 9, THINK, 9, CLOSE, *seven], asked, engine) == "7"
+    assert answer_of([9, *seven, EOS], asked, engine) is None
+    assert answer_of([*seven, EOS], [5], engine) == "7"
+    assert answer_of([*seven, THINK, 9], [5], engine) is None
+
+
+# The arithmetic
+
+
+def test_wilson() -> None:
+    """Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
+    for right, problems, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0000, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        assert Share(right, problems).interval == pytest.approx((low, high), abs=5e-5)
+
+
+def test_mcnemar() -> None:
+    assert mcnemar(0, 0) == mcnemar(3, 3) == 1
+    assert mcnemar(0, 5) == mcnemar(5, 0) == pytest.approx(2 / 32)
+    assert mcnemar(1, 9) == pytest.approx(2 * 11 / 1024)
+
+
+def test_a_paired_difference() -> None:
+    found = difference([True] * 6 + [False] * 4, [True] * 4 + [False] * 2 + [True] * 3 + [False])
+    assert (found.lost, found.gained) == (3, 2)
+    assert found.value == pytest.approx(-0.1)
+    assert found.low < -0.1 < found.high
+    same = difference([True, False], [True, False])
+    assert (same.value, same.low, same.high, same.p_value) == (0, 0, 0, 1)
+
+
+def answers(form: str, given: Sequence[str], times: list[float]) -> list[Answered]:
+    made = []
+    for text in given:
+        one = sample(form, times, [1, len(times) - 1])
+        made.append(Answered(Problem(one.prompt, "3"), text, one))
+    return made
+
+
+def test_rows_by_hand() -> None:
+    """Strict: 5 tokens, 2 s a step of 2; relaxed: as many in steps of 1 s, and two answers lost."""
+    strict = answers("sum", "333", [1, 3, 5]) + answers("sort", "31", [1, 3, 5])
+    fast = answers("sum", "313", [1, 2, 3]) + answers("sort", "21", [1, 2, 3])
+    first, second = rows({"strict": strict, "5 / 0.1": fast})
+    assert list(first.forms) == [ALL, "sum", "sort"]
+    assert [first.forms[form].accuracy.right for form in first.forms] == [4, 3, 1]
+    assert [second.forms[form].accuracy.right for form in second.forms] == [2, 2, 0]
+    assert (second.overall.against_strict.lost, second.overall.against_strict.gained) == (2, 0)
+    assert second.overall.speedup.value == 2
+    assert (first.overall.tokens_per_s, second.overall.tokens_per_s) == (1, 2)
+    assert first.overall.acceptance_length == pytest.approx(5 / 3)
+    assert conclusion([first, second]).endswith("seen to differ from strict's (p < 0.05)")
+    lost = rows({"strict": answers("a", "3" * 9, [1, 2]), "x": answers("a", "1" * 9, [1, 2])})
+    assert conclusion(lost).endswith("Other than strict's accuracy (p < 0.05): x")
+
+
+# The settings
+
+
+def test_settings() -> None:
+    request = EvalRequest(Path("e"), "reasoning", topk=(2, 5), delta=(0.1,))
+    assert [setting.name for setting in choose(request)] == ["strict", "2 / 0.1", "5 / 0.1"]
+    hot = replace(request, params=replace(GREEDY, temperature=0.6))
+    assert [setting.name for setting in choose(hot)] == ["strict", "rejection"]
+
+
+def test_the_grid() -> None:
+    assert grid(None, None, Settings()) == ((2, 5, 10), (0.1, 0.3, 0.6))
+    assert grid("3,3,4", "0", Settings()) == ((3, 4), (0.0,))
+    on = Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6)
+    assert grid(None, None, on) == ((10,), (0.6,))
+    for topk, delta, settings, says in (
+        ("3", None, on, "--relaxed-topk 3 and the configuration's 10; drop one"),
+        ("1", None, Settings(), "is from 2"),
+        ("2", "0.1,1.1", Settings(), "in 0..1"),
+        ("2;3", None, Settings(), "are lists such as 2,5,10"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            grid(topk, delta, settings)
+
+
+# The command
+
+
+class Careless(FakePrograms):
+    """Thinks for a while, then answers 7; or 8, where it is relaxed with a top-k of 5 or more."""
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        right = self.controls[0].relaxed_topk < 5 and not self.controls[0].rejection
+        text = [9, 9, 9, 9, CLOSE, *answer_ids("7" if right else "8"), EOS]
+
+        def next_token(history: Sequence[int]) -> int:
+            return text[min(len(history) - self.begun, len(text) - 1)]
+
+        self.next_token = next_token
+        return super().step(active, rows)
+
+    def begin(self, slot: int, length: int, *rest: Any) -> None:
+        super().begin(slot, length, *rest)
+        self.begun = length + 1
+
+
+def answer_ids(text: str) -> list[int]:
+    return fake_engine(0).encode(text, add_special_tokens=False)
+
+
+def invoke(*args: str | Path) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["eval", *map(str, args)], env={"COLUMNS": "120"})
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An engine, a task of eight problems of two forms, and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engine_module, "load_programs", lambda f, m, threads: Careless(m))
+    write_engine(tmp_path / "engine", fake_manifest(max_seq_len=400))
+    write_engine(tmp_path / "n0", fake_manifest(nextn=0))
+    lines = [
+        {"prompt": "a" * (i + 1), "answer": "7", "form": f"form {i % 2}", "output_tokens": 12}
+        for i in range(8)
+    ]
+    write_lines(tmp_path / "task.jsonl", *lines)
+    return tmp_path
+
+
+def test_the_command(here: Path) -> None:
+    flags = ("--engine", "engine", "--task", "task.jsonl", "--relaxed-topk", "2,5")
+    code, out, err = invoke(*flags, "--relaxed-delta", "0.1")
+    assert (code, err) == (0, "")
+    assert "fake, nextn 3, mtp-eagle, task.jsonl: 8 problems" in out
+    assert "Other than strict's accuracy (p < 0.05): 5 / 0.1" in out
+    document = json.loads((here / "eval_results" / "eval.json").read_text())
+    found = {r["setting"]: (r["right"], r["problems_asked"]) for r in document["results"]}
+    assert found == {"strict": (8, 8), "2 / 0.1": (8, 8), "5 / 0.1": (0, 8)}
+    last = document["results"][-1]
+    assert last["against_strict"]["lost"] == 8
+    assert {form: f["right"] for form, f in last["forms"].items()} == {"form 0": 0, "form 1": 0}
+    assert {p["answer"] for p in last["problems"]} == {"8"}
+    assert (here / "eval_results" / "eval.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_above_temperature_0(here: Path) -> None:
+    flags = ("--engine", "engine", "--task", "task.jsonl", "--temperature", "0.6", "--json")
+    code, out, err = invoke(*flags, "--num-problems", "6", "--out", "hot")
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert [r["setting"] for r in document["results"]] == ["strict", "rejection"]
+    assert [r["right"] for r in document["results"]] == [6, 0]
+    assert document["settings"]["sampling"]["temperature"] == 0.6
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        ("--engine nowhere", 1, "no such engine directory"),
+        ("--engine n0", 2, "n0 drafts nothing: there is nothing to accept"),
+        ("--engine engine --task none.jsonl", 2, "--task none.jsonl: can't be read (No such file"),
+        ("--engine engine --temperature 1 --relaxed-topk 5", 2, "set --temperature to 0"),
+        ("--engine engine --acceptance rejection", 2, "--acceptance: eval compares strict"),
+        ("--engine engine --relaxed-topk x", 2, "are lists such as 2,5,10 and 0.1,0.3,0.6, not"),
+        ("--engine engine --spec-decode-nextn 2", 2, "asks for nextn 2, the engine was built for"),
+        ("--engine engine --out task.jsonl", 2, "--out task.jsonl: can't write there"),
+        (
+            "--engine engine --temperature 1 --rejection-sample-method synthetic "
+            "--synthetic-acceptance-length 2",
+            2,
+            "synthetic acceptance gives meaningless texts",
+        ),
+    ],
+)
+def test_errors_are_one_line(flags: str, code: int, says: str, here: Path) -> None:
+    found, out, err = invoke(*flags.split())
+    assert (found, out) == (code, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert not (here / "eval_results" / "eval.json").exists()
+
+
+def test_frozen_flags() -> None:
+    command = typer.main.get_command(app).commands["eval"]  # type: ignore[attr-defined]
+    found = {flag for option in command.params for flag in option.opts}
+    assert found >= {
+        "--engine",
+        "--json",
+        "--num-problems",
+        "--out",
+        "--relaxed-delta",
+        "--relaxed-topk",
+        "--task",
+        "--threads",
+        "--use-relaxed-acceptance-for-thinking",
+    }
