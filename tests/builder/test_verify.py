@@ -208,13 +208,17 @@ def prompts_file(tmp_path: Path) -> Path:
 
 
 def test_real_engines(
-    predictable_folder: Path, build_engine: EngineBuilder, prompts_file: Path, tmp_path: Path
+    predictable_folder: Path,
+    build_engine: EngineBuilder,
+    prompts_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every check on a built engine; then with its modules' weights damaged."""
     base = build_engine(predictable_folder, 0, None, prefill_chunk=4)
     engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=4, max_batch=3)
     flags = ("--model", predictable_folder, "--prompts", prompts_file)
-    few = (*flags, "--output-len", 40, "--seeds", 40, "--threads", 1, "--against", base)
+    few = (*flags, "--output-len", 32, "--seeds", 20, "--threads", 1, "--against", base)
     code, out, err = invoke("--engine", engine, *few)
     assert (code, err) == (0, ""), out
     assert out.splitlines()[-1] == f"passed: {len(CHECKS)} checks"
@@ -222,15 +226,16 @@ def test_real_engines(
     copy = tmp_path / "damaged_n3"
     shutil.copytree(engine, copy)
     damage_modules(copy)
+    telling = {name: CHECKS[name] for name in (GREEDY, SAMPLED, ACCEPTED)}
+    monkeypatch.setattr(module, "CHECKS", telling)
     code, out, err = invoke("--engine", copy, *few, "--json")
     verdicts = {c["check"]: c["verdict"] for c in json.loads(out)["checks"]}
     assert (code, err) == (1, "")
-    assert [name for name, verdict in verdicts.items() if verdict == "failed"] == [ACCEPTED]
-    assert verdicts[GREEDY] == "passed"
+    assert verdicts == {GREEDY: "passed", SAMPLED: "passed", ACCEPTED: "failed"}
 
 
 def damage_modules(engine: Path) -> None:
-    """Give every MTP tensor in the weights file the values of another one of its kind."""
+    """Fill the MTP modules' matrices in the weights file with noise."""
     path = engine / "weights.safetensors"
     data = bytearray(path.read_bytes())
     header = int.from_bytes(data[:8], "little")
