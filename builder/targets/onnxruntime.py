@@ -19,6 +19,38 @@ from mtpbuild.runtime.manifest import TargetInfo
 OPSET = 24  # the first with TensorScatter
 FOLD_LIMIT = 1 << 20  # bytes; constants above it are weights
 
+
+class ShareSizes(ir.passes.InPlacePass):
+    """Every size with a name (`rows`, `chunk`, `batch`) is read off one input of the graph.
+
+    Read off each layer's own cache, the sizes would differ in name only, and so would all that is
+    made of them: a mask per layer instead of one.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        named: dict[str, tuple[ir.Value, int]] = {}
+        for value in model.graph.inputs:
+            for axis, size in enumerate(value.shape or ()):
+                if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                    named.setdefault(size.value, (value, axis))
+        changed = False
+        for node in model.graph:
+            if node.op_type != "Shape" or node.inputs[0] is None or not node.inputs[0].shape:
+                continue
+            shape = node.inputs[0].shape
+            start = node.attributes.get_int("start", 0) % len(shape)
+            end = node.attributes.get_int("end", len(shape))
+            size = shape[start]
+            if end != start + 1 or not isinstance(size, ir.SymbolicDim) or size.value not in named:
+                continue
+            source, axis = named[size.value]
+            node.replace_input_with(0, source)
+            node.attributes["start"] = ir.AttrInt64("start", axis)
+            node.attributes["end"] = ir.AttrInt64("end", axis + 1)
+            changed = True
+        return ir.passes.PassResult(model, changed)
+
+
 # Before: the exporter's graph, a mask per attention. After: one mask, shapes folded, no trace of
 # the machine that built it.
 PASSES = ir.passes.Sequential(
@@ -32,6 +64,7 @@ PASSES = ir.passes.Sequential(
         ],
         steps=2,
     ),
+    ShareSizes(),
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
     common.DeduplicateInitializersPass(size_limit=FOLD_LIMIT),
     common.CommonSubexpressionEliminationPass(),
@@ -44,6 +77,9 @@ PASSES = ir.passes.Sequential(
 
 
 class OnnxRuntimeTarget:
+    def check(self) -> None:
+        """Nothing of this machine goes into the graphs."""
+
     def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         model = _export(traced)
         parameters = _detach_weights(model, weights)

@@ -123,6 +123,8 @@ def test_graphs(
         onnx.checker.check_model(engine / file, full_check=True)
         model = onnx.load(engine / file, load_external_data=False)
         assert {node.domain for node in model.graph.node} == {""}
+        ranges = [node for node in model.graph.node if node.op_type == "Range"]
+        assert len(ranges) <= 2, "the layers share one mask"
         writes = [node for node in model.graph.node if node.op_type == "TensorScatter"]
         assert sorted(w.input[0] for w in writes) == sorted(caches)
         assert sorted(w.output[0] for w in writes) == sorted(f"{c}.out" for c in caches)
