@@ -103,7 +103,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                     weights = model.write_weights(folder, siblings=out.parent)
 
                 # 5. One graph per program: step program -> torch.export -> target.
-                #    (Graphs are cycles that live on: looking for garbage takes about a tenth of it.)
+                #    (Graphs are cycles that live on: looking for garbage is a tenth of it.)
                 programs = {}
                 with no_garbage_collection():
                     for program in model.programs(plans[out]):
