@@ -5,14 +5,28 @@ Importing this package registers the ops under `torch.ops.mtpbuild`. A new plugi
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.plugins.accept_rewind.op import accept_rewind
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.mla_attention.op import mla_attention
+from mtpbuild.plugins.moe.op import moe, moe_route
 from mtpbuild.plugins.rope.op import rope
 
-__all__ = ["accept_rewind", "kv_write", "mla_attention", "onnx_facets", "rope"]
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+__all__ = [
+    "accept_rewind",
+    "cuda_facets",
+    "inductor_facets",
+    "kv_write",
+    "mla_attention",
+    "moe",
+    "moe_route",
+    "onnx_facets",
+    "rope",
+]
 
 
 def onnx_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -30,4 +44,28 @@ def onnx_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
         ops.kv_write.default: kv_write_onnx,
         ops.mla_attention.default: mla_attention_onnx,
         ops.rope.default: rope_onnx,
+    }
+
+
+def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
+    """Torch op -> PyTorch operators for AOTInductor to compile; mostly the reference itself."""
+    from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
+
+    plain = {op._opoverload: op._init_fn for op in (accept_rewind, mla_attention, rope)}
+    return plain | {kv_write._opoverload: kv_write_inductor}
+
+
+def cuda_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Torch op -> its Triton kernels in a form that export can trace; needs triton."""
+    from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
+    from mtpbuild.plugins.kv_write.triton import kv_write_triton
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_triton
+    from mtpbuild.plugins.moe.triton import moe_route_triton, moe_triton
+
+    return {
+        accept_rewind._opoverload: accept_rewind_triton,
+        kv_write._opoverload: kv_write_triton,
+        mla_attention._opoverload: mla_attention_triton,
+        moe._opoverload: moe_triton,
+        moe_route._opoverload: moe_route_triton,
     }

@@ -26,11 +26,12 @@ MAY_IMPORT = {
     "recipes": {"recipes"},
     "runtime": {"runtime"},
 }
+FACETS = {"onnx", "triton", "triton_mixed"}  # files of a plugin that need more than torch
 STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
 OUTSIDE = {
     "builder": {"onnx_ir", "onnxscript", "pydantic", "safetensors", "torch", "typer"},
-    "plugins": {"numpy", "onnxscript", "torch"},
+    "plugins": {"numpy", "onnxscript", "torch", "triton"},
     "recipes": set[str](),
     "runtime": {
         "jinja2",
@@ -42,6 +43,8 @@ OUTSIDE = {
         "typer",
     },
 }
+# Loaded for engines of its target alone.
+ONLY_HERE = {"mtpbuild.runtime.programs.inductor": {"safetensors", "torch"}}
 
 
 def sources() -> Iterator[tuple[str, Path]]:
@@ -127,7 +130,8 @@ def test_imports_go_down() -> None:
 
 def test_what_comes_from_outside() -> None:
     for module, path in sources():
-        allowed = STDLIB | OUTSIDE[part_of(module)] | {"mtpbuild"}
+        own = ONLY_HERE.get(module, set())
+        allowed = STDLIB | OUTSIDE[part_of(module)] | own | {"mtpbuild"}
         for name in imports(path, module_level=True):
             assert name.split(".")[0] in allowed, f"{path} imports {name} at module level"
 
@@ -135,11 +139,11 @@ def test_what_comes_from_outside() -> None:
 def test_ops_need_torch_alone() -> None:
     """Only a target's facet needs the target's packages, and nothing imports it at module level."""
     for module, path in sources():
-        if part_of(module) != "plugins" or path.name == "onnx.py":
+        if part_of(module) != "plugins" or path.stem in FACETS:
             continue
         for name in imports(path, module_level=True):
             assert name.split(".")[0] in STDLIB | {"torch", "mtpbuild"}, f"{path}: {name}"
-            assert not name.endswith(".onnx"), f"{path} imports {name} at module level"
+            assert name.split(".")[-1] not in FACETS, f"{path} imports {name} at module level"
 
 
 def test_imports_have_no_circle() -> None:
@@ -164,7 +168,7 @@ def test_imports_have_no_circle() -> None:
 
 
 def test_dependencies_are_declared() -> None:
-    """The run time needs no extra but one of onnxruntime's."""
+    """The run time needs no extra but its target's: one of onnxruntime's, or torch."""
     names = {"onnx-ir": "onnx_ir"}
     base = {dependency.partition(">")[0] for dependency in PYPROJECT["project"]["dependencies"]}
     assert OUTSIDE["runtime"] - {"onnxruntime"} | {"safetensors"} == base
@@ -173,8 +177,11 @@ def test_dependencies_are_declared() -> None:
         "onnxruntime",
         "onnxruntime-gpu",
     }
+    (torch,) = groups["inductor"]
+    assert torch in groups["build"]  # an engine runs with the torch that built it
     build = {dependency.partition(">")[0].partition("=")[0] for dependency in groups["build"]}
     extra = (OUTSIDE["builder"] | OUTSIDE["plugins"]) - base
+    build |= {dependency.partition(">")[0] for dependency in groups["triton"]}
     assert extra - {names.get(name, name) for name in build} <= {"onnx_ir"}  # of onnxscript
 
 

@@ -38,3 +38,12 @@ def _(
     floats = logits.new_empty(logits.shape[:2])
     like = torch.empty_like
     return like(window), like(lengths), like(lengths), floats, like(floats)
+
+
+@accept_rewind.register_kernel("cuda")
+def _(
+    logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
+) -> tuple[Tensor, ...]:
+    from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
+
+    return accept_rewind_triton(logits, window, num_drafts, lengths, active)

@@ -19,3 +19,10 @@ def kv_write(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
 @kv_write.register_fake
 def _(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     return torch.empty_like(cache)
+
+
+@kv_write.register_kernel("cuda")
+def _(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    from mtpbuild.plugins.kv_write.triton import kv_write_triton
+
+    return kv_write_triton(cache, rows, start)

@@ -13,6 +13,7 @@ def mla_attention(
     first: Tensor,
     scale: float,
     kv_lora_rank: int,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     """Absorbed MLA: one latent head of keys and values for all query heads.
 
@@ -21,8 +22,11 @@ def mla_attention(
     i <= first[b] + t. Returns the mixed latents [B, H, T, kv_lora_rank].
 
     Rows of the cache from base on are never read, so it does not matter whether the fresh rows have
-    been written there yet. Source: DESIGN 3; spec/deepseek-v3.md section 2.2.
+    been written there yet. Cache and fresh rows have one dtype; k_scale [1] fp32 is what fp8 rows
+    are multiplied by. Source: DESIGN 3; spec/deepseek-v3.md section 2.2.
     """
+    if k_scale is not None:
+        cache, fresh = ((rows.float() * k_scale).type_as(q) for rows in (cache, fresh))
     (S, F), T = (cache.shape[2], fresh.shape[2]), q.shape[2]
     rows = torch.arange(S, device=q.device), torch.arange(F, device=q.device)
     old = (rows[0] < base[:, None])[:, None, None, :]
@@ -49,5 +53,22 @@ def _(
     first: Tensor,
     scale: float,
     kv_lora_rank: int,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     return q.new_empty(*q.shape[:3], kv_lora_rank)
+
+
+@mla_attention.register_kernel("cuda")
+def _(
+    q: Tensor,
+    cache: Tensor,
+    fresh: Tensor,
+    base: Tensor,
+    first: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    k_scale: Tensor | None = None,
+) -> Tensor:
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_triton
+
+    return mla_attention_triton(q, cache, fresh, base, first, scale, kv_lora_rank, k_scale)

@@ -95,7 +95,8 @@ def ints(*values: int) -> Tensor:
 def test_every_op_has_a_facet() -> None:
     registered = {name for name in _dispatch_get_all_op_names() if name.startswith("mtpbuild::")}
     assert {"mtpbuild::kv_write", "mtpbuild::mla_attention"} <= registered
-    assert {op.name() for op in onnx_facets()} == registered  # type: ignore[attr-defined]
+    gpu = {"mtpbuild::moe", "mtpbuild::moe_route"}
+    assert {op.name() for op in onnx_facets()} == registered - gpu  # type: ignore[attr-defined]
 
 
 def test_kv_write() -> None:

@@ -1,0 +1,369 @@
+"""Acceptance in every mode in Triton: `mixed.py` as four launches.
+
+Blocks of the vocabulary are summed up (`triton.py`), each row's distribution is found, each row's
+target token is drawn, each slot is judged. Filters are thresholds, found by bisection over the bits
+of a float: a vocabulary is read some 30 times, but only by slots that filter, and never sorted.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.accept_rewind.mixed import ACCEPT, DRAFT, RECOVER, TOP, Judging, Verdict
+from mtpbuild.plugins.accept_rewind.triton import best_launch, without
+from mtpbuild.plugins.launch import Launch, tile
+
+BLOCK = 4096
+ONE_BITS = tl.constexpr(0x3F800000)  # of the float 1.0: positive floats order as their bits do
+LOG_DRAFT, LOG_ACCEPT, LOG_RECOVER = (tl.constexpr(i) for i in (DRAFT, ACCEPT, RECOVER))
+# A row's figures: how its logits become its distribution, and what that says of its draft.
+HIGHEST, FLOOR, NORM, P_DRAFT, Q_DRAFT, NEAR, MARGIN, LSE = (tl.constexpr(i) for i in range(8))
+
+
+@triton.jit
+def weights_of(
+    row, v, vocab, temperature, highest, early, bans,
+    BANNED: tl.constexpr,
+):  # fmt: skip
+    """Of the ids v: exponentials of the logits that may be emitted, relative to the largest one."""
+    x = tl.load(row + v, v < vocab, float("-inf"))
+    if early:
+        x = without(x, v, bans, BANNED)
+    return tl.exp(x / temperature - highest)
+
+
+@triton.jit
+def law_of_row(
+    logits, best, ids, window, lengths, draft_probs,
+    temperature, top_k, top_p, min_p, relaxed_topk, relaxed_delta, banned_ids, banned_until,
+    vocab, blocks,
+    figures, target,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program r, row slot * TOKENS + j: p = weight / NORM where weight >= FLOOR, else 0.
+
+    figures [B * TOKENS, 8] (names above), target [B * TOKENS]: the argmax.
+    """
+    r = tl.program_id(0)
+    b, j = r // TOKENS, r % TOKENS
+    i = tl.arange(0, BLOCKS)
+    at = r * blocks + i
+    top = tl.load(best + at * 4, i < blocks, float("-inf"))
+    where = tl.load(ids + at, i < blocks, 2147483647)
+    first = tl.max(top, 0)
+    token = tl.min(tl.where(top == first, where, 2147483647), 0)
+    below = tl.load(best + at * 4 + 1, i < blocks, float("-inf"))
+    second = tl.max(tl.where(where == token, below, top), 0)
+    of_block = tl.load(best + at * 4 + 2, i < blocks, float("-inf"))
+    sums = tl.load(best + at * 4 + 3, i < blocks, 0.0)
+    plain = tl.max(of_block, 0)
+    lse = plain + tl.log(tl.sum(sums * tl.exp(of_block - plain), 0))
+
+    row, bans = logits + r.to(tl.int64) * vocab, banned_ids + b * BANNED
+    early = tl.load(lengths + b) + 1 + j < tl.load(banned_until + b)
+    t = tl.load(temperature + b)
+    sampled = t > 0
+    t = tl.where(sampled, t, 1.0)
+    highest = first / t
+    floor = 0.0
+    if sampled:
+        k, limit = tl.load(top_k + b), tl.load(top_p + b)
+        if (k > 0) & (k < vocab):
+            floor = _kth(row, vocab, t, highest, early, bans, k, BANNED, BLOCK)
+        if limit < 1:
+            floor = _nucleus(row, vocab, t, highest, early, bans, floor, limit, BANNED, BLOCK)
+        floor = tl.maximum(floor, tl.load(min_p + b))
+
+    draft = tl.load(window + b * TOKENS + j + 1, j < TOKENS - 1, -1)
+    valid = (draft >= 0) & (draft < vocab)
+    draft = tl.where(valid, draft, 0)
+    x = tl.zeros((BLOCK,), tl.int64) + draft
+    own = tl.max(weights_of(row, x, vocab, t, highest, early, bans, BANNED), 0)
+    norm, rank = 0.0, 0
+    for begin in range(0, vocab, BLOCK):
+        v = begin + tl.arange(0, BLOCK)
+        e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+        norm += tl.sum(tl.where(e >= floor, e, 0.0), 0)
+        rank += tl.sum(((e > own) | ((e == own) & (v < draft))).to(tl.int32), 0)
+    p_draft = tl.where(valid & (own >= floor), own / norm, 0.0)
+    q_draft = 0.0
+    if j < TOKENS - 1:
+        q_draft = tl.load(draft_probs + (b * (TOKENS - 1) + j).to(tl.int64) * vocab + draft)
+    wanted = tl.load(relaxed_topk + b)
+    gap = 1.0 / norm - p_draft
+    near = (wanted > 1) & (rank < wanted) & (gap <= tl.load(relaxed_delta + b))
+    to = figures + r * 8
+    tl.store(to + HIGHEST, highest)
+    tl.store(to + FLOOR, floor)
+    tl.store(to + NORM, norm)
+    tl.store(to + P_DRAFT, p_draft)
+    tl.store(to + Q_DRAFT, q_draft)
+    tl.store(to + NEAR, (near & ~sampled & (p_draft > 0)).to(tl.float32))
+    tl.store(to + MARGIN, first - second)
+    tl.store(to + LSE, lse)
+    tl.store(target + r, token)
+
+
+@triton.jit
+def _kth(
+    row, vocab, t, highest, early, bans, k,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The k-th largest weight: the largest bits that at least k weights reach."""
+    low, high = 0, ONE_BITS + 1
+    for _ in range(30):
+        middle = (low + high) // 2
+        count = 0
+        for begin in range(0, vocab, BLOCK):
+            v = begin + tl.arange(0, BLOCK)
+            e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+            reached = (e.to(tl.int32, bitcast=True) >= middle) & (v < vocab)
+            count += tl.sum(reached.to(tl.int32), 0)
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count >= k, high, middle)
+    return tl.cast(low, tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nucleus(
+    row, vocab, t, highest, early, bans, floor, limit,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The smallest weight whose betters, of those from `floor` on, sum to less than `limit`."""
+    left = 0.0
+    for begin in range(0, vocab, BLOCK):
+        v = begin + tl.arange(0, BLOCK)
+        e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+        left += tl.sum(tl.where(e >= floor, e, 0.0), 0)
+    low, high = -1, ONE_BITS
+    for _ in range(30):
+        middle = (low + high) // 2
+        better = 0.0
+        for begin in range(0, vocab, BLOCK):
+            v = begin + tl.arange(0, BLOCK)
+            e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+            above = (e.to(tl.int32, bitcast=True) > middle) & (e >= floor)
+            better += tl.sum(tl.where(above, e, 0.0), 0)
+        low = tl.where(better < limit * left, low, middle)
+        high = tl.where(better < limit * left, middle, high)
+    return tl.maximum(floor, tl.cast(high, tl.float32, bitcast=True))
+
+
+@triton.jit
+def draw_of_row(
+    logits, figures, best_token, num_drafts, lengths, draft_probs,
+    temperature, rejection, block, banned_ids, banned_until, uniforms,
+    vocab, positions, streams,
+    target, margins, chances,
+    TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program r: the token that row r emits if the step ends there, and its margin.
+
+    chances [B * TOKENS, 2]: a block's weight before this row, and what p has there beyond q.
+    """
+    r = tl.program_id(0)
+    b, j = r // TOKENS, r % TOKENS
+    row, bans = logits + r.to(tl.int64) * vocab, banned_ids + b * BANNED
+    position = tl.load(lengths + b) + 1 + j
+    early = position < tl.load(banned_until + b)
+    t = tl.load(temperature + b)
+    sampled = t > 0
+    t = tl.where(sampled, t, 1.0)
+    to = figures + r * 8
+    highest, floor, norm = tl.load(to + HIGHEST), tl.load(to + FLOOR), tl.load(to + NORM)
+
+    together, weight = tl.load(block + b), 1.0
+    drafts = tl.load(num_drafts + b)
+    for i in range(j):
+        of = to - (j - i) * 8
+        offered = tl.maximum(tl.load(of + Q_DRAFT), 1.1754944e-38)
+        ratio = tl.where(i < drafts, tl.load(of + P_DRAFT) / offered, 0.0)
+        weight = tl.minimum(weight * ratio, 1.0)
+    factor = tl.where(together, weight, 1.0)
+    rejecting = tl.load(rejection + b)
+    q = draft_probs + (b * (TOKENS - 1) + j).to(tl.int64) * vocab
+    excess = 0.0
+    if rejecting & (j < drafts) & (j < TOKENS - 1):
+        for begin in range(0, vocab, BLOCK):
+            v = begin + tl.arange(0, BLOCK)
+            p = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+            p = tl.where(p >= floor, p / norm, 0.0)
+            excess += tl.sum(tl.maximum(factor * p - tl.load(q + v, v < vocab, 0.0), 0.0), 0)
+    tl.store(chances + r * 2, weight)
+    tl.store(chances + r * 2 + 1, excess)
+
+    token, margin = tl.load(best_token + r), tl.load(to + MARGIN)
+    if sampled:
+        short = excess > 0
+        stream = tl.where(rejecting, LOG_RECOVER, LOG_DRAFT)
+        number = uniforms + (b * streams + stream).to(tl.int64) * positions + position
+        total = tl.where(short, excess, 1.0)
+        x = tl.load(number) * total
+        found, last, before, own, edge = vocab, 0, 0.0, 0.0, x
+        for begin in range(0, vocab, BLOCK):
+            if found == vocab:
+                v = begin + tl.arange(0, BLOCK)
+                p = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+                p = tl.where(p >= floor, p / norm, 0.0)
+                if short:
+                    p = tl.maximum(factor * p - tl.load(q + v, v < vocab, 0.0), 0.0)
+                border = before + tl.cumsum(p, 0)
+                found = tl.min(tl.where((border > x) & (p > 0), v, vocab), 0)
+                own += tl.sum(tl.where(v == found, p, 0.0), 0)
+                edge += tl.sum(tl.where(v == found, border - x, 0.0), 0)
+                last = tl.maximum(last, tl.max(tl.where(p > 0, v, 0), 0))
+                before += tl.sum(p, 0)
+        token = tl.minimum(found, last)  # rounding can carry x up to the total
+        margin = tl.minimum(x - edge + own, edge - x) / total
+    tl.store(target + r, token)
+    tl.store(margins + r, margin)
+
+
+@triton.jit
+def verdict_of_mixed_slot(
+    logits, figures, chances, target, window, num_drafts, lengths, active, thinking,
+    temperature, rejection, block, synthetic, thinking_ids, uniforms,
+    vocab, positions, streams,
+    tokens, num_tokens, new_lengths, logprobs, new_thinking,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program b: draft by draft, how many of slot b's are kept; outputs as of `Verdict`."""
+    b = tl.program_id(0)
+    drafts, length = tl.load(num_drafts + b), tl.load(lengths + b)
+    begins, ends = tl.load(thinking_ids + b * 2), tl.load(thinking_ids + b * 2 + 1)
+    was_thinking = tl.load(thinking + b).to(tl.int32)
+    by_chance = tl.load(rejection + b) & (tl.load(temperature + b) > 0)
+    together = tl.load(block + b)
+    luck = uniforms + (b * streams + LOG_ACCEPT).to(tl.int64) * positions + length + 1
+
+    # Of a block: the most drafts whose chance to be kept together is above the one number.
+    missed, whole = 1.0, 0
+    for j in tl.static_range(TOKENS - 2, -1, -1):
+        next_row = chances + (b * TOKENS + j + 1) * 2
+        weight, excess = tl.load(next_row), tl.load(next_row + 1)
+        room = excess + 1.0 - weight
+        stop = tl.where(room > 0, excess / tl.where(room > 0, room, 1.0), 1.0)
+        exactly = tl.where(j == drafts - 1, weight, tl.where(j < drafts, stop, 0.0))
+        missed = missed * (1.0 - exactly)
+        if (whole == 0) & (tl.load(luck) < 1.0 - missed):
+            whole = j + 1
+
+    kept, alive, phase = 0, 1, was_thinking
+    for j in tl.static_range(TOKENS - 1):
+        draft = tl.load(window + b * TOKENS + j + 1)
+        figure = figures + (b * TOKENS + j) * 8
+        number, rate = tl.load(luck + j), tl.load(synthetic + b * TOKENS + j)
+        alone = number * tl.load(figure + Q_DRAFT) < tl.load(figure + P_DRAFT)
+        lucky = (together & (j < whole)) | ((together == 0) & alone)
+        near = (tl.load(figure + NEAR) > 0) & (phase > 0)
+        same = draft == tl.load(target + b * TOKENS + j)
+        good = (by_chance & lucky) | ((by_chance == 0) & (same | near))
+        good = tl.where(rate >= 0, number < rate, good)
+        good = good & (draft >= 0) & (draft < vocab) & (j < drafts)
+        alive = alive & good.to(tl.int32)
+        kept += alive
+        after = (phase | (draft == begins).to(tl.int32)) & (draft != ends).to(tl.int32)
+        phase = tl.where(alive > 0, after, phase)
+    on = tl.load(active + b)
+    kept = tl.where(on, kept, 0)
+    n = tl.where(on, kept + 1, 0)
+
+    newest = tl.load(target + b * TOKENS + kept)
+    after = (phase | (newest == begins).to(tl.int32)) & (newest != ends).to(tl.int32)
+    tl.store(new_thinking + b, tl.where(on, after, was_thinking) > 0)
+    tl.store(num_tokens + b, n.to(tl.int64))
+    tl.store(new_lengths + b, length + n)
+    i = tl.arange(0, ROWS)
+    at, some = b * TOKENS + i, i < TOKENS
+    token = tl.load(target + at, some, 0).to(tl.int64)
+    token = tl.where(i < kept, tl.load(window + at + 1, i < TOKENS - 1, 0), token)
+    tl.store(tokens + at, tl.where(i < n, token, -1), some)
+    own = tl.load(logits + at.to(tl.int64) * vocab + token, some, 0.0)
+    tl.store(logprobs + at, own - tl.load(figures + at * 8 + LSE, some, 0.0), some)
+
+
+def mixed_launches(
+    logits: Tensor,
+    window: Tensor,
+    num_drafts: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    thinking: Tensor,
+    draft_probs: Tensor,
+    judging: Judging,
+) -> tuple[Launch, ...]:
+    """Operands as of `accept_mixed`; outputs of the last two launches make the verdict."""
+    (B, T, V), s = logits.shape, judging.shaping
+    streams, positions = judging.uniforms.shape[1:]
+    bans = judging.banned_ids, judging.banned_until
+    best = best_launch(logits, lengths, *bans)
+    blocks = best.grid[1]
+    rows = {"TOKENS": T, "BANNED": judging.banned_ids.shape[1], "BLOCK": min(BLOCK, tile(V))}
+    figures = logits.new_empty(B * T, 8)
+    argmax = logits.new_empty(B * T, dtype=torch.int32)
+    law = Launch(
+        law_of_row,
+        (B * T,),
+        (
+            *(logits, *best.outputs, window, lengths, draft_probs),
+            *(s.temperature, s.top_k, s.top_p, s.min_p),
+            *(judging.relaxed_topk, judging.relaxed_delta, *bans),
+        ),
+        (V, blocks),
+        (figures, argmax),
+        rows | {"BLOCKS": tile(blocks, 2)},
+        warps=8,
+    )
+    target, margins = torch.empty_like(argmax), logits.new_empty(B, T)
+    chances = logits.new_empty(B * T, 2)
+    draw = Launch(
+        draw_of_row,
+        (B * T,),
+        (
+            *(logits, figures, argmax, num_drafts, lengths, draft_probs),
+            *(s.temperature, judging.rejection, judging.block, *bans, judging.uniforms),
+        ),
+        (V, positions, streams),
+        (target, margins, chances),
+        rows,
+        warps=8,
+    )
+    verdict = Launch(
+        verdict_of_mixed_slot,
+        (B,),
+        (
+            *(logits, figures, chances, target, window, num_drafts, lengths, active, thinking),
+            *(s.temperature, judging.rejection, judging.block, judging.synthetic),
+            *(judging.thinking_ids, judging.uniforms),
+        ),
+        (V, positions, streams),
+        (
+            *(torch.empty_like(window), torch.empty_like(lengths), torch.empty_like(lengths)),
+            *(torch.empty_like(margins), torch.empty_like(thinking)),
+        ),
+        {"TOKENS": T, "ROWS": tile(T, 2)},
+    )
+    return best, law, draw, verdict
+
+
+def accept_mixed_triton(
+    logits: Tensor,
+    window: Tensor,
+    num_drafts: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    thinking: Tensor,
+    draft_probs: Tensor,
+    judging: Judging,
+) -> Verdict:
+    """`accept_mixed` on a GPU; traceable. The most probable tokens are left to torch."""
+    launches = mixed_launches(
+        logits, window, num_drafts, lengths, active, thinking, draft_probs, judging
+    )
+    for launch in launches:
+        launch.run()
+    tokens, n, new_lengths, logprobs, new_thinking = launches[-1].outputs
+    _, margins, _ = launches[-2].outputs
+    top = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]), dim=-1)
+    return Verdict(tokens, n, new_lengths, logprobs, margins, new_thinking, top.indices, top.values)

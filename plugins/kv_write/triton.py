@@ -1,0 +1,37 @@
+"""kv_write in Triton: a slot's fresh rows are one run of memory."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch, cdiv
+
+BLOCK = 1024
+
+
+@triton.jit
+def kv_copy(
+    rows, start,
+    capacity, width, count,
+    cache,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (b, i): BLOCK of the count values that slot b writes; width values make a row."""
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = (b * capacity + tl.load(start + b)) * width
+    tl.store(cache + at + i, tl.load(rows + b * count + i, i < count), i < count)
+
+
+def kv_launch(cache: Tensor, rows: Tensor, start: Tensor) -> Launch:
+    """Into `cache` itself; operands as of the op."""
+    (B, _, S, C), count = cache.shape, rows.shape[2] * rows.shape[3]
+    grid = B, cdiv(count, BLOCK)
+    return Launch(kv_copy, grid, (rows, start), (S, C, count), (cache,), {"BLOCK": BLOCK})
+
+
+def kv_write_triton(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
+    """The op on a GPU; traceable. Its copy is what a target that works in place drops."""
+    out = cache.clone()
+    kv_launch(out, rows.contiguous(), start).run()
+    return out

@@ -1,0 +1,63 @@
+"""One launch of a Triton kernel: run by PyTorch, packed by AOTInductor, or compiled to PTX.
+
+A kernel's arguments stand in the order of TensorRT's AOT plugins: inputs, 32-bit sizes, outputs.
+Floats are tensors or constants, and scratch memory is an output of one launch and an input of the
+next (docs/plugins.md).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AOT_SHARED = 48 << 10  # bytes of shared memory that TensorRT gives an AOT plugin
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid and its arguments; all tensors are contiguous."""
+
+    kernel: Any  # of @triton.jit
+    grid: tuple[int, ...]
+    inputs: tuple[Tensor | None, ...]  # None: the kernel is compiled without it
+    sizes: tuple[int, ...]
+    outputs: tuple[Tensor, ...]
+    constants: Mapping[str, Any]
+    warps: int = 4
+    stages: int = 1  # tiles in flight; each costs shared memory
+
+    def run(self) -> None:
+        """Fill the outputs. Traceable: export and AOTInductor see the kernel itself."""
+        from torch.library import wrap_triton
+        from triton import knobs
+
+        for tensor in (*self.inputs, *self.outputs):
+            assert tensor is None or tensor.is_contiguous(), "a copy would hide a cache's cost"
+        kernel = self.kernel if knobs.runtime.interpret else wrap_triton(self.kernel)
+        kernel[self.grid](
+            *self.inputs,
+            *self.sizes,
+            *self.outputs,
+            **self.constants,
+            num_warps=self.warps,
+            num_stages=self.stages,
+        )
+
+
+def cdiv(a: int, b: int) -> int:
+    return (a + b - 1) // b
+
+
+def tile(size: int, least: int = 16) -> int:
+    """The power of two that holds `size`; tensor cores take no side below 16."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may use."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return AOT_SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]

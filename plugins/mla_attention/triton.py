@@ -1,0 +1,235 @@
+"""mla_attention in Triton: partial softmaxes over splits of the cache, then their combination."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.launch import AOT_SHARED, Launch, cdiv, shared_memory, tile
+
+PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
+SPLIT_ROWS = 512  # a split of fewer rows costs more than it saves
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def mla_partial(
+    q, cache, fresh, base, first, k_scale,
+    capacity, fresh_rows,
+    out, lse,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
+    ROTARY: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program (b, m, s): BLOCK_M of slot b's HEADS * TOKENS query rows over split s of its cache.
+
+    A slot's committed rows are dealt evenly to the splits, so its length alone decides its cost.
+    The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is normalised
+    within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the weights' sum;
+    of a split without rows only lse (-inf) is written.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    rows: tl.constexpr = HEADS * TOKENS
+    width: tl.constexpr = RANK + ROPE
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)  # query row: head * TOKENS + token
+    latent = tl.arange(0, LATENT)
+    queries = q + (b * rows + m)[:, None] * width
+    some = (m < rows)[:, None]
+    scale = SCALE * LOG2E
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale)
+
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_M,), tl.float32)
+    mixed = tl.zeros((BLOCK_M, LATENT), tl.float32)
+    length = tl.load(base + b).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    last = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
+    for n in range(begin, end, BLOCK_N):
+        top, weight, mixed = _attend(
+            queries, some, cache + b * capacity * width, n, end, last, scale,
+            top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK,
+        )  # fmt: skip
+    if split == splits - 1:
+        last = tl.load(first + b).to(tl.int32) + m % TOKENS
+        for n in range(0, fresh_rows, BLOCK_N):
+            top, weight, mixed = _attend(
+                queries, some, fresh + b * fresh_rows * width, n, fresh_rows, last, scale,
+                top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK,
+            )  # fmt: skip
+
+    row = (b * splits + split) * rows + m
+    some_weight = tl.maximum(weight, 1.0)  # at least that, but for a split without rows
+    tl.store(lse + row, top + tl.log2(some_weight), m < rows)
+    if begin < end or split == splits - 1:
+        mixed = mixed / weight[:, None]
+        if k_scale is not None:
+            mixed = mixed * tl.load(k_scale)
+        to = out + row[:, None] * RANK + latent[None, :]
+        tl.store(to, mixed.to(out.dtype.element_ty), some & (latent < RANK)[None, :])
+
+
+@triton.jit
+def _attend(
+    queries, some, keys, n, end, last, scale,
+    top, weight, mixed,
+    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
+    ROTARY: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys into the running softmax; row j is seen if j <= last [BLOCK_M].
+
+    The first tile holds a row that every query sees, so `top` is finite from then on. Scores are
+    summed by CHUNKs of the latent: that bounds the shared memory which queries and keys need.
+    """
+    j = n + tl.arange(0, BLOCK_N)
+    at = keys + j.to(tl.int64)[:, None] * (RANK + ROPE)
+    there = (j < end)[:, None]
+    rotary = tl.arange(0, ROTARY)[None, :]
+    a = tl.load(queries + RANK + rotary, some & (rotary < ROPE), 0.0)
+    k = tl.load(at + RANK + rotary, there & (rotary < ROPE), 0.0).to(a.dtype)
+    scores = tl.dot(a, tl.trans(k), input_precision="ieee")
+    for c in tl.static_range(0, LATENT, CHUNK):
+        chunk = c + tl.arange(0, CHUNK)[None, :]
+        a = tl.load(queries + chunk, some & (chunk < RANK), 0.0)
+        k = tl.load(at + chunk, there & (chunk < RANK), 0.0).to(a.dtype)
+        scores = tl.dot(a, tl.trans(k), scores, input_precision="ieee")
+    seen = (j[None, :] <= last[:, None]) & (j < end)[None, :]
+    scores = tl.where(seen, scores * scale, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    p = tl.exp2(scores - highest[:, None])
+    fade = tl.exp2(top - highest)
+    weight = weight * fade + tl.sum(p, 1)
+    latent = tl.arange(0, LATENT)[None, :]
+    values = tl.load(at + latent, there & (latent < RANK), 0.0).to(a.dtype)
+    mixed = tl.dot(p.to(a.dtype), values, mixed * fade[:, None], input_precision="ieee")
+    return highest, weight, mixed
+
+
+@triton.jit
+def mla_combine(
+    partial, lse,
+    rows, splits,
+    out,
+    RANK: tl.constexpr, LATENT: tl.constexpr,
+):  # fmt: skip
+    """Program (b, m): query row m of slot b from its splits, but those without rows."""
+    b, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    latent = tl.arange(0, LATENT)
+    top = float("-inf")
+    for s in range(splits):
+        top = tl.maximum(top, tl.load(lse + (b * splits + s) * rows + m))
+    weight = 0.0
+    mixed = tl.zeros((LATENT,), tl.float32)
+    for s in range(splits):
+        row = (b * splits + s) * rows + m
+        part = tl.exp2(tl.load(lse + row) - top)
+        if part > 0:
+            weight += part
+            mixed += part * tl.load(partial + row * RANK + latent, latent < RANK, 0.0)
+    to = out + (b * rows + m) * RANK + latent
+    tl.store(to, (mixed / weight).to(out.dtype.element_ty), latent < RANK)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Query rows and keys per step of a program, latent values per product, warps."""
+
+    m: int
+    n: int
+    chunk: int
+    warps: int
+
+
+def tiles(rows: int, rank: int, rope: int, bytes_each: int, shared: int) -> Tiles:
+    """The largest tiles for `rows` query rows whose keys and queries fit `shared` bytes.
+
+    DeepSeek's 576 bf16 values: 64 x 32 (139 KB) on data-centre GPUs from 16 heads and 4 tokens on,
+    16 x 16 in chunks of 128 (35 KB) as an AOT plugin.
+    """
+    latent, width = tile(rank), tile(rank) + tile(rope)
+    for m, n in ((64, 32), (32, 32), (16, 32), (16, 16)):
+        if m <= tile(rows) and (m + 2 * n) * width * bytes_each <= shared:
+            return Tiles(m, n, latent, 8 if m == 64 else 4)
+    return Tiles(16, 16, min(latent, 128), 4)
+
+
+def mla_launches(
+    q: Tensor,
+    cache: Tensor,
+    fresh: Tensor,
+    base: Tensor,
+    first: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    k_scale: Tensor | None = None,
+    splits: int | None = None,
+    shared: int = AOT_SHARED,
+) -> tuple[Launch, ...]:
+    """Operands as of the op; the last launch's first output is its result."""
+    B, H, T, C = q.shape
+    rows, rope, latent = H * T, C - kv_lora_rank, tile(kv_lora_rank)
+    t = tiles(rows, kv_lora_rank, rope, q.element_size(), shared)
+    blocks = cdiv(rows, t.m)
+    if splits is None:
+        splits = max(1, min(PROGRAMS // (B * blocks), cdiv(cache.shape[2], SPLIT_ROWS)))
+    lse = q.new_empty(B, splits, rows, dtype=torch.float32)
+    out = q.new_empty(B, H, T, kv_lora_rank)
+    whole = splits == 1
+    partial = out if whole else lse.new_empty(B, splits, rows, kv_lora_rank)
+    first_launch = Launch(
+        mla_partial,
+        (B, blocks, splits),
+        (q, cache, fresh, base, first, k_scale),
+        (cache.shape[2], fresh.shape[2]),
+        (partial, lse),
+        {
+            "HEADS": H,
+            "TOKENS": T,
+            "RANK": kv_lora_rank,
+            "ROPE": rope,
+            "SCALE": scale,
+            "BLOCK_M": t.m,
+            "BLOCK_N": t.n,
+            "LATENT": latent,
+            "ROTARY": tile(rope),
+            "CHUNK": t.chunk,
+        },
+        t.warps,
+    )
+    if whole:
+        return (first_launch,)
+    constants = {"RANK": kv_lora_rank, "LATENT": latent}
+    combine = Launch(mla_combine, (B, rows), (partial, lse), (rows, splits), (out,), constants)
+    return first_launch, combine
+
+
+def mla_attention_triton(
+    q: Tensor,
+    cache: Tensor,
+    fresh: Tensor,
+    base: Tensor,
+    first: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    k_scale: Tensor | None = None,
+) -> Tensor:
+    """The op on a GPU; traceable."""
+    launches = mla_launches(
+        q.contiguous(),
+        cache,
+        fresh.contiguous(),
+        base,
+        first,
+        scale,
+        kv_lora_rank,
+        k_scale,
+        shared=shared_memory(q.device),
+    )
+    for launch in launches:
+        launch.run()
+    return launches[-1].outputs[0]

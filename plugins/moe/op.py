@@ -1,0 +1,91 @@
+"""moe: routing by sigmoid scores in groups, and the chosen experts' gated products."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.library.custom_op("mtpbuild::moe_route", mutates_args=())
+def moe_route(
+    logits: Tensor,
+    bias: Tensor,
+    groups: int,
+    kept_groups: int,
+    experts: int,
+    normalise: bool,
+    factor: float,
+) -> tuple[Tensor, Tensor]:
+    """logits [N, X] fp32, bias [X] -> weights [N, experts] fp32 and ids [N, experts] int32.
+
+    The bias selects, the unbiased scores weigh; of `groups` equal groups the `kept_groups` with the
+    largest sum of two biased scores are searched. Ids come by falling biased score; ties go to the
+    lowest id. Source: spec/deepseek-v3.md section 2.3.
+    """
+    scores = logits.sigmoid()
+    biased = scores + bias
+    if kept_groups < groups:
+        grouped = biased.unflatten(-1, (groups, -1))
+        sums = grouped.topk(2, dim=-1).values.sum(-1)
+        best = sums.sort(dim=-1, descending=True, stable=True).indices[:, :kept_groups]
+        kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, True)
+        biased = torch.where(kept[..., None], grouped, float("-inf")).flatten(-2)
+    ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :experts]
+    weights = scores.gather(-1, ids)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * factor, ids.int()
+
+
+@moe_route.register_fake
+def _(
+    logits: Tensor,
+    bias: Tensor,
+    groups: int,
+    kept_groups: int,
+    experts: int,
+    normalise: bool,
+    factor: float,
+) -> tuple[Tensor, Tensor]:
+    weights = logits.new_empty(logits.shape[0], experts)
+    return weights, torch.empty_like(weights, dtype=torch.int32)
+
+
+@moe_route.register_kernel("cuda")
+def _(
+    logits: Tensor,
+    bias: Tensor,
+    groups: int,
+    kept_groups: int,
+    experts: int,
+    normalise: bool,
+    factor: float,
+) -> tuple[Tensor, ...]:
+    from mtpbuild.plugins.moe.triton import moe_route_triton
+
+    return moe_route_triton(logits, bias, groups, kept_groups, experts, normalise, factor)
+
+
+@torch.library.custom_op("mtpbuild::moe", mutates_args=())
+def moe(x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    """x [N, E], weights and ids [N, k] of the chosen experts -> their weighted sum [N, E].
+
+    gate_up_proj [X, E, 2 I] (gate, then up), down_proj [X, I, E]; an id occurs once per token.
+    Shared experts are not its business. The kernel takes up to 64 tokens.
+    """
+    chosen = ids.flatten()
+    rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]  # [N k, 1, E]
+    gate, up = (rows @ gate_up_proj.index_select(0, chosen)).chunk(2, dim=-1)
+    y = (F.silu(gate) * up) @ down_proj.index_select(0, chosen)
+    return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(1).type_as(x)
+
+
+@moe.register_fake
+def _(x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@moe.register_kernel("cuda")
+def _(x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+    from mtpbuild.plugins.moe.triton import moe_triton
+
+    return moe_triton(x, weights, ids, gate_up_proj, down_proj)

@@ -1,0 +1,220 @@
+"""moe in Triton: routing, then two products over the tokens of each expert that any token chose.
+
+Every pair of a token and its expert has its programs; the expert's first pair does all of its
+tokens, the others leave at once. So a chosen expert's weights are read once, by whoever needs them,
+and nothing is sorted or gathered.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch, cdiv, tile
+
+MAX_TOKENS = 64
+
+
+@triton.jit
+def route(
+    logits, bias,
+    weights, ids,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, CHOSEN: tl.constexpr,
+    NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program n: token n's experts. ROW and WIDE are EXPERTS and CHOSEN as powers of two."""
+    n = tl.program_id(0)
+    x = tl.arange(0, ROW)
+    there = x < EXPERTS
+    scores = tl.sigmoid(tl.load(logits + n * EXPERTS + x, there, 0.0))
+    biased = tl.where(there, scores + tl.load(bias + x, there, 0.0), float("-inf"))
+    if KEPT < GROUPS:
+        group = x // (EXPERTS // GROUPS)
+        sums = tl.full((ROW,), float("-inf"), tl.float32)  # at each group's first expert
+        for g in tl.static_range(GROUPS):
+            mine = tl.where(group == g, biased, float("-inf"))
+            first = tl.max(mine, 0)
+            at = tl.min(tl.where(mine == first, x, ROW), 0)
+            total = first + tl.max(tl.where(x == at, float("-inf"), mine), 0)
+            sums = tl.where(x == g * (EXPERTS // GROUPS), total, sums)
+        kept = tl.zeros((ROW,), tl.int32)
+        for _ in tl.static_range(KEPT):
+            at = tl.min(tl.where(sums == tl.max(sums, 0), x, ROW), 0)
+            kept = tl.where(group == at // (EXPERTS // GROUPS), 1, kept)
+            sums = tl.where(x == at, float("-inf"), sums)
+        biased = tl.where(kept > 0, biased, float("-inf"))
+    k = tl.arange(0, WIDE)
+    chosen, weight = tl.zeros((WIDE,), tl.int32), tl.zeros((WIDE,), tl.float32)
+    for i in tl.static_range(CHOSEN):
+        at = tl.min(tl.where(biased == tl.max(biased, 0), x, ROW), 0)
+        chosen = tl.where(k == i, at, chosen)
+        weight = tl.where(k == i, tl.sum(tl.where(x == at, scores, 0.0), 0), weight)
+        biased = tl.where(x == at, float("-inf"), biased)
+    if NORMALISE:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    to = n * CHOSEN + k
+    tl.store(weights + to, weight * FACTOR, k < CHOSEN)
+    tl.store(ids + to, chosen, k < CHOSEN)
+
+
+@triton.jit
+def members(
+    ids, pair, count,
+    CHOSEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Each token's pair [BLOCK_M] with the expert of `pair`, count if it has none."""
+    m, k = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDE)[None, :]
+    p = m * CHOSEN + k
+    there = (p < count) & (k < CHOSEN)
+    same = there & (tl.load(ids + p, there, -1) == tl.load(ids + pair))
+    return tl.min(tl.where(same, p, count), 1)
+
+
+@triton.jit
+def gate_and_up(
+    x, ids, gate_up,
+    count,
+    inner,
+    CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (p, i): BLOCK_N columns of silu(x gate) * (x up) for the expert of pair p."""
+    pair = tl.program_id(0)
+    pairs = members(ids, pair, count, CHOSEN, WIDE, BLOCK_M)
+    if tl.min(pairs, 0) == pair:
+        some = (pairs < count)[:, None]
+        expert = tl.load(ids + pair).to(tl.int64)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        right = (n < INNER)[None, :]
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for begin in range(0, HIDDEN, BLOCK_K):
+            k = begin + tl.arange(0, BLOCK_K)
+            deep = k < HIDDEN
+            at = x + (pairs // CHOSEN)[:, None] * HIDDEN + k[None, :]
+            rows = tl.load(at, some & deep[None, :], 0.0)
+            of = gate_up + (expert * HIDDEN + k)[:, None] * (2 * INNER) + n[None, :]
+            there = deep[:, None] & right
+            gate = tl.dot(rows, tl.load(of, there, 0.0), gate, input_precision="ieee")
+            up = tl.dot(rows, tl.load(of + INNER, there, 0.0), up, input_precision="ieee")
+        value = gate * tl.sigmoid(gate) * up
+        to = inner + pairs[:, None] * INNER + n[None, :]
+        tl.store(to, value.to(inner.dtype.element_ty), some & right)
+
+
+@triton.jit
+def down(
+    inner, weights, ids, down_proj,
+    count,
+    parts,
+    CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (p, i): BLOCK_N columns of the weighted outputs of the expert of pair p."""
+    pair = tl.program_id(0)
+    pairs = members(ids, pair, count, CHOSEN, WIDE, BLOCK_M)
+    if tl.min(pairs, 0) == pair:
+        some = pairs < count
+        expert = tl.load(ids + pair).to(tl.int64)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        right = (n < HIDDEN)[None, :]
+        value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for begin in range(0, INNER, BLOCK_K):
+            k = begin + tl.arange(0, BLOCK_K)
+            deep = k < INNER
+            at = inner + pairs[:, None] * INNER + k[None, :]
+            rows = tl.load(at, some[:, None] & deep[None, :], 0.0)
+            of = down_proj + (expert * INNER + k)[:, None] * HIDDEN + n[None, :]
+            columns = tl.load(of, deep[:, None] & right, 0.0)
+            value = tl.dot(rows, columns, value, input_precision="ieee")
+        value = value * tl.load(weights + pairs, some, 0.0)[:, None]
+        tl.store(parts + pairs[:, None] * HIDDEN + n[None, :], value, some[:, None] & right)
+
+
+def route_launch(
+    logits: Tensor,
+    bias: Tensor,
+    groups: int,
+    kept_groups: int,
+    experts: int,
+    normalise: bool,
+    factor: float,
+) -> Launch:
+    """Operands as of the op; its outputs are the op's results."""
+    N, X = logits.shape
+    weights = logits.new_empty(N, experts)
+    constants = {
+        "EXPERTS": X,
+        "GROUPS": groups,
+        "KEPT": kept_groups,
+        "CHOSEN": experts,
+        "NORMALISE": normalise,
+        "FACTOR": factor,
+        "ROW": tile(X, 2),
+        "WIDE": tile(experts, 2),
+    }
+    outputs = weights, torch.empty_like(weights, dtype=torch.int32)
+    return Launch(route, (N,), (logits, bias), (), outputs, constants, warps=1)
+
+
+def moe_launches(
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> tuple[Launch, Launch]:
+    """Operands as of the op; its result is the second one's output [N, k, E], summed over k."""
+    (N, k), (_, E, double) = ids.shape, gate_up_proj.shape
+    if N > MAX_TOKENS:
+        raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {N}")
+    count, width = N * k, double // 2
+    inner = x.new_empty(count, width)
+    parts = weights.new_empty(N, k, E)
+    shape = {
+        "CHOSEN": k,
+        "WIDE": tile(k, 2),
+        "HIDDEN": E,
+        "INNER": width,
+        "BLOCK_M": tile(N),
+        "BLOCK_N": 64,
+        "BLOCK_K": 64,
+    }
+    first = Launch(
+        gate_and_up,
+        (count, cdiv(width, 64)),
+        (x, ids, gate_up_proj),
+        (count,),
+        (inner,),
+        shape,
+    )
+    second = Launch(
+        down,
+        (count, cdiv(E, 64)),
+        (inner, weights, ids, down_proj),
+        (count,),
+        (parts,),
+        shape,
+    )
+    return first, second
+
+
+def moe_route_triton(
+    logits: Tensor,
+    bias: Tensor,
+    groups: int,
+    kept_groups: int,
+    experts: int,
+    normalise: bool,
+    factor: float,
+) -> tuple[Tensor, ...]:
+    """moe_route on a GPU; traceable."""
+    launch = route_launch(logits, bias, groups, kept_groups, experts, normalise, factor)
+    launch.run()
+    return launch.outputs
+
+
+def moe_triton(
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+) -> Tensor:
+    """moe on a GPU; traceable."""
+    launches = moe_launches(x, weights, ids, gate_up_proj, down_proj)
+    for launch in launches:
+        launch.run()
+    return launches[-1].outputs[0].sum(1).type_as(x)

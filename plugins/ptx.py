@@ -1,0 +1,219 @@
+"""Kernels to PTX without a GPU, in the form that TensorRT's AOT plugins launch.
+
+    python -m mtpbuild.plugins.ptx [--shape deepseek-v3] [--architectures 80,90,100,120] [--json]
+
+prints what each kernel needs. The process must not run Triton's interpreter (TRITON_INTERPRET).
+"""
+
+import argparse
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.launch import AOT_SHARED, Launch
+
+ARCHITECTURES = (80, 90, 100, 120)
+PTX_VERSION = 87  # Triton's own is newer than what drivers of CUDA 12.8 take
+TYPES = {
+    torch.bool: "i1",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+
+
+class ContractError(ValueError):
+    """A kernel that TensorRT could not launch as an AOT plugin."""
+
+
+@dataclass(frozen=True)
+class Ptx:
+    """One compiled kernel. `parameters` are PTX types in the order of the launch's arguments."""
+
+    name: str
+    text: str
+    target: str  # sm_80 runs on every later GPU, sm_90a only on that one
+    parameters: tuple[str, ...]
+    threads: int
+    shared: int  # bytes
+
+
+def compile_launch(launch: Launch, architecture: int) -> Ptx:
+    """PTX of the launch's kernel for its dtypes and constants; the tensors may be meta tensors.
+
+    Raises ContractError for what an AOT plugin may not need: scratch memory, more shared memory.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: compile kernels in another process")
+    signature, constants = _signature(launch)
+    pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(
+        launch.kernel,
+        signature,
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},  # as all allocations are
+    )
+    options = {
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+        "ptx_version": PTX_VERSION,
+        "enable_fp_fusion": True,
+    }
+    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    needs = built.metadata
+    if needs.global_scratch_size or needs.profile_scratch_size:
+        raise ContractError(f"{needs.name} needs scratch memory")
+    if needs.shared > AOT_SHARED:
+        raise ContractError(f"{needs.name}: {needs.shared} bytes of shared memory > {AOT_SHARED}")
+    return _without_scratch(built.asm["ptx"], needs.name, needs.shared)
+
+
+def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
+    """Triton type of each parameter, "constexpr" for those that vanish, and the latter's values."""
+    values = (*launch.inputs, *launch.sizes, *launch.outputs)
+    names = launch.kernel.arg_names
+    given = dict(zip(names, values, strict=False)) | dict(launch.constants)
+    assert len(given) == len(names) == len(values) + len(launch.constants), "its arguments"
+    signature = {}
+    for name in names:
+        value = given[name]
+        if isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        else:
+            constant = value is None or name in launch.constants
+            signature[name] = "constexpr" if constant else "i32"
+    return signature, {name: given[name] for name, kind in signature.items() if kind == "constexpr"}
+
+
+def _without_scratch(text: str, name: str, shared: int) -> Ptx:
+    """Triton adds two pointers behind the arguments, which TensorRT would not pass."""
+    entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)", text, re.DOTALL)
+    assert entry is not None, "Triton writes one entry point"
+    parameters = [line.strip() for line in entry[2].strip().split(",\n")]
+    for i in (len(parameters) - 1, len(parameters) - 2):
+        if len(re.findall(rf"\b{name}_param_{i}\b", text)) != 1:
+            raise ContractError(f"{name} reads its scratch pointers")
+    kept = parameters[:-2]
+    body = "\n" + ",\n".join(f"\t{line}" for line in kept) + "\n"
+    text = text[: entry.start(2)] + body + text[entry.end(2) :]
+    target = re.search(r"\.target (\w+)", text)
+    threads = re.search(r"\.reqntid (\d+)", text)
+    assert target is not None
+    assert threads is not None
+    kinds = tuple(line.split()[1] for line in kept)
+    return Ptx(entry[1], text, target[1], kinds, int(threads[1]), shared)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's kernels are compiled for; T window tokens, X experts."""
+
+    batch: int
+    tokens: int
+    heads: int
+    rank: int
+    rope: int
+    vocab: int
+    hidden: int
+    inner: int
+    experts: int
+    groups: int
+    kept_groups: int
+    chosen: int
+    cache: torch.dtype
+
+
+SHAPES = {
+    # A rank of 8: 16 heads.
+    "deepseek-v3": Shape(
+        8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.bfloat16
+    ),
+    "deepseek-v3-fp8-cache": Shape(
+        8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.float8_e4m3fn
+    ),
+    "small": Shape(2, 3, 4, 40, 8, 1000, 48, 24, 8, 4, 2, 2, torch.float32),
+}  # fmt: skip
+
+
+def launches(s: Shape) -> tuple[Launch, ...]:
+    """Every kernel once, on meta tensors."""
+    from mtpbuild.plugins.accept_rewind.distribution import Shaping
+    from mtpbuild.plugins.accept_rewind.mixed import Judging
+    from mtpbuild.plugins.accept_rewind.triton import greedy_launches
+    from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
+    from mtpbuild.plugins.kv_write.triton import kv_launch
+    from mtpbuild.plugins.mla_attention.triton import mla_launches
+    from mtpbuild.plugins.moe.triton import moe_launches, route_launch
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    B, T, V = s.batch, s.tokens, s.vocab
+    compute = torch.float32 if s.cache == torch.float32 else torch.bfloat16
+    width = s.rank + s.rope
+    slots, on = empty(B, dtype=torch.int64), empty(B, dtype=torch.bool)
+    cache = empty(B, 1, 4096, width, dtype=s.cache)
+    fresh = empty(B, 1, T, width, dtype=s.cache)
+    q = empty(B, s.heads, T, width, dtype=compute)
+    k_scale = empty(1) if s.cache == torch.float8_e4m3fn else None
+    floats, window = empty(B), empty(B, T, dtype=torch.int64)
+    judging = Judging(
+        shaping=Shaping(floats, slots, floats, floats),
+        rejection=on,
+        block=on,
+        synthetic=empty(B, T),
+        relaxed_topk=slots,
+        relaxed_delta=floats,
+        thinking_ids=empty(B, 2, dtype=torch.int64),
+        banned_ids=empty(B, 4, dtype=torch.int64),
+        banned_until=slots,
+        uniforms=empty(B, 3 + max(T - 2, 0), 4096),
+    )
+    logits, probs = empty(B, T, V), empty(B, T - 1, V)
+    N, X = B * T, s.experts
+    ids = empty(N, s.chosen, dtype=torch.int32)
+    experts = (
+        empty(X, s.hidden, 2 * s.inner, dtype=compute),
+        empty(X, s.inner, s.hidden, dtype=compute),
+    )
+    return (
+        kv_launch(cache, fresh, slots),
+        *mla_launches(q, cache, fresh, slots, slots, 0.1, s.rank, k_scale, splits=4),
+        *greedy_launches(logits, window, slots, slots, on),
+        *mixed_launches(logits, window, slots, slots, on, on, probs, judging),
+        route_launch(empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5),
+        *moe_launches(empty(N, s.hidden, dtype=compute), empty(N, s.chosen), ids, *experts),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, add_help=True)
+    parser.add_argument("--shape", choices=SHAPES, default="deepseek-v3")
+    parser.add_argument("--architectures", default=",".join(map(str, ARCHITECTURES)))
+    parser.add_argument("--json", action="store_true", help="with the PTX")
+    options = parser.parse_args()
+    for architecture in options.architectures.split(","):
+        for launch in launches(SHAPES[options.shape]):
+            ptx = compile_launch(launch, int(architecture))
+            arguments = len(launch.inputs), len(launch.sizes), len(launch.outputs)
+            if options.json:
+                print(json.dumps(asdict(ptx) | {"arguments": arguments}))
+            else:
+                print(
+                    f"{ptx.target:8}{ptx.name:24}{ptx.threads:5} threads{ptx.shared:7} bytes shared"
+                    f"  {arguments[0]} inputs, {arguments[1]} sizes, {arguments[2]} outputs"
+                )
+
+
+if __name__ == "__main__":
+    main()
