@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins import accept_rewind
-from mtpbuild.plugins.accept_rewind.distribution import draw, shaped_probs
+from mtpbuild.plugins.accept_rewind.branch import when
+from mtpbuild.plugins.accept_rewind.distribution import Shaping, draw, shaped_probs
 from mtpbuild.plugins.accept_rewind.mixed import Judging, Verdict, accept_mixed, draft_number
 
 State = dict[str, Tensor]
@@ -50,8 +51,7 @@ class MixedAcceptance:
     """Each slot as its request asks. sampled_drafts [B]: draw drafts where the target is drawn."""
 
     def __init__(self, judging: Judging, sampled_drafts: Tensor) -> None:
-        self.judging = judging
-        self.sampled = (judging.shaping.temperature > 0) & sampled_drafts
+        self.judging, self.drawn = judging, sampled_drafts
         self.lengths: Tensor | None = None
         self.probs: list[Tensor] = []
 
@@ -78,12 +78,28 @@ class MixedAcceptance:
         (DESIGN 5): accepted more often than an argmax, or than one drawn at a number of its own.
         """
         assert self.lengths is not None, "drafts are chosen after judging"
-        q = shaped_probs(logits, self.judging.shaping.rows(2))
-        drawn, _ = draw(q, draft_number(self.judging, self.lengths, k))
-        best = logits.argmax(-1)
-        point = F.one_hot(best, logits.shape[-1]).type_as(q)
-        self.probs.append(torch.where(self.sampled[:, None, None], q, point))
-        return torch.where(self.sampled[:, None], drawn, best)
+        number, shaping = draft_number(self.judging, self.lengths, k), self.judging.shaping
+        operands = (logits, number, self.drawn, *vars(shaping).values())
+        sampled = (shaping.temperature > 0).any()
+        draft, law = when(sampled, _sampled_draft, _greedy_draft, operands)
+        self.probs.append(law)
+        return draft
 
     def draft_probs(self, state: State) -> State:
         return {"draft_probs": torch.cat(self.probs, dim=1)} if self.probs else {}
+
+
+def _sampled_draft(
+    logits: Tensor, number: Tensor, drawn: Tensor, *shaping: Tensor
+) -> tuple[Tensor, ...]:
+    """A draft [B, 1] and the law that it was drawn from [B, 1, V]: a point if it is an argmax."""
+    best, chosen = logits.argmax(-1), drawn & (shaping[0] > 0)
+    q = shaped_probs(logits, Shaping(*shaping).rows(2))
+    point = F.one_hot(best, logits.shape[-1]).type_as(q)
+    draft = torch.where(chosen[:, None], draw(q, number)[0], best)
+    return draft, torch.where(chosen[:, None, None], q, point)
+
+
+def _greedy_draft(logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """The law is not asked for."""
+    return logits.argmax(-1), torch.zeros_like(logits)

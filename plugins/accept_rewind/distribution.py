@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.accept_rewind.branch import when
+
 
 @dataclass(frozen=True)
 class Shaping:
@@ -33,20 +35,32 @@ def shaped_probs(logits: Tensor, s: Shaping) -> Tensor:
     threshold, so tokens that tie with the last one kept are kept too. A greedy row (temperature 0)
     comes out as the plain softmax.
     """
-    V = logits.shape[-1]
     sampled = s.temperature > 0
     p = (logits / torch.where(sampled, s.temperature, 1.0)).softmax(-1)
+    filters = sampled & ((s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0))
+    k = torch.where(sampled, s.top_k, 0)
+    mass = torch.where(sampled, s.top_p, 1.0)
+    least = torch.where(sampled, s.min_p, 0.0)
+    return when(filters.any(), _filtered, _unfiltered, (p, k, mass, least))[0]
+
+
+def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, ...]:
+    V = p.shape[-1]
     ordered = p.sort(dim=-1, descending=True).values
-    k = torch.where(sampled & (s.top_k > 0), s.top_k.clamp(max=V), V)
+    k = torch.where(top_k > 0, top_k.clamp(max=V), V)
     kth = ordered.gather(-1, (k - 1).expand(*p.shape[:-1], 1))
     left = torch.where(ordered >= kth, ordered, 0.0)
     before = left.cumsum(-1) - left
-    limit = torch.where(sampled & (s.top_p < 1), s.top_p, 2.0) * left.sum(-1, keepdim=True)
+    limit = torch.where(top_p < 1, top_p, 2.0) * left.sum(-1, keepdim=True)
     kept = ((before < limit) & (left > 0)).sum(-1, keepdim=True).clamp(min=1)
     floor = torch.maximum(kth, ordered.gather(-1, kept - 1))
-    floor = torch.maximum(floor, torch.where(sampled, s.min_p, 0.0) * ordered[..., :1])
-    p = torch.where(p >= floor, p, 0.0)
-    return p / p.sum(-1, keepdim=True)
+    floor = torch.maximum(floor, min_p * ordered[..., :1])
+    return _unfiltered(torch.where(p >= floor, p, 0.0))
+
+
+def _unfiltered(p: Tensor, *filters: Tensor) -> tuple[Tensor, ...]:
+    """Normalised here too: a request's numbers don't depend on whether another one's filters."""
+    return (p / p.sum(-1, keepdim=True),)
 
 
 def draw(p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.accept_rewind.block import Block, verify_block
+from mtpbuild.plugins.accept_rewind.block import verify_block
+from mtpbuild.plugins.accept_rewind.branch import when
 from mtpbuild.plugins.accept_rewind.distribution import Shaping, draw, shaped_probs
 
 DRAFT, ACCEPT, RECOVER = 0, 1, 2  # purposes of `uniforms`; strict draws its target with DRAFT
@@ -70,24 +71,27 @@ def accept_mixed(
     logits = _without_banned(logits, at, judging)
     p = shaped_probs(logits, judging.shaping.rows(2))  # [B, T, V]
     numbers = judging.uniforms[:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
+    real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
+    sampled = judging.shaping.temperature > 0
+    operands = (p, window, draft_probs, real, numbers, judging.rejection, judging.block)
+    drawn, cell, lucky = when(sampled.any(), _drawn, _nothing_drawn, operands)
+    top = logits.topk(2, dim=-1).values
+    target = torch.where(sampled[:, None], drawn, logits.argmax(-1))
+    margins = torch.where(sampled[:, None], cell, top[..., 0] - top[..., 1])
 
-    real = row[: T - 1] < num_drafts[:, None]  # [B, K]
-    together = verify_block(p, window, draft_probs, real) if T > 1 else None
-    target, margins = _targets(logits, p, draft_probs, real, numbers, together, judging)
     phases = _phases(window, thinking, judging.thinking_ids)  # [B, T]
     n = torch.ones_like(lengths)
-    if together is not None:
-        good = _accepted(p, window, draft_probs, target, numbers, phases, together, judging)
-        mismatch = torch.where(real & good, T - 1, row[: T - 1])
-        n = mismatch.amin(-1) + 1
+    if T > 1:
+        good = real & _accepted(p, window, target, numbers, lucky, phases, judging)
+        n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
     n = torch.where(active, n, 0)
 
     final = (n - 1).clamp(min=0)[:, None]
-    follow = torch.cat([window[:, 1:], window[:, :1]], dim=1)
-    tokens = torch.where(row < n[:, None] - 1, follow, target)
+    following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
+    tokens = torch.where(row < n[:, None] - 1, following, target)
     phase = phases.gather(1, final)[:, 0]
     after = _after(phase, tokens.gather(1, final)[:, 0], judging.thinking_ids)
-    top = logprobs.topk(min(TOP, V), dim=-1)
+    best = logprobs.topk(min(TOP, V), dim=-1)
     return Verdict(
         tokens=torch.where(row < n[:, None], tokens, -1),
         n=n,
@@ -95,8 +99,8 @@ def accept_mixed(
         logprobs=logprobs.gather(-1, tokens.clamp(0, V - 1)[..., None])[..., 0],
         margins=margins,
         thinking=(active & after) | (~active & thinking),
-        top_ids=top.indices,
-        top_logprobs=top.values,
+        top_ids=best.indices,
+        top_logprobs=best.values,
     )
 
 
@@ -108,65 +112,72 @@ def _without_banned(logits: Tensor, at: Tensor, judging: Judging) -> Tensor:
     return logits.masked_fill(early[..., None] & banned[:, None], -torch.inf)
 
 
-def _targets(
-    logits: Tensor,
+def _drawn(
     p: Tensor,
+    window: Tensor,
     draft_probs: Tensor,
     real: Tensor,
     numbers: Tensor,
-    together: Block | None,
-    judging: Judging,
-) -> tuple[Tensor, Tensor]:
-    """The token that each row emits if the step ends there, and its margin, both [B, T]."""
-    rejecting = judging.rejection[:, None]
-    law = p
-    if together is not None:  # a rejected draft's row draws from what q has too little of
-        K = draft_probs.shape[1]
-        rest = torch.where(judging.block[:, None, None], together.rest, p[:, :K] - draft_probs)
-        rest = rest.clamp(min=0)
-        short = (rejecting & real)[..., None] & (rest.sum(-1, keepdim=True) > 0)
+    rejection: Tensor,
+    block: Tensor,
+) -> tuple[Tensor, ...]:
+    """What sampling says of each row, three times [B, T].
+
+    The token that the row emits if the step ends there; the distance of its number to the border of
+    the token's cell; and whether rejection keeps the row's draft.
+    """
+    K, V = draft_probs.shape[1:]
+    law, lucky = p, torch.zeros_like(real)
+    if K:
+        drafts = window[:, 1:].clamp(0, V - 1)[..., None]
+        p_draft, q_draft = (x.gather(-1, drafts)[..., 0] for x in (p[:, :K], draft_probs))
+        together = verify_block(p, window, draft_probs, real[:, :K])
+        luck = numbers[:, ACCEPT, :K]
+        # One number decides how many of a block are kept: those of later rows serve later steps.
+        in_block = luck[:, :1] < together.at_least
+        chosen = block[:, None]
+        kept = (chosen & in_block) | (~chosen & (luck * q_draft < p_draft))
+        lucky = torch.cat([kept, lucky[:, K:]], dim=1)
+        # A rejected draft's row draws from what q has too little of.
+        rest = torch.where(chosen[..., None], together.rest, p[:, :K] - draft_probs).clamp(min=0)
+        short = (rejection[:, None] & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
         law = torch.cat([torch.where(short, rest, p[:, :K]), p[:, K:]], dim=1)
-    drawn, cell = draw(law, torch.where(rejecting, numbers[:, RECOVER], numbers[:, DRAFT]))
-    sampled = judging.shaping.temperature[:, None] > 0
-    top = logits.topk(2, dim=-1).values
-    return (
-        torch.where(sampled, drawn, logits.argmax(-1)),
-        torch.where(sampled, cell, top[..., 0] - top[..., 1]),
-    )
+    number = torch.where(rejection[:, None], numbers[:, RECOVER], numbers[:, DRAFT])
+    drawn, cell = draw(law, number)
+    return drawn, cell, lucky
+
+
+def _nothing_drawn(
+    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, *others: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.zeros_like(window), torch.zeros_like(p[..., 0]), torch.zeros_like(real)
 
 
 def _accepted(
     p: Tensor,
     window: Tensor,
-    draft_probs: Tensor,
     target: Tensor,
     numbers: Tensor,
+    lucky: Tensor,
     phases: Tensor,
-    together: Block,
     judging: Judging,
 ) -> Tensor:
-    """Whether each draft would be kept if all before it were: [B, K]."""
-    K, V = draft_probs.shape[1:]
-    drafts = window[:, 1:].clamp(0, V - 1)
-    p_draft = p[:, :K].gather(-1, drafts[..., None])  # [B, K, 1]
-    q_draft = draft_probs.gather(-1, drafts[..., None])[..., 0]
+    """Whether each row's draft would be kept if all before it were [B, T]; the last has none."""
+    following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
+    drafts = following.clamp(0, p.shape[-1] - 1)
     sampled = judging.shaping.temperature[:, None] > 0
-    forced = judging.synthetic[:, :K] >= 0
+    forced = judging.synthetic >= 0
     by_chance = judging.rejection[:, None] & sampled & ~forced
-    block = judging.block[:, None]
-    luck = numbers[:, ACCEPT, :K]
-    alone = luck * q_draft < p_draft[..., 0]
-    # One number decides how many of a block are kept: those of later rows serve later steps.
-    lucky = (block & (luck[:, :1] < together.at_least)) | (~block & alone)
-    near = _near(p[:, :K], drafts, p_draft, judging) & phases[:, :K] & ~sampled
+    near = _near(p, drafts, judging) & phases & ~sampled
     # Not torch.where: ONNX Runtime has no Where of bool. An id outside the vocabulary never counts.
-    good = (by_chance & lucky) | (~by_chance & ~forced & ((drafts == target[:, :K]) | near))
-    good = good | (forced & (luck < judging.synthetic[:, :K]))
-    return good & (drafts == window[:, 1:])
+    good = (by_chance & lucky) | (~by_chance & ~forced & ((drafts == target) | near))
+    good = good | (forced & (numbers[:, ACCEPT] < judging.synthetic))
+    return good & (drafts == following)
 
 
-def _near(p: Tensor, drafts: Tensor, p_draft: Tensor, judging: Judging) -> Tensor:
-    """Relaxed acceptance [B, K]: among the top k, and within delta of the most probable."""
+def _near(p: Tensor, drafts: Tensor, judging: Judging) -> Tensor:
+    """Relaxed acceptance [B, T]: among the top k, and within delta of the most probable."""
+    p_draft = p.gather(-1, drafts[..., None])  # [B, T, 1]
     ids = torch.arange(p.shape[-1], device=p.device)
     ahead = (p > p_draft) | ((p == p_draft) & (ids < drafts[..., None]))
     rank = ahead.sum(-1)
