@@ -87,7 +87,7 @@ class BuildInfo(_Record):
 class TargetInfo(_Record):
     """What it was compiled for."""
 
-    name: Literal["onnxruntime"]
+    name: Literal["onnxruntime", "inductor"]
     hardware: str
     versions: dict[str, str]
 

@@ -10,10 +10,17 @@ from mtpbuild.builder.weights_file import Placed
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import TargetInfo
 
-TARGETS = {"onnxruntime": "mtpbuild.builder.targets.onnxruntime"}
+TARGETS = {
+    "onnxruntime": "mtpbuild.builder.targets.onnxruntime",
+    "inductor": "mtpbuild.builder.targets.inductor",
+}
 
 
 class Target(Protocol):
+    def check(self) -> None:
+        """Raise BuildError if this machine can't build for the target."""
+        ...
+
     def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         """Write the program beside the weights file in `folder`; returns the file's name."""
         ...

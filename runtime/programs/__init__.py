@@ -7,7 +7,10 @@ from mtpbuild.runtime.errors import EngineFormatError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import Programs
 
-TARGETS = {"onnxruntime": "mtpbuild.runtime.programs.onnxruntime"}
+TARGETS = {
+    "onnxruntime": "mtpbuild.runtime.programs.onnxruntime",
+    "inductor": "mtpbuild.runtime.programs.inductor",
+}
 
 
 def load_programs(folder: Path, manifest: Manifest, *, threads: int | None = None) -> Programs:

@@ -1,0 +1,126 @@
+"""Target inductor: ExportedProgram -> AOTInductor package; all state in place, weights outside."""
+
+import logging
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+from safetensors.torch import save
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import fast_random_decomps, register_decomposition
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+from torch._inductor.package.package import package_aoti
+from torch._inductor.utils import fresh_cache
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+from mtpbuild.builder.trace import Traced
+from mtpbuild.builder.weights_file import Placed
+from mtpbuild.plugins import inductor_facets
+from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.manifest import TargetInfo
+from mtpbuild.runtime.programs.inductor import CONSTANTS, HARDWARE, TORCH, this_machine
+
+OPTIONS: dict[str, Any] = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,  # they are in the engine's weights file
+    "always_keep_tensor_constants": True,  # small ones too: weights have no values yet
+    "aot_inductor.enable_line_tables": False,  # would hold the build machine's paths
+    "aot_inductor.precompile_headers": False,  # would stay in the temporary folder
+    "cpp.march": "x86-64-v3",  # not `native`: an engine runs where HARDWARE says
+    "cpp.simdlen": 256,
+    "cpp.vec_isa_ok": True,  # `check` has asked
+    "cpp.dynamic_threads": True,  # their number is chosen when the engine is loaded
+    "compile_threads": 1,  # one C++ file per program: nothing to do in parallel
+}
+
+for op, facet in inductor_facets().items():
+    register_decomposition([op])(facet)
+fast_random_decomps.cache_clear()  # the table that compiling takes, if something was compiled
+
+
+class InductorTarget:
+    def check(self) -> None:
+        if this_machine() != HARDWARE:
+            raise BuildError(
+                f"target inductor builds on an {HARDWARE}, this is an {this_machine()}"
+            )
+        try:
+            compiler = get_cpp_compiler()
+        except InvalidCxxCompiler:
+            compiler = ""
+        if not shutil.which(compiler):
+            raise BuildError("target inductor needs a C++ compiler (g++): none is found")
+
+    def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+        program = in_place(traced)
+        examples = pytree.tree_leaves(traced.exported.example_inputs)
+        file = f"{traced.name}.pt2"
+        with tempfile.TemporaryDirectory() as scratch:
+            package_aoti(str(folder / file), _compile(program, tuple(examples), scratch))
+        _write_constants(traced, weights, folder)
+        return file
+
+    def info(self) -> TargetInfo:
+        return TargetInfo(name="inductor", hardware=HARDWARE, versions={"torch": TORCH})
+
+
+def in_place(traced: Traced) -> GraphModule:
+    """Before: state in, state and outputs out. After: state is written over, outputs come out.
+
+    A state tensor that is passed on as it came is not touched.
+    """
+    program = traced.exported.module(check_guards=False)
+    assert isinstance(program, GraphModule)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    state = {spec.name: node for spec, node in zip(traced.inputs, inputs, strict=True)}
+    end = program.graph.output_node()
+    given = pytree.tree_leaves(end.args[0])
+    outputs: list[Node] = []
+    with program.graph.inserting_before(end):
+        for spec, value in zip(traced.outputs, given, strict=True):
+            if not spec.name.endswith(".out"):
+                outputs.append(value)
+                continue
+            old = state[spec.name.removesuffix(".out")]
+            if value.target is torch.ops.aten.clone.default and value.args[0] is old:
+                continue
+            program.graph.call_function(torch.ops.aten.copy_.default, (old, value))
+    end.args = (tuple(outputs),)
+    program.graph.set_codegen(CodeGen())  # plain arguments in the order of the manifest
+    return GraphModule(program, program.graph)
+
+
+def _compile(program: GraphModule, examples: tuple[Any, ...], scratch: str) -> list[Any]:
+    """Paths in `scratch`: the shared library and its metadata."""
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), fresh_cache(dir=scratch, delete=False):
+        warnings.simplefilter("ignore")
+        try:
+            parts = torch._inductor.aot_compile(program, examples, options=OPTIONS)
+            assert isinstance(parts, list)
+        except CppCompileError as error:
+            reason = str(error).splitlines()[0]
+            raise BuildError(f"the C++ compiler failed ({reason})") from None
+    return [part for part in parts if not str(part).endswith(".cpp")]
+
+
+def _write_constants(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> None:
+    """What a program reads and no checkpoint holds, such as the rotary frequencies."""
+    exported = traced.exported
+    named = {**exported.constants, **exported.state_dict}
+    own = {
+        name: value
+        for name, value in named.items()
+        if isinstance(value, torch.Tensor) and name.removeprefix("model.") not in weights
+    }
+    (folder / CONSTANTS.format(traced.name)).write_bytes(save(own))
+
+
+TARGET = InductorTarget()

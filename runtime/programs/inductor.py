@@ -1,0 +1,118 @@
+"""Runs an engine's AOTInductor programs; all state is in place, weights are shared by them."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.slots import PLAIN, Slots
+
+try:
+    import torch
+    from safetensors.torch import load_file
+except ImportError as error:
+    raise MissingDependencyError(
+        "this engine needs torch: pip install 'mtpbuild[inductor]'"
+    ) from error
+
+HARDWARE = "x86-64 CPU with AVX2"  # all that the compiled code needs
+TORCH = ".".join(torch.__version__.split(".")[:2])  # AOTInductor packages are bound to it
+WEIGHTS, CONSTANTS = "weights.safetensors", "{}.constants.safetensors"  # of the program named
+
+
+class InductorPrograms(Slots):
+    """The compiled programs that advance the slots; each writes its results over the state."""
+
+    def __init__(self, folder: Path, manifest: Manifest, threads: int | None) -> None:
+        super().__init__(manifest, copies=1)
+        self._folder, self._programs = folder, manifest.programs
+        self._threads = threads or torch.get_num_threads()
+        # Memory-mapped, and never copied: the runners hold pointers to what is kept here.
+        self._weights = load_file(folder / WEIGHTS)
+        self._constants: dict[str, dict[str, torch.Tensor]] = {}
+        self._runners = {name: self._load(name) for name in ("prefill", PLAIN)}
+        self._bindings: dict[tuple[str, int], list[torch.Tensor]] = {}
+        judged = ("window", "num_drafts")
+        self._judged = {name: np.zeros_like(self._carries[0][name]) for name in judged}
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        chunk = len(tokens) - self.lookahead
+        self._fit(self._prefill_rows(start + chunk))
+        prompt = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
+        given = prompt | {"start": np.array([start], np.int64)}
+        self._run("prefill", self._bind("prefill", slot, 1, given))
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        self._fit(rows)
+        program, slots = self._activate(active)
+        for name, array in self._judged.items():  # the step writes over them
+            array[:] = self._carries[0][name]
+        if (program, slots) not in self._bindings:
+            given = {"active": self._active[:slots]}
+            given |= {name: array[:slots] for name, array in self._controls.items()}
+            self._bindings[program, slots] = self._bind(program, 0, slots, given)
+        results = self._run(program, self._bindings[program, slots])
+        outputs = self._outputs[program]
+        outputs["tokens"][slots:], outputs["num_tokens"][slots:] = -1, 0
+        for array, result in zip(outputs.values(), results, strict=True):
+            array[:slots] = result.numpy()
+        return StepOutput(**self._judged, **outputs)
+
+    def _fit(self, rows: int) -> None:
+        if self._caches.fit(rows):
+            self._bindings.clear()
+
+    def _bind(
+        self, program: str, first: int, slots: int, given: dict[str, NDArray[Any]]
+    ) -> list[torch.Tensor]:
+        """The program's inputs in order: the state of some slots, sharing memory, and `given`."""
+        carries = {name: array[first : first + slots] for name, array in self._carries[0].items()}
+        arrays = self._caches.views(first, slots) | carries | given
+        return [torch.from_numpy(arrays[spec.name]) for spec in self._programs[program].inputs]
+
+    def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if program not in self._runners:  # the mixed program is loaded by who first needs it
+            self._runners[program] = self._load(program)
+        torch.set_num_threads(self._threads)  # each thread that calls has a number of its own
+        return self._runners[program].run(inputs)
+
+    def _load(self, program: str) -> Any:
+        path = self._folder / self._programs[program].file
+        try:
+            # One caller at a time: no pool of runners, no locks.
+            runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
+            self._constants[program] = load_file(self._folder / CONSTANTS.format(program))
+            named = {f"model.{name}": weight for name, weight in self._weights.items()}
+            named |= self._constants[program]
+            wanted = {name: named[name] for name in runner.get_constant_fqns()}
+            runner.load_constants(wanted, False, True, True)  # all, and managed by us
+        except (RuntimeError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise EngineError(f"{path}: torch can't load it ({reason}); rebuild it") from None
+        return runner
+
+
+def this_machine() -> str:
+    """What `target.hardware` of an engine must be for it to run here."""
+    if platform.machine() != "x86_64":
+        return f"{platform.machine()} CPU"
+    return HARDWARE if torch.cpu.get_capabilities()["avx2"] else "x86-64 CPU without AVX2"
+
+
+def load(folder: Path, manifest: Manifest, threads: int | None) -> InductorPrograms:
+    """Entry point named in `runtime/programs/__init__.py`; refuses what can't run here."""
+    target = manifest.target
+    if target.versions.get("torch") != TORCH:
+        built = target.versions.get("torch")
+        raise EngineError(
+            f"{folder}: built for torch {built}, this is torch {TORCH}; rebuild the engine, or "
+            f"pip install 'torch=={built}.*'"
+        )
+    if target.hardware != this_machine():
+        raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
+    return InductorPrograms(folder, manifest, threads)
