@@ -51,7 +51,9 @@ def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
     """Torch op -> PyTorch operators for AOTInductor to compile; mostly the reference itself."""
     from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
 
-    plain = {op._opoverload: op._init_fn for op in (accept_rewind, mla_attention, rope)}
+    plain = {
+        op._opoverload: op._init_fn for op in (accept_rewind, mla_attention, moe, moe_route, rope)
+    }
     return plain | {kv_write._opoverload: kv_write_inductor}
 
 
@@ -69,11 +71,3 @@ def cuda_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
         moe._opoverload: moe_triton,
         moe_route._opoverload: moe_route_triton,
     }
-
-
-def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
-    """Torch op -> PyTorch operators for AOTInductor to compile; mostly the reference itself."""
-    from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
-
-    plain = {op._opoverload: op._init_fn for op in (accept_rewind, mla_attention, rope)}
-    return plain | {kv_write._opoverload: kv_write_inductor}
