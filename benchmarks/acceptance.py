@@ -8,7 +8,6 @@ request's number, so a run can be repeated.
 
 import argparse
 from dataclasses import replace
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -16,15 +15,16 @@ from rich.table import Table
 from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
 from mtpbuild.runtime import Engine, SamplingParams
 
-Acceptance = Literal["strict", "rejection"]
-Drafts = Literal["greedy", "probabilistic"]
 TEMPERATURES = (0.6, 1.0)
-METHODS: list[tuple[Acceptance, Drafts]] = [
-    ("strict", "greedy"),
-    ("strict", "probabilistic"),
-    ("rejection", "greedy"),
-    ("rejection", "probabilistic"),
-]
+STRICT = SamplingParams()
+REJECTION = replace(STRICT, acceptance="rejection")
+BLOCK = replace(REJECTION, rejection_sample_method="block")
+MODES = {"strict": STRICT, "rejection": REJECTION, "block": BLOCK}
+METHODS = {
+    f"{name}, {kind}": replace(mode, draft_sample_method=drafts)
+    for name, mode in MODES.items()
+    for kind, drafts in (("argmax", "greedy"), ("drawn", "probabilistic"))
+}
 
 
 def acceptance_length(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> float:
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--requests", type=int, default=20)
     arguments = parser.parse_args()
-    table = Table("kind", "temperature", *(f"{a}, {d} drafts" for a, d in METHODS))
+    table = Table("kind", "temperature", *METHODS)
     with Engine.load(arguments.engine) as engine:
         for kind in BUILT_IN:
             asked = Asked(kind, arguments.requests, output_len=arguments.tokens)
@@ -51,13 +51,12 @@ def main() -> None:
             table.add_row(kind, "0", f"{acceptance_length(engine, prompts, greedy):.2f}")
             for temperature in TEMPERATURES:
                 cells = []
-                for acceptance, drafts in METHODS:
+                for method in METHODS.values():
                     params = replace(
-                        greedy,
+                        method,
+                        max_tokens=arguments.tokens,
                         temperature=temperature,
                         top_p=arguments.top_p,
-                        acceptance=acceptance,
-                        draft_sample_method=drafts,
                     )
                     cells.append(f"{acceptance_length(engine, prompts, params):.2f}")
                 table.add_row(kind, str(temperature), *cells)

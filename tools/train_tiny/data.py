@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from problems import Problem, training_problems
+from problems import Problem, held_out_problems, training_problems
 from tokenizer import (
     ASSISTANT,
     ASSISTANT_ID,
@@ -80,9 +80,13 @@ def chat_text(problem: Problem, rng: random.Random, earlier: Problem | None) -> 
 
 
 def reasoning_documents(
-    tokenizer: Tokenizer, count: int, words: list[str], seed: int
+    tokenizer: Tokenizer, count: int, words: list[str], seed: int, held_out: bool = False
 ) -> list[Tokens]:
-    rng, problems = random.Random(seed), training_problems(count, words, seed)
+    rng = random.Random(seed)
+    if held_out:
+        problems = held_out_problems(count // 6, words, seed)
+    else:
+        problems = training_problems(count, words, seed)
     texts = [
         chat_text(p, rng, problems[rng.randrange(i)] if i and rng.random() < 0.04 else None)
         for i, p in enumerate(problems)

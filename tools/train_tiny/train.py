@@ -49,7 +49,7 @@ class Phase:
     mtp: bool
 
 
-PHASES = (
+PHASES: tuple[Phase, ...] = (
     Phase(0.45, (8, 256), (8, 256), mtp=False),
     Phase(0.75, (8, 256), (8, 256), mtp=True),
     Phase(0.88, (4, 512), (8, 256), mtp=True),
@@ -143,11 +143,12 @@ def load_tokenizer(folder: Path, words: list[str]) -> Tokenizer:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def rows(args: argparse.Namespace, seed: int) -> tuple[CodeRows, ChatRows]:
+def rows(args: argparse.Namespace, seed: int, held_out: bool = False) -> tuple[CodeRows, ChatRows]:
     words = common_words()
     tokenizer = load_tokenizer(Path(args.tokenizer), words)
-    files = library_files(held_out=False)[:: 200 if args.smoke else 1]
-    chats = reasoning_documents(tokenizer, 200 if args.smoke else args.problems, words, seed)
+    files = library_files(held_out=held_out)[:: 200 if args.smoke else 1]
+    count = 200 if args.smoke or held_out else args.problems
+    chats = reasoning_documents(tokenizer, count, words, seed, held_out)
     return CodeRows(code_documents(tokenizer, files), seed), ChatRows(chats, seed)
 
 
