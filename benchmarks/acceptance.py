@@ -20,11 +20,10 @@ STRICT = SamplingParams()
 REJECTION = replace(STRICT, acceptance="rejection")
 BLOCK = replace(REJECTION, rejection_sample_method="block")
 MODES = {"strict": STRICT, "rejection": REJECTION, "block": BLOCK}
-METHODS = {
-    f"{name}, {kind}": replace(mode, draft_sample_method=drafts)
-    for name, mode in MODES.items()
-    for kind, drafts in (("argmax", "greedy"), ("drawn", "probabilistic"))
-}
+METHODS = {}
+for name, mode in MODES.items():
+    METHODS[f"{name}, argmax"] = replace(mode, draft_sample_method="greedy")
+    METHODS[f"{name}, drawn"] = replace(mode, draft_sample_method="probabilistic")
 
 
 def acceptance_length(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> float:

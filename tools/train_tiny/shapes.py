@@ -88,7 +88,7 @@ def timed(model: Model, folder: Path, args: argparse.Namespace) -> dict[str, flo
         shutil.copy(Path(args.tokenizer) / name, folder / name)
     asked = Asked(num_requests=args.requests, output_len=96)
     wanted = Wanted(str(folder), (NEXTN,))
-    report = bench(BenchRequest(wanted, asked, threads=2, out=folder / "bench"))
+    [report] = bench(BenchRequest(wanted, asked, threads=2, out=folder / "bench"))
     plain, drafting = to_json(report)["results"]
     v, d = drafting["verify_cost"], drafting["draft_cost"]
     return {

@@ -47,13 +47,13 @@ class Phase:
     code: tuple[int, int]
     chat: tuple[int, int]
     mtp: bool
+    long_every: int = 0  # in every so many steps the code is one row of 2,048
 
 
 PHASES: tuple[Phase, ...] = (
     Phase(0.45, (8, 256), (8, 256), mtp=False),
     Phase(0.75, (8, 256), (8, 256), mtp=True),
-    Phase(0.88, (4, 512), (8, 256), mtp=True),
-    Phase(1.00, (1, 2048), (8, 256), mtp=True),
+    Phase(1.00, (4, 512), (8, 256), mtp=True, long_every=8),
 )
 SMOKE_PHASES = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256), mtp=True))
 SMOKE_SHAPE = Shape(
@@ -185,7 +185,9 @@ def loop(
         started = time.monotonic()
         threads.adjust()
         phase = next(p for p in phases if progress < p.end)
-        parts = [(make_batch(code, chats, phase.code[0], phase.code[1], 1.0), phase.code[1])]
+        long = phase.long_every and state.step % phase.long_every == 0
+        count, length = (1, 2048) if long else phase.code
+        parts = [(make_batch(code, chats, count, length, 1.0), length)]
         parts.append((make_batch(code, chats, phase.chat[0], phase.chat[1], 0.0), phase.chat[1]))
         found = [trainer.backward(b, length, phase.mtp, 0.5) for b, length in parts]
         optimizer.step(schedule(progress))
