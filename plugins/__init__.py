@@ -48,13 +48,15 @@ def onnx_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
-    """Torch op -> PyTorch operators for AOTInductor to compile; mostly the reference itself."""
+    """Torch op -> PyTorch operators for AOTInductor to compile; where it can, the reference."""
     from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
+    from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
 
-    plain = {
-        op._opoverload: op._init_fn for op in (accept_rewind, mla_attention, moe, moe_route, rope)
+    plain = {op._opoverload: op._init_fn for op in (accept_rewind, moe, moe_route, rope)}
+    return plain | {
+        kv_write._opoverload: kv_write_inductor,
+        mla_attention._opoverload: mla_attention_inductor,
     }
-    return plain | {kv_write._opoverload: kv_write_inductor}
 
 
 def cuda_facets() -> dict[Callable[..., Any], Callable[..., Any]]:

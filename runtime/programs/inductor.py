@@ -14,6 +14,7 @@ from mtpbuild.runtime.programs.slots import PLAIN, Slots
 
 try:
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 except ImportError as error:
     raise MissingDependencyError(
@@ -91,7 +92,7 @@ class InductorPrograms(Slots):
             named |= self._constants[program]
             wanted = {name: named[name] for name in runner.get_constant_fqns()}
             runner.load_constants(wanted, False, True, True)  # all, and managed by us
-        except (RuntimeError, KeyError) as error:
+        except (RuntimeError, SafetensorError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise EngineError(f"{path}: torch can't load it ({reason}); rebuild it") from None
         return runner

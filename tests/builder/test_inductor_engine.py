@@ -1,0 +1,319 @@
+"""The built AOTInductor engine on the CPU: oracles O2, O3, O6, O7, state in place, refusals.
+
+One engine for one request serves the tests of `make test` (compiling it takes a minute of a core);
+batches, other shapes and drafters are in the full matrix.
+"""
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.trace import Traced
+from mtpbuild.runtime import Engine, EngineError, SamplingParams
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.manifest import MANIFEST, read_manifest
+from mtpbuild.runtime.programs import inductor, load_programs
+from mtpbuild.runtime.programs.base import Controls
+from mtpbuild.runtime.programs.inductor import InductorPrograms
+from tests.checkpoints import make_predictable, save_checkpoint
+from tests.conftest import EngineBuilder
+from tests.engines import greedy_ids
+from tests.forced import Run, Seen
+from tests.reference.recompute import cache_rows, greedy
+from tests.reference.sampling import sample
+
+CHUNK, NEXTN, SLOTS = 4, 2, 3
+# One layer and one module; rotary frequencies too many to be written into the code.
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "qk_rope_head_dim": 20,
+}
+GREEDY = SamplingParams(max_tokens=25, ignore_eos=True)
+HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
+ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.set_num_threads(1)
+    return make_predictable(**SHAPE)
+
+
+@pytest.fixture(scope="module")
+def engine(
+    model: Transformer, build_engine: EngineBuilder, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = save_checkpoint(tmp_path_factory.mktemp("one") / "one-layer", model, **SHAPE)
+    with pytest.MonkeyPatch.context() as patch:  # the code that calls the kernels, half as long
+        patch.setitem(target.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
+        return build_engine(folder, NEXTN, "mtp-eagle", target="inductor", prefill_chunk=CHUNK)
+
+
+@pytest.fixture
+def programs(engine: Path) -> InductorPrograms:
+    return load(engine)
+
+
+def load(engine: Path) -> InductorPrograms:
+    programs = load_programs(engine, read_manifest(engine), threads=1)
+    assert isinstance(programs, InductorPrograms)
+    return programs
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 61, n).tolist() for n in lengths]
+
+
+def check_steps(
+    programs: InductorPrograms, reference: Transformer, nextn: int, drafter: DrafterName | None
+) -> None:
+    """O3 and O6 on one engine, request after request: stale state must not matter."""
+    rng, seen = np.random.default_rng(nextn), Seen()
+    for length in (11, 1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 20):
+        prompt = rng.integers(0, 61, length).tolist()
+        tokens, saw = Run(programs, reference, nextn, drafter, CHUNK, rng).steps(prompt, 10)
+        for i, rows in enumerate(cache_rows(reference, reference.config, tokens[:-1])):
+            cache = programs.state[f"kv.{i}"][0, 0, : len(tokens) - 1]
+            np.testing.assert_allclose(cache, rows, atol=2e-4)
+        seen.accepted |= saw.accepted
+        seen.num_drafts |= saw.num_drafts
+    assert seen.accepted == set(range(1, nextn + 2))
+    assert seen.num_drafts == set(range(nextn + 1))
+
+
+def test_every_step_equals_recomputation(programs: InductorPrograms, model: Transformer) -> None:
+    check_steps(programs, model, NEXTN, "mtp-eagle")
+
+
+def check_texts(engine: Path, reference: Transformer) -> None:
+    """O2 and O7, greedy and sampled; requests join and leave a batch at any step."""
+    asked = prompts(140, 1, 6, 2, 11, 3)
+    params = [replace(GREEDY, max_tokens=n) for n in (5, 30, 17)]
+    params += [HOT, replace(HOT, temperature=1.3, top_k=9, max_tokens=30), replace(HOT, min_p=0.1)]
+    with Engine.load(engine, threads=1) as loaded:
+        results = loaded.generate(asked, params)
+    for prompt, each, result in zip(asked, params, results, strict=True):
+        if each.temperature:
+            wanted = sample(reference, prompt, each.max_tokens, controls(each))
+        else:
+            wanted = greedy(reference, prompt, each.max_tokens)
+        assert result.token_ids == wanted
+
+
+def controls(params: SamplingParams) -> Controls:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    return Controls(**{name: getattr(params, name) for name in names})
+
+
+def test_texts_equal_plain_decoding(engine: Path, model: Transformer) -> None:
+    check_texts(engine, model)
+
+
+def test_alternatives(engine: Path) -> None:
+    with Engine.load(engine, threads=1) as loaded:
+        result = loaded.generate(prompts(5)[0], replace(GREEDY, logprobs=2))
+    assert result.logprobs is not None
+    assert [entry.top[0][0] for entry in result.logprobs] == result.token_ids
+
+
+@pytest.mark.parametrize("controls", [Controls(), Controls(temperature=0.8, seed=1)])
+def test_state_is_updated_in_place(programs: InductorPrograms, controls: Controls) -> None:
+    """One row per token is written, and no step takes memory of the size of a cache."""
+    programs.begin(0, 3, 7, controls)
+    active, rows = np.array([True]), 250
+    programs.step(active, rows)
+    cache = programs.state["kv.0"]
+    addresses = {name: array.ctypes.data for name, array in programs.state.items()}
+    before, length = cache.copy(), int(programs.state["lengths"][0])
+    taken = allocations(lambda: programs.step(active, rows))
+    assert {name: array.ctypes.data for name, array in programs.state.items()} == addresses
+    changed = np.flatnonzero((cache != before)[0].any(axis=(0, 2)))
+    assert changed.tolist() == list(range(length, length + NEXTN + 1))
+    scores = 4 * (NEXTN + 1) * rows * 4  # bytes; a step does take these
+    assert scores <= max(taken) < cache.nbytes
+
+
+def allocations(run: Callable[[], object]) -> list[int]:
+    """Bytes of each piece of memory that torch takes meanwhile."""
+    activity = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()
+    return [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
+
+
+def test_a_copied_cache_would_be_seen() -> None:
+    cache = torch.zeros(1, 1, 250, 36)
+    assert max(allocations(cache.clone)) == cache.nbytes
+
+
+def test_weights_stay_mapped(programs: InductorPrograms, engine: Path) -> None:
+    """One copy for all programs, in the file's pages."""
+    place = str((engine / "weights.safetensors").resolve())
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    ranges = [line.split()[0].split("-") for line in maps if line.endswith(place)]
+    for weight in programs._weights.values():
+        address = weight.data_ptr()
+        assert any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
+
+
+def test_threads(engine: Path) -> None:
+    """Set where the programs run: a thread has its own number."""
+    one = greedy_ids(engine, prompts(9), 20)
+    programs = load_programs(engine, read_manifest(engine), threads=2)
+    programs.begin(0, 0, prompts(9)[0][0])
+    programs.step(np.array([True]), 3)
+    assert torch.get_num_threads() == 2
+    with Engine.load(engine, threads=2) as loaded:
+        assert loaded.generate(prompts(9)[0], replace(GREEDY, max_tokens=20)).token_ids == one[0]
+    torch.set_num_threads(1)
+
+
+def edited(engine: Path, folder: Path, **fields: Any) -> Path:
+    """A copy of the engine whose manifest says something else about its target."""
+    copy = shutil.copytree(engine, folder / "engine")
+    raw = json.loads((copy / MANIFEST).read_text(encoding="utf-8"))
+    raw["target"] |= fields
+    (copy / MANIFEST).write_text(json.dumps(raw), encoding="utf-8")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"versions": {"torch": "2.1"}}, r"built for torch 2.1, this is torch .*'torch==2.1.\*'"),
+        ({"versions": {}}, "built for torch None"),
+        ({"hardware": "aarch64 CPU"}, "built for an aarch64 CPU, this is an x86-64 CPU with AVX2"),
+    ],
+)
+def test_other_machines_are_refused(
+    fields: dict[str, Any], says: str, engine: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(EngineError, match=says):
+        Engine.load(edited(engine, tmp_path, **fields))
+
+
+def test_programs_that_are_none(engine: Path, tmp_path: Path) -> None:
+    """Damage that the hashes don't show."""
+    copy = edited(engine, tmp_path)
+    for file, content in {"decode.pt2": b"PK", "prefill.constants.safetensors": b""}.items():
+        sound = (copy / file).read_bytes()
+        (copy / file).write_bytes(content)
+        with pytest.raises(EngineError, match="can't load it") as caught:
+            load_programs(copy, read_manifest(copy))
+        assert "\n" not in str(caught.value)
+        (copy / file).write_bytes(sound)
+    load(copy)
+
+
+def test_running_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[inductor\]'"):
+        importlib.reload(inductor)
+
+
+@pytest.mark.usefixtures("quick")
+def test_engines_of_both_targets_share_weights(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lower(self: object, traced: Traced, weights: object, folder: Path) -> str:
+        (folder / f"{traced.name}.pt2").touch()
+        return f"{traced.name}.pt2"
+
+    monkeypatch.setattr(target.InductorTarget, "lower", lower)
+    names = ("onnxruntime", "inductor")
+    built = [
+        build(BuildRequest(str(smallest), (0,), out=tmp_path / name, target=name))[0]
+        for name in names
+    ]
+    first, second = (engine.folder / "weights.safetensors" for engine in built)
+    assert first.samefile(second)
+    info = built[1].manifest.target
+    assert (info.name, info.hardware) == ("inductor", "x86-64 CPU with AVX2")
+    assert info.versions["torch"] == ".".join(torch.__version__.split(".")[:2])
+
+
+@pytest.fixture
+def small_place(smallest: Path, tmp_path: Path) -> Iterator[BuildRequest]:
+    yield BuildRequest(str(smallest), (0,), out=tmp_path / "engine", target="inductor")
+    assert not any(tmp_path.iterdir())
+
+
+def test_machines_that_can_not_build(
+    small_place: BuildRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "this_machine", lambda: "aarch64 CPU")
+        with pytest.raises(BuildError, match="builds on an x86-64 CPU with AVX2, this is an aarch"):
+            build(small_place)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(target.OPTIONS, "cpp.cxx", (None, "no-such-compiler"))
+    with pytest.raises(BuildError, match="needs a C\\+\\+ compiler"):
+        build(small_place)
+
+
+@pytest.mark.full
+def test_a_compiler_that_fails(small_place: BuildRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(target.OPTIONS, "cpp.march", "z80")
+    with pytest.raises(BuildError, match="the C\\+\\+ compiler failed") as caught:
+        build(small_place)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+def test_every_step_equals_recomputation_full(
+    nextn: int,
+    drafter: DrafterName | None,
+    predictable_folder: Path,
+    predictable: Transformer,
+    build_engine: EngineBuilder,
+) -> None:
+    """One slot, where all is static, and several."""
+    for flags in ({}, {"max_batch": SLOTS}):
+        engine = build_engine(
+            predictable_folder, nextn, drafter, target="inductor", prefill_chunk=CHUNK, **flags
+        )
+        check_steps(load(engine), predictable, nextn, drafter)
+        check_texts(engine, predictable)
+
+
+@pytest.mark.full
+def test_modes_share_a_batch(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+    flags = {"prefill_chunk": CHUNK, "max_batch": SLOTS}
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", target="inductor", **flags)
+    asked = prompts(3, 5, 1, 9)
+    params = [HOT, replace(HOT, acceptance="rejection"), replace(GREEDY, logprobs=2), GREEDY]
+    with Engine.load(engine, threads=1) as loaded:
+        together = loaded.generate(asked, params)
+        alone = [loaded.generate(p, each) for p, each in zip(asked, params, strict=True)]
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+
+
+@pytest.mark.full
+def test_the_same_tokens_as_onnxruntime(tiny_engine: Callable[..., Path]) -> None:
+    """deepseek-tiny, the weights that the repository ships."""
+    texts = []
+    for name in ("onnxruntime", "inductor"):
+        with Engine.load(tiny_engine(3, target=name)) as engine:
+            results = engine.generate(
+                ["def fibonacci(n):", "class Stack:\n"], SamplingParams(max_tokens=64)
+            )
+            texts.append([result.token_ids for result in results])
+    assert texts[0] == texts[1]
