@@ -197,7 +197,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, add_help=True)
+    parser = argparse.ArgumentParser(description="What each kernel needs as an AOT plugin.")
     parser.add_argument("--shape", choices=SHAPES, default="deepseek-v3")
     parser.add_argument("--architectures", default=",".join(map(str, ARCHITECTURES)))
     parser.add_argument("--json", action="store_true", help="with the PTX")
@@ -205,13 +205,14 @@ def main() -> None:
     for architecture in options.architectures.split(","):
         for launch in launches(SHAPES[options.shape]):
             ptx = compile_launch(launch, int(architecture))
-            arguments = len(launch.inputs), len(launch.sizes), len(launch.outputs)
+            inputs = sum(operand is not None for operand in launch.inputs)
             if options.json:
-                print(json.dumps(asdict(ptx) | {"arguments": arguments}))
+                counts = (inputs, len(launch.sizes), len(launch.outputs))
+                print(json.dumps(asdict(ptx) | {"arguments": counts}))
             else:
                 print(
                     f"{ptx.target:8}{ptx.name:24}{ptx.threads:5} threads{ptx.shared:7} bytes shared"
-                    f"  {arguments[0]} inputs, {arguments[1]} sizes, {arguments[2]} outputs"
+                    f"{inputs:4} inputs {len(launch.sizes)} sizes {len(launch.outputs)} outputs"
                 )
 
 

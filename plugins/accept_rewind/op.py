@@ -43,7 +43,7 @@ def _(
 @accept_rewind.register_kernel("cuda")
 def _(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
 
     return accept_rewind_triton(logits, window, num_drafts, lengths, active)

@@ -125,11 +125,13 @@ def greedy_launches(
     return first, Launch(verdict_of_slot, (B,), operands, (blocks,), outputs, constants)
 
 
+@torch.library.triton_op("mtpbuild_triton::accept_rewind", mutates_args=())
 def accept_rewind_triton(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
-) -> tuple[Tensor, ...]:
-    """The op on a GPU; traceable."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op on a GPU."""
     first, second = greedy_launches(logits.contiguous(), window, num_drafts, lengths, active)
     first.run()
     second.run()
-    return second.outputs
+    tokens, n, new_lengths, logprobs, margins = second.outputs
+    return tokens, n, new_lengths, logprobs, margins

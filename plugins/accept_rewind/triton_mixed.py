@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mtpbuild.plugins.accept_rewind.distribution import Shaping
 from mtpbuild.plugins.accept_rewind.mixed import ACCEPT, DRAFT, RECOVER, TOP, Judging, Verdict
 from mtpbuild.plugins.accept_rewind.triton import best_launch, without
 from mtpbuild.plugins.launch import Launch, tile
@@ -347,6 +348,51 @@ def mixed_launches(
     return best, law, draw, verdict
 
 
+@torch.library.triton_op("mtpbuild_triton::accept_mixed", mutates_args=())
+def _verdict(
+    logits: Tensor,
+    window: Tensor,
+    num_drafts: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    thinking: Tensor,
+    draft_probs: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    rejection: Tensor,
+    block: Tensor,
+    synthetic: Tensor,
+    relaxed_topk: Tensor,
+    relaxed_delta: Tensor,
+    thinking_ids: Tensor,
+    banned_ids: Tensor,
+    banned_until: Tensor,
+    uniforms: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """tokens, n, lengths, logprobs, thinking, margins; an op's operands are tensors."""
+    judging = Judging(
+        Shaping(temperature, top_k, top_p, min_p),
+        rejection,
+        block,
+        synthetic,
+        relaxed_topk,
+        relaxed_delta,
+        thinking_ids,
+        banned_ids,
+        banned_until,
+        uniforms,
+    )
+    launches = mixed_launches(
+        logits, window, num_drafts, lengths, active, thinking, draft_probs, judging
+    )
+    for launch in launches:
+        launch.run()
+    tokens, n, new_lengths, logprobs, new_thinking = launches[-1].outputs
+    return tokens, n, new_lengths, logprobs, new_thinking, launches[-2].outputs[1]
+
+
 def accept_mixed_triton(
     logits: Tensor,
     window: Tensor,
@@ -357,13 +403,13 @@ def accept_mixed_triton(
     draft_probs: Tensor,
     judging: Judging,
 ) -> Verdict:
-    """`accept_mixed` on a GPU; traceable. The most probable tokens are left to torch."""
-    launches = mixed_launches(
-        logits, window, num_drafts, lengths, active, thinking, draft_probs, judging
+    """`accept_mixed` on a GPU. The most probable tokens are left to torch."""
+    s, j = judging.shaping, judging
+    tokens, n, new_lengths, logprobs, new_thinking, margins = _verdict(
+        *(logits, window, num_drafts, lengths, active, thinking, draft_probs),
+        *(s.temperature, s.top_k, s.top_p, s.min_p, j.rejection, j.block, j.synthetic),
+        *(j.relaxed_topk, j.relaxed_delta, j.thinking_ids, j.banned_ids, j.banned_until),
+        j.uniforms,
     )
-    for launch in launches:
-        launch.run()
-    tokens, n, new_lengths, logprobs, new_thinking = launches[-1].outputs
-    _, margins, _ = launches[-2].outputs
     top = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]), dim=-1)
     return Verdict(tokens, n, new_lengths, logprobs, margins, new_thinking, top.indices, top.values)

@@ -1,5 +1,6 @@
 """kv_write in Triton: a slot's fresh rows are one run of memory."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,8 +31,9 @@ def kv_launch(cache: Tensor, rows: Tensor, start: Tensor) -> Launch:
     return Launch(kv_copy, grid, (rows, start), (S, C, count), (cache,), {"BLOCK": BLOCK})
 
 
+@torch.library.triton_op("mtpbuild_triton::kv_write", mutates_args=())
 def kv_write_triton(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    """The op on a GPU; traceable. Its copy is what a target that works in place drops."""
+    """The op on a GPU. Its copy is what a target that works in place drops."""
     out = cache.clone()
     kv_launch(out, rows.contiguous(), start).run()
     return out

@@ -56,10 +56,12 @@ def mla_partial(
             top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK,
         )  # fmt: skip
     if split == splits - 1:
-        last = tl.load(first + b).to(tl.int32) + m % TOKENS
-        for n in range(0, fresh_rows, BLOCK_N):
+        start = tl.load(first + b).to(tl.int32)
+        last = start + m % TOKENS
+        end_fresh = tl.minimum(fresh_rows, start + TOKENS)  # garbage may follow
+        for n in range(0, end_fresh, BLOCK_N):
             top, weight, mixed = _attend(
-                queries, some, fresh + b * fresh_rows * width, n, fresh_rows, last, scale,
+                queries, some, fresh + b * fresh_rows * width, n, end_fresh, last, scale,
                 top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK,
             )  # fmt: skip
 
@@ -208,6 +210,7 @@ def mla_launches(
     return first_launch, combine
 
 
+@torch.library.triton_op("mtpbuild_triton::mla_attention", mutates_args=())
 def mla_attention_triton(
     q: Tensor,
     cache: Tensor,
@@ -218,7 +221,7 @@ def mla_attention_triton(
     kv_lora_rank: int,
     k_scale: Tensor | None = None,
 ) -> Tensor:
-    """The op on a GPU; traceable."""
+    """The op on a GPU."""
     launches = mla_launches(
         q.contiguous(),
         cache,

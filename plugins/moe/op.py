@@ -59,7 +59,7 @@ def _(
     experts: int,
     normalise: bool,
     factor: float,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     from mtpbuild.plugins.moe.triton import moe_route_triton
 
     return moe_route_triton(logits, bias, groups, kept_groups, experts, normalise, factor)

@@ -195,6 +195,7 @@ def moe_launches(
     return first, second
 
 
+@torch.library.triton_op("mtpbuild_triton::moe_route", mutates_args=())
 def moe_route_triton(
     logits: Tensor,
     bias: Tensor,
@@ -203,17 +204,19 @@ def moe_route_triton(
     experts: int,
     normalise: bool,
     factor: float,
-) -> tuple[Tensor, ...]:
-    """moe_route on a GPU; traceable."""
+) -> tuple[Tensor, Tensor]:
+    """moe_route on a GPU."""
     launch = route_launch(logits, bias, groups, kept_groups, experts, normalise, factor)
     launch.run()
-    return launch.outputs
+    weights, ids = launch.outputs
+    return weights, ids
 
 
+@torch.library.triton_op("mtpbuild_triton::moe", mutates_args=())
 def moe_triton(
     x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor
 ) -> Tensor:
-    """moe on a GPU; traceable."""
+    """moe on a GPU."""
     launches = moe_launches(x, weights, ids, gate_up_proj, down_proj)
     for launch in launches:
         launch.run()

@@ -5,6 +5,7 @@ the corners, in the order of its table.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -41,7 +42,7 @@ class Case:
     banned: list[int] = field(default_factory=list)
     banned_until: int = 0  # rows of the window
     draft_probs: list[list[float]] = field(default_factory=list)
-    uniforms: list[tuple[float, float, float]] = field(default_factory=list)
+    uniforms: Sequence[tuple[float, float, float]] = field(default_factory=list)
 
 
 def point(token: int) -> list[float]:
@@ -280,7 +281,20 @@ BANNED = {
 }  # fmt: skip
 
 
-def judge(case: Case) -> Verdict:
+Operands = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    Judging,
+]
+
+
+def operands(case: Case) -> Operands:
+    """Of `accept_mixed`, for one slot."""
     K = len(case.drafts)
     drafts = K if case.num_drafts is None else case.num_drafts
     uniforms = torch.zeros(1, 3, 20)
@@ -300,7 +314,7 @@ def judge(case: Case) -> Verdict:
         uniforms=uniforms,
     )
     probs = torch.tensor(case.draft_probs) if case.draft_probs else torch.zeros(K, V)
-    return accept_mixed(
+    return (
         torch.tensor(case.rows).log()[None],
         torch.tensor([[A, *case.drafts]]),
         torch.tensor([drafts]),
@@ -310,6 +324,10 @@ def judge(case: Case) -> Verdict:
         probs.reshape(1, K, V),
         judging,
     )
+
+
+def judge(case: Case) -> Verdict:
+    return accept_mixed(*operands(case))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,289 @@
+"""What each Triton kernel must fulfil on any device: random cases, and the reference beside it.
+
+Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/conftest.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, moe, moe_route
+from mtpbuild.plugins.accept_rewind.distribution import Shaping, shaped_probs
+from mtpbuild.plugins.accept_rewind.mixed import Judging, Verdict, accept_mixed
+from mtpbuild.plugins.launch import AOT_SHARED
+
+FP8 = torch.float8_e4m3fn
+Draw = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Shapes of one call; lengths are drawn from the seed, 0 and the capacity among them."""
+
+    batch: int
+    heads: int
+    tokens: int
+    fresh: int
+    rank: int
+    rope: int
+    capacity: int
+    dtype: torch.dtype
+    cache: torch.dtype
+    splits: int | None
+    shared: int
+    seed: int
+
+
+@st.composite
+def attentions(draw: Draw) -> Attention:
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    cache = draw(st.sampled_from([dtype, FP8]))
+    tokens = draw(st.integers(1, 16))
+    return Attention(
+        batch=draw(st.integers(1, 3)),
+        heads=draw(st.sampled_from([1, 3, 8])),
+        tokens=tokens,
+        fresh=tokens + draw(st.integers(0, 3)),
+        rank=draw(st.sampled_from([5, 16, 24, 130])),
+        rope=draw(st.sampled_from([2, 16])),
+        capacity=draw(st.integers(1, 90)),
+        dtype=dtype,
+        cache=cache,
+        splits=draw(st.sampled_from([None, 1, 2, 5])),
+        shared=draw(st.sampled_from([AOT_SHARED, 1 << 20])),
+        seed=draw(st.integers(0, 1 << 20)),
+    )
+
+
+def check_attention(case: Attention, device: str) -> None:
+    from mtpbuild.plugins.mla_attention.triton import mla_launches
+
+    g = torch.Generator().manual_seed(case.seed)
+    B, T, C = case.batch, case.tokens, case.rank + case.rope
+    q = torch.randn(B, case.heads, T, C, generator=g).to(case.dtype)
+    cache = torch.randn(B, 1, case.capacity, C, generator=g).to(case.cache)
+    fresh = torch.randn(B, 1, case.fresh, C, generator=g).to(case.cache)
+    base = torch.randint(0, case.capacity + 1, (B,), generator=g)
+    base[case.seed % B] = (0, case.capacity)[case.seed % 2]
+    first = torch.randint(0, case.fresh - T + 1, (B,), generator=g)
+    k_scale = torch.tensor([0.37]) if case.cache == FP8 else None
+    wide = (cache.float(), fresh.float())
+    wanted = mla_attention(q.float(), *wide, base, first, 0.2, case.rank, k_scale)
+
+    for b in range(B):  # what no query sees may be anything
+        cache[b, :, int(base[b]) :] = float("nan")
+        fresh[b, :, int(first[b]) + T :] = float("nan")
+    q, cache, fresh, base, first = (x.to(device) for x in (q, cache, fresh, base, first))
+    k_scale = None if k_scale is None else k_scale.to(device)
+    before = cache.view(torch.uint8).clone()
+    launches = mla_launches(
+        q, cache, fresh, base, first, 0.2, case.rank, k_scale, case.splits, case.shared
+    )
+    for launch in launches:
+        launch.run()
+    got = launches[-1].outputs[0]
+    assert got.dtype == case.dtype
+    assert torch.equal(cache.view(torch.uint8), before)
+    tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(got.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def check_kv_write(seed: int, device: str, width: int = 6) -> None:
+    g = torch.Generator().manual_seed(seed)
+    B, S, T = 3, 20, 1 + seed % 5
+    cache, rows = torch.randn(B, 1, S, width, generator=g), torch.randn(B, 1, T, width, generator=g)
+    start = torch.randint(0, S - T + 1, (B,), generator=g)
+    start[seed % B] = (0, S - T)[seed % 2]
+    from mtpbuild.plugins.kv_write.triton import kv_launch, kv_write_triton
+
+    wanted = kv_write(cache, rows, start)
+    operands = [x.to(device) for x in (cache, rows, start)]
+    assert torch.equal(kv_write_triton(*operands).cpu(), wanted)
+    assert torch.equal(operands[0].cpu(), cache)  # the op is functional
+    kv_launch(*operands).run()
+    assert torch.equal(operands[0].cpu(), wanted)
+
+
+def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
+    """Few levels: ties are frequent, and drafts often right. Returns the largest n."""
+    from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
+
+    g = torch.Generator().manual_seed(seed)
+    B, T = 4, drafts + 1
+    logits = torch.randint(0, 3, (B, T, vocab), generator=g).float()
+    window = torch.randint(-1, vocab, (B, T), generator=g)
+    right = torch.rand(B, T, generator=g) < 0.7
+    window = torch.where(right, logits.argmax(-1).roll(1, dims=1), window)
+    num_drafts = torch.randint(0, T, (B,), generator=g)
+    lengths = torch.randint(0, 500, (B,), generator=g)
+    active = torch.rand(B, generator=g) < 0.8
+    operands = (logits, window, num_drafts, lengths, active)
+    wanted = accept_rewind(*operands)
+    got = accept_rewind_triton(*(x.to(device) for x in operands))
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.cpu(), b)
+    return int(wanted[1].max())
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Operands of `accept_mixed`."""
+
+    logits: Tensor
+    window: Tensor
+    num_drafts: Tensor
+    lengths: Tensor
+    active: Tensor
+    thinking: Tensor
+    draft_probs: Tensor
+    judging: Judging
+
+    def to(self, device: str) -> "Mixed":
+        return _to(self, device)
+
+
+def _to(value: Any, device: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return type(value)(*(_to(getattr(value, f.name), device) for f in fields(value)))
+
+
+def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
+    """Every slot in a mode of its own, with filters of its own; drafts are often good ones."""
+    g = torch.Generator().manual_seed(seed)
+    B, T, V = slots, drafts + 1, vocab
+
+    def pick(*values: float) -> Tensor:
+        return torch.tensor(values)[torch.randint(0, len(values), (B,), generator=g)]
+
+    def chance(p: float, *shape: int) -> Tensor:
+        return torch.rand(B, *shape, generator=g) < p
+
+    logits = torch.randn(B, T, V, generator=g) * 2
+    q = (logits[:, :drafts] + torch.randn(B, drafts, V, generator=g)).softmax(-1)
+    drawn = q.flatten(0, 1).multinomial(1, generator=g).view(B, drafts) if drafts else None
+    window = torch.randint(0, V, (B, T), generator=g)
+    if drawn is not None:
+        window[:, 1:] = torch.where(chance(0.6, drafts), logits[:, :drafts].argmax(-1), drawn)
+        window[:, 1:][chance(0.05, drafts)] = -1
+    top_k = torch.randint(1, V + 3, (B,), generator=g)
+    synthetic = torch.where(chance(0.15)[:, None], torch.rand(B, T, generator=g), -1.0)
+    synthetic[:, -1] = -1.0
+    judging = Judging(
+        shaping=Shaping(
+            pick(0.0, 0.6, 1.0, 1.7),
+            torch.where(chance(0.5), top_k, 0),
+            pick(1.0, 0.9, 0.5, 1e-6),
+            pick(0.0, 0.0, 0.1, 1.0),
+        ),
+        rejection=chance(0.6),
+        block=chance(0.5),
+        synthetic=synthetic,
+        relaxed_topk=pick(1, 3, 10).long(),
+        relaxed_delta=pick(0.0, 0.1, 0.6),
+        thinking_ids=torch.tensor([[1, 2]] * B),
+        banned_ids=torch.randint(-1, V, (B, 2), generator=g),
+        banned_until=torch.randint(0, 14, (B,), generator=g),
+        uniforms=torch.rand(B, 3 + max(drafts - 1, 0), 12 + T, generator=g),
+    )
+    return Mixed(
+        logits,
+        window,
+        torch.randint(0, T, (B,), generator=g),
+        torch.randint(3, 10, (B,), generator=g),
+        chance(0.9),
+        chance(0.5),
+        q,
+        judging,
+    )
+
+
+def check_mixed(case: Mixed, device: str) -> Verdict:
+    """Every figure of the verdict; returns the reference's."""
+    from mtpbuild.plugins.accept_rewind.triton_mixed import accept_mixed_triton
+
+    operands = [getattr(case, f.name) for f in fields(case)]
+    wanted = accept_mixed(*operands)
+    moved = case.to(device)
+    got = accept_mixed_triton(*(getattr(moved, f.name) for f in fields(moved)))
+    for f in fields(Verdict):
+        a, b = getattr(got, f.name).cpu(), getattr(wanted, f.name)
+        assert a.dtype == b.dtype, f.name
+        assert torch.allclose(a, b, rtol=1e-4, atol=2e-5), f"{f.name}: {a}, wanted {b}"
+    return wanted
+
+
+def check_filters(case: Mixed, device: str) -> None:
+    """The tokens that top-k, top-p and min-p leave, found without sorting."""
+    from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
+
+    wanted = shaped_probs(case.logits, case.judging.shaping.rows(2)).flatten(0, 1)
+    moved = case.to(device)
+    best, law, *_ = mixed_launches(*(getattr(moved, f.name) for f in fields(moved)))
+    best.run()
+    law.run()
+    highest, floor, norm = law.outputs[0].cpu()[:, :3].T[..., None]
+    temperature = case.judging.shaping.temperature.repeat_interleave(case.logits.shape[1])[:, None]
+    x = case.logits.flatten(0, 1) / torch.where(temperature > 0, temperature, 1.0)
+    weights = (x - highest).exp()
+    got = torch.where(weights >= floor * (1 - 1e-6), weights, 0.0) / norm  # two libraries' exp
+    assert torch.equal(got > 0, wanted > 0)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class Experts:
+    tokens: int
+    experts: int
+    groups: int
+    kept_groups: int
+    chosen: int
+    hidden: int
+    inner: int
+    dtype: torch.dtype
+    seed: int
+
+
+@st.composite
+def expert_choices(draw: Draw) -> Experts:
+    groups, size = draw(st.sampled_from([(1, 6), (2, 4), (4, 3), (3, 2)]))
+    kept = draw(st.integers(1, groups))
+    return Experts(
+        tokens=draw(st.sampled_from([1, 2, 5, 17])),
+        experts=groups * size,
+        groups=groups,
+        kept_groups=kept,
+        chosen=draw(st.integers(1, min(3, kept * size))),
+        hidden=draw(st.sampled_from([8, 70])),
+        inner=draw(st.sampled_from([4, 66])),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        seed=draw(st.integers(0, 1 << 20)),
+    )
+
+
+def check_moe(case: Experts, device: str) -> None:
+    from mtpbuild.plugins.moe.triton import moe_route_triton, moe_triton
+
+    g = torch.Generator().manual_seed(case.seed)
+    N, X, E, inner = case.tokens, case.experts, case.hidden, case.inner
+    logits = torch.randn(N, X, generator=g)
+    bias = torch.randn(X, generator=g) * 0.3
+    settings = (case.groups, case.kept_groups, case.chosen, bool(case.seed % 2), 2.5)
+    weights, ids = moe_route(logits, bias, *settings)
+    got = moe_route_triton(logits.to(device), bias.to(device), *settings)
+    torch.testing.assert_close(got[0].cpu(), weights)
+    assert torch.equal(got[1].cpu(), ids)
+
+    x = torch.randn(N, E, generator=g).to(case.dtype)
+    gate_up = (torch.randn(X, E, 2 * inner, generator=g) / E**0.5).to(case.dtype)
+    down = (torch.randn(X, inner, E, generator=g) / inner**0.5).to(case.dtype)
+    wanted = moe(x.float(), weights, ids, gate_up.float(), down.float())
+    y = moe_triton(*(t.to(device) for t in (x, weights, ids, gate_up, down)))
+    assert y.dtype == case.dtype
+    tolerance = 1e-4 if case.dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(y.float().cpu(), wanted, rtol=tolerance, atol=tolerance)

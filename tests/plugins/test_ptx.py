@@ -1,0 +1,200 @@
+"""The AOT plugin contract of every kernel's PTX, and the graph that AOTInductor is given.
+
+Compiling needs no GPU, but a process in which Triton's interpreter is off.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mtpbuild.plugins.launch import AOT_SHARED
+from mtpbuild.plugins.ptx import ARCHITECTURES, SHAPES, compile_launch, launches
+
+pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+
+KERNELS = {
+    "kv_copy",
+    "mla_partial",
+    "mla_combine",
+    "best_of_block",
+    "verdict_of_slot",
+    "law_of_row",
+    "draw_of_row",
+    "verdict_of_mixed_slot",
+    "route",
+    "gate_and_up",
+    "down",
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("triton")
+
+
+def run(*arguments: str, cache: Path) -> str:
+    """What Python prints in a process that compiles."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TORCH_LOGS": "-all"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def compiled(shape: str, architecture: int, cache: Path) -> list[dict[str, Any]]:
+    arguments = ("--shape", shape, "--architectures", str(architecture), "--json")
+    lines = run("-m", "mtpbuild.plugins.ptx", *arguments, cache=cache).splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def check(kernels: list[dict[str, Any]], architecture: int, folder: Path) -> None:
+    assert {kernel["name"] for kernel in kernels} == KERNELS
+    for kernel in kernels:
+        inputs, sizes, outputs = kernel["arguments"]
+        pointer, integer = ".u64", ".u32"
+        assert kernel["parameters"] == [pointer] * inputs + [integer] * sizes + [pointer] * outputs
+        assert kernel["threads"] % 32 == 0
+        assert kernel["shared"] <= AOT_SHARED
+        assert kernel["text"].count(".visible .entry") == 1
+        assert kernel["text"].count("// .globl") == 1  # nothing else can be launched
+    target = "sm_80" if architecture == 80 else f"sm_{architecture}a"
+    assert {kernel["target"] for kernel in kernels} == {target}
+    for later in (80, 90, 120) if architecture == 80 else (target.removeprefix("sm_"),):
+        assemble(kernels, f"sm_{later}", folder)
+
+
+def assemble(kernels: list[dict[str, Any]], target: str, folder: Path) -> None:
+    """The text without Triton's own parameters is still PTX that the driver would take."""
+    from triton import knobs
+
+    blackwell = int("".join(filter(str.isdigit, target))) >= 100
+    tool = knobs.nvidia.ptxas_blackwell if blackwell else knobs.nvidia.ptxas
+    files = []
+    for i, kernel in enumerate(kernels):
+        files.append(folder / f"{i}.ptx")
+        files[-1].write_text(kernel["text"], encoding="utf-8")
+    for file in files:
+        command = [tool.path, f"--gpu-name={target}", "-o", os.devnull, str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{file}: {done.stderr}"
+
+
+def test_the_contract(cache: Path, tmp_path: Path) -> None:
+    """sm_80's PTX runs on every later GPU."""
+    check(compiled("small", 80, cache), 80, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("shape", ["deepseek-v3", "deepseek-v3-fp8-cache"])
+def test_the_contract_in_full(shape: str, architecture: int, tmp_path: Path) -> None:
+    if "fp8" in shape and architecture == 80:
+        pytest.skip("Triton converts fp8 from sm_89 on")
+    check(compiled(shape, architecture, tmp_path), architecture, tmp_path)
+
+
+def test_the_interpreters_process_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"):
+        compile_launch(launches(SHAPES["small"])[0], 80)
+
+
+TOO_MUCH = """
+from mtpbuild.plugins import ptx
+
+ptx.AOT_SHARED = 1000
+try:
+    ptx.compile_launch(ptx.launches(ptx.SHAPES["small"])[1], 80)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_too_much_shared_memory_is_refused(cache: Path) -> None:
+    said = run("-c", TOO_MUCH, cache=cache)
+    assert said.startswith("mla_partial: ")
+    assert said.endswith(" bytes of shared memory > 1000\n")
+
+
+TRACE = """
+import torch
+from torch._subclasses.functional_tensor import dispatch_functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from mtpbuild.plugins import accept_rewind, cuda_facets, kv_write, mla_attention, moe, moe_route
+
+
+class Pretended:  # a GPU, for what is asked while tracing
+    def get_current_target(self):
+        return GPUTarget("cuda", 80, 32)
+
+
+driver.set_active(Pretended())
+
+
+class Step(torch.nn.Module):
+    def forward(self, q, cache, fresh, base, logits, window, active, x, scores, bias, up, down):
+        cache = kv_write(cache, fresh, base)
+        o = mla_attention(q, cache, fresh, base, torch.zeros_like(base), 0.1, 16)
+        weights, ids = moe_route(scores, bias, 2, 1, 2, True, 2.5)
+        y = moe(x, weights, ids, up, down)
+        return o, cache, y, accept_rewind(logits, window, base, base, active)
+
+
+B, T = 2, 3
+base = torch.zeros(B, dtype=torch.int64)
+example = (
+    torch.randn(B, 4, T, 24), torch.randn(B, 1, 64, 24), torch.randn(B, 1, T, 24), base,
+    torch.randn(B, T, 99), torch.zeros(B, T, dtype=torch.int64), torch.ones(B, dtype=torch.bool),
+    torch.randn(6, 20), torch.randn(6, 8), torch.randn(8), torch.randn(8, 20, 24),
+    torch.randn(8, 12, 20),
+)
+exported = torch.export.export(Step(), example).run_decompositions(cuda_facets())
+module = exported.module()
+graph = make_fx(dispatch_functionalize(lambda *inputs: module(*inputs)), tracing_mode="fake")
+for node in graph(*example).graph.nodes:
+    if "mtpbuild" in str(node.target):
+        print("left", node.target)
+    if str(node.target) == "triton_kernel_wrapper_functional":
+        print(*node.kwargs["tensors_to_clone"])
+"""
+
+
+def test_export_sees_the_kernels(tmp_path: Path) -> None:
+    """What AOTInductor is given holds launches, not opaque ops; each writes its outputs alone."""
+    written = run("-W", "ignore", "-c", TRACE, cache=tmp_path).splitlines()
+    assert sorted(written) == sorted(  # "ids": the stores' addresses are traced back to it
+        [
+            "cache",  # kv_copy
+            "out lse",  # mla_partial; a lone split needs no combination
+            "weights ids",  # route
+            "ids inner",  # gate_and_up
+            "ids parts",  # down
+            "best ids",  # best_of_block
+            "tokens num_tokens new_lengths logprobs margins",  # verdict_of_slot
+        ]
+    )
+
+
+def test_launches_are_checked_against_their_kernel() -> None:
+    from mtpbuild.plugins.ptx import _signature
+
+    launch = launches(SHAPES["small"])[0]
+    signature, constants = _signature(launch)
+    assert list(signature.values()) == ["*fp32", "*i64", "i32", "i32", "i32", "*fp32", "constexpr"]
+    assert constants == {"BLOCK": 1024}
+    with pytest.raises(AssertionError):
+        _signature(replace(launch, sizes=(1, 2)))
+    with pytest.raises(KeyError):
+        _signature(replace(launch, outputs=(torch.empty(1, dtype=torch.float64),)))

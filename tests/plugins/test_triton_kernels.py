@@ -1,0 +1,190 @@
+"""Oracle O8: each Triton kernel, run by the interpreter, equals its PyTorch reference."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtpbuild.builder.model.config import ModelConfig, RopeConfig
+from mtpbuild.builder.model.layers import GatheredMoE
+from mtpbuild.plugins import moe, moe_route
+from tests.plugins import kernels
+from tests.plugins.kernels import Attention, Experts, Mixed
+from tests.plugins.test_modes import BANNED, BLOCK, REJECTION, RELAXED, SAMPLED, SYNTHETIC, operands
+
+triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("a GPU runs these contracts in tests/gpu", allow_module_level=True)
+
+FEW = settings(deadline=None, derandomize=True, max_examples=12, database=None)
+MANY = settings(deadline=None, derandomize=True, max_examples=300, database=None)
+SEEDS = st.integers(0, 1 << 20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bfloat16_products() -> Iterator[None]:
+    """The interpreter (Triton 3.9) would multiply the bit patterns of bfloat16 operands."""
+    from triton.runtime import interpreter
+
+    plain = interpreter.InterpreterBuilder.create_dot
+
+    def wide(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
+        if x.dtype.scalar != triton.language.bfloat16:
+            return x
+        bits = x.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), triton.language.float32)
+
+    def dot(self, a, b, d, *rest):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
+        return plain(self, wide(a), wide(b), d, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+        yield
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small vocabularies have many blocks, the last of them cut off."""
+    from mtpbuild.plugins.accept_rewind import triton as greedy
+    from mtpbuild.plugins.accept_rewind import triton_mixed as mixed
+
+    monkeypatch.setattr(greedy, "BLOCK", 32)
+    monkeypatch.setattr(mixed, "BLOCK", 32)
+
+
+@FEW
+@given(case=kernels.attentions())
+def test_mla_attention(case: Attention) -> None:
+    kernels.check_attention(case, "cpu")
+
+
+@pytest.mark.full
+@MANY
+@given(case=kernels.attentions())
+def test_mla_attention_in_full(case: Attention) -> None:
+    kernels.check_attention(case, "cpu")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kv_write(seed: int) -> None:
+    kernels.check_kv_write(seed, "cpu")
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_greedy_acceptance() -> None:
+    shapes = [(2, 1), (7, 3), (32, 0), (33, 2), (150, 5)]
+    seen = {kernels.check_greedy(i, *shape, "cpu") - shape[1] for i, shape in enumerate(shapes)}
+    assert 1 in seen  # somewhere all drafts are kept
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3])
+def test_the_table_of_modes(drafts: int) -> None:
+    """All cases of `test_modes` with so many drafts, as one batch."""
+    tables = (RELAXED, REJECTION, SAMPLED, BLOCK, SYNTHETIC, BANNED)
+    cases = [case for table in tables for case in table.values() if len(case.drafts) == drafts]
+    assert len(cases) > 2
+    given = [operands(case) for case in cases]
+    batch = Mixed(*(join(column) for column in zip(*given, strict=True)))
+    verdict = kernels.check_mixed(batch, "cpu")
+    emitted = [row[row >= 0].tolist() for row in verdict.tokens]
+    assert emitted == [case.emitted for case in cases]
+
+
+def join(values: tuple[Any, ...]) -> Any:
+    """Operands of single slots as one batch, dataclasses field by field."""
+    if isinstance(values[0], torch.Tensor):
+        return torch.cat(values)
+    kind = type(values[0])
+    columns = zip(*(vars(value).values() for value in values), strict=True)
+    return kind(*(join(column) for column in columns))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("seed", "vocab", "drafts"), [(0, 40, 3), (1, 33, 1), (2, 70, 2)])
+def test_mixed_acceptance(seed: int, vocab: int, drafts: int) -> None:
+    kernels.check_mixed(kernels.random_mixed(seed, vocab, drafts), "cpu")
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_filters_without_a_sort() -> None:
+    case = kernels.random_mixed(7, 70, 1, slots=8)
+    case.judging.banned_until.zero_()
+    kernels.check_filters(case, "cpu")
+
+
+@pytest.mark.full
+@MANY
+@given(seed=SEEDS, vocab=st.integers(12, 99), drafts=st.integers(0, 4))
+def test_mixed_acceptance_in_full(seed: int, vocab: int, drafts: int) -> None:
+    kernels.check_mixed(kernels.random_mixed(seed, vocab, drafts), "cpu")
+
+
+@FEW
+@given(case=kernels.expert_choices())
+def test_moe(case: Experts) -> None:
+    kernels.check_moe(case, "cpu")
+
+
+def test_the_experts_are_the_models() -> None:
+    """The references of both ops are GatheredMoE without its shared experts."""
+    torch.manual_seed(0)
+    config = tiny_experts()
+    model = GatheredMoE(config)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    x = torch.randn(7, config.hidden_size)
+    c = config
+    weights, ids = moe_route(
+        x @ model.gate.weight,
+        model.gate.e_score_correction_bias,
+        c.n_group,
+        c.topk_group,
+        c.num_experts_per_tok,
+        c.norm_topk_prob,
+        c.routed_scaling_factor,
+    )
+    y = moe(x, weights, ids, model.gate_up_proj, model.down_proj)
+    torch.testing.assert_close(y + model.shared_experts(x), model(x))
+
+
+def tiny_experts() -> ModelConfig:
+    return ModelConfig(
+        vocab_size=8,
+        hidden_size=12,
+        intermediate_size=8,
+        moe_intermediate_size=6,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        q_lora_rank=None,
+        kv_lora_rank=4,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=2,
+        v_head_dim=4,
+        n_routed_experts=12,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        first_k_dense_replace=0,
+        moe_layer_freq=1,
+        num_nextn_predict_layers=0,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=64,
+        rope_interleave=True,
+        tie_word_embeddings=False,
+        rope=RopeConfig(),
+    )
+
+
+def test_more_tokens_than_the_experts_kernel_takes() -> None:
+    from mtpbuild.plugins.moe.triton import moe_triton
+
+    x, weights, ids = torch.zeros(65, 4), torch.ones(65, 1), torch.zeros(65, 1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="64 tokens, not 65"):
+        moe_triton(x, weights, ids, torch.zeros(2, 4, 8), torch.zeros(2, 4, 4))
