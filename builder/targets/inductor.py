@@ -13,7 +13,7 @@ import torch._inductor
 from safetensors.torch import save
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import fast_random_decomps, register_decomposition
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._inductor.package.package import package_aoti
 from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule, Node
@@ -105,9 +105,12 @@ def _compile(program: GraphModule, examples: tuple[Any, ...], scratch: str) -> l
         try:
             parts = torch._inductor.aot_compile(program, examples, options=OPTIONS)
             assert isinstance(parts, list)
-        except CppCompileError as error:
-            reason = str(error).splitlines()[0]
-            raise BuildError(f"the C++ compiler failed ({reason})") from None
+        except InductorError as error:
+            cause = error.inner_exception
+            if not isinstance(cause, CppCompileError):
+                raise
+            lines = (line for line in cause.output.splitlines() if "error" in line)
+            raise BuildError(f"the C++ compiler failed ({next(lines, 'silently')})") from None
     return [part for part in parts if not str(part).endswith(".cpp")]
 
 

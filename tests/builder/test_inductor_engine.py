@@ -35,6 +35,7 @@ from tests.forced import Run, Seen
 from tests.reference.recompute import cache_rows, greedy
 from tests.reference.sampling import sample
 
+pytestmark = pytest.mark.xdist_group("inductor")  # the others would wait for the compiler
 CHUNK, NEXTN, SLOTS = 4, 2, 3
 # One layer and one module; rotary frequencies too many to be written into the code.
 SHAPE: dict[str, Any] = {
@@ -263,7 +264,6 @@ def test_machines_that_can_not_build(
         with pytest.raises(BuildError, match="builds on an x86-64 CPU with AVX2, this is an aarch"):
             build(small_place)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setitem(target.OPTIONS, "cpp.cxx", (None, "no-such-compiler"))
     with pytest.raises(BuildError, match="needs a C\\+\\+ compiler"):
         build(small_place)
 
@@ -271,7 +271,7 @@ def test_machines_that_can_not_build(
 @pytest.mark.full
 def test_a_compiler_that_fails(small_place: BuildRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(target.OPTIONS, "cpp.march", "z80")
-    with pytest.raises(BuildError, match="the C\\+\\+ compiler failed") as caught:
+    with pytest.raises(BuildError, match=r"C\+\+ compiler failed .*z80") as caught:
         build(small_place)
     assert "\n" not in str(caught.value)
 
