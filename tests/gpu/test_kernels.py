@@ -1,0 +1,145 @@
+"""The contracts of tests/plugins on a GPU, and the shapes that only a GPU has the time for."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, moe
+from mtpbuild.plugins.launch import AOT_SHARED, Launch
+from mtpbuild.plugins.ptx import Shape, launches
+from tests.gpu.driver import drive
+from tests.plugins import kernels
+from tests.plugins.kernels import FP8, Attention, Experts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+RANDOM = settings(deadline=None, derandomize=True, max_examples=60, database=None)
+VOCAB = 129280
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@RANDOM
+@given(case=kernels.attentions())
+def test_mla_attention(case: Attention) -> None:
+    kernels.check_attention(case, "cuda")
+
+
+@pytest.mark.parametrize("shared", [AOT_SHARED, 160 << 10])
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_deepseeks_attention(heads: int, tokens: int, cache: torch.dtype, shared: int) -> None:
+    if cache == FP8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton converts fp8 from sm_89 on")
+    kernels.check_attention(
+        Attention(3, heads, tokens, tokens, 512, 64, 3000, torch.bfloat16, cache, None, shared, 1),
+        "cuda",
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kv_write(seed: int) -> None:
+    kernels.check_kv_write(seed, "cuda", width=576)
+
+
+@pytest.mark.parametrize(("vocab", "drafts"), [(2, 1), (1000, 3), (VOCAB, 3), (160000, 15)])
+def test_greedy_acceptance(vocab: int, drafts: int) -> None:
+    kernels.check_greedy(vocab, vocab, drafts, "cuda")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_mixed_acceptance(seed: int) -> None:
+    case = kernels.random_mixed(seed, 50 + 400 * seed, seed % 5)
+    kernels.check_mixed(case, "cuda")
+    case.judging.banned_until.zero_()
+    kernels.check_filters(case, "cuda")
+
+
+@RANDOM
+@given(case=kernels.expert_choices())
+def test_moe(case: Experts) -> None:
+    kernels.check_moe(case, "cuda")
+
+
+def test_deepseeks_experts() -> None:
+    """A rank's share of 8: 32 of 256 experts, here as 32 in 8 groups."""
+    for tokens in (1, 8, 64):
+        kernels.check_moe(Experts(tokens, 32, 8, 4, 8, 7168, 2048, torch.bfloat16, 1), "cuda")
+
+
+def test_ops_pick_their_kernels() -> None:
+    """The same call on CUDA tensors runs Triton, and gives the reference's results."""
+    torch.manual_seed(0)
+    B, T, S = 2, 3, 50
+    q, cache, fresh = torch.randn(B, 4, T, 24), torch.randn(B, 1, S, 24), torch.randn(B, 1, T, 24)
+    base, zeros = torch.tensor([0, 40]), torch.zeros(2, dtype=torch.int64)
+    logits, window = torch.randn(B, T, 99), torch.zeros(B, T, dtype=torch.int64)
+    ids = torch.tensor([[0, 2], [2, 1]], dtype=torch.int32)
+
+    def calls(device: str) -> list[Tensor]:
+        def on(*tensors: Tensor) -> Sequence[Tensor]:
+            return [tensor.to(device) for tensor in tensors]
+
+        generator = torch.Generator().manual_seed(1)
+        experts = [torch.randn(*s, generator=generator) for s in ((2, 9), (3, 9, 8), (3, 4, 9))]
+        return [
+            mla_attention(*on(q, cache, fresh, base, zeros), 0.2, 16),
+            kv_write(*on(cache, fresh, base)),
+            *accept_rewind(*on(logits, window, zeros, base, zeros == 0)),
+            moe(*on(experts[0], torch.ones(2, 2), ids, *experts[1:])),
+        ]
+
+    for got, wanted in zip(calls("cuda"), calls("cpu"), strict=True):
+        assert got.is_cuda
+        torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-5)
+
+
+DEVICE_SHAPES = {
+    "bf16": Shape(2, 3, 16, 64, 16, 1000, 48, 24, 8, 4, 2, 2, torch.bfloat16),
+    "fp32": Shape(2, 3, 4, 40, 8, 1000, 48, 24, 8, 4, 2, 2, torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", DEVICE_SHAPES)
+@pytest.mark.parametrize("portable", [True, False])
+def test_the_driver_launches_the_ptx(name: str, portable: bool) -> None:
+    """Every kernel, with TensorRT's argument list: what PyTorch's launch writes, it writes too."""
+    major, minor = torch.cuda.get_device_capability()
+    architecture = 80 if portable else 10 * major + minor
+    torch.manual_seed(0)
+    for launch in launches(DEVICE_SHAPES[name]):
+        launch = filled(launch)
+        launch.run()
+        wanted = [tensor.clone() for tensor in launch.outputs]
+        for tensor in launch.outputs:
+            tensor.zero_()
+        drive(launch, architecture)
+        for got, expected in zip(launch.outputs, wanted, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def filled(launch: Launch) -> Launch:
+    """Its meta tensors as real ones: small integers, floats in [0, 1), zeroed outputs."""
+
+    def operand(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if tensor.is_floating_point():
+            return torch.rand(tensor.shape, device="cuda").to(tensor.dtype)
+        return torch.randint(0, 2, tensor.shape, device="cuda").to(tensor.dtype)
+
+    return replace(
+        launch,
+        inputs=tuple(map(operand, launch.inputs)),
+        outputs=tuple(torch.zeros_like(tensor, device="cuda") for tensor in launch.outputs),
+    )

@@ -1,0 +1,40 @@
+"""`benchmarks/gpu.py --smoke`: the script that measures a GPU, without one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(SCRIPT), *arguments]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=hidden, capture_output=True, text=True, check=False)
+
+
+def test_smoke() -> None:
+    done = run("--smoke")
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
+    kernels = [line.split()[1] for line in rows]
+    assert kernels == ["mla_attention"] * 2 + ["accept_rewind"] * 2 + ["moe"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "needs a CUDA GPU; --smoke checks the kernels without one"),
+        (("--smoke", "--only", "rope"), "--only rope: expected any of attention, acceptance,"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
