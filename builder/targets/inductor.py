@@ -62,7 +62,7 @@ class InductorTarget:
         program = in_place(traced)
         examples = pytree.tree_leaves(traced.exported.example_inputs)
         file = f"{traced.name}.pt2"
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # goes where a dead build goes
             package_aoti(str(folder / file), _compile(program, tuple(examples), scratch))
         _write_constants(traced, weights, folder)
         return file

@@ -84,9 +84,7 @@ def test_params_are_those_of_flags_and_configuration() -> None:
     said = Settings(rejection_sample_method="synthetic", synthetic_acceptance_rates=(0.9, 0.5))
     for each in (sampling_params(rates, Settings()), sampling_params(rates, said)):
         assert (each.synthetic, each.synthetic_acceptance_rates) == (True, (0.9, 0.5))
-    with pytest.raises(
-        UsageError, match=r"synthetic contradicts .* block"
-    ):
+    with pytest.raises(UsageError, match=r"synthetic contradicts .* block"):
         sampling_params(rates, Settings(rejection_sample_method="block"))
     with pytest.raises(RequestError, match="temperature must be"):
         sampling_params(SamplingFlags(temperature=-1), Settings())
