@@ -20,7 +20,7 @@ OPSET = 24  # the first with TensorScatter
 FOLD_LIMIT = 1 << 20  # bytes; constants above it are weights
 
 
-class ShareSizes(ir.passes.InPlacePass):
+class ShareSizes(ir.passes.InPlacePass):  # type: ignore[misc]
     """Every size with a name (`rows`, `chunk`, `batch`) is read off one input of the graph.
 
     Read off each layer's own cache, the sizes would differ in name only, and so would all that is

@@ -12,7 +12,8 @@ from mtpbuild.builder.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.onnxruntime import ROW_STEP, OnnxPrograms
+from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
+from mtpbuild.runtime.programs.slots import ROW_STEP
 from tests.conftest import EngineBuilder
 from tests.engines import greedy_ids
 from tests.forced import Run, Seen
