@@ -77,6 +77,9 @@ def run(
         typer.Option(help="Write every step to FILE.jsonl or FILE.html; may be repeated."),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
+    provider: Annotated[
+        str | None, typer.Option(help="Where onnxruntime computes: cpu (default) or cuda.")
+    ] = None,
     verify_hashes: Annotated[
         bool, typer.Option("--verify-hashes", help="Hash all files, however large.")
     ] = False,
@@ -114,7 +117,7 @@ def run(
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
         loaded = stack.enter_context(
-            Engine.load(engine, threads=threads, verify_hashes=verify_hashes)
+            Engine.load(engine, threads=threads, provider=provider, verify_hashes=verify_hashes)
         )
         recorder = stack.enter_context(Trace(loaded, *trace)) if trace else None
         if input is not None:

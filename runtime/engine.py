@@ -37,12 +37,18 @@ class Engine:
 
     @classmethod
     def load(
-        cls, path: str | Path, *, threads: int | None = None, verify_hashes: bool = False
+        cls,
+        path: str | Path,
+        *,
+        threads: int | None = None,
+        provider: str | None = None,
+        verify_hashes: bool = False,
     ) -> Self:
         """Check an engine directory and load it.
 
-        threads: of the target; None lets it choose. verify_hashes: all bytes, whatever the size.
-        Raises EngineError, or one of its kinds, with what to do.
+        threads: of the target; None lets it choose. provider: where onnxruntime computes, "cpu" (if
+        None) or "cuda". verify_hashes: all bytes, whatever the size. Raises UsageError,
+        EngineError or one of its kinds, with what to do.
         """
         if threads is not None and threads < 1:
             raise RequestError(f"threads must be a number from 1, not {threads}")
@@ -51,7 +57,8 @@ class Engine:
         try:
             check_files(folder, manifest, verify_hashes=verify_hashes)
             tokenizer = load_tokenizer(folder, manifest)
-            return cls(load_programs(folder, manifest, threads=threads), manifest, tokenizer)
+            programs = load_programs(folder, manifest, threads=threads, provider=provider)
+            return cls(programs, manifest, tokenizer)
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
         except MtpbuildError:

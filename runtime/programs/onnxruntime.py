@@ -1,35 +1,49 @@
-"""Runs an engine's ONNX programs; caches are in place, one buffer bound as input and output."""
+"""Runs an engine's ONNX programs; caches are in place, one buffer bound as input and output.
+
+On CUDA the caches stay on the device; what a step takes and gives besides (window, lengths, one
+hidden row per slot) is a few kB, which onnxruntime copies there and back.
+"""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
+
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # on by default, and read at import
 try:
     import onnxruntime as ort
 except ImportError as error:
-    from mtpbuild.runtime.errors import MissingDependencyError
-
     raise MissingDependencyError(
         "this engine needs onnxruntime: pip install 'mtpbuild[cpu]' (or 'mtpbuild[cuda]')"
     ) from error
 
-from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
-from mtpbuild.runtime.programs.slots import MIXED, PLAIN, Slots
+from mtpbuild.runtime.programs.device_caches import DeviceCaches
+from mtpbuild.runtime.programs.slots import MIXED, PLAIN, Caches, MakeCaches, Slots
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 class OnnxPrograms(Slots):
     """The sessions that advance slots; a step reads one copy of the carries, fills the other."""
 
-    def __init__(self, folder: Path, manifest: Manifest, threads: int | None) -> None:
-        super().__init__(manifest, copies=2)
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        threads: int | None,
+        provider: str = "cpu",
+        caches: MakeCaches = Caches,
+    ) -> None:
+        super().__init__(manifest, copies=2, caches=caches)
         self._files = {name: folder / spec.file for name, spec in manifest.programs.items()}
-        self._threads = threads
-        self._sessions = {name: _session(self._files[name], threads) for name in ("prefill", PLAIN)}
+        self._threads, self._provider = threads, provider
+        self._sessions = {name: self._session(name) for name in ("prefill", PLAIN)}
         self._prefill_inputs = [t.name for t in manifest.programs["prefill"].inputs]
         self._slots = 0  # of the last step; from there on both copies are equal
         self._bindings: dict[tuple[str, int, int], Any] = {}
@@ -41,10 +55,7 @@ class OnnxPrograms(Slots):
         carries = {k: v[slot : slot + 1] for k, v in self._carries[self._now].items()}
         prompt = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
         given = carries | prompt | {"start": np.array([start], np.int64)}
-        for name, cache in self._caches.views(slot, 1).items():
-            value = ort.OrtValue.ortvalue_from_numpy(cache)
-            binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(name + ".out", value)
+        self._bind_caches(binding, slot, 1)
         for name in self._prefill_inputs:
             if name in given:
                 binding.bind_cpu_input(name, np.ascontiguousarray(given[name]))
@@ -80,12 +91,9 @@ class OnnxPrograms(Slots):
 
     def _bind(self, program: str, now: int, slots: int) -> Any:
         if program not in self._sessions:  # the mixed program is loaded by who first needs it
-            self._sessions[program] = _session(self._files[program], self._threads)
+            self._sessions[program] = self._session(program)
         binding = self._sessions[program].io_binding()
-        for name, cache in self._caches.views(0, slots).items():
-            value = ort.OrtValue.ortvalue_from_numpy(cache)  # no copy: the graph writes the array
-            binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(name + ".out", value)
+        self._bind_caches(binding, 0, slots)
         controls = self._controls if program == MIXED else {}
         for name, array in (self._carries[now] | controls | {"active": self._active}).items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array[:slots]))
@@ -95,21 +103,47 @@ class OnnxPrograms(Slots):
             binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array[:slots]))
         return binding
 
+    def _bind_caches(self, binding: Any, first: int, count: int) -> None:
+        """Some slots' rows in use, where they are: the graph writes over what it reads."""
+        pointers, device = self._caches.pointers(), self._caches.device
+        for name, view in self._caches.views(first, count).items():
+            start = pointers[name] + first * view[0].nbytes
+            place = device, 0, view.dtype, view.shape, start
+            binding.bind_input(name, *place)
+            binding.bind_output(name + ".out", *place)
 
-def _session(path: Path, threads: int | None) -> Any:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    if threads:
-        options.intra_op_num_threads = threads
-    try:
-        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime raises its own C++ exception types
-        reason = str(error).splitlines()[0]
-        raise EngineError(
-            f"{path}: onnxruntime can't load it ({reason}); rebuild the engine"
-        ) from None
+    def _session(self, program: str) -> Any:
+        path = self._files[program]
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        if self._threads:
+            options.intra_op_num_threads = self._threads
+        names = dict.fromkeys([PROVIDERS[self._provider], PROVIDERS["cpu"]])
+        try:
+            session = ort.InferenceSession(path, options, providers=list(names))
+        except Exception as error:  # onnxruntime raises its own C++ exception types
+            reason = str(error).splitlines()[0]
+            raise EngineError(
+                f"{path}: onnxruntime can't load it ({reason}); rebuild the engine"
+            ) from None
+        if PROVIDERS[self._provider] not in session.get_providers():  # it only warns
+            raise EngineError(
+                f"onnxruntime finds no GPU that it can use: --provider {self._provider} needs the "
+                "NVIDIA driver, CUDA and cuDNN that its release names"
+            )
+        return session
 
 
-def load(folder: Path, manifest: Manifest, threads: int | None) -> OnnxPrograms:
-    """Entry point named in `runtime/programs/__init__.py`."""
-    return OnnxPrograms(folder, manifest, threads)
+def load(
+    folder: Path, manifest: Manifest, threads: int | None, provider: str = "cpu"
+) -> OnnxPrograms:
+    """Entry point named in `runtime/programs/__init__.py`; provider: a key of PROVIDERS."""
+    if provider not in PROVIDERS:
+        raise UsageError(f"provider {provider} is unknown; known: {', '.join(PROVIDERS)}")
+    if PROVIDERS[provider] not in ort.get_available_providers():
+        raise MissingDependencyError(
+            f"--provider {provider} needs onnxruntime-gpu in place of onnxruntime: "
+            "pip uninstall onnxruntime; pip install 'mtpbuild[cuda]'"
+        )
+    caches = Caches if provider == "cpu" else partial(DeviceCaches, device=provider)
+    return OnnxPrograms(folder, manifest, threads, provider, caches)

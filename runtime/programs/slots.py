@@ -1,7 +1,7 @@
-"""What B slots hold in the host's memory: caches, carried state and their requests' controls."""
+"""What B slots hold: caches, carried state and their requests' controls."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +15,17 @@ PLAIN, MIXED = "decode", "decode_mixed"
 
 
 class Slots:
-    """The part of `Programs` that is the same on every CPU target: state, `begin` and `move`.
+    """The part of `Programs` that is the same on several targets: state, `begin` and `move`.
 
-    copies: of the carried state; 2 for a target that reads one and writes the other.
+    copies: of the carried state; 2 for a target that reads one and writes the other. caches: makes
+    them from their specs, if they are not in the host's memory.
     """
 
-    def __init__(self, manifest: Manifest, *, copies: int) -> None:
+    def __init__(
+        self, manifest: Manifest, *, copies: int, caches: "MakeCaches | None" = None
+    ) -> None:
         self.lookahead = manifest.lookahead
-        self._caches = Caches([s for s in manifest.state if s.kind == "cache"])
+        self._caches = (caches or Caches)([s for s in manifest.state if s.kind == "cache"])
         carries = [s for s in manifest.state if s.kind == "carry"]
         self._carries = [
             {s.name: np.zeros(s.shape, s.dtype) for s in carries} for _ in range(copies)
@@ -37,7 +40,7 @@ class Slots:
     @property
     def state(self) -> dict[str, NDArray[Any]]:
         """The state tensors as they are, for tests and tools; caches show the rows in use."""
-        return self._caches.views() | self._carries[self._now]
+        return self._caches.arrays() | self._carries[self._now]
 
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
         for copy in self._carries:
@@ -55,9 +58,7 @@ class Slots:
 
     def move(self, source: int, target: int) -> None:
         carries = self._carries[self._now]
-        rows = int(carries["lengths"][source])
-        for cache in self._caches.views().values():
-            cache[target, :, :rows] = cache[source, :, :rows]
+        self._caches.copy(source, target, int(carries["lengths"][source]))
         for name, array in carries.items():
             for copy in self._carries:
                 copy[name][target] = array[source]
@@ -111,6 +112,8 @@ class Caches:
     one allocation of B * S rows; slots move when `rows` changes (not if B = 1: it is a view).
     """
 
+    device = "cpu"
+
     def __init__(self, specs: Sequence[StateSpec]) -> None:
         self._batch, _, self._capacity, _ = specs[0].shape
         self.rows = 0
@@ -119,6 +122,10 @@ class Caches:
             s.name: np.zeros((self._batch * self._capacity, s.shape[3]), s.dtype) for s in specs
         }
 
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Each cache [B, 1, rows, C] on the host; sharing memory if it is there."""
+        return self.views()
+
     def views(self, first: int = 0, count: int | None = None) -> dict[str, NDArray[Any]]:
         """Each cache [B, 1, rows, C], or `count` slots of it from `first` on, sharing memory."""
         R, count = self.rows, self._batch if count is None else count
@@ -126,6 +133,15 @@ class Caches:
             name: flat[first * R : (first + count) * R].reshape(count, 1, R, flat.shape[1])
             for name, flat in self._flat.items()
         }
+
+    def pointers(self) -> dict[str, int]:
+        """Where each cache begins in the memory of `device`."""
+        return {name: flat.ctypes.data for name, flat in self._flat.items()}
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        """The first rows of slot `source` to slot `target`."""
+        for cache in self.views().values():
+            cache[target, :, :rows] = cache[source, :, :rows]
 
     def fit(self, rows: int) -> bool:
         """Make room for `rows` rows per slot; True if the layout, and so every view, changed."""
@@ -139,11 +155,18 @@ class Caches:
                 wanted = self.rows
         if wanted == self.rows:
             return False
-        old, new = self.rows, wanted
-        order = range(self._batch) if new < old else reversed(range(self._batch))
-        keep = min(old, new)
-        for b in order if self._batch > 1 else ():
-            for flat in self._flat.values():
-                flat[b * new : b * new + keep] = flat[b * old : b * old + keep]
-        self.rows = new
+        if self._batch > 1 and self.rows:
+            self._lay_out(wanted)
+        self.rows = wanted
         return True
+
+    def _lay_out(self, rows: int) -> None:
+        """Move the slots from `self.rows` rows each to `rows` rows each."""
+        keep = min(self.rows, rows)
+        slots = range(self._batch)
+        for b in slots if rows < self.rows else reversed(slots):
+            for flat in self._flat.values():
+                flat[b * rows : b * rows + keep] = flat[b * self.rows : b * self.rows + keep]
+
+
+MakeCaches: TypeAlias = Callable[[Sequence[StateSpec]], Caches]

@@ -1,5 +1,6 @@
 """Batches in a built engine: any number of slots, joining, leaving and moving (oracle O7)."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.base import GREEDY, Controls, StepOutput
+from mtpbuild.runtime.programs.device_caches import DeviceCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.conftest import EngineBuilder
 
@@ -117,6 +119,34 @@ def test_a_slot_that_pauses_keeps_its_state(vanilla: OnnxPrograms) -> None:
         for _ in range(pauses):
             step(vanilla, 0)
     assert got == wanted
+
+
+def on_a_device(engine: Path) -> OnnxPrograms:
+    """As with --provider cuda: bound by address, moved through the host; memory is the CPU's."""
+    manifest = read_manifest(engine)
+    return OnnxPrograms(engine, manifest, 1, caches=partial(DeviceCaches, device="cpu"))
+
+
+def test_caches_on_a_device(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+    """Prompts that outgrow the layout, slots that leave and move: as on the host."""
+    engine = build_engine(
+        predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_batch=SLOTS
+    )
+    host, device = load(engine), on_a_device(engine)
+    for programs in (host, device):
+        start(programs, 1, prompt(8, 20), GREEDY)
+        start(programs, 2, prompt(7, 10), HOT)
+    for slots in ((1, 2), (2,), (1, 2)):
+        wanted, got = step(host, *slots), step(device, *slots)
+        assert [seen(got, s) for s in slots] == [seen(wanted, s) for s in slots]
+    for programs in (host, device):
+        programs.move(2, 0)
+        start(programs, 2, prompt(9, 150), GREEDY)  # more rows than the layout has
+    for _ in range(6):
+        wanted, got = step(host, 0, 1, 2), step(device, 0, 1, 2)
+        assert [seen(got, s) for s in range(3)] == [seen(wanted, s) for s in range(3)]
+    for name, tensor in host.state.items():
+        np.testing.assert_array_equal(device.state[name], tensor, err_msg=name)
 
 
 def after_a_move(

@@ -251,7 +251,7 @@ def lines_file(here: Path) -> Path:
 
 @pytest.fixture
 def fake_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(folder: Path, manifest: Manifest, threads: int | None = None) -> FakePrograms:
+    def load(folder: Path, manifest: Manifest, **options: Any) -> FakePrograms:
         return FakePrograms(manifest, next_token=small_tokens)
 
     monkeypatch.setattr(engine_module, "load_programs", load)

@@ -209,7 +209,7 @@ def invoke(*args: str | Path) -> tuple[int, str, str]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An engine, a task of eight problems of two forms, and nothing else."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engine_module, "load_programs", lambda f, m, threads: Careless(m))
+    monkeypatch.setattr(engine_module, "load_programs", lambda f, m, **options: Careless(m))
     write_engine(tmp_path / "engine", fake_manifest(max_seq_len=400))
     write_engine(tmp_path / "n0", fake_manifest(nextn=0))
     lines = [

@@ -1,5 +1,6 @@
 """The built ONNX engine: oracles O2, O3 and O7 through onnxruntime, and what its graphs hold."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
@@ -161,3 +163,26 @@ def test_engines_of_one_checkpoint_agree(
         for nextn, drafter in ENGINES
     ]
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("provider", "available", "error", "says"),
+    [
+        ("tpu", ["CPUExecutionProvider"], UsageError, "tpu is unknown; known: cpu, cuda"),
+        ("cuda", ["CPUExecutionProvider"], MissingDependencyError, "pip install 'mtpbuild[cuda]'"),
+        ("cuda", ["CUDAExecutionProvider"], EngineError, "can't hold the caches, "),
+    ],
+)
+def test_providers_that_are_not_there(
+    provider: str,
+    available: list[str],
+    error: type[Exception],
+    says: str,
+    predictable_folder: Path,
+    build_engine: EngineBuilder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = build_engine(predictable_folder, 0, prefill_chunk=CHUNK)
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: available)
+    with pytest.raises(error, match=re.escape(says)):
+        Engine.load(engine, provider=provider)

@@ -313,7 +313,7 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_engine(tmp_path / "fake_n3", fake_manifest())
-    monkeypatch.setattr(engine_module, "load_programs", lambda f, m, threads: FakePrograms(m))
+    monkeypatch.setattr(engine_module, "load_programs", lambda f, m, **options: FakePrograms(m))
     Path("p.jsonl").write_text('{"input_ids": [5, 6]}\n')
     found, out, err = invoke(*flags.split())
     assert (found, out) == (code, "")

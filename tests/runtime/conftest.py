@@ -43,7 +43,7 @@ def fake_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         engine_module,
         "load_programs",
-        lambda folder, manifest, threads=None: FakePrograms(manifest),
+        lambda folder, manifest, **options: FakePrograms(manifest),
     )
 
 

@@ -16,7 +16,7 @@ SLOW = """
 import sys, typer
 from mtpbuild.runtime import cli, engine
 from tests.fakes import FakePrograms
-engine.load_programs = lambda folder, manifest, threads=None: FakePrograms(manifest, step_s=0.005)
+engine.load_programs = lambda folder, manifest, **options: FakePrograms(manifest, step_s=0.005)
 app = typer.Typer()
 app.command("run")(cli.run)
 app.command("inspect")(cli.inspect)

@@ -1,0 +1,30 @@
+"""The engine directory of the CPU, run by onnxruntime on a GPU: the same tokens."""
+
+import pytest
+
+from mtpbuild.runtime import Engine, SamplingParams
+from tests.conftest import EngineBuilder
+
+ort = pytest.importorskip("onnxruntime")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        "CUDAExecutionProvider" not in ort.get_available_providers(),
+        reason="no onnxruntime-gpu",
+    ),
+]
+PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n"]
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.6, "seed": 3}])
+@pytest.mark.parametrize(("nextn", "batch"), [(0, 1), (3, 1), (3, 3)])
+def test_parity(
+    nextn: int, batch: int, params: dict[str, float], build_engine: EngineBuilder
+) -> None:
+    engine = build_engine("deepseek-tiny", nextn, max_batch=batch)
+    asked = SamplingParams(max_tokens=96, **params)  # type: ignore[arg-type]
+    said = []
+    for provider in ("cpu", "cuda"):
+        with Engine.load(engine, provider=provider) as loaded:
+            said.append([r.token_ids for r in loaded.generate(PROMPTS, asked)])
+    assert said[0] == said[1]
