@@ -1,7 +1,6 @@
 """Reads a Hugging Face safetensors checkpoint tensor by tensor, checked against the table."""
 
-import json
-import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,13 @@ from torch import Tensor
 
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.weights import Source, Weight, duplicates, weight_table
+from mtpbuild.builder.quantize.format import Format, Shape
+from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, stored_format
+from mtpbuild.builder.shards import find_shards
 from mtpbuild.runtime.errors import CheckpointError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = {"BF16", "F16", "F32"}
+# What other programs store and none of ours needs: caches here are not quantised.
+UNUSED = (".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale")
 
 
 @dataclass(frozen=True)
@@ -24,19 +26,39 @@ class Checkpoint:
 
     folder: Path
     files: Mapping[str, Path]
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, Shape]
     dtypes: Mapping[str, str]
 
+    def format(self, name: str) -> Format | None:
+        """The number format of a quantised weight."""
+        return stored_format(name, self.dtypes, self.shapes)
+
     def read(self, name: str) -> Tensor:
-        """One tensor in fp32; raises CheckpointError if it holds NaN or Inf."""
+        """One weight in fp32, dequantised; raises CheckpointError if it holds NaN or Inf."""
+        format = self.format(name)
+        if format is None:
+            tensor = self.stored(name).float()
+        else:
+            parts = {suffix: self.stored(name + suffix) for suffix in format.parts((1, 1))}
+            for suffix, part in parts.items():
+                if suffix:
+                    self._refuse_not_finite(name + suffix, part.float())
+            tensor = format.decode(parts)
+        self._refuse_not_finite(name, tensor)
+        return tensor
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor as it is in its file."""
         try:
             with safe_open(self.files[name], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name).float()
+                tensor: Tensor = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.files[name]}: can't read {name} ({error})") from None
+        return tensor
+
+    def _refuse_not_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.numel() and not bool(tensor.abs().max().isfinite()):  # max keeps a NaN
             raise CheckpointError(f"{self.files[name]}: tensor {name} holds NaN or Inf")
-        return tensor
 
     def check(self, config: ModelConfig) -> list[Weight]:
         """The table of this checkpoint's weights, after every name, shape and dtype was checked.
@@ -46,10 +68,10 @@ class Checkpoint:
         table, same = weight_table(config), duplicates(config)
         wanted = {source.name: source for weight in table for source in weight.sources}
         self._refuse(set(wanted) - set(self.files), "missing tensor")
+        known = set(wanted) | set(same)
         for source in wanted.values():
-            self._check_tensor(source)
-        left = {name for name in self.files if name not in wanted and name not in same}
-        left = {name for name in left if not name.endswith(".rotary_emb.inv_freq")}
+            known |= self._check_weight(source)
+        left = {n for n in self.files if n not in known and not n.endswith(UNUSED)}
         self._refuse(left, "tensor that this architecture does not have:")
         for name in sorted(set(same) & set(self.files) - set(wanted)):
             if not torch.equal(self.read(name), self.read(same[name])):
@@ -58,32 +80,60 @@ class Checkpoint:
                 )
         return table
 
+    def count_formats(self, table: Iterable[Weight]) -> Counter[str]:
+        """How many of the table's source tensors are in each quantised format."""
+        names = {source.name for weight in table for source in weight.sources}
+        formats = (self.format(name) for name in names)
+        return Counter(format.name for format in formats if format is not None)
+
     def _refuse(self, names: Iterable[str], what: str) -> None:
         first, *rest = [*sorted(names), None]
         if first is not None:
             more = f" (and {len(rest) - 1} more)" if len(rest) > 1 else ""
             raise CheckpointError(f"{self.folder}: {what} {first}{more}")
 
-    def _check_tensor(self, source: Source) -> None:
-        where = f"{self.files[source.name]}: tensor {source.name}"
-        if self.dtypes[source.name] not in DTYPES:
+    def _check_weight(self, source: Source) -> set[str]:
+        """Require the dtypes and shapes of all parts of a weight; returns their names."""
+        name, format = source.name, self.format(source.name)
+        if format is None or len(source.shape) != 2:
+            if self.dtypes[name] not in DTYPES:
+                raise CheckpointError(
+                    f"{self.files[name]}: tensor {name} is {self.dtypes[name]}; "
+                    f"supported: {SUPPORTED}"
+                )
+            self._check_shape(name, source.shape, "config.json")
+            return {name}
+        if not format.fits(source.shape):
             raise CheckpointError(
-                f"{where} is {self.dtypes[source.name]}; supported: {', '.join(sorted(DTYPES))}"
+                f"{self.files[name]}: tensor {name} of shape {list(source.shape)} "
+                f"does not split into the blocks of {format.name}"
             )
-        if self.shapes[source.name] != source.shape:
+        parts = format.parts(source.shape)
+        self._refuse({name + suffix for suffix in parts} - set(self.files), "missing tensor")
+        for suffix, part in parts.items():
+            if self.dtypes[name + suffix] != part.dtype:
+                raise CheckpointError(
+                    f"{self.files[name + suffix]}: tensor {name + suffix} is "
+                    f"{self.dtypes[name + suffix]}, {format.name} needs {part.dtype}"
+                )
+            self._check_shape(name + suffix, part.shape, f"{format.name} of {list(source.shape)}")
+        return {name + suffix for suffix in parts} | {f"{name.removesuffix('weight')}input_scale"}
+
+    def _check_shape(self, name: str, shape: Shape, why: str) -> None:
+        if self.shapes[name] != shape:
             raise CheckpointError(
-                f"{where} has shape {list(self.shapes[source.name])}, "
-                f"config.json makes it {list(source.shape)}"
+                f"{self.files[name]}: tensor {name} has shape {list(self.shapes[name])}, "
+                f"{why} makes it {list(shape)}"
             )
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors` or of the shards that the index names."""
-    files = _shards(folder)
+    paths, index = find_shards(folder)
     where: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     dtypes: dict[str, str] = {}
-    for path in sorted(set(files)):
+    for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
@@ -94,27 +144,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                     shapes[name], dtypes[name] = tuple(part.get_shape()), part.get_dtype()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+    if index is not None:
+        index.check(where)
     return Checkpoint(folder, where, shapes, dtypes)
-
-
-def _shards(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if not index.is_file():
-        if not (folder / SINGLE).is_file():
-            raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
-        return [folder / SINGLE]
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-        shards = [folder / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: no usable weight_map ({error!r})") from None
-    for name, shard in zip(names, shards, strict=True):
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: shard {name!r} is not a file name")
-        if not os.path.isfile(shard):  # never raises, however odd the name
-            raise CheckpointError(f"{folder}: shard {name} named by {INDEX} is missing")
-    return shards
 
 
 def stream_weights(checkpoint: Checkpoint, table: list[Weight]) -> Iterator[tuple[str, Tensor]]:

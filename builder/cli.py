@@ -7,6 +7,7 @@ import typer
 
 from mtpbuild.builder.bench.cli import bench
 from mtpbuild.builder.evaluate.cli import evaluate
+from mtpbuild.builder.quantize.cli import quantize
 from mtpbuild.builder.verify.cli import verify
 from mtpbuild.runtime.cli import error_line, inspect, run
 from mtpbuild.runtime.errors import UsageError
@@ -31,6 +32,7 @@ app.command("bench")(bench)
 app.command("verify")(verify)
 app.command("eval")(evaluate)
 app.command("diff")(diff)
+app.command("quantize")(quantize)
 
 
 @app.command("build")
@@ -60,6 +62,9 @@ def build(
     """Build one engine directory per nextn."""
     from mtpbuild.builder.pipeline import BuildRequest
     from mtpbuild.runtime.field_config import sampling_settings
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder with the recipe's weights.")
+    ] = None,
 
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
@@ -83,6 +88,7 @@ def build(
     engines, stages = build_with_progress(request)
     print_report(engines, stages)
 
+        checkpoint=checkpoint,
 
 @app.command("recipes")
 @error_line

@@ -1,5 +1,6 @@
 """The heavy half of the pipeline, imported when there is something to build: it needs torch."""
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +77,15 @@ class ModelSource:
         return make_programs(plan, self.model)
 
     def info(self) -> ModelInfo:
+    def tell_formats(self) -> None:
+        """Say which weights become larger than they were."""
+        counts = self.checkpoint.count_formats(self.table)
+        if counts:
+            found = ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
+            logging.getLogger(__name__).warning(
+                "note: quantised weights (%s) are dequantised: the engine holds fp32", found
+            )
+
         c = self.config
         return ModelInfo(
             name=self.name,

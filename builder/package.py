@@ -29,7 +29,7 @@ SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "generation_c
 
 
 @contextlib.contextmanager
-def staging(out: Path) -> Iterator[Path]:
+def staging(out: Path, what: str = "engine") -> Iterator[Path]:
     """A temporary sibling of `out` that becomes it if the block ends well, and else vanishes."""
     place = out.resolve()  # a link stays one
     remove_leftovers(place)
@@ -39,7 +39,7 @@ def staging(out: Path) -> Iterator[Path]:
         yield folder
         replace_folder(folder, place)
     except OSError as error:
-        raise BuildError(f"{out}: can't write the engine ({error.strerror or error})") from None
+        raise BuildError(f"{out}: can't write the {what} ({error.strerror or error})") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -43,6 +43,7 @@ class BuildRequest:
     out: Path | None = None
     force: bool = False
 
+    checkpoint: Path | None = None  # of a recipe's weights; else where the recipe finds them
 
 @dataclass(frozen=True)
 class BuiltEngine:
@@ -74,7 +75,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     stages = stages or Stages()
 
     # 1. What to build: the model's configuration, and a plan and a place for each nextn.
-    source = find_model(request.model)
+    source = find_model(request.model, request.checkpoint)
     config = load_config(source.folder)
     ids = generation_ids(source.folder, config)
     plans = dict(_plans(config, request, source.engine))
@@ -98,6 +99,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
         for out in todo:
             with package.staging(out) as folder:
+            model.tell_formats()
                 # 4. Weights: written once, shared by every engine that has the same ones.
                 with stages("write weights"):
                     weights = model.write_weights(folder, siblings=out.parent)

@@ -6,10 +6,13 @@ import tomllib
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mtpbuild.runtime.errors import CheckpointError, UnknownRecipeError
+from mtpbuild.runtime.errors import CheckpointError, UnknownRecipeError, UsageError
+
+CHECKPOINTS = Path("checkpoints")  # of the current folder
 
 
 class Recipe(BaseModel):
@@ -20,7 +23,33 @@ class Recipe(BaseModel):
     name: str
     engine: str  # engines/<engine>_n<nextn>
     description: str
-    checkpoint: str  # folder beside the recipe
+    config: str  # folder beside the recipe, with config.json
+    layout: Literal["bf16", "fp8", "nvfp4", "nvfp4-v2", "int8", "int4"]  # how weights are stored
+    shipped: bool = False  # the weights are in that folder too
+    repository: str | None = None  # of Hugging Face
+    made_from: str | None = None  # the recipe that `mtpbuild quantize` makes it from
+
+    @property
+    def config_folder(self) -> Path:
+        return recipe_folder() / self.config
+
+    def find_weights(self) -> Path:
+        """The checkpoint's folder; raises CheckpointError that says how to get it."""
+        here = CHECKPOINTS / self.name
+        cached = None if self.repository is None else cached_snapshot(self.repository)
+        places = (self.config_folder if self.shipped else None, here, cached)
+        for place in places:
+            if place is not None and (place / "config.json").is_file():
+                return place
+        raise CheckpointError(
+            f"{self.name} has no weights here: `{self._command(here)}`, "
+            "or name their folder with --checkpoint"
+        )
+
+    def _command(self, folder: Path) -> str:
+        if self.repository is not None:
+            return f"hf download {self.repository} --local-dir {folder}"
+        return f"mtpbuild quantize --model {self.made_from} --to {self.layout} --out {folder}"
 
 
 @dataclass(frozen=True)
@@ -54,16 +83,36 @@ def parse_recipe(path: Path) -> Recipe:
         raise CheckpointError(f"{path}: {key}: {first['msg']}{hint}") from None
 
 
-def find_model(model: str) -> Source:
-    """A recipe's name, or a checkpoint folder; raises UnknownRecipeError with the known names."""
-    recipes = {recipe.name: recipe for recipe in load_recipes()}
-    if model in recipes:
-        recipe = recipes[model]
-        return Source(recipe.name, recipe.engine, recipe_folder() / recipe.checkpoint)
+def find_model(model: str, checkpoint: Path | None = None) -> Source:
+    """A recipe with its weights, from `checkpoint` if given, or a checkpoint folder.
+
+    Raises UnknownRecipeError with the known names, CheckpointError where weights are missing.
+    """
+    recipe = find_recipe(model)
+    if recipe is not None:
+        return Source(recipe.name, recipe.engine, checkpoint or recipe.find_weights())
+    if checkpoint is not None:
+        raise UsageError(f"--checkpoint holds a recipe's weights; --model {model} is none")
     folder = Path(model)
     if os.path.isdir(folder):  # never raises, however odd the name
         name = folder.resolve().name
         return Source(name, name, folder)
+    known = ", ".join(recipe.name for recipe in load_recipes())
     raise UnknownRecipeError(
-        f"{model!r} is neither a recipe nor a checkpoint folder; recipes: {', '.join(recipes)}"
+        f"{model!r} is neither a recipe nor a checkpoint folder; recipes: {known}"
     )
+
+
+def find_recipe(name: str) -> Recipe | None:
+    return next((recipe for recipe in load_recipes() if recipe.name == name), None)
+
+
+def cached_snapshot(repository: str) -> Path | None:
+    """A repository's newest download in the cache of huggingface_hub, if there is one."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    try:
+        return folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        return None

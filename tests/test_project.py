@@ -97,7 +97,7 @@ def test_the_packages_are_the_tree() -> None:
     code = {path.parent for part in PARTS for path in (ROOT / part).rglob("*.py")}
     assert all((folder / "__init__.py").is_file() for folder in code)
     data = data_folders()
-    assert {ROOT / "recipes" / recipe.checkpoint for recipe in load_recipes()} <= data
+    assert {ROOT / "recipes" / recipe.config for recipe in load_recipes()} <= data
     found = ["mtpbuild." + ".".join(f.relative_to(ROOT).parts) for f in code | data]
     assert SETUPTOOLS["packages"] == sorted(found)
     assert SETUPTOOLS["package-dir"] == {f"mtpbuild.{part}": part for part in PARTS}

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder import checkpoint as module
-from mtpbuild.builder.checkpoint import INDEX, SINGLE, Checkpoint, open_checkpoint, stream_weights
+from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_weights
 from mtpbuild.builder.compiler import load_model
 from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.shards import INDEX, SINGLE
 from mtpbuild.builder.weights_file import write_weights
 from mtpbuild.runtime.errors import CheckpointError
 from tests.checkpoints import SHAPES, make_model, random_checkpoint, save_checkpoint
@@ -63,7 +64,8 @@ def shard(folder: Path, count: int = 3) -> None:
         file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
         save_file({name: tensors[name] for name in names[i::count]}, folder / file)
         weight_map |= dict.fromkeys(names[i::count], file)
-    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index))
 
 
@@ -284,11 +286,23 @@ def test_untied_embeddings_need_a_head(folder: Path) -> None:
     assert refused(folder).endswith(f"missing tensor {HEAD}")
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, -1])
-def test_truncated_file(keep: int, folder: Path) -> None:
+@pytest.mark.parametrize("keep", [0, 4, 100])
+def test_truncated_header(keep: int, folder: Path) -> None:
     raw = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(raw[:keep])
     assert f"{folder / SINGLE}: not a readable safetensors file" in refused(folder)
+
+
+def test_truncated_file(folder: Path) -> None:
+    raw = (folder / SINGLE).read_bytes()
+    (folder / SINGLE).write_bytes(raw[:-1234])
+    says = f"{folder}: {SINGLE} is 1,234 bytes short; resume the download"
+    assert refused(folder) == says
+
+
+def test_git_lfs_pointer(folder: Path) -> None:
+    (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert "a Git LFS pointer, not the weights: run `git lfs pull`" in refused(folder)
 
 
 def test_no_weights_at_all(folder: Path) -> None:
@@ -298,8 +312,27 @@ def test_no_weights_at_all(folder: Path) -> None:
 
 def test_missing_shard(folder: Path) -> None:
     shard(folder)
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    assert "shard model-00002-of-00003.safetensors named by" in refused(folder)
+    gone = folder / "model-00002-of-00003.safetensors"
+    size = sum(tensor.nbytes for tensor in load_file(gone).values())
+    gone.unlink()
+    assert refused(folder) == (
+        f"{folder}: shard {gone.name} named by {INDEX} is missing; {size:,} bytes lack in all; "
+        "resume the download"
+    )
+
+
+def test_half_downloaded(folder: Path) -> None:
+    """Two shards have not come yet, one has come in part."""
+    shard(folder)
+    files = sorted(folder.glob("model-*"))
+    size = 0
+    for file in files[:2]:
+        size += sum(tensor.nbytes for tensor in load_file(file).values())
+        file.unlink()
+    files[2].write_bytes(files[2].read_bytes()[:-10])
+    says = refused(folder)
+    assert f"shard {files[0].name} named by {INDEX} is missing (and 2 more)" in says
+    assert f"; {size + 10:,} bytes lack in all" in says
 
 
 def test_a_tensor_in_two_shards(folder: Path) -> None:
@@ -345,4 +378,6 @@ def test_a_tensor_that_the_index_promises(folder: Path) -> None:
     name = min(tensors)
     tensors.pop(name)
     save_file(tensors, file)
-    assert refused(folder) == f"{folder}: missing tensor {name}"
+    assert refused(folder) == (
+        f"{folder / INDEX}: names tensor {name}, which {file.name} doesn't hold"
+    )

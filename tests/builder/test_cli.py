@@ -30,6 +30,9 @@ cli.app()
 """
 
 
+RECIPE = '\nengine = "b"\ndescription = "d"\nconfig = "c"\nlayout = "bf16"'
+
+
 def mtpbuild(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*MAIN, *map(str, args)], capture_output=True, text=True, check=False)
 
@@ -50,6 +53,7 @@ def options(command: str) -> list[str]:
 
 def test_frozen_flags() -> None:
     assert options("build") == [
+        "--checkpoint",
         "--config",
         "--drafter",
         "--extra-llm-api-options",
@@ -68,9 +72,18 @@ def test_frozen_flags() -> None:
     ]
     assert options("diff") == ["--engine", "--json"]
     assert options("recipes") == []
+    assert options("quantize") == [
+        "--checkpoint",
+        "--exclude",
+        "--force",
+        "--model",
+        "--mtp",
+        "--out",
+        "--to",
+    ]
     group = typer.main.get_command(app)
     commands: dict[str, object] = group.commands  # type: ignore[attr-defined]
-    assert " ".join(sorted(commands)) == "bench build diff eval inspect recipes run verify"
+    assert " ".join(sorted(commands)) == "bench build diff eval inspect quantize recipes run verify"
 
 
 def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -203,12 +216,10 @@ def test_numbers() -> None:
     ("text", "says"),
     [
         ("name = ", "not valid TOML"),
-        ('name = "a"\nengine = "b"\ncheckpoint = "c"', "description: Field required"),
-        ('name = 3\nengine = "b"\ncheckpoint = "c"\ndescription = "d"', "name: Input should be"),
-        (
-            'name = "a"\nengine = "b"\ncheckpoint = "c"\ndescription = "d"\nchekpoint = "e"',
-            "chekpoint: Extra inputs are not permitted; did you mean checkpoint?",
-        ),
+        ('name = "a"\nengine = "b"\nconfig = "c"\nlayout = "fp8"', "description: Field required"),
+        ("name = 3" + RECIPE, "name: Input should be"),
+        ('name = "a"\nlayuot = "fp8"' + RECIPE, "layuot: Extra inputs are not permitted; did you "),
+        ('name = "a"\nrepository = 3' + RECIPE, "repository: Input should be a valid string"),
     ],
 )
 def test_bad_recipes(text: str, says: str, tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""`mtpbuild quantize`: reads a checkpoint weight by weight and writes another one of its kind."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint
+from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.model.weights import Source, duplicates
+from mtpbuild.builder.package import SIDE_FILES, staging
+from mtpbuild.builder.quantize.files import nbytes, split, tensors_of, write_shards
+from mtpbuild.builder.quantize.format import Format, Part
+from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK
+from mtpbuild.builder.quantize.integers import BLOCK as INT_BLOCK
+from mtpbuild.builder.quantize.nvfp4 import GROUP
+from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.runtime.errors import BuildError
+
+MODELOPT = "hf_quant_config.json"
+STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class QuantizeRequest:
+    """The flags of `mtpbuild quantize`."""
+
+    model: str
+    scheme: Scheme
+    out: Path
+    checkpoint: Path | None = None
+    force: bool = False
+
+
+@dataclass
+class Share:
+    """What one format holds of a checkpoint."""
+
+    weights: int = 0
+    bytes: int = 0
+    squares: float = 0.0  # of the source's values
+    errors: float = 0.0  # squares of what quantising changed
+
+    @property
+    def error(self) -> float:
+        """Root of the changes' squares over that of the values'."""
+        return (self.errors / self.squares) ** 0.5 if self.squares else 0.0
+
+
+@dataclass
+class Quantized:
+    """What was written: formats with their shares, and weights that no block fits."""
+
+    folder: Path
+    shares: dict[str, Share] = field(default_factory=dict)
+    unfit: list[str] = field(default_factory=list)
+
+
+def quantize(
+    request: QuantizeRequest, watch: Callable[[str], None] = lambda text: None
+) -> Quantized:
+    """Write the checkpoint; raises UsageError, CheckpointError or BuildError, leaving nothing."""
+    source = find_model(request.model, request.checkpoint)
+    check_place(request.out, source.folder, force=request.force)
+    config = load_config(source.folder)
+    checkpoint = open_checkpoint(source.folder)
+    sources = {s.name: s for weight in checkpoint.check(config) for s in weight.sources}
+    repeated = [name for name in duplicates(config) if name in checkpoint.files]
+    for name in repeated:
+        sources.setdefault(name, Source(name, checkpoint.shapes[name]))
+    done = Quantized(request.out)
+    formats = {s.name: request.scheme.format(config, s) for s in sources.values()}
+    wanted = (name for name in sources if request.scheme.wanted(config, name) is not None)
+    done.unfit = [name for name in wanted if formats[name] is None]
+    parts = dict[str, Part]()
+    for name, format in formats.items():
+        for suffix, part in layout(checkpoint, sources[name], format).items():
+            parts[name + suffix] = part
+            share = done.shares.setdefault(format.name if format else part.dtype.lower(), Share())
+            share.bytes += nbytes(part)
+    with staging(request.out, "checkpoint") as folder:
+        weights = encode_all(checkpoint, formats, done, watch)
+        write_shards(folder, split(parts), tensors_of(weights))
+        write_configuration(source.folder, folder, config, request.scheme)
+    return done
+
+
+def layout(checkpoint: Checkpoint, source: Source, format: Format | None) -> dict[str, Part]:
+    """What is stored for a weight; one that is not quantised any more becomes bf16."""
+    if format is not None:
+        return format.parts(source.shape)
+    dtype = checkpoint.dtypes[source.name] if checkpoint.format(source.name) is None else "BF16"
+    return {"": Part(dtype, source.shape)}
+
+
+def encode_all(
+    checkpoint: Checkpoint,
+    formats: dict[str, Format | None],
+    done: Quantized,
+    watch: Callable[[str], None],
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    for name, format in formats.items():
+        watch(f"quantising {name}")
+        weight = checkpoint.read(name)
+        if format is None:
+            stored = checkpoint.format(name) is None
+            tensor = checkpoint.stored(name) if stored else weight.bfloat16()
+            done.shares[STORED[tensor.dtype].lower()].weights += 1
+            yield name, {"": tensor}
+            continue
+        parts = format.encode(weight, group_amax(checkpoint, name, weight))
+        share = done.shares[format.name]
+        share.weights += 1
+        share.squares += weight.square().sum().item()
+        share.errors += (format.decode(parts) - weight).square().sum().item()
+        yield name, parts
+
+
+def group_amax(checkpoint: Checkpoint, name: str, weight: Tensor) -> Tensor:
+    """gate and up become one product, so ModelOpt gives them one second scale."""
+    amax = weight.abs().max()
+    for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
+        if name.endswith(f"{one}.weight"):
+            partner = checkpoint.read(name.replace(one, other))
+            return torch.maximum(amax, partner.abs().max())
+    return amax
+
+
+def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme: Scheme) -> None:
+    """config.json as the format's own repositories have it, and what goes with the tokenizer."""
+    for name in SIDE_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    raw.pop("quantization_config", None)
+    if scheme.main == "nvfp4":
+        quantization = {
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": GROUP,
+            "exclude_modules": scheme.exclude_modules(config),
+        }
+        algorithm = {"producer": {"name": "mtpbuild"}, "quantization": quantization}
+        write_json(folder / MODELOPT, algorithm)
+    elif scheme.main != PLAIN:
+        raw["quantization_config"] = quantization_config(scheme.main)
+    write_json(folder / "config.json", raw)
+
+
+def quantization_config(format: str) -> dict[str, Any]:
+    if format == "fp8":
+        blocks = [FP8_BLOCK, FP8_BLOCK]
+        rest = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
+        return {"quant_method": "fp8"} | rest
+    return {"quant_method": "mtpbuild", "fmt": format, "block_size": INT_BLOCK}
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_place(out: Path, source: Path, *, force: bool) -> None:
+    """Refuse to write over the source, over what is no checkpoint, or without --force."""
+    try:
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return
+        checkpoint = (out / "config.json").is_file()
+    except OSError as error:
+        raise BuildError(f"{out}: can't be used as --out ({error.strerror})") from None
+    if out.resolve() == source.resolve():
+        raise BuildError(f"{out} is the source itself; choose another --out")
+    if not checkpoint:
+        raise BuildError(f"{out} exists and is not a checkpoint; choose another --out")
+    if not force:
+        raise BuildError(f"{out} holds a checkpoint; use --force to replace it")

@@ -1,0 +1,87 @@
+"""Which weights of a checkpoint are quantised, and how: by name, for main model and MTP modules."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.weights import Source
+from mtpbuild.builder.quantize.format import Format
+from mtpbuild.builder.quantize.formats import FORMATS
+from mtpbuild.runtime.errors import UsageError
+
+PLAIN = "bf16"
+CHOICES = (PLAIN, *FORMATS)
+# Products with the hidden state; embedding, head, router, eh_proj and norms never are quantised.
+QUANTISABLE = re.compile(
+    r"model\.layers\.(\d+)\.(self_attn|mlp)\..*(?<!eh)_proj(_with_mqa)?\.weight"
+)
+# Globs over module names, as in ModelOpt's `exclude_modules`.
+EXCLUDED: Mapping[str, tuple[str, ...]] = {
+    "fp8": (),
+    "nvfp4": ("model.layers.*.self_attn*",),  # nvidia/DeepSeek-R1-FP4
+    "int8": ("model.layers.*.self_attn.kv_b_proj",),  # used in the absorbed form, not as a product
+    "int4": ("model.layers.*.self_attn.kv_b_proj",),
+}
+NVFP4_V2 = tuple(  # nvidia/DeepSeek-R1-0528-FP4-v2: o_proj is quantised too
+    f"model.layers.*.self_attn.{name}"
+    for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Formats of the main model's and the MTP modules' weights; None: each format's own list."""
+
+    main: str
+    mtp: str
+    exclude: tuple[str, ...] | None = None
+
+    def format(self, config: ModelConfig, source: Source) -> Format | None:
+        """The format of one weight; None: as it is."""
+        format = self.wanted(config, source.name)
+        return format if format is not None and format.fits(source.shape) else None
+
+    def wanted(self, config: ModelConfig, name: str) -> Format | None:
+        """The format that a weight has if its shape splits into the format's blocks."""
+        match = QUANTISABLE.fullmatch(name)
+        if match is None:
+            return None
+        format = self.main if int(match[1]) < config.num_hidden_layers else self.mtp
+        module = name.removesuffix(".weight")
+        if format == PLAIN or any(fnmatchcase(module, glob) for glob in self.globs(format)):
+            return None
+        return FORMATS[format]
+
+    def exclude_modules(self, config: ModelConfig) -> list[str]:
+        """The list as ModelOpt writes it."""
+        names = ["lm_head", *self.globs(self.main)]
+        if self.mtp == PLAIN:
+            first, count = config.num_hidden_layers, config.num_nextn_predict_layers
+            names += [f"model.layers.{first + j}*" for j in range(count)]
+        return names
+
+    def globs(self, format: str) -> tuple[str, ...]:
+        return EXCLUDED.get(format, ()) if self.exclude is None else self.exclude
+
+
+# The published checkpoints' layouts, and our own.
+SCHEMES: Mapping[str, Scheme] = {
+    PLAIN: Scheme(PLAIN, PLAIN),
+    "fp8": Scheme("fp8", "fp8"),
+    "nvfp4": Scheme("nvfp4", PLAIN),  # layer 61 stays in bf16
+    "nvfp4-v2": Scheme("nvfp4", PLAIN, NVFP4_V2),
+    "int8": Scheme("int8", "int8"),
+    "int4": Scheme("int4", "int4"),
+}
+
+
+def make_scheme(to: str, mtp: str | None, exclude: tuple[str, ...] | None) -> Scheme:
+    """The flags of `mtpbuild quantize`; raises UsageError with the choices."""
+    for flag, value in (("--to", to), ("--mtp", mtp)):
+        if value is not None and value not in CHOICES:
+            raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(CHOICES)}")
+    if to == PLAIN and mtp in (None, PLAIN):
+        raise UsageError(f"--to {PLAIN} quantises nothing; choose --mtp, or another --to")
+    return Scheme(to, mtp or SCHEMES[to].mtp, exclude)

@@ -1,0 +1,106 @@
+"""The safetensors files of a checkpoint: which there must be, and whether they came whole."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpbuild.runtime.errors import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class Index:
+    """`model.safetensors.index.json`: tensor name -> shard, and the bytes of all tensors."""
+
+    path: Path
+    shards: Mapping[str, str]
+    total_size: int | None
+
+    def check(self, files: Mapping[str, Path]) -> None:
+        """Require every promised tensor where it is promised; files: tensor name -> its file."""
+        gone = [n for n, s in self.shards.items() if n not in files or files[n].name != s]
+        if gone:
+            first, more = min(gone), _more(len(gone) - 1)
+            raise CheckpointError(
+                f"{self.path}: names tensor {first}{more}, which {self.shards[first]} doesn't hold"
+            )
+
+
+def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
+    """`model.safetensors`, or the index's shards; raises CheckpointError unless all are whole."""
+    path = folder / INDEX
+    if not path.is_file():
+        if not (folder / SINGLE).is_file():
+            raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
+        _refuse_incomplete(folder, [folder / SINGLE], None)
+        return [folder / SINGLE], None
+    index = _read_index(path)
+    names = sorted(set(index.shards.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{path}: shard {name!r} is not a file name")
+    shards = [folder / name for name in names]
+    _refuse_incomplete(folder, shards, index.total_size)
+    return shards, index
+
+
+def _read_index(path: Path) -> Index:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        shards = dict(raw["weight_map"].items())
+        if not all(isinstance(name, str) for name in shards.values()):
+            raise ValueError("a shard's name is not text")
+        size = raw.get("metadata", {}).get("total_size")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: no usable weight_map ({error!r})") from None
+    return Index(path, shards, size if isinstance(size, int) else None)
+
+
+def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None) -> None:
+    """Name the first shard that is missing or cut short, and count the bytes that are."""
+    whole, lacking = 0, dict[Path, int]()
+    missing = [path for path in shards if not os.path.isfile(path)]  # never raises: odd names
+    for path in shards:
+        if path not in missing:
+            data, lack = _measure(path)
+            whole += data
+            if lack > 0:
+                lacking[path] = lack
+    faults = [f"shard {path.name} named by {INDEX} is missing" for path in missing]
+    faults += [f"{path.name} is {lack:,} bytes short" for path, lack in lacking.items()]
+    if not faults:
+        return
+    gone = sum(lacking.values())
+    if missing and total_size is not None:
+        gone += max(0, total_size - whole)
+    total = f"; {gone:,} bytes lack in all" if gone and (missing or len(faults) > 1) else ""
+    raise CheckpointError(
+        f"{folder}: {faults[0]}{_more(len(faults) - 1)}{total}; resume the download"
+    )
+
+
+def _measure(path: Path) -> tuple[int, int]:
+    """Bytes of tensors that the header promises, and by how many the file is too short."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = file.read(8)
+        if POINTER.startswith(length) and len(length) == 8:
+            raise CheckpointError(f"{path}: a Git LFS pointer, not the weights: run `git lfs pull`")
+        header = int.from_bytes(length, "little")
+        if header > size:
+            return 0, 0  # whoever reads the tensors says what is wrong
+        try:
+            entries = json.loads(file.read(header))
+            tensors = (entry for name, entry in entries.items() if name != "__metadata__")
+            data = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            return 0, 0
+    return data, 8 + header + data - size
+
+
+def _more(count: int) -> str:
+    return f" (and {count} more)" if count else ""

@@ -1,0 +1,171 @@
+"""Oracle O9: quantised weights against their formulas, byte by byte and block by block."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.quantize.formats import FORMATS, FP8, INT4, INT8, NVFP4
+from mtpbuild.builder.quantize.nvfp4 import MAGNITUDES, pack, unpack
+
+E4M3 = torch.float8_e4m3fn
+
+
+def encode(format: Any, weight: Tensor) -> dict[str, Tensor]:
+    return format.encode(weight, weight.abs().max())
+
+
+def bytes_of(*values: int) -> Tensor:
+    return torch.tensor([values], dtype=torch.uint8)
+
+
+def test_nibbles() -> None:
+    """spec/deepseek-v3.md section 4.2: 0x72 -> (1.0, 6.0); the low nibble comes first."""
+    assert unpack(bytes_of(0x72, 0x10)).tolist() == [[1.0, 6.0, 0.0, 0.5]]
+    assert unpack(bytes_of(0xF9)).tolist() == [[-0.5, -6.0]]
+    every = bytes_of(*range(256))
+    assert torch.equal(pack(unpack(every)), every)  # -0.0 keeps its code too
+
+
+@pytest.mark.parametrize(
+    ("value", "rounded"),
+    [(0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5, 4), (0.76, 1), (99, 6)],
+)
+def test_rounding_to_e2m1(value: float, rounded: float) -> None:
+    """To the nearest, ties to the even code; beyond 6 saturates."""
+    assert unpack(pack(torch.tensor([[value, -value]]))).tolist() == [[rounded, -rounded]]
+
+
+def test_rounding_takes_the_nearest() -> None:
+    values = torch.linspace(-7, 7, 2002)[None]
+    steps = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
+    nearest = (values[..., None] - steps).abs().amin(-1)
+    assert torch.equal((values - unpack(pack(values))).abs(), nearest)
+
+
+def test_nvfp4_in_two_levels() -> None:
+    parts = {
+        "": torch.cat([bytes_of(*[0x72] * 8), bytes_of(*[0xA9] * 8)], dim=1),
+        "_scale": torch.tensor([[1.5, 448.0]]).to(E4M3),
+        "_scale_2": torch.tensor(0.25),
+    }
+    decoded = NVFP4.decode(parts)
+    assert decoded.tolist() == [[0.375, 2.25] * 8 + [-0.5 * 112, -1.0 * 112] * 8]
+
+
+def test_nvfp4_scales() -> None:
+    """The largest value's block has scale 448 and code 6; scale_2 is amax / (6 * 448)."""
+    weight = torch.zeros(2, 32)
+    weight[0, 3], weight[1, 16] = -13.44, 0.03
+    parts = encode(NVFP4, weight)
+    assert parts["_scale_2"].shape == ()
+    assert parts["_scale_2"].item() == pytest.approx(13.44 / 2688)
+    assert parts["_scale"].float().tolist() == [[448.0, 1.0], [1.0, 1.0]]
+    assert parts[""][0, :3].tolist() == [0, 0xF0, 0]
+    assert parts[""][1, 8].item() == 7
+
+
+def test_fp8_ragged_blocks() -> None:
+    """[200, 300] has blocks of 128 or 72 rows and 128 or 44 columns."""
+    scales = torch.tensor([[1.0, 2.0, 4.0], [0.5, 0.25, 0.125]])
+    decoded = FP8.decode({"": torch.full((200, 300), 1.5).to(E4M3), "_scale_inv": scales})
+    for row, column in [(0, 0), (127, 127), (127, 128), (128, 0), (199, 255), (199, 256), (0, 299)]:
+        assert decoded[row, column].item() == 1.5 * scales[row // 128, column // 128].item()
+
+
+def test_fp8_scale_is_a_multiplier() -> None:
+    """e4m3 0x7E is 448, 0x01 is 2 ** -9; despite its name the scale multiplies."""
+    values = bytes_of(0x7E, 0x01, 0x38, 0xB8).view(E4M3)
+    decoded = FP8.decode({"": values, "_scale_inv": torch.tensor([[0.01]])})
+    wanted = torch.tensor([[448.0, 2.0**-9, 1.0, -1.0]]) * torch.tensor(0.01)
+    assert torch.equal(decoded, wanted)
+    weight = torch.tensor([[-8.96, 0.01, 4.48]])
+    parts = encode(FP8, weight)
+    assert parts["_scale_inv"].item() == pytest.approx(0.02)
+    assert parts[""].float().tolist() == [[-448.0, 0.5, 224.0]]
+
+
+def test_int4_bytes() -> None:
+    """Low nibble first, zero at 8; the extreme of a block is -8 steps."""
+    weight = torch.zeros(1, 64)
+    weight[0, :4] = torch.tensor([-4.0, 0.5, 1.0, 3.5])
+    weight[0, 32], weight[0, 63] = 1.6, -1.4
+    parts = encode(INT4, weight)
+    assert parts["_scale"].tolist() == [[0.5, pytest.approx(-0.2)]]
+    assert parts[""].shape == (1, 2, 16)
+    assert parts[""][0, 0, :3].tolist() == [0x90, 0xFA, 0x88]
+    assert (parts[""][0, 1, 0].item(), parts[""][0, 1, 15].item()) == (0x80, 0xF8)
+    assert torch.allclose(INT4.decode(parts), weight)
+
+
+def test_int8_bytes() -> None:
+    weight = torch.zeros(1, 32)
+    weight[0, :3] = torch.tensor([-2.56, 0.02, 2.0])
+    parts = encode(INT8, weight)
+    assert parts["_scale"].tolist() == [[pytest.approx(0.02)]]
+    assert parts[""][0, 0, :4].tolist() == [0, 129, 228, 128]
+
+
+def plain_decode(name: str, parts: dict[str, Tensor], n: int, k: int) -> float:
+    """One value of a weight, by the format's definition."""
+    value = parts[""]
+    if name == "fp8":
+        return value[n, k].float().item() * parts["_scale_inv"][n // 128, k // 128].item()
+    if name == "nvfp4":
+        code = int(value[n, k // 2]) >> 4 * (k % 2) & 0xF
+        sign = -1 if code & 8 else 1
+        scale = parts["_scale"][n, k // 16].float().item()
+        return sign * MAGNITUDES[code & 7] * scale * parts["_scale_2"].item()
+    scale, block, i = parts["_scale"][n, k // 32].item(), value[n, k // 32], k % 32
+    if name == "int8":
+        return (block[i].item() - 128) * scale
+    return ((int(block[i // 2]) >> 4 * (i % 2) & 0xF) - 8) * scale
+
+
+STEP = {"fp8": 1 / 16, "nvfp4": 1 / 6, "int8": 1 / 128, "int4": 1 / 8}  # of the block's largest
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 32), (3, 96), (130, 288), (256, 128)])
+def test_there_and_back(name: str, shape: tuple[int, int]) -> None:
+    """Stored as promised, decoded by the definition, within half a step of the source."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * torch.logspace(-3, 1, shape[0])[:, None]
+    parts = encode(FORMATS[name], weight)
+    promised = FORMATS[name].parts(shape)
+    sizes = {suffix: tuple(part.shape) for suffix, part in parts.items()}
+    assert sizes == {suffix: part.shape for suffix, part in promised.items()}
+    decoded = FORMATS[name].decode(parts)
+    assert decoded.dtype == torch.float32
+    for n, k in torch.cartesian_prod(torch.arange(shape[0]), torch.arange(shape[1]))[::37].tolist():
+        assert decoded[n, k].item() == pytest.approx(plain_decode(name, parts, n, k), rel=1e-7)
+    width = {"fp8": 128, "nvfp4": 16}.get(name, 32)
+    for n, k in [(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 2)]:
+        rows = slice(n // 128 * 128, n // 128 * 128 + 128) if name == "fp8" else slice(n, n + 1)
+        block = weight[rows, k // width * width : (k // width + 1) * width]
+        error = (weight[n, k] - decoded[n, k]).abs().item()
+        assert error <= STEP[name] * block.abs().max().item() * 1.07
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros(name: str) -> None:
+    decoded = FORMATS[name].decode(encode(FORMATS[name], torch.zeros(2, 64)))
+    assert torch.equal(decoded, torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantising_twice_changes_nothing(name: str) -> None:
+    torch.manual_seed(1)
+    once = FORMATS[name].decode(encode(FORMATS[name], torch.randn(20, 160)))
+    twice = FORMATS[name].decode(encode(FORMATS[name], once))
+    assert torch.allclose(once, twice, rtol=1e-6, atol=0)
+
+
+def test_a_small_block_beside_a_large_one() -> None:
+    """The scale of a block never becomes 0, so nothing is divided by it."""
+    weight = torch.cat([torch.full((1, 16), 1e-9), torch.full((1, 16), 1.0)], dim=1)
+    decoded = NVFP4.decode(encode(NVFP4, weight))
+    assert decoded[0, :16].abs().max() == 0
+    assert math.isclose(decoded[0, 16].item(), 1.0, rel_tol=1e-6)
