@@ -52,19 +52,23 @@ def build(
     ] = None,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill call.")] = 256,
     target: Annotated[str, typer.Option(help="What to compile for.")] = "onnxruntime",
+    compute_capability: Annotated[
+        str | None,
+        typer.Option(help="Of a tensorrt-rtx engine's GPUs: sm89, sm120; several: sm89,sm120."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Engine directory; with several nextn, their parent.")
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Rebuild, and replace another model's engine.")
     ] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder with the recipe's weights.")
+    ] = None,
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.pipeline import BuildRequest
     from mtpbuild.runtime.field_config import sampling_settings
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder with the recipe's weights.")
-    ] = None,
 
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
@@ -84,11 +88,12 @@ def build(
         target=target,
         out=out,
         force=force,
+        checkpoint=checkpoint,
+        compute_capability=() if compute_capability is None else (*compute_capability.split(","),),
     )
     engines, stages = build_with_progress(request)
     print_report(engines, stages)
 
-        checkpoint=checkpoint,
 
 @app.command("recipes")
 @error_line

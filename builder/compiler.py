@@ -26,6 +26,10 @@ class WrittenWeights:
     places: dict[str, Placed]
     hashes: dict[str, str]
 
+    @staticmethod
+    def remove(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+
 
 @dataclass
 class ModelSource:
@@ -73,10 +77,6 @@ class ModelSource:
         self.weights = WrittenWeights(places, {WEIGHTS: digest})
         return self.weights
 
-    def programs(self, plan: Plan) -> tuple[Program, ...]:
-        return make_programs(plan, self.model)
-
-    def info(self) -> ModelInfo:
     def tell_formats(self) -> None:
         """Say which weights become larger than they were."""
         counts = self.checkpoint.count_formats(self.table)
@@ -86,6 +86,10 @@ class ModelSource:
                 "note: quantised weights (%s) are dequantised: the engine holds fp32", found
             )
 
+    def programs(self, plan: Plan) -> tuple[Program, ...]:
+        return make_programs(plan, self.model)
+
+    def info(self) -> ModelInfo:
         c = self.config
         return ModelInfo(
             name=self.name,

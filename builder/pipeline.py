@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtpbuild.builder import package
+from mtpbuild.builder.compute_capability import compute_capabilities
 from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.generation import generation_ids
@@ -42,8 +43,9 @@ class BuildRequest:
     target: str = "onnxruntime"
     out: Path | None = None
     force: bool = False
-
     checkpoint: Path | None = None  # of a recipe's weights; else where the recipe finds them
+    compute_capability: tuple[str, ...] = ()  # as said on the command line: sm120
+
 
 @dataclass(frozen=True)
 class BuiltEngine:
@@ -91,15 +93,16 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             from mtpbuild.builder.targets import load_target
 
             target = load_target(request.target)
-            target.check()
+            for out in todo:
+                target.check(plans[out])
 
         # 3. The checkpoint, checked by name, shape and dtype before anything is written.
         with stages("check checkpoint"):
             model = compiler.ModelSource(source.name, source.folder, config, ids)
+            model.tell_formats()
 
         for out in todo:
             with package.staging(out) as folder:
-            model.tell_formats()
                 # 4. Weights: written once, shared by every engine that has the same ones.
                 with stages("write weights"):
                     weights = model.write_weights(folder, siblings=out.parent)
@@ -117,13 +120,15 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
                 # 6. The directory: tokenizer, manifest with hashes, one rename.
                 with stages("package"):
+                    if target.embeds_weights:
+                        weights.remove(folder)
                     package.copy_side_files(source.folder, folder)
                     package.write_manifest(
                         folder,
                         plan=plans[out],
                         fingerprint=prints[out],
                         model=model.info(),
-                        target=target.info(),
+                        target=target.info(plans[out]),
                         programs=programs,
                         state=state_specs(plans[out]),
                         hashes=weights.hashes,
@@ -137,6 +142,7 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
         if config.num_nextn_predict_layers == 0:
             raise UsageError("the checkpoint has no MTP modules: say --nextn 0 to build without")
         nextns = (config.num_nextn_predict_layers,)
+    capabilities = compute_capabilities(request.target, request.compute_capability)
     length = request.max_seq_len
     if length is None:
         length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
@@ -160,6 +166,7 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
                 max_batch=within(1, request.max_batch, MAX_BATCH, "--max-batch"),
                 max_seq_len=within(nextn + 4, length, MAX_SEQ_LEN, "--max-seq-len"),
                 prefill_chunk=within(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
+                compute_capabilities=capabilities,
             ),
         )
 

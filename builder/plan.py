@@ -10,6 +10,7 @@ from mtpbuild.runtime.manifest import StateSpec
 # "none" verifies nextn + 1 tokens and drafts nothing real: what `bench` subtracts to time drafting.
 DrafterName = Literal["mtp-eagle", "mtp-vanilla", "none"]
 NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
+ALIGNED_ROWS = 64  # of 4 bytes: every slot of a fixed cache begins at a multiple of 256 bytes
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,12 @@ class Plan:
     max_batch: int
     max_seq_len: int
     prefill_chunk: int
+    compute_capabilities: tuple[str, ...] = ()  # of the GPUs that a TensorRT target compiles for
+
+    @property
+    def fixed(self) -> bool:
+        """Whether caches and slots keep their size: one CUDA graph, and one TensorRT profile."""
+        return bool(self.compute_capabilities)
 
     @property
     def window(self) -> int:
@@ -31,7 +38,8 @@ class Plan:
     @property
     def capacity(self) -> int:
         """S: cache rows per slot. A live slot's window starts below max_seq_len; T rows more."""
-        return self.max_seq_len + self.window
+        rows = self.max_seq_len + self.window
+        return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.fixed else rows
 
     @property
     def lookahead(self) -> int:

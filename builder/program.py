@@ -51,7 +51,7 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     if drafter is not None and drafter.lookahead:
         prompt["ahead"] = _ints(1, drafter.lookahead)
-    B = 1 if plan.max_batch == 1 else EXAMPLE_BATCH
+    B = plan.max_batch if plan.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     active = {"active": torch.ones(B, dtype=torch.bool)}
     new = _outs(names)
     return (

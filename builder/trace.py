@@ -19,6 +19,7 @@ class Traced:
     exported: ExportedProgram
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    plan: Plan
 
     def spec(self, file: str) -> ProgramSpec:
         return ProgramSpec(file=file, inputs=self.inputs, outputs=self.outputs)
@@ -26,21 +27,24 @@ class Traced:
 
 def trace(program: Program, plan: Plan) -> Traced:
     """One ExportedProgram. `rows` (cache rows in use) varies, the `chunk` of a prefill, and the
-    `batch` of a decode step where there is more than one slot (with one, all stays static)."""
+    `batch` of a decode step where there is more than one slot (with one, all stays static).
+
+    Of a fixed plan, nothing but the chunk varies."""
     least = 2 * plan.window + 2
     rows = Dim("rows", min=least, max=plan.capacity)
     chunk = Dim("chunk", min=1, max=max(plan.prefill_chunk, EXAMPLE_CHUNK))
     slots: dict[int, Any] = {}
-    if program.batch > 1:
+    if program.batch > 1 and not plan.fixed:
         slots = {0: Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))}
     specs = {s.name: s for s in state_specs(plan) if s.name in program.state}
     state, shapes = {}, {}
     for name, spec in specs.items():
         size = [program.batch, *spec.shape[1:]]
-        if spec.kind == "cache":
+        varies = spec.kind == "cache" and not plan.fixed
+        if varies:
             size[2] = least  # an example: capacity would take the memory of all caches
         state[name] = torch.zeros(size, dtype=getattr(torch, spec.dtype))
-        shapes[name] = slots | ({2: rows} if spec.kind == "cache" else {})
+        shapes[name] = slots | ({2: rows} if varies else {})
     varying = {"tokens": {1: chunk}}
     with torch.no_grad():
         exported = torch.export.export(
@@ -48,7 +52,7 @@ def trace(program: Program, plan: Plan) -> Traced:
             (state, *program.arguments.values()),
             dynamic_shapes=(shapes, *(varying.get(name, slots) for name in program.arguments)),
         )
-    return Traced(program.name, exported, *_signature(program, exported))
+    return Traced(program.name, exported, *_signature(program, exported), plan)
 
 
 def _signature(

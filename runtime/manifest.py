@@ -87,9 +87,12 @@ class BuildInfo(_Record):
 class TargetInfo(_Record):
     """What it was compiled for."""
 
-    name: Literal["onnxruntime", "inductor"]
+    name: Literal["onnxruntime", "inductor", "tensorrt-rtx"]
     hardware: str
     versions: dict[str, str]
+    compute_capabilities: tuple[str, ...] = Field(
+        default=(), description="of the GPUs that a TensorRT engine runs on, such as 12.0"
+    )
 
 
 class Manifest(_Record):

@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
+from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.runtime.errors import UsageError
@@ -13,19 +14,22 @@ from mtpbuild.runtime.manifest import TargetInfo
 TARGETS = {
     "onnxruntime": "mtpbuild.builder.targets.onnxruntime",
     "inductor": "mtpbuild.builder.targets.inductor",
+    "tensorrt-rtx": "mtpbuild.builder.targets.tensorrt_rtx",
 }
 
 
 class Target(Protocol):
-    def check(self) -> None:
-        """Raise BuildError if this machine can't build for the target."""
+    embeds_weights: bool  # programs hold them: the engine needs no weights file beside
+
+    def check(self, plan: Plan) -> None:
+        """Raise BuildError if the plan can't be built for the target, or not on this machine."""
         ...
 
     def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         """Write the program beside the weights file in `folder`; returns the file's name."""
         ...
 
-    def info(self) -> TargetInfo:
+    def info(self, plan: Plan) -> TargetInfo:
         """What the engine needs to run."""
         ...
 

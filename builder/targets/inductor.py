@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
+from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import inductor_facets
@@ -46,7 +47,9 @@ fast_random_decomps.cache_clear()  # the table that compiling takes, if somethin
 
 
 class InductorTarget:
-    def check(self) -> None:
+    embeds_weights = False
+
+    def check(self, plan: Plan) -> None:
         if this_machine() != HARDWARE:
             raise BuildError(
                 f"target inductor builds on an {HARDWARE}, this is an {this_machine()}"
@@ -67,7 +70,7 @@ class InductorTarget:
         _write_constants(traced, weights, folder)
         return file
 
-    def info(self) -> TargetInfo:
+    def info(self, plan: Plan) -> TargetInfo:
         return TargetInfo(name="inductor", hardware=HARDWARE, versions={"torch": TORCH})
 
 

@@ -11,6 +11,7 @@ import onnx_ir.passes.common as common
 import torch
 from onnxscript.optimizer import _constant_folding as folding
 
+from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.plugins import onnx_facets
@@ -77,7 +78,9 @@ PASSES = ir.passes.Sequential(
 
 
 class OnnxRuntimeTarget:
-    def check(self) -> None:
+    embeds_weights = False
+
+    def check(self, plan: Plan) -> None:
         """Nothing of this machine goes into the graphs."""
 
     def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
@@ -91,7 +94,7 @@ class OnnxRuntimeTarget:
         ir.save(model, folder / file)
         return file
 
-    def info(self) -> TargetInfo:
+    def info(self, plan: Plan) -> TargetInfo:
         versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
         return TargetInfo(name="onnxruntime", hardware="any CPU", versions=versions)
 

@@ -52,7 +52,7 @@ class Slots:
         self._mixed[slot] = not controls.plain
         for name, array in self._controls.items():  # a plain slot may share a mixed step
             if name != "uniforms":
-                array[slot] = _padded(getattr(controls, name), array.shape[1:])
+                array[slot] = padded(getattr(controls, name), array.shape[1:])
             elif not controls.plain:
                 array[slot] = controls.uniforms(array.shape[2], array.shape[1])
 
@@ -99,7 +99,7 @@ def _zeros(tensors: Iterable[TensorSpec], slots: int) -> dict[str, NDArray[Any]]
     return {t.name: np.zeros((slots, *t.shape[1:]), t.dtype) for t in tensors}  # type: ignore[arg-type]
 
 
-def _padded(value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+def padded(value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     """A number as it is; a list with -1 behind it."""
     values = np.asarray(value)
     return np.pad(values, (0, shape[0] - len(values)), constant_values=-1) if shape else values

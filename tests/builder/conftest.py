@@ -48,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are two bytes: builds take milliseconds and all else is real."""
 
     def trace(program: Program, plan: Plan) -> Traced:
-        return Traced(program.name, cast(ExportedProgram, None), (), ())
+        return Traced(program.name, cast(ExportedProgram, None), (), (), plan)
 
     def lower(
         self: OnnxRuntimeTarget, traced: Traced, weights: Mapping[str, Placed], folder: Path

@@ -54,6 +54,7 @@ def options(command: str) -> list[str]:
 def test_frozen_flags() -> None:
     assert options("build") == [
         "--checkpoint",
+        "--compute-capability",
         "--config",
         "--drafter",
         "--extra-llm-api-options",
@@ -99,6 +100,8 @@ def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     more = f"--prefill-chunk 8 --target onnxruntime --out {tmp_path} --force"
     assert invoke("build", *flags.split(), *more.split())[0] == 0
     full = BuildRequest("x", (3, 0), "mtp-vanilla", 2, 99, 8, "onnxruntime", tmp_path, True)
+    assert invoke("build", "--model", "x", "--compute-capability", "sm89,sm120")[0] == 0
+    assert seen.pop() == BuildRequest("x", compute_capability=("sm89", "sm120"))
     assert seen == [BuildRequest("x"), full]
 
 

@@ -1,0 +1,34 @@
+"""Which GPUs an engine is compiled for: `--compute-capability sm89,sm120` -> ("8.9", "12.0")."""
+
+import re
+
+from mtpbuild.runtime.errors import UsageError
+
+# GPUs that TensorRT-RTX compiles fp32 programs for. (It knows sm75, but no fp32 product there.)
+RTX = {"8.0": "sm80", "8.6": "sm86", "8.9": "sm89", "12.0": "sm120", "12.1": "sm121"}
+FLAG = "--compute-capability"
+
+
+def compute_capabilities(target: str, asked: tuple[str, ...]) -> tuple[str, ...]:
+    """In rising order; `asked` as on the command line, sm120 or 12.0. Raises UsageError."""
+    if target != "tensorrt-rtx":
+        if asked:
+            raise UsageError(f"{FLAG} is for target tensorrt-rtx, not {target}")
+        return ()
+    known = ", ".join(RTX.values())
+    if not asked:
+        raise UsageError(f"target tensorrt-rtx needs {FLAG}: of {known} those of your GPUs")
+    found = {_dotted(text) for text in asked}
+    for text in asked:
+        if _dotted(text) not in RTX:
+            raise UsageError(
+                f"{FLAG} {text}: TensorRT-RTX engines are for RTX GPUs, not for data-centre GPUs "
+                f"such as Hopper; supported: {known}"
+            )
+    return tuple(sorted(found, key=lambda text: tuple(map(int, text.split(".")))))
+
+
+def _dotted(text: str) -> str:
+    """sm120 -> 12.0; what is no such name stays as it is."""
+    name = re.fullmatch(r"sm_?(\d+)(\d)", text.strip().lower())
+    return f"{name[1]}.{name[2]}" if name else text.strip()

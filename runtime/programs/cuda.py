@@ -1,0 +1,143 @@
+"""The part of CUDA that programs use: memory of one GPU, copies, one stream, captured graphs."""
+
+import ctypes
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+
+Place: TypeAlias = "DeviceArray | NDArray[Any]"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceArray:
+    """A contiguous tensor in the GPU's memory."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def slot(self, index: int) -> "DeviceArray":
+        """[1, ..]: one entry of the first dimension, in place."""
+        size = self.nbytes // self.shape[0]
+        return DeviceArray(self.address + index * size, (1, *self.shape[1:]), self.dtype)
+
+
+class Device:
+    """The visible GPU (the first one of CUDA_VISIBLE_DEVICES), and all that was allocated on it.
+
+    Calls that take effect in order are queued on `stream`; `synchronise` waits for them. Each
+    raises EngineError with what CUDA says.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._cuda: Any = import_module("cuda.bindings.runtime")
+        except ImportError as missing:
+            raise MissingDependencyError(
+                f"running on a GPU needs {missing.name}: pip install 'mtpbuild[tensorrt-rtx]'"
+            ) from None
+        error, count = self._cuda.cudaGetDeviceCount()
+        if int(error) or not count:
+            raise EngineError(f"no NVIDIA GPU can be used here: {self._reason(error)}")
+        self.stream = int(self._call("cudaStreamCreate"))
+        self._owned: list[Callable[[], object]] = [
+            partial(self._cuda.cudaStreamDestroy, self.stream)
+        ]
+        weakref.finalize(self, _release, self._owned)
+
+    @property
+    def compute_capability(self) -> str:
+        """Such as 12.0."""
+        names = self._cuda.cudaDeviceAttr
+        parts = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
+        return ".".join(str(self._call("cudaDeviceGetAttribute", part, 0)) for part in parts)
+
+    def free_memory(self) -> int:
+        """Bytes."""
+        free, _ = self._call("cudaMemGetInfo")
+        return int(free)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        """In the GPU's memory, which programs want at multiples of 256 bytes: so it comes."""
+        array = DeviceArray(0, shape, np.dtype(dtype))
+        address = int(self._call("cudaMalloc", max(array.nbytes, 1)))
+        self._owned.append(partial(self._cuda.cudaFree, address))
+        self._call("cudaMemsetAsync", address, 0, array.nbytes, self.stream)
+        return DeviceArray(address, shape, array.dtype)
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """In the host's memory at an address that a captured copy may use."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        address = int(self._call("cudaMallocHost", max(size, 1)))
+        self._owned.append(partial(self._cuda.cudaFreeHost, address))
+        raw = np.frombuffer((ctypes.c_byte * size).from_address(address), np.byte)
+        array = raw.view(dtype).reshape(shape)
+        array[...] = 0
+        return array
+
+    def copy(self, source: Place, target: Place) -> None:
+        """All of `source` to where `target` begins; one of them at least is on the GPU."""
+        assert source.nbytes <= target.nbytes, "a copy would overrun"
+        kinds = self._cuda.cudaMemcpyKind
+        kind = {
+            (False, True): kinds.cudaMemcpyHostToDevice,
+            (True, False): kinds.cudaMemcpyDeviceToHost,
+            (True, True): kinds.cudaMemcpyDeviceToDevice,
+        }[isinstance(source, DeviceArray), isinstance(target, DeviceArray)]
+        places = (_address(target), _address(source))
+        self._call("cudaMemcpyAsync", *places, source.nbytes, kind, self.stream)
+
+    def synchronise(self) -> None:
+        self._call("cudaStreamSynchronize", self.stream)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What `work` queues, as one CUDA graph; the result queues it again. Nothing runs yet."""
+        mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call("cudaStreamBeginCapture", self.stream, mode)
+        try:
+            work()
+        finally:
+            error, graph = self._cuda.cudaStreamEndCapture(self.stream)
+        self._check("cudaStreamEndCapture", error)
+        program = self._call("cudaGraphInstantiate", graph, 0)
+        self._call("cudaGraphDestroy", graph)
+        self._owned.append(partial(self._cuda.cudaGraphExecDestroy, program))
+        return lambda: self._call("cudaGraphLaunch", program, self.stream)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *results = getattr(self._cuda, name)(*arguments)
+        self._check(name, error)
+        return results[0] if len(results) == 1 else results
+
+    def _check(self, name: str, error: Any) -> None:
+        if int(error):
+            raise EngineError(f"{name} failed: {self._reason(error)}")
+
+    def _reason(self, error: Any) -> str:
+        _, text = self._cuda.cudaGetErrorString(error)
+        return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def _address(place: Place) -> int:
+    if isinstance(place, DeviceArray):
+        return place.address
+    assert place.flags.c_contiguous, "CUDA copies runs of bytes"
+    return place.ctypes.data
+
+
+def _release(owned: list[Callable[[], object]]) -> None:
+    while owned:
+        owned.pop()()

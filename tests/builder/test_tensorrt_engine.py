@@ -1,0 +1,340 @@
+"""Target tensorrt-rtx from build to tokens, on a fake GPU with the rules of the real one."""
+
+import dataclasses
+import gc
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from mtpbuild.builder.compute_capability import compute_capabilities
+from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.targets import tensorrt_rtx
+from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
+from mtpbuild.builder.trace import Traced
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import (
+    BuildError,
+    EngineError,
+    MissingDependencyError,
+    MtpbuildError,
+    UsageError,
+)
+from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
+from mtpbuild.runtime.programs import tensorrt
+from mtpbuild.runtime.programs.base import Controls
+from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms
+from tests.builder.conftest import SMALLEST
+from tests.checkpoints import make_predictable, save_checkpoint
+from tests.conftest import EngineBuilder
+from tests.fake_cuda import OUT_OF_MEMORY, FakeCuda
+from tests.fake_tensorrt import BuilderFlag, FakeTensorRt
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+
+CHUNK, SLOTS, COUNT = 4, 2, 40
+GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+HOT = replace(GREEDY, temperature=0.8, top_p=0.95, top_k=30, seed=5)
+LENGTHS = (9, 1, 2, CHUNK, CHUNK + 1, 25)
+PROMPTS = [np.random.default_rng(n).integers(9, 61, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture
+def gpu() -> FakeCuda:
+    return FakeCuda()
+
+
+@pytest.fixture
+def trt(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeTensorRt:
+    """In place of TensorRT-RTX and CUDA, also where they are installed."""
+    fake = FakeTensorRt(gpu)
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", fake)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", gpu)
+    return fake
+
+
+@pytest.fixture(scope="session")
+def model() -> Transformer:
+    return make_predictable(**SMALLEST)
+
+
+@pytest.fixture(scope="session")
+def folder(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("rtx") / "rtx", model, **SMALLEST)
+
+
+@pytest.fixture
+def engine(folder: Path, build_engine: EngineBuilder, trt: FakeTensorRt) -> Path:
+    """One layer and one module, vanilla: prefill carries hidden states from chunk to chunk."""
+    return build_engine(
+        folder,
+        1,
+        max_batch=SLOTS,
+        max_seq_len=100,
+        prefill_chunk=CHUNK,
+        target="tensorrt-rtx",
+        compute_capability=("sm120", "sm89"),
+    )
+
+
+def load(engine: Path) -> TensorRtPrograms:
+    return tensorrt.load(engine, read_manifest(engine), None)
+
+
+def changed(engine: Path, **target: object) -> Manifest:
+    manifest = read_manifest(engine)
+    return manifest.model_copy(update={"target": manifest.target.model_copy(update=target)})
+
+
+def test_texts_are_the_models(engine: Path, model: Transformer, gpu: FakeCuda) -> None:
+    """O2 and O7: more requests than slots, in chunks, left and taken at different steps."""
+    counts = [5, 40, 17, 3, 30, 11]
+    params = [replace(GREEDY, max_tokens=count) for count in counts]
+    with Engine.load(engine) as loaded:
+        results = loaded.generate(PROMPTS, params)
+    for prompt, count, result in zip(PROMPTS, counts, results, strict=True):
+        assert list(result.token_ids) == greedy(model, prompt, count)
+    assert sum(r.metrics.speculative_decoding.num_accepted_draft_tokens for r in results) > 20
+
+
+def test_sampled_and_greedy_share_a_step(engine: Path, model: Transformer) -> None:
+    """Each as alone, also after a sampled request has had the slot."""
+    assert HOT.seed is not None
+    drawn = Controls(temperature=0.8, top_p=0.95, top_k=30, seed=HOT.seed)
+    with Engine.load(engine) as loaded:
+        hot, cold = loaded.generate(PROMPTS[:2], [HOT, GREEDY])
+        again = loaded.generate(PROMPTS[0], GREEDY)
+    assert list(hot.token_ids) == sample(model, PROMPTS[0], COUNT, drawn)
+    assert list(cold.token_ids) == greedy(model, PROMPTS[1], COUNT)
+    assert list(again.token_ids) == greedy(model, PROMPTS[0], COUNT)
+
+
+def test_a_step_is_one_launch(engine: Path, gpu: FakeCuda, trt: FakeTensorRt) -> None:
+    """All state stays where it is: a step copies the host's words and the carries, not caches."""
+    programs = load(engine)
+    assert gpu.launches == 0
+    warm = [context.runs for context in trt.contexts]
+    assert sorted(warm) == [0, 1, 1], "decode programs once, prefill at its first chunk"
+    taken = gpu.free
+    addresses = [dict(context.addresses) for context in trt.contexts]
+    programs.begin(0, 0, 7)
+    for step in range(3):
+        output = programs.step(np.array([True, False]), 10)
+        assert output.num_tokens[0] >= 1
+        assert output.num_tokens[1] == 0
+        assert gpu.launches == step + 1
+    assert gpu.free == taken
+    assert [dict(context.addresses) for context in trt.contexts] == addresses
+    assert len({context.scratch for context in trt.contexts}) == 1
+
+
+def test_inactive_slots_keep_what_they_hold(engine: Path) -> None:
+    programs = load(engine)
+    programs.prefill(1, 0, np.array([5, 6, 7, 8]))
+    programs.begin(1, 3, 8)
+    before = programs.state
+    programs.begin(0, 0, 7)
+    programs.step(np.array([True, False]), 10)
+    for name, array in programs.state.items():
+        kept = array[1, :, : -(1 + 1)] if name.startswith(("kv", "mtp_kv")) else array[1]
+        was = before[name][1, :, : -(1 + 1)] if kept.ndim == 3 else before[name][1]
+        np.testing.assert_array_equal(kept, was, err_msg=name)
+
+
+def test_a_closed_engine_leaves_the_gpu(engine: Path, gpu: FakeCuda) -> None:
+    free = gpu.free
+    loaded = Engine.load(engine)
+    assert gpu.free < free
+    loaded.generate(PROMPTS[0], GREEDY)
+    loaded.close()
+    del loaded
+    gc.collect()
+    assert gpu.free == free
+    assert not gpu.host
+
+
+def test_the_directory(engine: Path) -> None:
+    """Three programs with their weights inside, and no fp32 product in TF32."""
+    manifest = read_manifest(engine)
+    check_files(engine, manifest, verify_hashes=True)
+    assert set(manifest.files) == {"prefill.engine", "decode.engine", "decode_mixed.engine"}
+    assert manifest.target.compute_capabilities == ("8.9", "12.0")
+    assert manifest.target.versions == {"tensorrt-rtx": "1.7.1.116"}
+    for spec in manifest.state:
+        if spec.kind == "cache":
+            assert spec.shape[2] % ALIGNED_ROWS == 0
+            assert spec.shape[2] >= 102
+    for name, program in manifest.programs.items():
+        header, _, graph = (engine / program.file).read_bytes().partition(b"\n")
+        opened = onnx.load_from_string(graph).graph
+        assert not any(i.external_data for i in opened.initializer)
+        names = [tensor.name for tensor in program.inputs]
+        assert sorted(v.name for v in opened.input) == sorted(names)
+        shapes = [tensor.shape for tensor in (*program.inputs, *program.outputs)]
+        varying = {size for shape in shapes for size in shape if isinstance(size, str)}
+        assert varying == ({"chunk"} if name == "prefill" else set())
+        assert (b'"tokens": [[1, 1], [1, 4], [1, 4]]' in header) == (name == "prefill")
+
+
+def test_compiled_without_tf32(trt: FakeTensorRt, tmp_path: Path, engine: Path) -> None:
+    """A graph compiled again, alone."""
+    graph = (engine / "decode.engine").read_bytes().partition(b"\n")[2]
+    (tmp_path / "decode.onnx").write_bytes(graph)
+    trt.flags = set()
+    capabilities = read_manifest(engine).target.compute_capabilities
+    plan = dataclasses.replace(cheap_plan(), compute_capabilities=capabilities)
+    assert tensorrt_rtx.compile_graph(tmp_path / "decode.onnx", plan)
+    assert BuilderFlag.TF32 not in trt.flags
+
+
+def cheap_plan(vocab_size: int = 61) -> Plan:
+    from mtpbuild.builder.model.config import parse_config
+    from tests.checkpoints import BASE
+
+    return Plan(parse_config(BASE | {"vocab_size": vocab_size}), 0, None, 1, 64, 4, ("12.0",))
+
+
+def refusal(engine: Path, manifest: Manifest | None = None) -> str:
+    with pytest.raises(MtpbuildError) as caught:
+        tensorrt.load(engine, manifest or read_manifest(engine), None)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class TestWhatCanNotRun:
+    def test_another_gpu(self, engine: Path, gpu: FakeCuda) -> None:
+        gpu.capability = (9, 0)
+        says = "built for an NVIDIA GPU of compute capability 8.9 or 12.0, this one has 9.0; build"
+        assert says in refusal(engine)
+        gpu.capability = (8, 9)
+        assert load(engine)
+
+    def test_another_version(self, engine: Path) -> None:
+        manifest = changed(engine, versions={"tensorrt-rtx": "1.5.0.114"})
+        assert "built by tensorrt-rtx 1.5.0.114, this is 1.7.1.116;" in refusal(engine, manifest)
+
+    def test_no_gpu(self, engine: Path, gpu: FakeCuda) -> None:
+        gpu.fail["cudaGetDeviceCount"] = 100
+        says = "no NVIDIA GPU can be used here: no CUDA-capable device is detected"
+        assert refusal(engine) == says
+
+    def test_too_little_memory(self, engine: Path, gpu: FakeCuda) -> None:
+        """Both numbers, and nothing is loaded."""
+        gpu.free = 100_000
+        says = refusal(engine)
+        assert "GB of GPU memory" in says
+        assert ", 0.00 GB are free; build with a smaller --max-batch or --max-seq-len" in says
+        assert not gpu.device
+
+    def test_memory_that_goes_while_loading(self, engine: Path, gpu: FakeCuda) -> None:
+        gpu.fail["cudaMalloc"] = OUT_OF_MEMORY
+        assert refusal(engine) == "cudaMalloc failed: out of memory"
+
+    @pytest.mark.parametrize("module", ["tensorrt_rtx_bindings", "cuda.bindings.runtime"])
+    def test_missing_packages(
+        self, engine: Path, module: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, module, None)
+        assert "pip install 'mtpbuild[tensorrt-rtx]'" in refusal(engine)
+        with pytest.raises(MissingDependencyError):
+            load(engine)
+
+    def test_programs_that_are_not_the_manifests(self, engine: Path, tmp_path: Path) -> None:
+        copy = shutil.copytree(engine, tmp_path / "copy")
+        (copy / "decode.engine").write_bytes(b"half an engine")
+        says = f"{copy / 'decode.engine'}: TensorRT can't load it (Magic tag does not match)"
+        assert refusal(copy) == f"{says}; rebuild the engine"
+        shutil.copy(copy / "decode_mixed.engine", copy / "decode.engine")
+        assert refusal(copy).startswith(f"{copy / 'decode.engine'}: banned_ids is not what engine")
+
+    def test_requests_beyond_the_engine(self, engine: Path) -> None:
+        """The profile's chunk, and the caches' rows: the loop asks for neither."""
+        programs = load(engine)
+        with pytest.raises(EngineError, match=r"prefill.engine takes no tokens of \[1, 5\]"):
+            programs.prefill(0, 0, np.arange(CHUNK + 2))
+        with pytest.raises(EngineError, match="internal: 129 cache rows asked for, 128 allocated"):
+            programs.step(np.array([True, False]), 129)
+
+
+@pytest.fixture
+def place(folder: Path, tmp_path: Path, trt: FakeTensorRt) -> Iterator[BuildRequest]:
+    """A build that is to fail, and to leave nothing."""
+    yield BuildRequest(
+        str(folder),
+        (0,),
+        out=tmp_path / "engine",
+        target="tensorrt-rtx",
+        compute_capability=("sm120",),
+    )
+    assert not any(tmp_path.iterdir())
+
+
+class TestWhatCanNotBeBuilt:
+    @pytest.mark.parametrize(
+        ("asked", "says"),
+        [
+            ((), "target tensorrt-rtx needs --compute-capability: of sm80, sm86, sm89, sm120, sm1"),
+            (
+                ("sm90",),
+                "--compute-capability sm90: TensorRT-RTX engines are for RTX GPUs, not for",
+            ),
+            (("sm120", "sm75"), "--compute-capability sm75: "),
+            (("",), "--compute-capability : TensorRT-RTX engines are"),
+        ],
+    )
+    def test_gpus(self, place: BuildRequest, asked: tuple[str, ...], says: str) -> None:
+        with pytest.raises(UsageError) as caught:
+            build(replace(place, compute_capability=asked))
+        assert str(caught.value).startswith(says)
+
+    def test_another_target(self, place: BuildRequest) -> None:
+        with pytest.raises(UsageError, match="is for target tensorrt-rtx, not onnxruntime"):
+            build(replace(place, target="onnxruntime"))
+
+    def test_missing_packages(self, place: BuildRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
+        with pytest.raises(MissingDependencyError) as caught:
+            build(place)
+        says = (
+            "target tensorrt-rtx needs tensorrt_rtx_bindings: pip install 'mtpbuild[tensorrt-rtx]'"
+        )
+        assert str(caught.value) == says
+
+    def test_large_vocabularies(self, trt: FakeTensorRt) -> None:
+        tensorrt_rtx.TARGET.check(cheap_plan(3840))
+        with pytest.raises(BuildError, match="the model has 3841 tokens, and TensorRT-RTX sorts"):
+            tensorrt_rtx.TARGET.check(cheap_plan(3841))
+
+    @pytest.mark.usefixtures("quick")
+    def test_graphs_that_tensorrt_refuses(
+        self, place: BuildRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with pytest.raises(BuildError, match="TensorRT-RTX can't read prefill: ModelProto has no"):
+            build(place)
+        graph = (
+            '<ir_version: 10, opset_import: ["": 24]> prefill '
+            "(float[2,1,9,8] c, float[2,1,1,8] u, int64[2] s) => (float[2,1,9,8] o) "
+            "{ d = Add(c,c) o = TensorScatter(d,u,s) }"
+        )
+
+        def lower(self: object, traced: Traced, weights: object, folder: Path) -> str:
+            onnx.save(onnx.parser.parse_model(graph), folder / "prefill.onnx")
+            return "prefill.onnx"
+
+        monkeypatch.setattr(OnnxRuntimeTarget, "lower", lower)
+        with pytest.raises(BuildError, match="TensorRT-RTX can't compile prefill: the cache of a"):
+            build(place)
+
+
+def test_compute_capabilities() -> None:
+    read = compute_capabilities
+    assert read("tensorrt-rtx", ("sm120", " SM89", "12.0")) == ("8.9", "12.0")
+    assert read("tensorrt-rtx", ("12.1", "8.6", "sm_80")) == ("8.0", "8.6", "12.1")
+    assert read("onnxruntime", ()) == ()
