@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv run check fix test test-full clean
+.PHONY: venv run check fix test test-full test-tensorrt clean
 
 venv: .venv/.installed
 
@@ -32,5 +32,9 @@ test: venv  ## the suite, under 10 minutes on 2 cores
 test-full: venv  ## and the larger matrix
 	$(BIN)/pytest -n 2 --dist loadgroup
 
+test-tensorrt: venv  ## what needs TensorRT-RTX's packages, but no GPU; 0.3 GB in .venv-rtx
+	test -d .venv-rtx || tools/tensorrt_rtx_env.sh
+	.venv-rtx/bin/python -m pytest -m tensorrt
+
 clean:
-	rm -rf .venv engines/*_n* build dist *.egg-info
+	rm -rf .venv .venv-rtx engines/*_n* build dist *.egg-info

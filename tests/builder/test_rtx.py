@@ -1,0 +1,143 @@
+"""The real TensorRT-RTX, which compiles without a GPU: `make test-tensorrt`."""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import onnx.parser
+import pytest
+
+from mtpbuild.builder import compiler
+from mtpbuild.builder.generation import GenerationIds
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX
+from mtpbuild.builder.targets.tensorrt_rtx import SORTED, compile_graph
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.errors import BuildError, EngineError
+from mtpbuild.runtime.manifest import check_files
+from tests import fake_cuda, fake_tensorrt
+
+pytestmark = pytest.mark.tensorrt
+trt: Any = pytest.importorskip(
+    "tensorrt_rtx_bindings", reason="TensorRT-RTX is not installed: tools/tensorrt_rtx_env.sh"
+)
+
+HEADER = '<ir_version: 10, opset_import: ["": 24]> graph '
+
+
+def plan_of(folder: Path, **changes: Any) -> Plan:
+    plan = Plan(load_config(folder), 3, "mtp-vanilla", 2, 100, 4, ("8.9", "12.0"))
+    return replace(plan, **changes)
+
+
+@pytest.fixture(scope="module")
+def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the ONNX files that the target compiles, and their weights."""
+    plan, folder = plan_of(predictable_folder), tmp_path_factory.mktemp("graphs")
+    ids = GenerationIds(bos=None, eos=(), thinking=None)
+    source = compiler.ModelSource("toy", predictable_folder, plan.config, ids)
+    places = source.write_weights(folder, siblings=folder / "none").places
+    for program in source.programs(plan):
+        ONNX.lower(compiler.trace(program, plan), places, folder)
+    return folder
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode", "decode_mixed"])
+def test_networks(program: str, graphs: Path, predictable_folder: Path) -> None:
+    """One KVCacheUpdate per cache, from a network input to a network output; nothing foreign."""
+    log = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(log)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, log)
+    assert parser.parse_from_file(str(graphs / f"{program}.onnx"))
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    writes = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
+    caches = [s.name for s in state_specs(plan_of(predictable_folder)) if s.kind == "cache"]
+    found = {layer.get_input(0).name: layer.get_output(0).name for layer in writes}
+    assert found == {name: f"{name}.out" for name in caches}
+    assert len(writes) == len(caches)
+    kinds = Counter(layer.type.name for layer in layers)
+    assert not [name for name in kinds if "PLUGIN" in name]
+    assert ("CONDITION" in kinds) == (program == "decode_mixed")
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode", "decode_mixed"])
+def test_engines_of_two_gpus(program: str, graphs: Path, predictable_folder: Path) -> None:
+    engine = compile_graph(graphs / f"{program}.onnx", plan_of(predictable_folder))
+    assert engine.nbytes > (graphs / "weights.safetensors").stat().st_size
+
+
+def test_a_build(predictable_folder: Path, tmp_path: Path) -> None:
+    """From the command's request to a directory that is whole, and what this machine says of it."""
+    request = BuildRequest(
+        str(predictable_folder),
+        (0,),
+        out=tmp_path / "engine",
+        target="tensorrt-rtx",
+        compute_capability=("sm120",),
+    )
+    (built,) = build(request)
+    check_files(built.folder, built.manifest, verify_hashes=True)
+    assert built.manifest.target.versions == {"tensorrt-rtx": trt.__version__}
+    (again,) = build(request)
+    assert again.unchanged
+    with pytest.raises(EngineError, match="no NVIDIA GPU can be used here: CUDA driver version is"):
+        Engine.load(built.folder)
+
+
+def test_fp32_needs_more_than_sm75(graphs: Path, predictable_folder: Path) -> None:
+    """Why `--compute-capability sm75` is refused before anything is traced."""
+    plan = plan_of(predictable_folder, compute_capabilities=("7.5",))
+    with pytest.raises(BuildError, match=r"can't compile decode: .*FP32 GEMM is not") as caught:
+        compile_graph(graphs / "decode.onnx", plan)
+    assert "\n" not in str(caught.value)
+
+
+def test_how_much_is_sorted(tmp_path: Path, predictable_folder: Path) -> None:
+    """Why a large vocabulary is refused before anything is traced."""
+    for count, fits in ((SORTED, True), (SORTED + 1, False)):
+        text = (
+            f"(float[2,5000] x) => (float[2,{count}] v, int64[2,{count}] i) "
+            f"{{ k = Constant<value = int64[1] {{{count}}}>() v, i = TopK(x, k) }}"
+        )
+        onnx.save(onnx.parser.parse_model(HEADER + text), tmp_path / "graph.onnx")
+        if fits:
+            assert compile_graph(tmp_path / "graph.onnx", plan_of(predictable_folder))
+            continue
+        with pytest.raises(BuildError, match=r"can't (read|compile) graph: "):
+            compile_graph(tmp_path / "graph.onnx", plan_of(predictable_folder))
+
+
+def test_the_fakes_have_the_real_names(predictable: Transformer) -> None:
+    """What the run time calls of the fakes exists, with as many arguments."""
+    cuda: ModuleType = pytest.importorskip("cuda.bindings.runtime")
+    assert cuda is sys.modules["cuda.bindings.runtime"]
+    for name in vars(fake_cuda.FakeCuda):
+        if not name.startswith("cuda"):
+            continue
+        real, fake = getattr(cuda, name), getattr(fake_cuda.FakeCuda, name)
+        if not callable(fake):
+            assert all(hasattr(real, member) for member in vars(fake)), name
+            continue
+        head = (real.__doc__ or "").splitlines()[0]
+        arguments = head.partition("(")[2].rpartition(")")[0]
+        wanted = fake.__code__.co_argcount - 1
+        assert (arguments.count(",") + 1 if arguments else 0) == wanted, head
+    pairs = {
+        trt.ICudaEngine: fake_tensorrt.Engine,
+        trt.IExecutionContext: fake_tensorrt.Context,
+        trt.Runtime: fake_tensorrt.Runtime,
+        trt.OnnxParser: fake_tensorrt.Parser,
+        trt.IBuilderConfig: fake_tensorrt.Config,
+        trt.IOptimizationProfile: fake_tensorrt.Profile,
+    }
+    for real, fake in pairs.items():
+        names = [name for name, value in vars(fake).items() if name[0] != "_" and callable(value)]
+        assert all(hasattr(real, name) for name in names), (real, names)
+    assert {"device_memory_size_v2", "num_io_tensors"} <= set(dir(trt.ICudaEngine))

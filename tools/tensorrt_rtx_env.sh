@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Makes .venv-rtx for `make test-tensorrt`: all of .venv, and TensorRT-RTX beside it. No GPU needed.
+# Without dependencies: Torch-TensorRT would replace the CPU's PyTorch by CUDA's (5 GB).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+.venv/bin/python -m venv .venv-rtx
+shared=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+own=$(.venv-rtx/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "import site; site.addsitedir('$shared')" >"$own/mtpbuild.pth"
+version=1.7.1.116
+.venv-rtx/bin/python -m pip install --quiet --no-deps \
+    "tensorrt-rtx-cu13-libs==$version" "tensorrt-rtx-cu13-bindings==$version" \
+    "tensorrt-rtx-cu13==$version" "tensorrt-rtx==$version" torch-tensorrt-rtx==2.13.0 \
+    cuda-bindings==13.5.0 cuda-pathfinder dllist psutil
