@@ -7,6 +7,7 @@ import typer
 
 from mtpbuild.builder.bench.cli import bench
 from mtpbuild.builder.evaluate.cli import evaluate
+from mtpbuild.builder.forecast.cli import plan
 from mtpbuild.builder.quantize.cli import quantize
 from mtpbuild.builder.verify.cli import verify
 from mtpbuild.runtime.cli import error_line, inspect, run
@@ -33,6 +34,7 @@ app.command("verify")(verify)
 app.command("eval")(evaluate)
 app.command("diff")(diff)
 app.command("quantize")(quantize)
+app.command("plan")(plan)
 
 
 @app.command("build")

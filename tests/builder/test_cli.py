@@ -84,7 +84,8 @@ def test_frozen_flags() -> None:
     ]
     group = typer.main.get_command(app)
     commands: dict[str, object] = group.commands  # type: ignore[attr-defined]
-    assert " ".join(sorted(commands)) == "bench build diff eval inspect quantize recipes run verify"
+    names = "bench build diff eval inspect plan quantize recipes run verify"
+    assert " ".join(sorted(commands)) == names
 
 
 def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

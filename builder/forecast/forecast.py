@@ -1,0 +1,206 @@
+"""From a model and a machine to sizes, step times and tokens per second."""
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mtpbuild.builder.forecast import latency
+from mtpbuild.builder.forecast.latency import Latency, Measured
+from mtpbuild.builder.forecast.machines import Gpu, find_gpu
+from mtpbuild.builder.forecast.ranks import Ranks
+from mtpbuild.builder.forecast.step import CACHE_BYTES, Load, Model, Part
+from mtpbuild.builder.forecast.weights import Class, checkpoint_bytes, classes, find_layout
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.plan import choose_drafter
+from mtpbuild.runtime.errors import UsageError
+
+RESERVED = 0.08  # of a GPU's memory: driver, kernels, communication buffers, graphs
+
+
+@dataclass(frozen=True)
+class ForecastRequest:
+    """The flags of `mtpbuild plan`."""
+
+    model: str
+    nextn: tuple[int, ...]
+    gpu: str = "b200"
+    ranks: Ranks = field(default_factory=Ranks)
+    max_seq_len: int = 4096
+    max_batch: int = 1
+    context: int = 2048
+    cache: str = "bf16"
+    prefill_chunk: int = 256
+    acceptance: tuple[float, ...] | None = None
+    measured: tuple[Measured, Measured] | None = None
+    checkpoint: Path | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One nextn: its parts, what they leave out, and the speed of one user."""
+
+    nextn: int
+    acceptance: float
+    parts: list[Part]
+    latency: float
+
+    @property
+    def roofline(self) -> float:
+        """Seconds that memory and arithmetic need."""
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        return self.latency + self.roofline
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.acceptance / self.seconds
+
+    @property
+    def limit(self) -> str:
+        """What most of the step's time goes to."""
+        times = {"latency": self.latency, "memory": 0.0, "compute": 0.0}
+        for part in self.parts:
+            times[part.limit] += part.seconds
+        return max(times, key=lambda name: times[name])
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Everything that `mtpbuild plan` shows; sizes are per rank and for the largest nextn."""
+
+    request: ForecastRequest
+    name: str
+    config: ModelConfig
+    gpu: Gpu
+    classes: list[Class]
+    checkpoint_bytes: int
+    weight_bytes: float
+    cache_bytes: int
+    scratch_bytes: float
+    latency: Latency
+    steps: list[Step]
+
+    @property
+    def is_published(self) -> bool:
+        """Whether it is the setting whose speeds are published."""
+        request = self.request
+        setting = (self.name, self.gpu.name, request.ranks, request.max_batch, request.context)
+        return request.acceptance is None and setting == latency.PUBLISHED
+
+    @property
+    def free_bytes(self) -> float:
+        """Left for caches; negative: it does not fit."""
+        return self.gpu.memory * (1 - RESERVED) - self.weight_bytes - self.scratch_bytes
+
+    @property
+    def cache_tokens(self) -> int:
+        return max(0, int(self.free_bytes // self.cache_bytes))
+
+    @property
+    def needed_tokens(self) -> int:
+        """Cache rows of one rank's requests, each with its window behind it."""
+        request = self.request
+        rows = request.max_seq_len + max(request.nextn) + 1
+        return request.ranks.local(request.max_batch) * rows
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes >= 0 and self.cache_tokens >= self.needed_tokens
+
+
+def forecast(request: ForecastRequest) -> Forecast:
+    """Raises UsageError for flags that do not go together, CheckpointError for a bad folder."""
+    gpu = find_gpu(request.gpu)
+    check(request)
+    layout = find_layout(request.model, request.checkpoint)
+    request.ranks.check(layout.config, gpu)
+    for nextn in request.nextn:
+        choose_drafter(layout.config, nextn, None)
+    lengths = acceptance_lengths(request)
+    found = classes(layout, request.ranks)
+    formats = {one.name: one.format for one in found if not one.module}
+    request.ranks.check_blocks(layout.config, formats, gpu)
+    model = Model(layout.config, found, request.ranks, gpu)
+    load = Load(request.max_batch, request.context, request.cache)
+    parts = {nextn: model.step(nextn, load) for nextn in request.nextn}
+    fitted = calibrate(request, model, load, lengths)
+    most = max(request.nextn)
+    return Forecast(
+        request=request,
+        name=layout.name,
+        config=layout.config,
+        gpu=gpu,
+        classes=found,
+        checkpoint_bytes=checkpoint_bytes(layout, found),
+        weight_bytes=model.weight_bytes(most),
+        cache_bytes=model.cache_bytes(most, request.cache),
+        scratch_bytes=model.scratch_bytes(most, request.max_batch, request.prefill_chunk),
+        latency=fitted,
+        steps=[Step(n, lengths[n], parts[n], fitted.seconds(n)) for n in request.nextn],
+    )
+
+
+def check(request: ForecastRequest) -> None:
+    sizes = {
+        "--max-seq-len": request.max_seq_len,
+        "--max-batch": request.max_batch,
+        "--context-len": request.context,
+        "--prefill-chunk": request.prefill_chunk,
+    }
+    for flag, value in sizes.items():
+        if value < 1:
+            raise UsageError(f"{flag} {value} must be at least 1")
+    if request.cache not in CACHE_BYTES:
+        choices = ", ".join(CACHE_BYTES)
+        raise UsageError(f"--kv-cache {request.cache} is unknown; supported: {choices}")
+
+
+def acceptance_lengths(request: ForecastRequest) -> dict[int, float]:
+    """Per nextn: as given, or R1's published ones."""
+    given, known = request.acceptance, latency.PUBLISHED_ACCEPTANCE
+    if given is None:
+        beyond = [nextn for nextn in request.nextn if nextn >= len(known)]
+        if beyond:
+            raise UsageError(
+                f"no acceptance length is published for nextn {beyond[0]}: give --acceptance, "
+                "a length for each nextn"
+            )
+        return {nextn: known[nextn] for nextn in request.nextn}
+    if len(given) != len(request.nextn):
+        raise UsageError(f"--acceptance has {len(given)} lengths, --nextn {len(request.nextn)}")
+    for nextn, length in zip(request.nextn, given, strict=True):
+        if not 1 <= length <= nextn + 1:
+            raise UsageError(f"--acceptance {length:g}: nextn {nextn} gives 1..{nextn + 1} tokens")
+    return dict(zip(request.nextn, given, strict=True))
+
+
+def calibrate(
+    request: ForecastRequest, model: Model, load: Load, lengths: dict[int, float]
+) -> Latency:
+    """From the user's two measurements, or from the published ones on their own machine."""
+    if request.measured is None:
+        return published_latency()
+    points = []
+    for measured in request.measured:
+        if measured.nextn not in lengths:
+            raise UsageError(f"--calibrate: nextn {measured.nextn} is not among --nextn")
+        seconds = lengths[measured.nextn] / measured.tokens_per_s
+        parts = model.step(measured.nextn, load)
+        points.append((measured.nextn, seconds, sum(part.seconds for part in parts)))
+    return latency.fit(points, "fitted to --calibrate")
+
+
+@functools.cache
+def published_latency() -> Latency:
+    """Fitted to nextn 0 and 1 of the published series alone; the others are predictions."""
+    name, gpu, ranks, batch, context = latency.PUBLISHED
+    layout = find_layout(name, None)
+    model = Model(layout.config, classes(layout, ranks), ranks, find_gpu(gpu))
+    points = []
+    for nextn in (0, 1):
+        seconds = latency.PUBLISHED_ACCEPTANCE[nextn] / latency.PUBLISHED_SPEED[nextn]
+        parts = model.step(nextn, Load(batch, context, "bf16"))
+        points.append((nextn, seconds, sum(part.seconds for part in parts)))
+    return latency.fit(points, "nextn 0 and 1 of deepseek-r1-fp4 on 8 B200, batch 1")

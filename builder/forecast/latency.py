@@ -1,0 +1,59 @@
+"""What memory and arithmetic do not explain: seconds per step, fitted to two measurements.
+
+step = base + per_draft * nextn + (what moves and is computed). At batch 1 the first two are most of
+it: launches, synchronisation and the all-reduces of 61 layers.
+"""
+
+import re
+from dataclasses import dataclass
+
+from mtpbuild.builder.forecast.ranks import Ranks
+from mtpbuild.runtime.errors import UsageError
+
+# TensorRT-LLM's blog 1: 8 B200, batch 1, 1K tokens in and 2K out, so 2,048 cached on average.
+PUBLISHED = ("deepseek-r1-fp4", "b200", Ranks(tp=8), 1, 2048)
+PUBLISHED_ACCEPTANCE = (1.00, 1.92, 2.58, 2.82, 2.99, 3.01)  # nextn 0..5
+PUBLISHED_SPEED = (111.0, 198.0, 250.0, 253.0, 245.0, 239.0)  # tokens/s of one user
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tokens per second of one user at a nextn."""
+
+    nextn: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds per step, and per draft of a step."""
+
+    base: float
+    per_draft: float
+    source: str
+
+    def seconds(self, nextn: int) -> float:
+        return self.base + self.per_draft * nextn
+
+
+def fit(points: list[tuple[int, float, float]], source: str) -> Latency:
+    """Two of (nextn, seconds of a step as measured, seconds that the parts take at least)."""
+    (n0, step0, parts0), (n1, step1, parts1) = points
+    rest0, rest1 = step0 - parts0, step1 - parts1
+    per_draft = (rest1 - rest0) / (n1 - n0)
+    base = rest0 - per_draft * n0
+    if base < 0:
+        raise UsageError(
+            f"--calibrate: these speeds are beyond the machine's memory and arithmetic "
+            f"(nextn {n0}: {1e3 * step0:.2f} ms measured, {1e3 * parts0:.2f} ms at least)"
+        )
+    return Latency(base, per_draft, source)
+
+
+def parse_measured(text: str) -> tuple[Measured, Measured]:
+    """`0=111,1=198`: tokens/s of one user at two nextn."""
+    found = re.fullmatch(r"(\d+)=(\d+\.?\d*),(\d+)=(\d+\.?\d*)", text.replace(" ", ""))
+    if found is None or found[1] == found[3] or not float(found[2]) * float(found[4]):
+        example = "tokens/s at two different nextn, such as 0=111,1=198"
+        raise UsageError(f"--calibrate {text!r}: give {example}")
+    return Measured(int(found[1]), float(found[2])), Measured(int(found[3]), float(found[4]))

@@ -1,0 +1,37 @@
+"""The machines that `mtpbuild plan` knows: data sheet figures, per GPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mtpbuild.runtime.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory in bytes, bandwidth in bytes/s, dense tensor-core peaks in operations/s."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    peaks: Mapping[str, float]  # by the weights' format
+    ranks: int = 8  # GPUs of one machine, joined by NVLink
+
+    def peak(self, format: str) -> float:
+        """Formats without a unit of their own are multiplied in bf16."""
+        return self.peaks.get(format, self.peaks["bf16"])
+
+
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("h100", 80e9, 3.35e12, {"bf16": 0.989e15, "fp8": 1.979e15}),
+        Gpu("h200", 141e9, 4.8e12, {"bf16": 0.989e15, "fp8": 1.979e15}),
+        Gpu("b200", 180e9, 8e12, {"bf16": 2.25e15, "fp8": 4.5e15, "nvfp4": 9e15}),
+    )
+}
+
+
+def find_gpu(name: str) -> Gpu:
+    if name not in GPUS:
+        raise UsageError(f"--gpu {name} is unknown; supported: {', '.join(GPUS)}")
+    return GPUS[name]

@@ -1,0 +1,173 @@
+"""A forecast as JSON and as tables."""
+
+from dataclasses import asdict
+from typing import Any
+
+from mtpbuild.builder.forecast.forecast import RESERVED, Forecast
+from mtpbuild.builder.forecast.step import distinct_experts
+
+
+def as_json(f: Forecast) -> dict[str, Any]:
+    """Bytes, seconds, operations; lists are over `nextn`. docs/plan.md explains each key."""
+    config, request = f.config, f.request
+    tokens = [request.max_batch * (step.nextn + 1) for step in f.steps]
+    return {
+        "model": f.name,
+        "gpu": f.gpu.name,
+        "tp": request.ranks.tp,
+        "ep": request.ranks.ep,
+        "attention_dp": request.ranks.attention_dp,
+        "max_batch": request.max_batch,
+        "max_seq_len": request.max_seq_len,
+        "context_len": request.context,
+        "checkpoint_bytes": f.checkpoint_bytes,
+        "weights_bytes_per_rank": round(f.weight_bytes),
+        "classes": [
+            {
+                "name": one.name,
+                "mtp": one.module,
+                "formats": sorted(one.formats),
+                "parameters": one.parameters,
+                "checkpoint_bytes": one.bytes,
+                "bytes_per_rank": round(one.per_rank),
+            }
+            for one in f.classes
+        ],
+        "memory_bytes_per_rank": round(f.gpu.memory),
+        "reserved_bytes_per_rank": round(f.gpu.memory * RESERVED),
+        "scratch_bytes_per_rank": round(f.scratch_bytes),
+        "kv_bytes_per_token_per_rank": f.cache_bytes,
+        "kv_tokens_per_rank": f.cache_tokens,
+        "kv_tokens_needed_per_rank": f.needed_tokens,
+        "fits": f.fits,
+        "nextn": [step.nextn for step in f.steps],
+        "acceptance_lengths": [step.acceptance for step in f.steps],
+        "distinct_experts": [distinct_experts(config, count) for count in tokens],
+        "parts": [[asdict(part) for part in step.parts] for step in f.steps],
+        "bytes_per_step": [sum(part.bytes for part in step.parts) for step in f.steps],
+        "operations_per_step": [sum(part.operations for part in step.parts) for step in f.steps],
+        "roofline_step_s": [step.roofline for step in f.steps],
+        "predicted_step_s": [step.seconds for step in f.steps],
+        "roofline_tokens_per_s": [step.acceptance / step.roofline for step in f.steps],
+        "predicted_tokens_per_s": [step.tokens_per_s for step in f.steps],
+        "limits": [step.limit for step in f.steps],
+        "latency": asdict(f.latency),
+    }
+
+
+def print_report(f: Forecast) -> None:
+    """Weights by class, memory, a line per nextn, the parts of the last one, assumptions."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    ranks = f.request.ranks
+    dp = ", attention data-parallel" if ranks.attention_dp else ""
+    console.print(f"{f.name} on {ranks.tp} {f.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
+    _weights(console, f)
+    _memory(console, f)
+    _steps(console, f)
+    _parts(console, f)
+    _assumptions(console, f)
+
+
+def _weights(console: Any, f: Forecast) -> None:
+    from rich.table import Table
+
+    table = Table("weights", "format", "parameters", "checkpoint", "per rank")
+    for one in f.classes:
+        table.add_row(
+            f"MTP: {one.name}" if one.module else one.name,
+            ", ".join(sorted(one.formats)),
+            f"{one.parameters / 1e9:.3g} B",
+            size(one.bytes),
+            size(one.per_rank),
+        )
+    stored = sum(one.bytes for one in f.classes)
+    if f.checkpoint_bytes > stored:
+        table.add_row("copies in MTP layers", "", "", size(f.checkpoint_bytes - stored), "shared")
+    parameters = sum(one.parameters for one in f.classes) / 1e9
+    total = (f"{parameters:.4g} B", size(f.checkpoint_bytes), size(f.weight_bytes))
+    table.add_row("all", "", *total, style="bold")
+    console.print(table)
+
+
+def _memory(console: Any, f: Forecast) -> None:
+    console.print(
+        f"memory per rank: {size(f.gpu.memory)}, of it {size(f.weight_bytes)} weights, "
+        f"{size(f.scratch_bytes)} scratch, {size(f.gpu.memory * RESERVED)} reserved"
+    )
+    if f.free_bytes < 0:
+        console.print(f"does not fit: {size(-f.free_bytes)} too much before any cache", style="red")
+        return
+    console.print(
+        f"cache: {f.cache_bytes:,} bytes per token on every rank; {f.cache_tokens:,} tokens fit, "
+        f"{f.needed_tokens:,} are needed for --max-batch {f.request.max_batch} of "
+        f"--max-seq-len {f.request.max_seq_len}"
+    )
+    if not f.fits:
+        console.print("does not fit: lower --max-batch or --max-seq-len", style="red")
+
+
+def _steps(console: Any, f: Forecast) -> None:
+    from rich.table import Table
+
+    table = Table(
+        *("nextn", "acceptance", "GB/step", "Gop/step", "roofline ms", "step ms"),
+        *("roofline tok/s", "predicted tok/s", "speedup", "limit"),
+    )
+    first = f.steps[0].tokens_per_s
+    for step in f.steps:
+        table.add_row(
+            str(step.nextn),
+            f"{step.acceptance:.2f}",
+            f"{sum(part.bytes for part in step.parts) / 1e9:.2f}",
+            f"{sum(part.operations for part in step.parts) / 1e9:.1f}",
+            f"{1e3 * step.roofline:.2f}",
+            f"{1e3 * step.seconds:.2f}",
+            f"{step.acceptance / step.roofline:.0f}",
+            f"{step.tokens_per_s:.0f}",
+            f"{step.tokens_per_s / first:.2f}",
+            step.limit,
+        )
+    console.print(table)
+
+
+def _parts(console: Any, f: Forecast) -> None:
+    from rich.table import Table
+
+    step = f.steps[-1]
+    table = Table(f"part of a step, nextn {step.nextn}", "GB", "Gop", "ms", "share", "limit")
+    rows = [(p.name, f"{p.bytes / 1e9:.3f}", f"{p.operations / 1e9:.1f}", p) for p in step.parts]
+    for name, moved, computed, part in rows:
+        share = f"{part.seconds / step.seconds:.1%}"
+        table.add_row(name, moved, computed, f"{1e3 * part.seconds:.3f}", share, part.limit)
+    rest = step.latency
+    table.add_row("the rest", "", "", f"{1e3 * rest:.3f}", f"{rest / step.seconds:.1%}", "latency")
+    console.print(table)
+
+
+def _assumptions(console: Any, f: Forecast) -> None:
+    request, late = f.request, f.latency
+    console.print(
+        f"speeds are one user's, {request.max_batch} at once, each with {request.context:,} cached "
+        f"tokens ({request.cache})"
+    )
+    console.print(
+        f"step = {1e3 * late.base:.2f} ms + {1e3 * late.per_draft:.2f} ms x nextn + roofline; "
+        f"constants: {late.source}"
+    )
+    if request.measured is None and not f.is_published:
+        console.print(
+            "assumed to hold here: another model, machine or load has others; measure two nextn "
+            "and give --calibrate",
+            style="yellow",
+        )
+    if request.acceptance is None:
+        console.print("acceptance lengths: DeepSeek-R1's, published; give --acceptance for others")
+
+
+def size(bytes: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if bytes >= factor:
+            return f"{bytes / factor:,.2f} {unit}"
+    return f"{bytes / 1e3:,.1f} kB"

@@ -1,0 +1,134 @@
+"""The weights of a checkpoint by class: bytes stored, bytes per rank, and parameters."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint
+from mtpbuild.builder.forecast.ranks import Ranks
+from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.model.weights import Source, duplicates, weight_table
+from mtpbuild.builder.quantize.files import nbytes
+from mtpbuild.builder.quantize.format import Format, Part
+from mtpbuild.builder.quantize.scheme import PLAIN, SCHEMES
+from mtpbuild.builder.recipe import find_model, find_recipe
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+KINDS = (  # of a layer's weights; the first that the name holds
+    ("norm", "router, norms"),
+    (".gate.", "router, norms"),
+    ("self_attn", "attention"),
+    (".experts.", "experts"),
+    (".shared_experts.", "shared experts"),
+    ("mlp.", "dense MLPs"),
+)
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass
+class Class:
+    """One class of weights. `module`: of the MTP modules. bytes: stored; per_rank: of one rank."""
+
+    name: str
+    module: bool
+    parameters: int = 0
+    bytes: int = 0
+    per_rank: float = 0.0
+    formats: dict[str, int] = field(default_factory=dict)  # bytes in each
+
+    @property
+    def format(self) -> str:
+        """That most of its bytes are in."""
+        return max(self.formats, key=lambda name: self.formats[name])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint stores each weight, known from its files or from its recipe."""
+
+    name: str
+    config: ModelConfig
+    format: Callable[[Source], Format | None]
+    plain: Callable[[Source], str]  # dtype of a weight that is not quantised
+    repeated: bool  # MTP layers hold copies of embedding and head
+
+    def parts(self, source: Source) -> dict[str, Part]:
+        format = self.format(source)
+        return (
+            {"": Part(self.plain(source), source.shape)}
+            if format is None
+            else format.parts(source.shape)
+        )
+
+
+def find_layout(model: str, checkpoint: Path | None) -> Layout:
+    """A recipe's layout needs no weights; a folder's is read from its files' headers."""
+    recipe = find_recipe(model)
+    if recipe is not None and checkpoint is None:
+        config, scheme = load_config(recipe.config_folder), SCHEMES[recipe.layout]
+        return Layout(
+            recipe.name,
+            config,
+            lambda source: scheme.format(config, source),
+            lambda source: "F32" if source.name.endswith("_bias") else "BF16",
+            repeated=recipe.repository is not None,
+        )
+    found = find_model(model, checkpoint)
+    config = load_config(found.folder)
+    opened = open_checkpoint(found.folder)
+    opened.check(config)
+    return Layout(
+        found.name,
+        config,
+        lambda source: opened.format(source.name),
+        lambda source: opened.dtypes[source.name],
+        repeated=_repeated(opened, config),
+    )
+
+
+def _repeated(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    return any(name in checkpoint.files for name in duplicates(config))
+
+
+def classes(layout: Layout, ranks: Ranks) -> list[Class]:
+    """Every class with weights, the main model's first."""
+    found: dict[tuple[str, bool], Class] = {}
+    sources = {s.name: s for weight in weight_table(layout.config) for s in weight.sources}
+    for source in sources.values():
+        key = classify(layout.config, source.name)
+        one = found.setdefault(key, Class(*key))
+        one.parameters += prod(source.shape)
+        format = layout.format(source)
+        for suffix, part in layout.parts(source).items():
+            size = nbytes(part)
+            one.bytes += size
+            one.per_rank += size * ranks.share(source.name + suffix, part.shape)
+            name = PLAIN if format is None else format.name
+            one.formats[name] = one.formats.get(name, 0) + size
+    return sorted(found.values(), key=lambda one: one.module)
+
+
+def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
+    """(class, of an MTP module) of a checkpoint's tensor."""
+    match = LAYER.fullmatch(name)
+    if match is None:
+        tied = config.tie_word_embeddings
+        heads = {HEAD: "head", EMBEDDING: "embedding, head" if tied else "embedding"}
+        return heads.get(name, "router, norms"), False
+    module = int(match[1]) >= config.num_hidden_layers
+    kind = next((kind for text, kind in KINDS if text in match[2]), "eh_proj")
+    return kind, module
+
+
+def checkpoint_bytes(layout: Layout, found: list[Class]) -> int:
+    """All tensors of the files, with the copies in MTP layers."""
+    return sum(one.bytes for one in found) + sum(copies(layout))
+
+
+def copies(layout: Layout) -> Iterator[int]:
+    if layout.repeated:
+        sources = {s.name: s for weight in weight_table(layout.config) for s in weight.sources}
+        for original in duplicates(layout.config).values():
+            yield sum(map(nbytes, layout.parts(sources[original]).values()))

@@ -1,0 +1,260 @@
+"""`mtpbuild plan`: the sizes of spec/deepseek-v3.md section 7, published speeds, refusals."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpbuild.builder.forecast.cli import parse_nextn
+from mtpbuild.builder.forecast.forecast import Forecast, ForecastRequest, forecast
+from mtpbuild.builder.forecast.latency import PUBLISHED_ACCEPTANCE, PUBLISHED_SPEED, fit
+from mtpbuild.builder.forecast.machines import find_gpu
+from mtpbuild.builder.forecast.ranks import Ranks
+from mtpbuild.builder.forecast.step import distinct_experts
+from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.recipe import find_recipe
+from mtpbuild.runtime.errors import UsageError
+from tests.builder.test_cli import invoke, options
+
+EIGHT = Ranks(8)
+FORMATS = {"attention": "bf16", "dense MLPs": "nvfp4", "experts": "nvfp4"}
+
+
+@pytest.fixture(scope="module")
+def fp8() -> Forecast:
+    return forecast(ForecastRequest("deepseek-r1", (0, 1), ranks=EIGHT))
+
+
+@pytest.fixture(scope="module")
+def fp4() -> Forecast:
+    return forecast(ForecastRequest("deepseek-r1-fp4", (0, 1, 2, 3, 4, 5), ranks=EIGHT))
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    recipe = find_recipe("deepseek-v3")
+    assert recipe is not None
+    return load_config(recipe.config_folder)
+
+
+def by_class(f: Forecast) -> dict[str, float]:
+    """Gigabytes of the main model's classes, and of all modules."""
+    found = {one.name: one.bytes / 1e9 for one in f.classes if not one.module}
+    return found | {"MTP": sum(one.bytes for one in f.classes if one.module) / 1e9}
+
+
+def test_sizes_in_fp8(fp8: Forecast) -> None:
+    sizes = by_class(fp8)
+    assert sizes["attention"] == pytest.approx(11.42, rel=1e-3)
+    assert sizes["dense MLPs"] == pytest.approx(1.19, abs=0.005)
+    assert sizes["experts"] == pytest.approx(654.07, rel=1e-3)
+    assert sizes["shared experts"] == pytest.approx(2.55, abs=0.005)
+    assert sizes["router, norms"] == pytest.approx(0.21, abs=0.005)
+    assert sizes["embedding"] + sizes["head"] == pytest.approx(3.71, rel=1e-3)
+    assert sizes["MTP"] == pytest.approx(11.72, rel=1e-3)
+    assert fp8.checkpoint_bytes / 1e9 == pytest.approx(688.57, rel=1e-3)
+    assert fp8.checkpoint_bytes / 2**30 == pytest.approx(641.29, rel=1e-3)
+    parameters = sum(one.parameters for one in fp8.classes if not one.module)
+    assert parameters / 1e9 == pytest.approx(671.03, rel=1e-3)
+
+
+def test_sizes_in_nvfp4(fp4: Forecast) -> None:
+    sizes = by_class(fp4)
+    assert sizes["attention"] == pytest.approx(22.83, rel=1e-3)
+    assert sizes["dense MLPs"] == pytest.approx(0.67, abs=0.005)
+    assert sizes["experts"] == pytest.approx(367.82, rel=1e-3)
+    assert sizes["shared experts"] == pytest.approx(1.44, abs=0.005)
+    assert sizes["MTP"] == pytest.approx(23.22, rel=1e-3)
+    assert sum(sizes.values()) - sizes["MTP"] == pytest.approx(396.68, rel=1e-3)
+    assert fp4.checkpoint_bytes / 1e9 == pytest.approx(423.6, rel=1e-3)
+    second = forecast(ForecastRequest("deepseek-r1-0528-fp4-v2", (0,), ranks=EIGHT))
+    assert second.checkpoint_bytes / 1e9 == pytest.approx(413.3, rel=1e-3)
+
+
+def test_sizes_per_rank(fp8: Forecast, fp4: Forecast) -> None:
+    for one, main, modules in ((fp8, 85.1, 1.5), (fp4, 51.4, 2.9)):
+        shares = [(c.module, c.per_rank / 1e9) for c in one.classes]
+        assert sum(size for module, size in shares if not module) == pytest.approx(main, rel=1e-3)
+        assert sum(size for module, size in shares if module) == pytest.approx(modules, abs=0.05)
+    for name, main in (("deepseek-r1", 100.8), ("deepseek-r1-fp4", 74.8)):
+        ranks = Ranks(8, ep=8, attention_dp=True)
+        one = forecast(ForecastRequest(name, (0,), ranks=ranks))
+        assert one.weight_bytes / 1e9 == pytest.approx(main, rel=1e-3)
+    assert fp4.cache_bytes == 71424
+    plain = forecast(ForecastRequest("deepseek-r1-fp4", (0,), ranks=EIGHT, cache="fp8"))
+    assert plain.cache_bytes == 35136
+
+
+def test_speed_is_predicted(fp4: Forecast) -> None:
+    """Fitted to nextn 0 and 1; the published nextn 2 to 5 are foretold within 5 %."""
+    assert fp4.is_published
+    speeds = [step.tokens_per_s for step in fp4.steps]
+    assert speeds[:2] == pytest.approx(PUBLISHED_SPEED[:2])
+    assert speeds[2:] == pytest.approx(PUBLISHED_SPEED[2:], rel=0.05)
+    rooflines = [
+        length / s.roofline for length, s in zip(PUBLISHED_ACCEPTANCE, fp4.steps, strict=True)
+    ]
+    assert all(r > 6 * s for r, s in zip(rooflines, PUBLISHED_SPEED, strict=True))  # useless alone
+    assert {step.limit for step in fp4.steps} == {"latency"}
+
+
+def test_distinct_experts(config: ModelConfig) -> None:
+    assert distinct_experts(config, 1) == pytest.approx(8)
+    assert distinct_experts(config, 4) == pytest.approx(256 * (1 - (248 / 256) ** 4))
+    assert distinct_experts(config, 10_000) == pytest.approx(256)
+
+
+def test_a_step_by_hand(fp4: Forecast) -> None:
+    """Bytes of nextn 3 on one of 8 ranks: weights once per pass, 4 tokens' experts."""
+    parts = {part.name: part for part in fp4.steps[3].parts}
+    four = 256 * (1 - (248 / 256) ** 4)
+    expert = 3 * 2048 * 7168 * 4.5 / 8
+    assert parts["experts"].bytes == pytest.approx(58 * four * expert / 8, rel=1e-4)
+    assert parts["caches"].bytes == 2048 * 70272
+    assert parts["head"].bytes == 129280 * 7168 * 2 / 8
+    assert parts["head of drafts"].bytes == 3 * parts["head"].bytes
+    assert parts["MTP caches"].bytes == 3 * 2048 * 1152
+    module = 3 * 2048 * 7168 * 2 / 8  # one expert, bf16; passes of 4, 1 and 1 tokens
+    others = sum(c.per_rank for c in fp4.classes if c.module and c.name != "experts")
+    assert parts["MTP modules"].bytes == pytest.approx(3 * others + (four + 16) * module, rel=1e-4)
+    shared = 2 * 4 * 58 * 3 * 2048 * 7168 / 8
+    assert parts["shared experts"].operations == pytest.approx(shared, rel=1e-4)
+    assert parts["experts"].operations == pytest.approx(8 * shared, rel=1e-4)
+    assert parts["experts"].seconds == parts["experts"].bytes / 8e12
+
+
+def test_large_batches_are_limited_by_compute() -> None:
+    request = ForecastRequest("deepseek-r1-fp4", (3,), ranks=EIGHT, max_batch=4096, context=1)
+    parts = {part.name: part for part in forecast(request).steps[0].parts}
+    assert parts["attention"].limit == "compute"
+    assert parts["attention"].seconds == parts["attention"].operations / 2.25e15
+
+
+def test_attention_dp_splits_requests() -> None:
+    ranks = Ranks(8, ep=8, attention_dp=True)
+    request = ForecastRequest("deepseek-r1-fp4", (0,), ranks=ranks, max_batch=64)
+    split = forecast(request)
+    assert split.needed_tokens == 8 * (4096 + 1)
+    (step,) = split.steps
+    parts = {part.name: part for part in step.parts}
+    assert parts["caches"].bytes == 8 * 2048 * 70272
+    (attention,) = (c for c in split.classes if c.name == "attention" and not c.module)
+    assert attention.per_rank == attention.bytes
+    assert parts["attention"].operations == pytest.approx(2 * 8 * attention.parameters)
+
+
+def test_a_folder_is_read(smallest: Path) -> None:
+    """Stored sizes come from the files: here fp32."""
+    found = forecast(ForecastRequest(str(smallest), (0, 1)))
+    from safetensors.torch import load_file
+
+    tensors = load_file(smallest / "model.safetensors").values()
+    assert found.checkpoint_bytes == sum(tensor.nbytes for tensor in tensors)
+    assert sum(one.parameters for one in found.classes) == sum(prod(t.shape) for t in tensors)
+    assert found.weight_bytes == found.checkpoint_bytes
+
+
+def test_calibration() -> None:
+    """step = base + per draft + parts, through both measurements."""
+    fitted = fit([(0, 0.010, 0.002), (2, 0.015, 0.003)], "x")
+    assert fitted.base == pytest.approx(0.008)
+    assert fitted.per_draft == pytest.approx(0.002)
+    code, out, _ = plan("--nextn 0,1,3 --calibrate 0=80,3=190 --acceptance 1,1.8,2.7 --json")
+    assert code == 0
+    speeds = json.loads(out)["predicted_tokens_per_s"]
+    assert (speeds[0], speeds[2]) == (pytest.approx(80), pytest.approx(190))
+    assert 80 < speeds[1] < 190
+
+
+def plan(flags: str, model: str = "deepseek-r1-fp4") -> tuple[int, str, str]:
+    return invoke("plan", "--model", model, "--tp", "8", *flags.split())
+
+
+def test_json() -> None:
+    code, out, err = plan("--nextn 0,1,2,3,4,5 --gpu b200 --json")
+    assert (code, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    assert found["nextn"] == [0, 1, 2, 3, 4, 5]
+    assert found["checkpoint_bytes"] == pytest.approx(423.6e9, rel=1e-3)
+    assert found["weights_bytes_per_rank"] == pytest.approx(51.39e9 + 2.93e9, rel=1e-3)
+    assert found["kv_bytes_per_token_per_rank"] == 71424
+    assert found["fits"]
+    for key in ("roofline_tokens_per_s", "predicted_tokens_per_s", "bytes_per_step", "limits"):
+        assert len(found[key]) == 6
+
+
+def test_tables(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    code, out, err = plan(f"--nextn 0..5 --picture {picture}")
+    assert (code, err) == (0, "")
+    assert "423.60 GB" in out
+    assert "71,424 bytes per token on every rank" in out
+    assert "assumed" not in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    code, out, _ = plan("--nextn 1 --gpu h200")
+    assert "assumed to hold here" in out
+    code, out, _ = plan("--nextn 0 --gpu h100", "deepseek-r1")
+    assert code == 0
+    assert "does not fit: " in out
+    assert "GB too much before any cache" in out
+    code, out, _ = plan("--nextn 0 --max-batch 400 --max-seq-len 8192")
+    assert "does not fit: lower --max-batch or --max-seq-len" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--tp 3", "--tp 3 does not divide the 128 attention heads; possible: 1, 2, 4, 8"),
+        ("--tp 16", "--tp 16: a b200 machine has 8 GPUs"),
+        ("--tp 0", "--tp 0 must be at least 1"),
+        ("--ep 3", "--ep 3 does not divide both --tp 8 and the 256 routed experts; possible: 1, 2"),
+        ("--gpu b300", "--gpu b300 is unknown; supported: h100, h200, b200"),
+        ("--nextn 16", "--nextn 16 is outside 0..15"),
+        ("--nextn 0..6", "no acceptance length is published for nextn 6: give --acceptance"),
+        ("--nextn 3..1", "--nextn 3..1: the range must rise"),
+        ("--nextn 0,1 --acceptance 1", "--acceptance has 1 lengths, --nextn 2"),
+        ("--nextn 1 --acceptance 2.5", "--acceptance 2.5: nextn 1 gives 1..2 tokens"),
+        ("--nextn 1 --acceptance x", "--acceptance 'x' is not a list"),
+        ("--calibrate 0=1", "--calibrate '0=1': give tokens/s at two different nextn"),
+        ("--calibrate 1=5,1=6", "give tokens/s at two different nextn"),
+        ("--calibrate 0=5000,1=9000", "beyond the machine's memory and arithmetic (nextn 0: 0.20"),
+        ("--nextn 0,1 --calibrate 0=111,3=250", "--calibrate: nextn 3 is not among --nextn"),
+        ("--kv-cache int8", "--kv-cache int8 is unknown; supported: bf16, fp8"),
+        ("--max-batch 0", "--max-batch 0 must be at least 1"),
+    ],
+)
+def test_refusals(flags: str, says: str) -> None:
+    code, out, err = plan(flags)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_blocks_bound_the_split(config: ModelConfig) -> None:
+    """Blocks of 128 columns allow DeepSeek's experts 16 parts, not 32; ep leaves them whole."""
+    from dataclasses import replace
+
+    gpu = replace(find_gpu("b200"), ranks=64)
+    fp8 = dict.fromkeys(FORMATS, "fp8")
+    Ranks(16).check_blocks(config, fp8, gpu)
+    with pytest.raises(UsageError, match=r"moe_intermediate_size 2048 into blocks of 128; .* 16$"):
+        Ranks(32).check_blocks(config, fp8, gpu)
+    Ranks(32, ep=32).check_blocks(config, FORMATS, gpu)
+    three = replace(config, moe_intermediate_size=3 * 128)
+    Ranks(6, ep=2, attention_dp=True).check_blocks(three, fp8, gpu)
+
+
+def test_numbers() -> None:
+    assert parse_nextn("0..5") == (0, 1, 2, 3, 4, 5)
+    assert parse_nextn("3") == (3,)
+    assert parse_nextn("5,1,1") == (1, 5)
+
+
+def test_frozen_flags() -> None:
+    assert " ".join(options("plan")) == (
+        "--acceptance --attention-dp --calibrate --checkpoint --context-len --ep --gpu --json "
+        "--kv-cache --max-batch --max-seq-len --model --nextn --picture --prefill-chunk --tp"
+    )
