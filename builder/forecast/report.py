@@ -1,9 +1,10 @@
 """A forecast as JSON and as tables."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from mtpbuild.builder.forecast.forecast import RESERVED, Forecast
+from mtpbuild.builder.forecast.forecast import RESERVED, Forecast, Step
 from mtpbuild.builder.forecast.step import distinct_experts
 
 
@@ -111,24 +112,21 @@ def _memory(console: Any, f: Forecast) -> None:
 def _steps(console: Any, f: Forecast) -> None:
     from rich.table import Table
 
-    table = Table(
-        *("nextn", "acceptance", "GB/step", "Gop/step", "roofline ms", "step ms"),
-        *("roofline tok/s", "predicted tok/s", "speedup", "limit"),
-    )
+    table = Table("nextn", *(str(step.nextn) for step in f.steps))
     first = f.steps[0].tokens_per_s
-    for step in f.steps:
-        table.add_row(
-            str(step.nextn),
-            f"{step.acceptance:.2f}",
-            f"{sum(part.bytes for part in step.parts) / 1e9:.2f}",
-            f"{sum(part.operations for part in step.parts) / 1e9:.1f}",
-            f"{1e3 * step.roofline:.2f}",
-            f"{1e3 * step.seconds:.2f}",
-            f"{step.acceptance / step.roofline:.0f}",
-            f"{step.tokens_per_s:.0f}",
-            f"{step.tokens_per_s / first:.2f}",
-            step.limit,
-        )
+    lines: dict[str, Callable[[Step], str]] = {
+        "acceptance": lambda s: f"{s.acceptance:.2f}",
+        "GB read": lambda s: f"{sum(part.bytes for part in s.parts) / 1e9:.2f}",
+        "Gop": lambda s: f"{sum(part.operations for part in s.parts) / 1e9:.1f}",
+        "roofline, ms": lambda s: f"{1e3 * s.roofline:.2f}",
+        "step, ms": lambda s: f"{1e3 * s.seconds:.2f}",
+        "limit": lambda s: s.limit,
+        "roofline, tok/s": lambda s: f"{s.acceptance / s.roofline:.0f}",
+        "tokens/s": lambda s: f"{s.tokens_per_s:.0f}",
+        "speedup": lambda s: f"{s.tokens_per_s / first:.2f}",
+    }
+    for name, figure in lines.items():
+        table.add_row(name, *map(figure, f.steps))
     console.print(table)
 
 
