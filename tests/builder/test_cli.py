@@ -18,8 +18,10 @@ from mtpbuild.runtime.errors import CheckpointError, UsageError
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
 BLOCKED = """
-import time
+import signal, time
 from mtpbuild.builder import compiler, cli
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
 def trace(*args):
     print("in the middle", flush=True)

@@ -13,9 +13,10 @@ from tests.runtime.conftest import write_engine
 
 ROOT = Path(__file__).parents[2]
 SLOW = """
-import sys, typer
+import signal, sys, typer
 from mtpbuild.runtime import cli, engine
 from tests.fakes import FakePrograms
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 engine.load_programs = lambda folder, manifest, **options: FakePrograms(manifest, step_s=0.005)
 app = typer.Typer()
 app.command("run")(cli.run)
