@@ -61,7 +61,7 @@ class Driver:
             try:
                 self._loop.step()
             except BaseException as error:  # Ctrl-C too: what it interrupted is half done
-                self._loop.scheduler.fail(_failure(error))
+                self._loop.fail(_failure(error))
                 if not isinstance(error, Exception):
                     raise
             finally:
@@ -76,7 +76,7 @@ class Driver:
                 return
             self._closed = True  # nobody starts another step
             self._turn.wait_for(lambda: not self._stepping)
-            self._loop.scheduler.fail(EngineError("the engine was closed"))
+            self._loop.fail(EngineError("the engine was closed"))
             del self._loop.programs
             self._turn.notify_all()
 

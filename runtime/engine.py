@@ -28,11 +28,16 @@ class Engine:
     """An engine directory, ready to run; from several threads and from asyncio if you like."""
 
     def __init__(
-        self, programs: Programs, manifest: Manifest, tokenizer: Tokenizer | None = None
+        self,
+        programs: Programs,
+        manifest: Manifest,
+        tokenizer: Tokenizer | None = None,
+        *,
+        overlap: bool = True,
     ) -> None:
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self._loop = Loop(programs, manifest)
+        self._loop = Loop(programs, manifest, overlap=overlap)
         self._driver = Driver(self._loop)
 
     @classmethod
@@ -43,12 +48,14 @@ class Engine:
         threads: int | None = None,
         provider: str | None = None,
         verify_hashes: bool = False,
+        overlap: bool = True,
     ) -> Self:
         """Check an engine directory and load it.
 
         threads: of the target; None lets it choose. provider: where onnxruntime computes, "cpu" (if
-        None) or "cuda". verify_hashes: all bytes, whatever the size. Raises UsageError,
-        EngineError or one of its kinds, with what to do.
+        None) or "cuda". verify_hashes: all bytes, whatever the size. overlap: where the target can,
+        launch a step before the last one's tokens are read; False is for measuring. Raises
+        UsageError, EngineError or one of its kinds, with what to do.
         """
         if threads is not None and threads < 1:
             raise RequestError(f"threads must be a number from 1, not {threads}")
@@ -58,7 +65,7 @@ class Engine:
             check_files(folder, manifest, verify_hashes=verify_hashes)
             tokenizer = load_tokenizer(folder, manifest)
             programs = load_programs(folder, manifest, threads=threads, provider=provider)
-            return cls(programs, manifest, tokenizer)
+            return cls(programs, manifest, tokenizer, overlap=overlap)
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
         except MtpbuildError:

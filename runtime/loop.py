@@ -1,18 +1,36 @@
 """The loop: admit, step, hand out tokens. Speculative decoding is all inside the step program."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
 import numpy as np
 
+from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Programs, StepOutput
+from mtpbuild.runtime.programs.base import Overlapping, Programs, StepOutput
 from mtpbuild.runtime.request import Request, TokenLogprobs
 from mtpbuild.runtime.scheduler import Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
 
 
-class Loop:
-    """Drives an engine's programs for the requests of a scheduler; for one thread at a time."""
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched: of which requests, in which slots, and how to get its output."""
 
-    def __init__(self, programs: Programs, manifest: Manifest) -> None:
+    requests: list[tuple[int, Request]]
+    land: Callable[[], StepOutput]
+
+
+class Loop:
+    """Drives an engine's programs for the requests of a scheduler; for one thread at a time.
+
+    Where the programs can (and `overlap` lets them) the next step is launched before the last
+    one's tokens are read: the host's work costs no time, and a request that ends has been given a
+    step too many, whose tokens are dropped.
+    """
+
+    def __init__(self, programs: Programs, manifest: Manifest, *, overlap: bool = True) -> None:
         self.programs = programs
         self.scheduler = Scheduler(manifest.build.max_batch)
         self.acceptance = Acceptance(manifest.build.nextn)
@@ -21,6 +39,8 @@ class Loop:
         self._watch = AcceptanceWatch(0 if nothing_drafted else manifest.build.nextn)
         self._window = manifest.window
         self._chunk = manifest.build.prefill_chunk
+        self._overlap = overlap and isinstance(programs, Overlapping)
+        self._flight: Flight | None = None
 
     def step(self) -> None:
         """One decode step of all running requests; waiting ones move into free slots before it."""
@@ -28,14 +48,39 @@ class Loop:
             self._prefill(slot, request)
         for source, target in self.scheduler.close_ranks():
             self.programs.move(source, target)
-        running = self.scheduler.running
-        if not running:
-            return
-        rows = max(request.length for _, request in running) + self._window
-        output = self.programs.step(self.scheduler.active, rows)
+        last, self._flight = self._flight, None
+        if running := self.scheduler.running:
+            self._flight = self._launch(running, last)
+        if last:
+            self._hand_out(last)
+        if self._flight and not self._overlap:
+            self._hand_out(self._flight)
+            self._flight = None
+
+    def fail(self, error: EngineError) -> None:
+        """End all requests with an error; a step in flight is forgotten."""
+        self._flight = None
+        self.scheduler.fail(error)
+
+    def _launch(self, running: list[tuple[int, Request]], last: Flight | None) -> Flight:
+        """`last`: the step before, if its tokens are still unknown."""
+        unknown = {request for _, request in last.requests} if last else set[Request]()
+        lengths = (r.length + (self._window if r in unknown else 0) for _, r in running)
+        active, rows = self.scheduler.active, max(lengths) + self._window
+        if self._overlap:
+            programs = cast(Overlapping, self.programs)
+            return Flight(running, programs.launch(active, rows))
+        output = self.programs.step(active, rows)
+        return Flight(running, lambda: output)
+
+    def _hand_out(self, flight: Flight) -> None:
+        """Wait for a step, and give its tokens to those of its requests that have not ended."""
+        output = flight.land()
         tokens, counts = output.tokens.tolist(), output.num_tokens.tolist()
         drafts = output.num_drafts.tolist()
-        for slot, request in running:
+        for slot, request in flight.requests:
+            if request.ended:
+                continue
             if request.observer:
                 request.observer.step(request, output, slot)
             logprobs = request.params.logprobs

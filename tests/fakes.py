@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -109,6 +110,7 @@ class FakePrograms:
         self.lookahead = manifest.lookahead
         self.next_token, self.draft_is_right, self.step_s = next_token, draft_is_right, step_s
         self.build, self.window = manifest.build, manifest.window
+        self.capacity = manifest.build.max_seq_len + manifest.window  # cache rows
         B = manifest.build.max_batch
         self.history: list[list[int]] = [[] for _ in range(B)]  # all known tokens of a slot
         self.drafts: list[list[int]] = [[] for _ in range(B)]
@@ -148,7 +150,7 @@ class FakePrograms:
         assert active.shape == (B,)
         self.slots.append(int(active.sum()))
         assert active[: self.slots[-1]].all(), "running slots are the lowest"
-        assert rows <= self.build.max_seq_len + T
+        assert rows <= self.capacity
         tokens, window = np.full((B, T), -1), np.zeros((B, T), np.int64)
         counts, num_drafts = np.zeros(B, np.int64), np.zeros(B, np.int64)
         for b in np.flatnonzero(active).tolist():
@@ -177,6 +179,43 @@ class FakePrograms:
             guess.append(right if self.draft_is_right(len(guess)) else wrong)
         self.drafts[b] = guess[len(history) :]
         return emitted
+
+
+class LaggingPrograms(FakePrograms):
+    """A device of its own: a step moves the slots when it is launched, tokens are there later.
+
+    Of launched steps the newest two can be read, in order; the arrays of older ones hold garbage.
+    `most_unread` is how many waited to be read at most; `fail_landing` raises in who reads.
+    """
+
+    def __init__(self, manifest: Manifest, **settings: Any) -> None:
+        super().__init__(manifest, **settings)
+        self.capacity += manifest.window
+        self.unread: list[StepOutput] = []
+        self.most_unread = 0
+        self.fail_landing: BaseException | None = None
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        return self.launch(active, rows)()
+
+    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
+        output = super().step(active, rows)
+        self.unread.append(output)
+        self.most_unread = max(self.most_unread, len(self.unread))
+        if len(self.unread) > 2:
+            spoilt = self.unread.pop(0)
+            spoilt.tokens[:] = spoilt.num_tokens[:] = 99
+
+        def land() -> StepOutput:
+            if self.fail_landing:
+                self.unread.clear()  # nothing that was launched before can be read
+                raise self.fail_landing
+            assert any(output is other for other in self.unread), "too late, or out of order"
+            while self.unread.pop(0) is not output:
+                pass
+            return output
+
+        return land
 
 
 def backend_tokenizer() -> tokenizers.Tokenizer:

@@ -1,7 +1,8 @@
 """What the loop needs of a target: fill a slot's caches, start it, step all slots."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,5 +98,21 @@ class Programs(Protocol):
 
         rows: at least lengths + T of every occupied slot, decoding or still being prefilled (the
         step writes T rows in each, and an inactive slot's go to the end of the rows in use).
+        """
+        ...
+
+
+@runtime_checkable
+class Overlapping(Programs, Protocol):
+    """Programs that can be given the next step before the last one's tokens were read."""
+
+    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
+        """Begin a step; the result waits for it and gives what it emitted.
+
+        Steps run in the order of their launch, and with what is asked of slots between them.
+        A result need not be called; its arrays are reused by the second launch after it, so two
+        steps at most are of use at a time.
+
+        rows: as for `step`, where a step that was launched and not read may have emitted T tokens.
         """
         ...
