@@ -58,6 +58,9 @@ def build(
         str | None,
         typer.Option(help="Of a tensorrt-rtx engine's GPUs: sm89, sm120; several: sm89,sm120."),
     ] = None,
+    fast_build: Annotated[
+        bool, typer.Option("--fast-build", help="Target tensorrt: compile sooner, run slower.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Engine directory; with several nextn, their parent.")
     ] = None,
@@ -92,6 +95,7 @@ def build(
         force=force,
         checkpoint=checkpoint,
         compute_capability=() if compute_capability is None else (*compute_capability.split(","),),
+        fast_build=fast_build,
     )
     engines, stages = build_with_progress(request)
     print_report(engines, stages)

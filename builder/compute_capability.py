@@ -10,7 +10,14 @@ FLAG = "--compute-capability"
 
 
 def compute_capabilities(target: str, asked: tuple[str, ...]) -> tuple[str, ...]:
-    """In rising order; `asked` as on the command line, sm120 or 12.0. Raises UsageError."""
+    """In rising order; `asked` as on the command line, sm120 or 12.0. Raises UsageError.
+
+    Target tensorrt compiles on the GPU that the engine is for; EngineError if there is none.
+    """
+    if target == "tensorrt" and not asked:
+        from mtpbuild.runtime.programs.cuda import Device
+
+        return (Device(target).compute_capability,)
     if target != "tensorrt-rtx":
         if asked:
             raise UsageError(f"{FLAG} is for target tensorrt-rtx, not {target}")

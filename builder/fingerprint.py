@@ -11,7 +11,16 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import HASH_LIMIT, hash_file
 
-PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime", "tensorrt-rtx-cu13-libs")
+PACKAGES = (
+    "torch",
+    "onnx",
+    "onnxscript",
+    "onnx-ir",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt-rtx-cu13-libs",
+    "torch-tensorrt",
+)
 
 
 def fingerprint(folder: Path, plan: Plan, target: str) -> str:

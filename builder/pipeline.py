@@ -45,6 +45,7 @@ class BuildRequest:
     force: bool = False
     checkpoint: Path | None = None  # of a recipe's weights; else where the recipe finds them
     compute_capability: tuple[str, ...] = ()  # as said on the command line: sm120
+    fast_build: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
         if config.num_nextn_predict_layers == 0:
             raise UsageError("the checkpoint has no MTP modules: say --nextn 0 to build without")
         nextns = (config.num_nextn_predict_layers,)
+    if request.fast_build and request.target != "tensorrt":
+        raise UsageError(f"--fast-build is for target tensorrt, not {request.target}")
     capabilities = compute_capabilities(request.target, request.compute_capability)
     length = request.max_seq_len
     if length is None:
@@ -167,6 +170,7 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
                 max_seq_len=within(nextn + 4, length, MAX_SEQ_LEN, "--max-seq-len"),
                 prefill_chunk=within(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
                 compute_capabilities=capabilities,
+                fast_build=request.fast_build,
             ),
         )
 

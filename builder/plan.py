@@ -24,6 +24,7 @@ class Plan:
     max_seq_len: int
     prefill_chunk: int
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that a TensorRT target compiles for
+    fast_build: bool = False  # of target tensorrt: tries fewer kernels
 
     @property
     def fixed(self) -> bool:

@@ -26,6 +26,8 @@ __all__ = [
     "moe_route",
     "onnx_facets",
     "rope",
+    "tensorrt_converters",
+    "tensorrt_decompositions",
 ]
 
 
@@ -57,6 +59,19 @@ def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
         kv_write._opoverload: kv_write_inductor,
         mla_attention._opoverload: mla_attention_inductor,
     }
+
+
+def tensorrt_converters() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
+    """Torch op -> its converter for Torch-TensorRT; needs tensorrt when it is called."""
+    from mtpbuild.plugins.kv_write.tensorrt import kv_write_tensorrt
+
+    return {kv_write._opoverload: kv_write_tensorrt}
+
+
+def tensorrt_decompositions() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
+    """Of the other ops: PyTorch operators that Torch-TensorRT converts itself."""
+    own = tensorrt_converters()
+    return {op: facet for op, facet in inductor_facets().items() if op not in own}
 
 
 def cuda_facets() -> dict[Callable[..., Any], Callable[..., Any]]:

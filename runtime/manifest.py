@@ -87,7 +87,7 @@ class BuildInfo(_Record):
 class TargetInfo(_Record):
     """What it was compiled for."""
 
-    name: Literal["onnxruntime", "inductor", "tensorrt-rtx"]
+    name: Literal["onnxruntime", "inductor", "tensorrt", "tensorrt-rtx"]
     hardware: str
     versions: dict[str, str]
     compute_capabilities: tuple[str, ...] = Field(

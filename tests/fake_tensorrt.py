@@ -119,7 +119,7 @@ class Profile:
 
 class Config:
     def __init__(self) -> None:
-        self.num_compute_capabilities = 0
+        self.num_compute_capabilities, self.builder_optimization_level = 0, 3
         self.capabilities: dict[int, ComputeCapability] = {}
         self.flags, self.profiles = {BuilderFlag.TF32}, list[Profile]()
 

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "recipes": {"recipes"},
     "runtime": {"runtime"},
 }
-FACETS = {"onnx", "triton", "triton_mixed"}  # files of a plugin that need more than torch
+# Files of a plugin that need more than torch.
+FACETS = {"onnx", "tensorrt", "triton", "triton_mixed"}
 STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
 OUTSIDE = {

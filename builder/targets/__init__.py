@@ -14,6 +14,7 @@ from mtpbuild.runtime.manifest import TargetInfo
 TARGETS = {
     "onnxruntime": "mtpbuild.builder.targets.onnxruntime",
     "inductor": "mtpbuild.builder.targets.inductor",
+    "tensorrt": "mtpbuild.builder.targets.tensorrt",
     "tensorrt-rtx": "mtpbuild.builder.targets.tensorrt_rtx",
 }
 

@@ -10,6 +10,7 @@ from mtpbuild.runtime.programs.base import Programs
 TARGETS = {
     "onnxruntime": "mtpbuild.runtime.programs.onnxruntime",
     "inductor": "mtpbuild.runtime.programs.inductor",
+    "tensorrt": "mtpbuild.runtime.programs.tensorrt",
     "tensorrt-rtx": "mtpbuild.runtime.programs.tensorrt",
 }
 

@@ -42,12 +42,13 @@ class Device:
     raises EngineError with what CUDA says.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: str) -> None:
+        """group: of the dependencies, for who lacks them."""
         try:
             self._cuda: Any = import_module("cuda.bindings.runtime")
         except ImportError as missing:
             raise MissingDependencyError(
-                f"running on a GPU needs {missing.name}: pip install 'mtpbuild[tensorrt-rtx]'"
+                f"using a GPU needs {missing.name}: pip install 'mtpbuild[{group}]'"
             ) from None
         error, count = self._cuda.cudaGetDeviceCount()
         if int(error) or not count:

@@ -245,7 +245,7 @@ def load(folder: Path, manifest: Manifest, threads: int | None) -> TensorRtProgr
             f"{folder}: built by {target.name} {built}, this is {trt.__version__}; rebuild the "
             f"engine, or install that version"
         )
-    device = Device()
+    device = Device(target.name)
     if device.compute_capability not in target.compute_capabilities:
         raise EngineError(
             f"{folder}: built for an {target.hardware}, this one has {device.compute_capability}; "

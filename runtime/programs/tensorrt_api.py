@@ -7,7 +7,8 @@ from typing import Any
 
 from mtpbuild.runtime.errors import MissingDependencyError
 
-MODULES = {"tensorrt-rtx": "tensorrt_rtx_bindings"}  # by target; named as the dependency groups
+# By target; the dependency groups have the same names.
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
 
 
 def tensorrt_api(target: str) -> ModuleType:

@@ -60,6 +60,7 @@ def test_frozen_flags() -> None:
         "--config",
         "--drafter",
         "--extra-llm-api-options",
+        "--fast-build",
         "--force",
         "--max-batch",
         "--max-seq-len",
@@ -103,8 +104,10 @@ def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     more = f"--prefill-chunk 8 --target onnxruntime --out {tmp_path} --force"
     assert invoke("build", *flags.split(), *more.split())[0] == 0
     full = BuildRequest("x", (3, 0), "mtp-vanilla", 2, 99, 8, "onnxruntime", tmp_path, True)
-    assert invoke("build", "--model", "x", "--compute-capability", "sm89,sm120")[0] == 0
-    assert seen.pop() == BuildRequest("x", compute_capability=("sm89", "sm120"))
+    gpus = ("--compute-capability", "sm89,sm120", "--fast-build")
+    assert invoke("build", "--model", "x", *gpus)[0] == 0
+    wanted = BuildRequest("x", compute_capability=("sm89", "sm120"), fast_build=True)
+    assert seen.pop() == wanted
     assert seen == [BuildRequest("x"), full]
 
 

@@ -17,7 +17,8 @@ from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX
-from mtpbuild.builder.targets.tensorrt_rtx import SORTED, compile_graph
+from mtpbuild.builder.targets.tensorrt_rtx import compile_graph
+from mtpbuild.builder.targets.trt_compile import SORTED
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import BuildError, EngineError
 from mtpbuild.runtime.manifest import check_files

@@ -1,6 +1,5 @@
 """Target tensorrt-rtx from build to tokens, on a fake GPU with the rules of the real one."""
 
-import dataclasses
 import gc
 import shutil
 import sys
@@ -18,6 +17,7 @@ from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.targets import tensorrt_rtx
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
+from mtpbuild.builder.targets.trt_compile import new_config
 from mtpbuild.builder.trace import Traced
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import (
@@ -35,7 +35,7 @@ from tests.builder.conftest import SMALLEST
 from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
 from tests.fake_cuda import OUT_OF_MEMORY, FakeCuda
-from tests.fake_tensorrt import BuilderFlag, FakeTensorRt
+from tests.fake_tensorrt import BuilderFlag, FakeTensorRt, Network
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 
@@ -189,7 +189,7 @@ def test_compiled_without_tf32(trt: FakeTensorRt, tmp_path: Path, engine: Path) 
     (tmp_path / "decode.onnx").write_bytes(graph)
     trt.flags = set()
     capabilities = read_manifest(engine).target.compute_capabilities
-    plan = dataclasses.replace(cheap_plan(), compute_capabilities=capabilities)
+    plan = replace(cheap_plan(), compute_capabilities=capabilities)
     assert tensorrt_rtx.compile_graph(tmp_path / "decode.onnx", plan)
     assert BuilderFlag.TF32 not in trt.flags
 
@@ -309,14 +309,14 @@ class TestWhatCanNotBeBuilt:
 
     def test_large_vocabularies(self, trt: FakeTensorRt) -> None:
         tensorrt_rtx.TARGET.check(cheap_plan(3840))
-        with pytest.raises(BuildError, match="the model has 3841 tokens, and TensorRT-RTX sorts"):
+        with pytest.raises(BuildError, match="the model has 3841 tokens, and TensorRT sorts"):
             tensorrt_rtx.TARGET.check(cheap_plan(3841))
 
     @pytest.mark.usefixtures("quick")
     def test_graphs_that_tensorrt_refuses(
         self, place: BuildRequest, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with pytest.raises(BuildError, match="TensorRT-RTX can't read prefill: ModelProto has no"):
+        with pytest.raises(BuildError, match="TensorRT can't read prefill: ModelProto has no"):
             build(place)
         graph = (
             '<ir_version: 10, opset_import: ["": 24]> prefill '
@@ -329,8 +329,62 @@ class TestWhatCanNotBeBuilt:
             return "prefill.onnx"
 
         monkeypatch.setattr(OnnxRuntimeTarget, "lower", lower)
-        with pytest.raises(BuildError, match="TensorRT-RTX can't compile prefill: the cache of a"):
+        with pytest.raises(BuildError, match="TensorRT can't compile prefill: the cache of a"):
             build(place)
+
+
+class TestTargetTensorRt:
+    """The data-centre flavour: the same run time, and a build that needs the GPU."""
+
+    def test_it_runs_the_same(
+        self, engine: Path, trt: FakeTensorRt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        manifest = changed(engine, name="tensorrt", versions={"tensorrt": "1.7.1.116"})
+        monkeypatch.setitem(sys.modules, "tensorrt", None)
+        says = "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'"
+        assert refusal(engine, manifest) == says
+        monkeypatch.setitem(sys.modules, "tensorrt", trt)
+        programs = tensorrt.load(engine, manifest, None)
+        programs.begin(0, 0, 7)
+        assert programs.step(np.array([True, False]), 10).num_tokens[0] >= 1
+
+    def test_the_build_wants_the_gpu_and_the_packages(
+        self,
+        place: BuildRequest,
+        gpu: FakeCuda,
+        trt: FakeTensorRt,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        asked = replace(place, target="tensorrt", compute_capability=())
+        with pytest.raises(UsageError, match="--compute-capability is for target tensorrt-rtx, no"):
+            build(replace(place, target="tensorrt"))
+        with pytest.raises(UsageError, match="--fast-build is for target tensorrt, not tensorrt-r"):
+            build(replace(place, fast_build=True))
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "cuda.bindings.runtime", None)
+            with pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[tensorrt\]'"):
+                build(asked)
+        gpu.fail["cudaGetDeviceCount"] = 100
+        with pytest.raises(EngineError, match="no NVIDIA GPU can be used here: no CUDA-capable"):
+            build(asked)
+        gpu.fail.clear()
+        monkeypatch.setitem(sys.modules, "tensorrt", trt)
+        monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
+        says = r"needs torch_tensorrt: pip install 'mtpbuild\[tensorrt,tensorrt-build,build\]'"
+        with pytest.raises(MissingDependencyError, match=says):
+            build(asked)
+
+    def test_a_fast_build(self, trt: FakeTensorRt) -> None:
+        builder = trt.Builder(None)
+        network = Network()
+        network.model = onnx.parser.parse_model(
+            '<ir_version: 10, opset_import: ["": 24]> g (float[2] x) => (float[2] y) { y = Abs(x) }'
+        )
+        plain = new_config(trt, builder, network, cheap_plan())  # type: ignore[arg-type]
+        fast = replace(cheap_plan(), fast_build=True)
+        quick = new_config(trt, builder, network, fast)  # type: ignore[arg-type]
+        levels = plain.builder_optimization_level, quick.builder_optimization_level
+        assert levels == (3, 1)
 
 
 def test_compute_capabilities() -> None:

@@ -1,0 +1,207 @@
+"""Target tensorrt: ExportedProgram -> Torch-TensorRT's converters -> one engine per program."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file
+from torch.export import ExportedProgram
+
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.targets.branches import without_branches
+from mtpbuild.builder.targets.trt_compile import check_vocabulary, compile_network, new_config
+from mtpbuild.builder.trace import Traced
+from mtpbuild.builder.weights_file import WEIGHTS, Placed
+from mtpbuild.plugins import tensorrt_converters, tensorrt_decompositions
+from mtpbuild.runtime.errors import MissingDependencyError
+from mtpbuild.runtime.manifest import TargetInfo, TensorSpec
+from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
+
+NAME: Final = "tensorrt"
+CUMSUM = torch.ops.aten.cumsum.default
+DTYPES = {
+    torch.bool: "bool",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.float32: "float32",
+}
+LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
+
+
+class TensorRtTarget:
+    embeds_weights = True
+    integers: tuple[str, ...] = ()
+
+    def check(self, plan: Plan) -> None:
+        tensorrt_api(NAME)
+        torch_tensorrt()
+        check_vocabulary(plan, NAME)
+
+    def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+        values = {f"model.{k}": v for k, v in load_file(folder / WEIGHTS).items()}  # mapped
+        file, engine = f"{traced.name}.engine", compile_program(traced, values)
+        (folder / file).write_bytes(engine)
+        (folder / f"{traced.name}.layers.json").write_text(layers_of(engine), encoding="utf-8")
+        return file
+
+    def info(self, plan: Plan) -> TargetInfo:
+        return TargetInfo(
+            name=NAME,
+            hardware=f"NVIDIA GPU of compute capability {plan.compute_capabilities[0]}",
+            versions={NAME: tensorrt_api(NAME).__version__},
+            compute_capabilities=plan.compute_capabilities,
+        )
+
+
+@cache
+def torch_tensorrt() -> ModuleType:
+    """Torch-TensorRT's compiler, with our converters."""
+    try:
+        dynamo = import_module("torch_tensorrt.dynamo")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"building for target {NAME} needs {(error.name or '').partition('.')[0]}: "
+            "pip install 'mtpbuild[tensorrt,tensorrt-build,build]'"
+        ) from None
+    registry = import_module("torch_tensorrt.dynamo.conversion")
+    first = registry.ConverterPriority.HIGH
+    for op, converter in (tensorrt_converters() | {CUMSUM: cumsum}).items():
+        register = registry.dynamo_tensorrt_converter
+        register(op, supports_dynamic_shapes=True, priority=first)(converter)
+    return dynamo
+
+
+def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """One layer; Torch-TensorRT's own converter writes a loop, and has none for RTX."""
+    trt = tensorrt_api(NAME)
+    utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
+    values, axis = args
+    last = torch.tensor(axis % len(values.shape), dtype=torch.int32)
+    constant = utils.get_trt_tensor(ctx, last, f"{name}_axis")  # held until the network is compiled
+    total = trt.CumulativeOperation.SUM
+    return ctx.net.add_cumulative(values, constant, total, False, False).get_output(0)
+
+
+def compile_program(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
+    """A serialised engine; `values` as of `convert`. Raises BuildError."""
+    trt = tensorrt_api(NAME)
+    with _quiet(trt):
+        interpreter = convert(traced, values)
+        builder, network = interpreter.builder, interpreter.ctx.net
+        config = new_config(trt, builder, network, traced.plan)
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `layers_of`
+        return compile_network(trt, builder, network, config, traced.name)
+
+
+def layers_of(engine: Any) -> str:
+    """TensorRT's own account of what it compiled, as JSON."""
+    trt = tensorrt_api(NAME)
+    loaded = trt.Runtime(errors_of(trt)).deserialize_cuda_engine(engine)
+    inspector = loaded.create_engine_inspector()
+    text: str = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+    return text
+
+
+def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
+    """Torch-TensorRT's interpreter: it holds the builder, the network and the network's constants.
+
+    The network's tensors are named as the manifest's. values: of the program's parameters, which
+    were traced without any.
+    """
+    exported = traced.exported
+    for name in exported.state_dict:
+        exported.state_dict[name] = torch.nn.Parameter(values[name], requires_grad=False)
+    without_branches(exported)
+    interpreter = _interpret(exported.run_decompositions(tensorrt_decompositions()), traced)
+    network = interpreter.ctx.net
+    for count, tensor, specs in (
+        (network.num_inputs, network.get_input, traced.inputs),
+        (network.num_outputs, network.get_output, traced.outputs),
+    ):
+        assert count == len(specs), "every input and output of the program is the network's"
+        for i, spec in enumerate(specs):
+            tensor(i).name = spec.name
+    return interpreter
+
+
+def _interpret(exported: ExportedProgram, traced: Traced) -> Any:
+    """What Torch-TensorRT does before it compiles; names and engine are our business."""
+    dynamo = torch_tensorrt()
+    lowering = import_module(f"{dynamo.__name__}.lowering")
+    settings = dynamo.CompilationSettings(truncate_double=True, min_block_size=1)
+    exported = lowering.pre_export_lowering(exported, settings)
+    exported = exported.run_decompositions(lowering.get_decompositions(False))
+    module = lowering.post_lowering(exported.module(), settings)
+    inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
+    interpreter = _interpreter_class()(module, inputs, compilation_settings=settings)
+    interpreter._construct_trt_network_def()
+    return interpreter
+
+
+@cache
+def _interpreter_class() -> Any:
+    trt, conversion = tensorrt_api(NAME), import_module("torch_tensorrt.dynamo.conversion")
+
+    class Interpreter(conversion.TRTInterpreter):  # type: ignore[misc, name-defined]
+        """Each result has PyTorch's type: the converters of where, amax, argmax and others give
+        int32 or float for int64 (exact, as ids and rows stay below 2**24)."""
+
+        def run_node(self, n: torch.fx.Node) -> Any:
+            result, value = super().run_node(n), n.meta.get("val")
+            if not isinstance(result, trt.ITensor) or not isinstance(value, torch.Tensor):
+                return result
+            wanted = getattr(trt, DTYPES[value.dtype])
+            if result.dtype == wanted:
+                return result
+            return self.ctx.net.add_cast(result, wanted).get_output(0)
+
+    return Interpreter
+
+
+def _input(spec: TensorSpec, chunk: int) -> Any:
+    least, most = (
+        tuple(size if isinstance(size, int) else n for size in spec.shape) for n in (1, chunk)
+    )
+    shapes = {"min_shape": least, "opt_shape": most, "max_shape": most}
+    fixed = not any(isinstance(size, str) for size in spec.shape)
+    Input = import_module("torch_tensorrt").Input
+    return Input(dtype=getattr(torch, spec.dtype), **({"shape": most} if fixed else shapes))
+
+
+class _Errors(logging.Handler):
+    """What TensorRT says through Torch-TensorRT goes where errors are kept."""
+
+    def __init__(self, errors: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self.errors = errors
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.errors.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def _quiet(trt: ModuleType) -> Iterator[None]:
+    """No word of each node that is converted, folded or named twice."""
+    compiler, network = map(logging.getLogger, LOGGERS)
+    level, handler = compiler.level, _Errors(errors_of(trt).errors)
+    compiler.setLevel(logging.CRITICAL)
+    network.propagate = False
+    network.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        network.removeHandler(handler)
+        network.propagate = True
+        compiler.setLevel(level)
+
+
+TARGET = TensorRtTarget()

@@ -1,0 +1,15 @@
+"""kv_write in TensorRT: KVCacheUpdate, whose result is written over the cache."""
+
+from typing import Any
+
+
+def kv_write_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """A converter of Torch-TensorRT. The cache must be an input of the network, the result one of
+    its outputs, and the caller gives both one address."""
+    import tensorrt as trt
+
+    cache, rows, start = args
+    start = ctx.net.add_cast(start, trt.int32).get_output(0)  # what the layer takes
+    layer = ctx.net.add_kv_cache_update(cache, rows, start, trt.KVCacheMode.LINEAR)
+    layer.name = name
+    return layer.get_output(0)

@@ -1,0 +1,119 @@
+"""Target tensorrt on a machine without a GPU: Torch-TensorRT over TensorRT-RTX's library.
+
+    python -m tests.torch_tensorrt_shim CHECKPOINT
+
+lists, as JSON, what the programs of an engine become: the network's tensors, kinds of layers and
+writes of caches, and how large the engine for sm120 is. Nothing can be loaded here. It answers for
+CUDA, so it wants a process of its own, and patches internals of Torch-TensorRT 2.13.0.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GPU = types.SimpleNamespace(major=12, minor=0, name="none", total_memory=1 << 34)
+
+
+def install() -> Any:
+    """The tensorrt_rtx module."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: 0
+    cuda.get_device_capability = lambda device=None: (GPU.major, GPU.minor)
+    cuda.get_device_properties = lambda device=None: GPU
+    cuda.mem_get_info = lambda device=None: (GPU.total_memory, GPU.total_memory)
+    cuda.empty_cache = cuda.synchronize = lambda *args: None
+    if not torch.backends.cuda.is_built():  # its C++ run time links libtorch_cuda: hide it
+        internals: Any = torch._C
+        internals._CudaDeviceProperties = object
+        there: Any = os.path
+        real = os.path.isfile
+        there.isfile = lambda path: "libtorchtrt" not in str(path) and real(path)
+    import tensorrt_rtx
+    import torch_tensorrt
+
+    torch_tensorrt.Device.to = lambda self, kind: torch.device("cpu")
+    return tensorrt_rtx
+
+
+class Unloaded:
+    """In place of an engine that was loaded, which needs a GPU."""
+
+    def __init__(self, data: Any) -> None:
+        self.size = data.nbytes
+
+    def create_engine_inspector(self) -> "Unloaded":
+        return self
+
+    def get_engine_information(self, kind: Any) -> str:
+        return json.dumps({"size": self.size, "format": kind.name})
+
+
+def listing(folder: Path) -> dict[str, Any]:
+    """Of the programs of an MTP vanilla engine, two slots, whatever its module count."""
+    trt = install()
+    networks: list[Any] = []
+
+    make, compile_network = trt.Builder.create_builder_config, trt.Builder.build_serialized_network
+
+    def for_sm120(builder: Any) -> Any:
+        config = make(builder)
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(trt.ComputeCapability.SM120, 0)
+        return config
+
+    def seen(builder: Any, network: Any, config: Any) -> Any:
+        assert not config.get_flag(trt.BuilderFlag.TF32)
+        assert config.profiling_verbosity == trt.ProfilingVerbosity.DETAILED
+        networks.append(describe(trt, network))
+        return compile_network(builder, network, config)
+
+    trt.Builder.create_builder_config = for_sm120
+    trt.Builder.build_serialized_network = seen
+    trt.Runtime.deserialize_cuda_engine = lambda runtime, data: Unloaded(data)
+
+    from mtpbuild.builder import compiler
+    from mtpbuild.builder.generation import GenerationIds
+    from mtpbuild.builder.model.config import load_config
+    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.targets.tensorrt import TARGET
+
+    config = load_config(folder)
+    nextn = config.num_nextn_predict_layers
+    plan = Plan(config, nextn, "mtp-vanilla", 2, 100, 4, ("12.0",))
+    TARGET.check(plan)
+    source = compiler.ModelSource("toy", folder, config, GenerationIds(None, (), None))
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        places = source.write_weights(out, siblings=out / "none").places
+        for program in source.programs(plan):
+            traced = compiler.trace(program, plan)
+            file = TARGET.lower(traced, places, out)
+            layers = json.loads((out / f"{program.name}.layers.json").read_text())
+            assert layers == {"size": (out / file).stat().st_size, "format": "JSON"}
+            assert layers["size"] > (out / "weights.safetensors").stat().st_size
+            found[program.name] = networks.pop()
+    return found
+
+
+def describe(trt: Any, network: Any) -> dict[str, Any]:
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    outputs = [network.get_output(i) for i in range(network.num_outputs)]
+    writes = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
+    return {
+        "inputs": [f"{t.name} {t.dtype.name} {list(t.shape)}" for t in inputs],
+        "outputs": [f"{t.name} {t.dtype.name} {list(t.shape)}" for t in outputs],
+        "layers": sorted({layer.type.name for layer in layers}),
+        "written": [f"{w.get_input(0).name} -> {w.get_output(0).name}" for w in writes],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(listing(Path(sys.argv[1])), indent=1))
