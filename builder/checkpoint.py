@@ -1,7 +1,6 @@
 """Reads a Hugging Face safetensors checkpoint tensor by tensor, checked against the table."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,16 +35,19 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """One weight in fp32, dequantised; raises CheckpointError if it holds NaN or Inf."""
         format = self.format(name)
-        if format is None:
-            tensor = self.stored(name).float()
-        else:
-            parts = {suffix: self.stored(name + suffix) for suffix in format.parts((1, 1))}
-            for suffix, part in parts.items():
-                if suffix:
-                    self._refuse_not_finite(name + suffix, part.float())
-            tensor = format.decode(parts)
+        tensor = self.stored(name).float() if format is None else format.decode(self.parts(name))
         self._refuse_not_finite(name, tensor)
         return tensor
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """A quantised weight as it is stored; raises CheckpointError if a scale is not finite."""
+        format = self.format(name)
+        assert format is not None, f"{name} is not quantised"
+        parts = {suffix: self.stored(name + suffix) for suffix in format.parts((1, 1))}
+        for suffix, part in parts.items():
+            if suffix:
+                self._refuse_not_finite(name + suffix, part.float())
+        return parts
 
     def stored(self, name: str) -> Tensor:
         """One tensor as it is in its file."""
@@ -80,11 +82,10 @@ class Checkpoint:
                 )
         return table
 
-    def count_formats(self, table: Iterable[Weight]) -> Counter[str]:
-        """How many of the table's source tensors are in each quantised format."""
-        names = {source.name for weight in table for source in weight.sources}
-        formats = (self.format(name) for name in names)
-        return Counter(format.name for format in formats if format is not None)
+    def format_of(self, weight: Weight) -> Format | None:
+        """The format that all sources of a product are in, so that it can stay in it."""
+        formats = {self.format(source.name) for source in weight.sources}
+        return formats.pop() if len(formats) == 1 and weight.rows is not None else None
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
         first, *rest = [*sorted(names), None]
@@ -149,8 +150,19 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, where, shapes, dtypes)
 
 
-def stream_weights(checkpoint: Checkpoint, table: list[Weight]) -> Iterator[tuple[str, Tensor]]:
-    """Each weight of the table in its program's layout, fp32, contiguous; one at a time."""
+def stream_weights(
+    checkpoint: Checkpoint, table: list[Weight], kept: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Each weight of the table in its program's layout, contiguous; one at a time.
+
+    In fp32, but those in `kept` as the values and scales of their blocks.
+    """
     for weight in table:
+        if weight.name in kept and weight.rows is not None:
+            parts = [checkpoint.parts(source.name) for source in weight.sources]
+            for name, suffix in (("values", ""), ("scales", "_scale")):
+                joined = weight.rows(*(part[suffix] for part in parts))
+                yield f"{weight.name}.{name}", joined.contiguous()
+            continue
         tensors = [checkpoint.read(source.name) for source in weight.sources]
         yield weight.name, weight.transform(*tensors).contiguous()

@@ -1,21 +1,24 @@
 """The heavy half of the pipeline, imported when there is something to build: it needs torch."""
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtpbuild.builder import package
 from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_weights
 from mtpbuild.builder.generation import GenerationIds
+from mtpbuild.builder.model.blocks import use_blocks
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.model.weights import Weight
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import Program, make_programs
+from mtpbuild.builder.quantize.integers import Integers
 from mtpbuild.builder.trace import trace
 from mtpbuild.builder.weights_file import WEIGHTS, Placed, write_weights
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.manifest import ModelInfo, hash_file
+from mtpbuild.runtime.manifest import ModelInfo, WeightsType, hash_file
 from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
 
 __all__ = ["ModelSource", "load_model", "trace"]
@@ -42,6 +45,9 @@ class ModelSource:
     checkpoint: Checkpoint = field(init=False)
     table: list[Weight] = field(init=False)
     model: DeepseekV3 = field(init=False)
+    integers: tuple[str, ...] = ()  # formats that the target runs as they are
+    parameters: int = field(init=False)
+    kept: dict[str, int] = field(init=False)  # weights that stay in them -> bits
     weights: WrittenWeights | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +55,14 @@ class ModelSource:
         self.checkpoint = open_checkpoint(self.folder)
         self.table = self.checkpoint.check(self.config)
         self.model = DeepseekV3(self.config)  # uninitialised: its memory is never touched
+        self.parameters = sum(p.numel() for p in self.model.parameters())
+        formats = {weight.name: self.checkpoint.format_of(weight) for weight in self.table}
+        self.kept = {
+            name: format.bits
+            for name, format in formats.items()
+            if isinstance(format, Integers) and format.name in self.integers
+        }
+        use_blocks(self.model, self.kept.items())
 
     def _check_tokenizer(self) -> None:
         path = self.folder / TOKENIZER
@@ -69,9 +83,20 @@ class ModelSource:
         done = self.weights
         if done is not None and package.share_file(path, done.hashes[WEIGHTS], siblings):
             return done
-        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
-        shapes = {weight.name: shapes[weight.name] for weight in self.table}
-        places = write_weights(path, shapes, stream_weights(self.checkpoint, self.table))
+        parameters = dict(self.model.named_parameters())
+        names = [
+            name
+            for weight in self.table
+            for name in (
+                (f"{weight.name}.values", f"{weight.name}.scales")
+                if weight.name in self.kept
+                else (weight.name,)
+            )
+        ]
+        shapes = {name: tuple(parameters[name].shape) for name in names}
+        packed = {name for name in names if not parameters[name].is_floating_point()}
+        tensors = stream_weights(self.checkpoint, self.table, self.kept)
+        places = write_weights(path, shapes, tensors, packed)
         digest = hash_file(path)
         package.share_file(path, digest, siblings)
         self.weights = WrittenWeights(places, {WEIGHTS: digest})
@@ -79,12 +104,20 @@ class ModelSource:
 
     def tell_formats(self) -> None:
         """Say which weights become larger than they were."""
-        counts = self.checkpoint.count_formats(self.table)
+        sources = {s.name for w in self.table if w.name not in self.kept for s in w.sources}
+        formats = [format for name in sources if (format := self.checkpoint.format(name))]
+        counts = Counter(format.name for format in formats)
         if counts:
             found = ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
             logging.getLogger(__name__).warning(
-                "note: quantised weights (%s) are dequantised: the engine holds fp32", found
+                "note: quantised weights (%s) are dequantised: the engine holds them in fp32", found
             )
+
+    @property
+    def weights_type(self) -> WeightsType:
+        """What most of the products hold."""
+        bits = Counter(self.kept.values()).most_common(1)
+        return "float32" if not bits else "int4" if bits[0][0] == 4 else "int8"
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)
@@ -94,7 +127,7 @@ class ModelSource:
         return ModelInfo(
             name=self.name,
             architecture="DeepseekV3ForCausalLM",
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            parameters=self.parameters,
             vocab_size=c.vocab_size,
             num_hidden_layers=c.num_hidden_layers,
             num_nextn_predict_layers=c.num_nextn_predict_layers,

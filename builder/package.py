@@ -19,6 +19,7 @@ from mtpbuild.runtime.manifest import (
     ProgramSpec,
     StateSpec,
     TargetInfo,
+    WeightsType,
     check_files,
     hash_file,
     read_manifest,
@@ -126,6 +127,7 @@ def write_manifest(
     target: TargetInfo,
     programs: dict[str, ProgramSpec],
     state: tuple[StateSpec, ...],
+    weights: WeightsType,
     hashes: dict[str, str],
 ) -> None:
     """Write engine.json over everything that lies in the folder; `hashes` are known already."""
@@ -139,7 +141,7 @@ def write_manifest(
             max_batch=plan.max_batch,
             max_seq_len=plan.max_seq_len,
             prefill_chunk=plan.prefill_chunk,
-            weights="float32",
+            weights=weights,
             fingerprint=fingerprint,
         ),
         target=target,

@@ -99,7 +99,9 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
         # 3. The checkpoint, checked by name, shape and dtype before anything is written.
         with stages("check checkpoint"):
-            model = compiler.ModelSource(source.name, source.folder, config, ids)
+            model = compiler.ModelSource(
+                source.name, source.folder, config, ids, integers=target.integers
+            )
             model.tell_formats()
 
         for out in todo:
@@ -132,6 +134,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                         target=target.info(plans[out]),
                         programs=programs,
                         state=state_specs(plans[out]),
+                        weights=model.weights_type,
                         hashes=weights.hashes,
                     )
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in plans]

@@ -10,7 +10,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mtpbuild.runtime.errors import CheckpointError, UnknownRecipeError, UsageError
+from mtpbuild.runtime.errors import (
+    CheckpointError,
+    MissingWeightsError,
+    UnknownRecipeError,
+    UsageError,
+)
 
 CHECKPOINTS = Path("checkpoints")  # of the current folder
 
@@ -34,14 +39,14 @@ class Recipe(BaseModel):
         return recipe_folder() / self.config
 
     def find_weights(self) -> Path:
-        """The checkpoint's folder; raises CheckpointError that says how to get it."""
+        """The checkpoint's folder; raises MissingWeightsError that says how to get it."""
         here = CHECKPOINTS / self.name
         cached = None if self.repository is None else cached_snapshot(self.repository)
         places = (self.config_folder if self.shipped else None, here, cached)
         for place in places:
             if place is not None and (place / "config.json").is_file():
                 return place
-        raise CheckpointError(
+        raise MissingWeightsError(
             f"{self.name} has no weights here: `{self._command(here)}`, "
             "or name their folder with --checkpoint"
         )
@@ -86,7 +91,7 @@ def parse_recipe(path: Path) -> Recipe:
 def find_model(model: str, checkpoint: Path | None = None) -> Source:
     """A recipe with its weights, from `checkpoint` if given, or a checkpoint folder.
 
-    Raises UnknownRecipeError with the known names, CheckpointError where weights are missing.
+    Raises UnknownRecipeError with the known names, MissingWeightsError with what to do.
     """
     recipe = find_recipe(model)
     if recipe is not None:

@@ -1,7 +1,7 @@
 """weights.safetensors of an engine, written tensor by tensor: the model is never in memory."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +20,21 @@ class Placed:
 
 
 def write_weights(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, Tensor]]
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Tensor]],
+    packed: Container[str] = (),
 ) -> dict[str, Placed]:
-    """Stream fp32 tensors, in the order of `shapes`, into one safetensors file."""
+    """Stream tensors, in the order of `shapes`, into one safetensors file.
+
+    They are fp32, but those in `packed` are uint8.
+    """
     header, places, end = {}, {}, 0
     for name, shape in shapes.items():
-        size = 4
+        dtype, size = ("U8", 1) if name in packed else ("F32", 4)
         for dimension in shape:
             size *= dimension
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": (end, end + size)}
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
         places[name] = (end, size)
         end += size
     text = json.dumps(header, separators=(",", ":")).encode()

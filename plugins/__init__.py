@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.plugins.accept_rewind.op import accept_rewind
 from mtpbuild.plugins.kv_write.op import kv_write
+from mtpbuild.plugins.matmul_nbits.op import matmul_nbits
 from mtpbuild.plugins.mla_attention.op import mla_attention
 from mtpbuild.plugins.moe.op import moe, moe_route
 from mtpbuild.plugins.rope.op import rope
@@ -21,6 +22,7 @@ __all__ = [
     "cuda_facets",
     "inductor_facets",
     "kv_write",
+    "matmul_nbits",
     "mla_attention",
     "moe",
     "moe_route",
@@ -37,6 +39,7 @@ def onnx_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     from mtpbuild.plugins.accept_rewind.onnx import accept_rewind_onnx
     from mtpbuild.plugins.kv_write.onnx import kv_write_onnx
+    from mtpbuild.plugins.matmul_nbits.onnx import matmul_nbits_onnx
     from mtpbuild.plugins.mla_attention.onnx import mla_attention_onnx
     from mtpbuild.plugins.rope.onnx import rope_onnx
 
@@ -44,6 +47,7 @@ def onnx_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
     return {
         ops.accept_rewind.default: accept_rewind_onnx,
         ops.kv_write.default: kv_write_onnx,
+        ops.matmul_nbits.default: matmul_nbits_onnx,
         ops.mla_attention.default: mla_attention_onnx,
         ops.rope.default: rope_onnx,
     }
@@ -54,7 +58,8 @@ def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
     from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
     from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
 
-    plain = {op._opoverload: op._init_fn for op in (accept_rewind, moe, moe_route, rope)}
+    references = (accept_rewind, matmul_nbits, moe, moe_route, rope)
+    plain = {op._opoverload: op._init_fn for op in references}
     return plain | {
         kv_write._opoverload: kv_write_inductor,
         mla_attention._opoverload: mla_attention_inductor,

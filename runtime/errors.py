@@ -5,6 +5,7 @@ MtpbuildError
 │   ├── RequestError         a prompt or sampling parameter that the engine can't take
 │   └── UnknownRecipeError   a model that is neither a recipe nor a folder
 ├── CheckpointError          config.json, safetensors or tokenizer files of the source model
+│   └── MissingWeightsError  a recipe whose weights are not on this machine
 ├── BuildError               the build can't be done or was stopped
 └── EngineError              an engine directory that can't be run
     ├── EngineFormatError    engine.json missing, damaged or of another format version
@@ -35,6 +36,10 @@ class UnknownRecipeError(UsageError):
 
 class CheckpointError(MtpbuildError):
     """The source model's files are missing, damaged or unsupported."""
+
+
+class MissingWeightsError(CheckpointError):
+    """A recipe whose weights are not on this machine."""
 
 
 class BuildError(MtpbuildError):

@@ -15,6 +15,7 @@ MANIFEST = "engine.json"
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
+WeightsType = Literal["float32", "int8", "int4"]
 Dimension = int | str  # a number, or the name of a size that varies between calls
 
 
@@ -80,7 +81,7 @@ class BuildInfo(_Record):
     max_batch: int = Field(ge=1, le=MAX_BATCH)
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
-    weights: Literal["float32"]
+    weights: WeightsType
     fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
 
 

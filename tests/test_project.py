@@ -32,7 +32,7 @@ STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
 OUTSIDE = {
     "builder": {"onnx_ir", "onnxscript", "pydantic", "safetensors", "torch", "typer"},
-    "plugins": {"numpy", "onnxscript", "torch", "triton"},
+    "plugins": {"numpy", "onnx", "onnxscript", "torch", "triton"},
     "recipes": set[str](),
     "runtime": {
         "jinja2",

@@ -27,6 +27,7 @@ class Weight:
     name: str
     sources: tuple[Source, ...]
     transform: Transform
+    rows: Transform | None = None  # of a product: as transform, but [out, ..], also for blocks
 
 
 def weight_table(c: ModelConfig) -> list[Weight]:
@@ -55,7 +56,7 @@ def _table(c: ModelConfig) -> Iterator[Weight]:
     for j in range(c.num_nextn_predict_layers):
         yield from _mtp(c, L + j, f"mtp.{j}")
     head = embedding if c.tie_word_embeddings else Source("lm_head.weight", (V, E))
-    yield Weight("lm_head", (head,), transpose)
+    yield _product("lm_head", (head,), keep)
 
 
 def _layer(c: ModelConfig, index: int, to: str) -> Iterator[Weight]:
@@ -84,26 +85,26 @@ def _attention(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
 
     if c.q_lora_rank is None:
         q = Source(f"{at}.q_proj.weight", (H * (n + R), E))
-        yield Weight(f"{to}.qkv_a_proj", (q, kv_a), lambda q, kv: torch.cat([by_part(q), kv]).T)
+        yield _product(f"{to}.qkv_a_proj", (q, kv_a), lambda q, kv: torch.cat([by_part(q), kv]))
     else:
         q_a = Source(f"{at}.q_a_proj.weight", (c.q_lora_rank, E))
-        yield Weight(f"{to}.qkv_a_proj", (q_a, kv_a), stack_rows)
+        yield _product(f"{to}.qkv_a_proj", (q_a, kv_a), stack_rows)
         norm = "q_a_layernorm.weight"
         yield _vector(f"{to}.{norm}", f"{at}.{norm}", c.q_lora_rank)
         q_b = Source(f"{at}.q_b_proj.weight", (H * (n + R), c.q_lora_rank))
-        yield Weight(f"{to}.q_b_proj", (q_b,), lambda q: by_part(q).T)
+        yield _product(f"{to}.q_b_proj", (q_b,), by_part)
     yield _vector(f"{to}.kv_a_layernorm.weight", f"{at}.kv_a_layernorm.weight", r)
     kv_b = Source(f"{at}.kv_b_proj.weight", (H * (n + v), r))
     yield Weight(f"{to}.w_uk", (kv_b,), lambda w: w.unflatten(0, (H, n + v))[:, :n])
     yield Weight(f"{to}.w_uv", (kv_b,), lambda w: w.unflatten(0, (H, n + v))[:, n:].mT)
-    yield Weight(f"{to}.o_proj", (Source(f"{at}.o_proj.weight", (E, H * v)),), transpose)
+    yield _product(f"{to}.o_proj", (Source(f"{at}.o_proj.weight", (E, H * v)),), keep)
 
 
 def _mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
     sources = tuple(Source(f"{at}.{p}_proj.weight", (inner, hidden)) for p in ("gate", "up"))
-    yield Weight(f"{to}.gate_up_proj", sources, stack_rows)
+    yield _product(f"{to}.gate_up_proj", sources, stack_rows)
     down = Source(f"{at}.down_proj.weight", (hidden, inner))
-    yield Weight(f"{to}.down_proj", (down,), transpose)
+    yield _product(f"{to}.down_proj", (down,), keep)
 
 
 def _gate(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
@@ -132,8 +133,8 @@ def _shared(c: ModelConfig, at: str, proj: str) -> tuple[Source, ...]:
 def _dense_moe(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
     yield from _gate(c, at, to)
     gate, up, down = (_experts(c, at, p) + _shared(c, at, p) for p in ("gate", "up", "down"))
-    yield Weight(f"{to}.experts.gate_up_proj", gate + up, stack_rows)
-    yield Weight(f"{to}.experts.down_proj", down, lambda *w: torch.cat(w, dim=1).T)
+    yield _product(f"{to}.experts.gate_up_proj", gate + up, stack_rows)
+    yield _product(f"{to}.experts.down_proj", down, lambda *w: torch.cat(w, dim=1))
 
 
 def _gathered_moe(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
@@ -157,8 +158,13 @@ def _mtp(c: ModelConfig, index: int, to: str) -> Iterator[Weight]:
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         yield _vector(f"{to}.{norm}.weight", f"{at}.{norm}.weight", E)
     eh_proj = Source(f"{at}.eh_proj.weight", (E, 2 * E))
-    yield Weight(f"{to}.eh_proj", (eh_proj,), transpose)
+    yield _product(f"{to}.eh_proj", (eh_proj,), keep)
     yield from _layer(c, index, to)
+
+
+def _product(to: str, sources: tuple[Source, ...], rows: Transform) -> Weight:
+    """Checkpoint [out, in] -> program [in, out]: the graph is `x @ w` without a Transpose."""
+    return Weight(to, sources, lambda *w: rows(*w).T, rows)
 
 
 def _vector(to: str, name: str, size: int) -> Weight:
@@ -170,10 +176,9 @@ def keep(w: Tensor) -> Tensor:
 
 
 def transpose(w: Tensor) -> Tensor:
-    """Checkpoint [out, in] -> program [in, out]: the graph is `x @ w` without a Transpose."""
     return w.T
 
 
 def stack_rows(*w: Tensor) -> Tensor:
-    """Projections of one input become one product: [out_i, in] each -> [in, sum of out_i]."""
-    return torch.cat(w).T
+    """Projections of one input become one product: [out_i, ..] each -> [sum of out_i, ..]."""
+    return torch.cat(w)

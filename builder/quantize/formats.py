@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from mtpbuild.builder.quantize.format import Format, Shape
 from mtpbuild.builder.quantize.fp8 import Fp8
-from mtpbuild.builder.quantize.integers import BLOCK, Integers
+from mtpbuild.builder.quantize.integers import Integers
 from mtpbuild.builder.quantize.nvfp4 import Nvfp4
+from mtpbuild.plugins.matmul_nbits.op import BLOCK
 
 FP8, NVFP4, INT8, INT4 = Fp8(), Nvfp4(), Integers(8), Integers(4)
 FORMATS: dict[str, Format] = {f.name: f for f in (FP8, NVFP4, INT8, INT4)}

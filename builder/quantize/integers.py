@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.quantize.format import Part, Shape
-
-BLOCK = 32
+from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
 
 
 class Integers:
@@ -25,10 +24,7 @@ class Integers:
         return {"": Part("U8", packed), "_scale": Part("F32", (rows, blocks))}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        values = parts[""]
-        if self.bits == 4:
-            values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(2)
-        return ((values.float() - self.zero) * parts["_scale"][..., None]).flatten(1)
+        return dequantise(parts[""], parts["_scale"])
 
     def encode(self, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
         blocks = weight.unflatten(1, (-1, BLOCK))

@@ -17,10 +17,10 @@ from mtpbuild.builder.package import SIDE_FILES, staging
 from mtpbuild.builder.quantize.files import nbytes, split, tensors_of, write_shards
 from mtpbuild.builder.quantize.format import Format, Part
 from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK
-from mtpbuild.builder.quantize.integers import BLOCK as INT_BLOCK
 from mtpbuild.builder.quantize.nvfp4 import GROUP
 from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
 from mtpbuild.builder.recipe import find_model
+from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
 from mtpbuild.runtime.errors import BuildError
 
 MODELOPT = "hf_quant_config.json"

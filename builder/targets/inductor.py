@@ -50,6 +50,7 @@ class InductorTarget:
     embeds_weights = False
 
     def check(self, plan: Plan) -> None:
+    integers: tuple[str, ...] = ()
         if this_machine() != HARDWARE:
             raise BuildError(
                 f"target inductor builds on an {HARDWARE}, this is an {this_machine()}"

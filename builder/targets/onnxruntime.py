@@ -78,6 +78,7 @@ PASSES = ir.passes.Sequential(
 
 
 class OnnxRuntimeTarget:
+    integers = ("int8", "int4")
     embeds_weights = False
 
     def check(self, plan: Plan) -> None:
@@ -136,7 +137,7 @@ def _external(name: str, value: ir.Value, place: Placed, folder: Path) -> ir.Ext
         WEIGHTS,
         place.offset,
         place.size,
-        ir.DataType.FLOAT,
+        value.dtype or ir.DataType.FLOAT,
         name=value.name or name,
         shape=ir.Shape(value.shape or ()),
         base_dir=str(folder),

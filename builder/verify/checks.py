@@ -8,12 +8,16 @@ from typing import Any
 from mtpbuild.builder.bench.figures import merged
 from mtpbuild.builder.pipeline import needs
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.verify.compare import Replay, compare
+from mtpbuild.builder.verify.compare import MOST, Replay, compare
 from mtpbuild.builder.verify.finding import Finding, NotChecked
 from mtpbuild.builder.verify.law import fit, known_prefixes, survival
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.errors import MissingDependencyError, UnknownRecipeError
+from mtpbuild.runtime.errors import (
+    MissingDependencyError,
+    MissingWeightsError,
+    UnknownRecipeError,
+)
 from mtpbuild.runtime.stats import COLLAPSED
 
 SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
@@ -25,6 +29,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
 LAW_PROMPTS = 4
 P_VALUE = 1e-6  # a right engine is below it once in a million times
 JUDGED = 100  # fewer drafts say little about their acceptance
+ROUNDED = 0.5  # as compare.MOST, where products with integer weights round their inputs too
 PLAIN_LIMIT = 2 * 10**9  # parameters that are loaded in fp32 to judge an engine
 
 
@@ -83,9 +88,13 @@ def plain_text(case: Case) -> Finding:
             from mtpbuild.builder.verify.plain import judge, load_plain
     except UnknownRecipeError:
         raise NotChecked(f"no recipe is called {model.name}: give --model") from None
+    except MissingWeightsError as error:
+        raise NotChecked(str(error)) from None
     except MissingDependencyError:
         raise NotChecked("PyTorch is not installed: pip install 'mtpbuild[build]'") from None
-    return judge(load_plain(source.folder), case.prompts, case.greedy)
+    exact = case.engine.manifest.build.weights == "float32"
+    most = MOST if exact else ROUNDED
+    return judge(load_plain(source.folder), case.prompts, case.greedy, most)
 
 
 def sampled_text(case: Case) -> Finding:

@@ -7,7 +7,7 @@ import pytest
 from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import find_model, find_recipe, load_recipes
-from mtpbuild.runtime.errors import CheckpointError, UsageError
+from mtpbuild.runtime.errors import MissingWeightsError, UsageError
 from tests.builder.test_cli import invoke
 
 R1 = "models--deepseek-ai--DeepSeek-R1"
@@ -63,7 +63,7 @@ def test_where_weights_are_found(tmp_path: Path) -> None:
     snapshot = tmp_path / "hf" / "hub" / R1 / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
-    with pytest.raises(CheckpointError):  # nothing says which snapshot
+    with pytest.raises(MissingWeightsError):  # nothing says which snapshot
         find_model("deepseek-r1")
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc\n")

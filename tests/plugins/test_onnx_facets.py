@@ -15,7 +15,7 @@ from torch._C import _dispatch_get_all_op_names
 from torch.export import Dim
 
 from mtpbuild.builder.targets.onnxruntime import OPSET
-from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, onnx_facets, rope
+from mtpbuild.plugins import accept_rewind, kv_write, matmul_nbits, mla_attention, onnx_facets, rope
 
 GARBAGE = 1e30  # in every row that must not be read; finite: 0 * inf is NaN
 Op = Callable[..., Any]
@@ -229,3 +229,27 @@ def test_accept_rewind(K: int, V: int) -> None:
         assert bool((n[~active] == 0).all())
         seen |= set(n.tolist())
     assert seen == set(range(T + 1))
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x as MatMulNBits takes it: int8 per row and block of 32."""
+    blocks = x.unflatten(-1, (-1, 32))
+    scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+    return ((blocks / scales).round() * scales).flatten(-2)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_matmul_nbits(bits: int) -> None:
+    """The product of rounded rows; each row's result is its own, to the bit."""
+    torch.manual_seed(bits)
+    values = torch.randint(0, 256, (24, 3, 4 * bits), dtype=torch.uint8)
+    scales = torch.randn(24, 3)  # of either sign
+    rows = torch.randn(2, 7, 96)
+    facet = Facet(lambda x: matmul_nbits(x, values, scales), (rows,), {0: {1: Dim("rows")}})
+    assert facet.ops == ["MatMulNBits"]
+    (got,) = facet.run(rows)
+    wanted = matmul_nbits(rounded(rows), values, scales)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-2)
+    assert (got - matmul_nbits(rows, values, scales)).norm() < 0.02 * got.norm()
+    for i in range(7):
+        assert torch.equal(facet.run(rows[:, i : i + 1])[0], got[:, i : i + 1])

@@ -1,0 +1,1 @@
+"""Products with integer weights that stay in their blocks."""

@@ -1,0 +1,124 @@
+"""int8 and int4 weights that stay as they are: in the model, in the weights file, in an engine."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from mtpbuild.builder.checkpoint import open_checkpoint
+from mtpbuild.builder.compiler import ModelSource, load_model
+from mtpbuild.builder.generation import GenerationIds
+from mtpbuild.builder.model.blocks import Blocks
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.verify.checks import ROUNDED
+from mtpbuild.builder.verify.plain import judge, load_plain
+from mtpbuild.builder.verify.play import play
+from mtpbuild.builder.weights_file import WEIGHTS
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.manifest import read_manifest
+from tests.builder.test_quantize import SHAPE
+from tests.checkpoints import make_predictable, save_checkpoint
+from tests.plugins.test_onnx_facets import rounded
+
+IDS = GenerationIds(bos=None, eos=(), thinking=None)
+BOTH = ("int8", "int4")
+PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("plain") / "model"
+    return save_checkpoint(folder, make_predictable(**SHAPE), **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model in int8, int4, and with modules in int4 alone."""
+    place = tmp_path_factory.mktemp("integers")
+    schemes = {"int8": SCHEMES["int8"], "int4": SCHEMES["int4"], "mtp": Scheme("bf16", "int4")}
+    for name, scheme in schemes.items():
+        quantize(QuantizeRequest(str(plain), scheme, place / name))
+    return {name: place / name for name in schemes}
+
+
+def source(folder: Path, integers: tuple[str, ...]) -> ModelSource:
+    return ModelSource("x", folder, load_config(folder), IDS, integers=integers)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Joined, permuted and split in blocks, the weights are those of the dequantised model."""
+    kept = source(folders[name], BOTH)
+    kept.write_weights(tmp_path, siblings=tmp_path / "none")
+    stored = load_file(tmp_path / WEIGHTS)
+    kept.model.load_state_dict(stored, assign=True)
+    whole = load_model(folders[name], kept.config)
+    values = {n: m for n, m in kept.model.named_modules() if isinstance(m, Blocks)}
+    assert set(values) == set(kept.kept)
+    assert len(values) == 3 * 5  # per layer: from the input, q_b, o, gate and up, down
+    for blocks in values.values():
+        assert blocks.values.dtype == torch.uint8
+    caches = [torch.zeros(1, 1, 9, kept.config.cache_dim) for _ in range(2)]
+    tokens, start = torch.tensor([[5, 17, 3, 60]]), torch.zeros(1, dtype=torch.int64)
+    logits = []
+    for model in (kept.model.eval(), whole):
+        hidden, _ = model(tokens, caches, model.rope(start, 4))
+        logits.append(model.logits(hidden))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_stays(
+    folders: dict[str, Path], plain: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only formats that the target runs, and only products that are in one of them as a whole."""
+    assert source(plain, BOTH).weights_type == "float32"
+    assert source(folders["int4"], ("int8",)).kept == {}
+    kept = source(folders["int4"], BOTH)
+    assert (kept.weights_type, set(kept.kept.values())) == ("int4", {4})
+    assert "layers.0.self_attn.w_uk" not in kept.kept
+    assert "layers.1.mlp.experts.down_proj" in kept.kept
+    assert source(folders["int8"], BOTH).weights_type == "int8"
+    modules = source(folders["mtp"], BOTH)
+    assert all(name.startswith("mtp.0.") for name in modules.kept)
+    whole = source(folders["int4"], ())
+    assert whole.info().parameters == kept.info().parameters == source(plain, ()).info().parameters
+    kept.tell_formats()
+    assert caplog.text == ""
+    whole.tell_formats()
+    count = 3 * 4 + 3 + 2 * 9 * 3  # attentions without kv_b, a dense MLP, experts
+    assert f"note: quantised weights ({count} in int4) are dequantised" in caplog.text
+
+
+def plain_with_rounding(folder: Path) -> Transformer:
+    """The dequantised model; what goes into a quantised product is rounded first."""
+    model, checkpoint = load_plain(folder), open_checkpoint(folder)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and checkpoint.format(f"{name}.weight") is not None:
+            module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
+    return model
+
+
+def test_an_engine(folders: dict[str, Path], plain: Path, tmp_path: Path) -> None:
+    """It says what the dequantised model says when its products' inputs are rounded to int8."""
+    request = BuildRequest(str(folders["int4"]), nextn=(1,), max_seq_len=64, out=tmp_path / "e")
+    build(request)
+    manifest = read_manifest(tmp_path / "e")
+    assert manifest.build.weights == "int4"
+    whole = sum(tensor.numel() for tensor in load_file(plain / "model.safetensors").values())
+    assert manifest.files[WEIGHTS].size < 0.35 * 4 * whole
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
+    with Engine.load(tmp_path / "e", threads=1) as engine:
+        played = play(engine, PROMPTS, params)
+    found = judge(plain_with_rounding(folders["int4"]), PROMPTS, played, ROUNDED)
+    assert found.passed, found.detail
+    assert found.figures["noise"] < 0.1
+    # Random weights magnify what rounding changes; trained ones stay within ROUNDED.
+    assert not judge(load_plain(folders["int4"]), PROMPTS, played, ROUNDED).passed
+    assert sum(text.drafting.num_accepted_draft_tokens for text in played) > 0
