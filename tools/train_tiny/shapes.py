@@ -44,6 +44,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 def trained(shape: Shape, args: argparse.Namespace) -> tuple[Model, dict[str, float]]:
     """A model after `args.seconds`, and its losses on text that was never trained on."""
     torch.manual_seed(7)
+    torch.set_num_threads(args.threads)
     settings = SimpleNamespace(
         **vars(args), smoke=False, problems=20_000, muon_lr=0.01, adam_lr=0.003, steps=0,
         log_every=20, polite=False,
@@ -88,7 +89,7 @@ def timed(model: Model, folder: Path, args: argparse.Namespace) -> dict[str, flo
         shutil.copy(Path(args.tokenizer) / name, folder / name)
     asked = Asked(num_requests=args.requests, output_len=96)
     wanted = Wanted(str(folder), (NEXTN,))
-    [report] = bench(BenchRequest(wanted, asked, threads=2, out=folder / "bench"))
+    [report] = bench(BenchRequest(wanted, asked, threads=args.threads, out=folder / "bench"))
     plain, drafting = to_json(report)["results"]
     v, d = drafting["verify_cost"], drafting["draft_cost"]
     return {
@@ -127,6 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/shapes"))
     parser.add_argument("--tokenizer", default="recipes/deepseek_tiny")
     parser.add_argument("--requests", type=int, default=6, help="timed requests of each kind")
+    parser.add_argument("--threads", type=int, default=2, help="of training and of the engines")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the shapes, from 0")
     args = parser.parse_args()
     args.out, args.tokenizer = args.out.resolve(), str(Path(args.tokenizer).resolve())
