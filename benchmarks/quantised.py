@@ -1,0 +1,145 @@
+"""What number formats do to a model: size, loss, acceptance length, right answers, speed.
+
+    python benchmarks/quantised.py [--model deepseek-tiny] [--nextn 3] [--problems 60] \
+        [--work runs/quantised]
+
+Writes a checkpoint and an engine per row into --work (they are reused), asks the built-in reasoning
+problems greedily and prints a table in Markdown. Loss: nats per token that the dequantised weights
+give to the texts of the first row. MTP modules in another format than the main model are rows of
+their own: they change acceptance and speed, never a greedy answer.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from mtpbuild.builder.bench.figures import ALL
+from mtpbuild.builder.evaluate.figures import Figures, rows
+from mtpbuild.builder.evaluate.measure import STRICT, Answered, ask
+from mtpbuild.builder.evaluate.problems import load_problems
+from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.shards import SINGLE
+from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.runtime import Engine, SamplingParams
+
+SOURCE = "bf16"
+VARIANTS = {
+    "fp8": SCHEMES["fp8"],
+    "nvfp4": SCHEMES["nvfp4"],
+    "int8": SCHEMES["int8"],
+    "int4": SCHEMES["int4"],
+    "bf16, MTP fp8": Scheme("bf16", "fp8"),
+    "bf16, MTP nvfp4": Scheme("bf16", "nvfp4"),
+    "bf16, MTP int4": Scheme("bf16", "int4"),
+}
+HEADER = (
+    "weights",
+    "checkpoint MB",
+    "engine MB",
+    "loss",
+    "right answers (95 %)",
+    "acceptance length",
+    "tokens/s",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model: bytes of its files, nats per token, and figures of its answers."""
+
+    name: str
+    checkpoint: int
+    engine: int
+    loss: float
+    figures: Figures
+
+    def cells(self) -> list[str]:
+        share, (low, high) = self.figures.accuracy, self.figures.accuracy.interval
+        return [
+            self.name,
+            f"{self.checkpoint / 1e6:.1f}",
+            f"{self.engine / 1e6:.1f}",
+            f"{self.loss:.4f}",
+            f"{share.value:.1%} ({low:.1%}-{high:.1%})",
+            f"{self.figures.acceptance_length:.2f}",
+            f"{self.figures.tokens_per_s:.0f}",
+        ]
+
+
+def prepare(name: str, source: Path, work: Path, nextn: int) -> tuple[Path, Path]:
+    """The checkpoint and the engine of one row."""
+    slug = name.replace(", ", "_").replace(" ", "_")
+    checkpoint, engine = source, work / f"{slug}_n{nextn}"
+    if name != SOURCE:
+        checkpoint = work / slug
+        quantize(QuantizeRequest(str(source), VARIANTS[name], checkpoint, force=True))
+    build(BuildRequest(str(checkpoint), nextn=(nextn,), out=engine))
+    return checkpoint, engine
+
+
+def answers(folder: Path, problems: int, threads: int | None) -> list[Answered]:
+    """The built-in problems, greedily."""
+    with Engine.load(folder, threads=threads) as engine:
+        asked = load_problems("reasoning", engine, SamplingParams(max_tokens=256), problems)
+        return ask(engine, asked, [STRICT])[STRICT.name]
+
+
+@torch.no_grad()
+def loss(checkpoint: Path, texts: Sequence[Answered]) -> float:
+    """Nats per output token of the texts, each behind its prompt."""
+    model, total, count = load_plain(checkpoint), 0.0, 0
+    for text in texts:
+        prompt, said = list(text.problem.prompt.token_ids), list(text.sample.token_ids)
+        logits = model.lm_head(model.main(torch.tensor([prompt + said[:-1]])))
+        logits = logits[0, len(prompt) - 1 :]
+        total += float(F.cross_entropy(logits, torch.tensor(said), reduction="sum"))
+        count += len(said)
+    return total / count
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] * len(HEADER)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (HEADER, rule, *table))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="deepseek-tiny")
+    parser.add_argument("--nextn", type=int, default=3)
+    parser.add_argument("--problems", type=int, default=60)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--work", type=Path, default=Path("runs/quantised"))
+    arguments = parser.parse_args()
+    source = find_model(arguments.model).folder
+    texts: list[Answered] = []
+    table = []
+    for name in (SOURCE, *VARIANTS):
+        checkpoint, engine = prepare(name, source, arguments.work, arguments.nextn)
+        answered = answers(engine, arguments.problems, arguments.threads)
+        texts = texts or answered
+        (found,) = rows({STRICT.name: answered})
+        row = Row(
+            name,
+            (checkpoint / SINGLE).stat().st_size,
+            size(engine),
+            loss(checkpoint, texts),
+            found.forms[ALL],
+        )
+        table.append(row.cells())
+        print(" ".join(row.cells()), flush=True)
+    print("\n" + markdown(table))
+
+
+if __name__ == "__main__":
+    main()
