@@ -93,9 +93,9 @@ class TensorRtPrograms:
         self.lookahead = manifest.lookahead
         self._device, self._capacity = device, manifest.state[0].shape[2]
         self._allocate(manifest)
-        runtime = trt.Runtime(errors_of(trt))
+        self._runtime = trt.Runtime(errors_of(trt))  # outlives its engines
         self._programs = {
-            name: Compiled(trt, runtime, folder / spec.file, spec)
+            name: Compiled(trt, self._runtime, folder / spec.file, spec)
             for name, spec in manifest.programs.items()
         }
         scratch = device.zeros((max(p.scratch for p in self._programs.values()),), np.uint8)

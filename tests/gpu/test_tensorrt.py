@@ -1,0 +1,48 @@
+"""Engines of both TensorRT targets on the GPU of this machine: the tokens of the CPU's engine."""
+
+from typing import Any
+
+import pytest
+
+from mtpbuild.builder.compute_capability import RTX
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import MtpbuildError
+from mtpbuild.runtime.programs.cuda import Device
+from mtpbuild.runtime.programs.tensorrt_api import tensorrt_api
+from tests.conftest import EngineBuilder
+
+pytestmark = pytest.mark.gpu
+PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n"]
+
+
+@pytest.fixture(params=["tensorrt", "tensorrt-rtx"])
+def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of a build for this GPU; skips where the packages or the GPU are missing."""
+    target: str = request.param
+    try:
+        tensorrt_api(target)
+        capability = Device(target).compute_capability
+    except MtpbuildError as error:
+        pytest.skip(str(error))
+    if target == "tensorrt":
+        return {"target": target}
+    if capability not in RTX:
+        pytest.skip(f"TensorRT-RTX has no engines for compute capability {capability}")
+    return {"target": target, "compute_capability": (capability,)}
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.6, "top_p": 0.95, "seed": 3}])
+@pytest.mark.parametrize(("nextn", "batch"), [(0, 1), (3, 1), (3, 3)])
+def test_parity(
+    nextn: int,
+    batch: int,
+    params: dict[str, float],
+    flags: dict[str, Any],
+    build_engine: EngineBuilder,
+) -> None:
+    asked = SamplingParams(max_tokens=96, **params)  # type: ignore[arg-type]
+    said = []
+    for own in ({}, flags):
+        with Engine.load(build_engine("deepseek-tiny", nextn, max_batch=batch, **own)) as loaded:
+            said.append([r.token_ids for r in loaded.generate(PROMPTS, asked)])
+    assert said[0] == said[1]
