@@ -47,10 +47,10 @@ fast_random_decomps.cache_clear()  # the table that compiling takes, if somethin
 
 
 class InductorTarget:
+    integers: tuple[str, ...] = ()
     embeds_weights = False
 
     def check(self, plan: Plan) -> None:
-    integers: tuple[str, ...] = ()
         if this_machine() != HARDWARE:
             raise BuildError(
                 f"target inductor builds on an {HARDWARE}, this is an {this_machine()}"
