@@ -54,6 +54,7 @@ def build(
     ] = None,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill call.")] = 256,
     target: Annotated[str, typer.Option(help="What to compile for.")] = "onnxruntime",
+    device: Annotated[str, typer.Option(help="Of target inductor: cpu or cuda.")] = "cpu",
     compute_capability: Annotated[
         str | None,
         typer.Option(help="Of a tensorrt-rtx engine's GPUs: sm89, sm120; several: sm89,sm120."),
@@ -96,6 +97,7 @@ def build(
         checkpoint=checkpoint,
         compute_capability=() if compute_capability is None else (*compute_capability.split(","),),
         fast_build=fast_build,
+        device=device,
     )
     engines, stages = build_with_progress(request)
     print_report(engines, stages)

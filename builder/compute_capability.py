@@ -35,6 +35,22 @@ def compute_capabilities(target: str, asked: tuple[str, ...]) -> tuple[str, ...]
     return tuple(sorted(found, key=lambda text: tuple(map(int, text.split(".")))))
 
 
+def compiling_gpu(target: str, device: str) -> str | None:
+    """What `--device` asks for: compute capability of this machine's GPU, such as 9.0; cpu: None.
+
+    Raises UsageError, EngineError if there is no GPU.
+    """
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device} is unknown; supported: cpu, cuda")
+    if device == "cpu":
+        return None
+    if target != "inductor":
+        raise UsageError(f"--device cuda is for target inductor, not {target}")
+    from mtpbuild.runtime.programs.torch_cuda import Gpu
+
+    return Gpu().compute_capability
+
+
 def _dotted(text: str) -> str:
     """sm120 -> 12.0; what is no such name stays as it is."""
     name = re.fullmatch(r"sm_?(\d+)(\d)", text.strip().lower())

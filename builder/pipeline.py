@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtpbuild.builder import package
-from mtpbuild.builder.compute_capability import compute_capabilities
+from mtpbuild.builder.compute_capability import compiling_gpu, compute_capabilities
 from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.generation import generation_ids
@@ -46,6 +46,7 @@ class BuildRequest:
     checkpoint: Path | None = None  # of a recipe's weights; else where the recipe finds them
     compute_capability: tuple[str, ...] = ()  # as said on the command line: sm120
     fast_build: bool = False
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
     if request.fast_build and request.target != "tensorrt":
         raise UsageError(f"--fast-build is for target tensorrt, not {request.target}")
     capabilities = compute_capabilities(request.target, request.compute_capability)
+    with needs("build", "torch"):
+        gpu = compiling_gpu(request.target, request.device)
     length = request.max_seq_len
     if length is None:
         length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
@@ -174,6 +177,7 @@ def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[
                 prefill_chunk=within(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
                 compute_capabilities=capabilities,
                 fast_build=request.fast_build,
+                gpu=gpu,
             ),
         )
 

@@ -25,6 +25,7 @@ class Plan:
     prefill_chunk: int
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that a TensorRT target compiles for
     fast_build: bool = False  # of target tensorrt: tries fewer kernels
+    gpu: str | None = None  # compute capability that target inductor compiles on and for; None: CPU
 
     @property
     def fixed(self) -> bool:
@@ -38,9 +39,12 @@ class Plan:
 
     @property
     def capacity(self) -> int:
-        """S: cache rows per slot. A live slot's window starts below max_seq_len; T rows more."""
-        rows = self.max_seq_len + self.window
-        return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.fixed else rows
+        """S: cache rows per slot. A live slot's window starts below max_seq_len; T rows more.
+
+        On a GPU steps overlap: a slot may have ended in the step before, and moves T rows on.
+        """
+        rows = self.max_seq_len + self.window * (2 if self.gpu else 1)
+        return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.fixed or self.gpu else rows
 
     @property
     def lookahead(self) -> int:

@@ -26,6 +26,7 @@ class Program:
     arguments: dict[str, Tensor]
     outputs: tuple[str, ...]
     batch: int = 1  # slots of the example
+    whole: bool = False  # takes the caches whole, not just the rows in use
 
 
 def make_drafter(plan: Plan) -> Drafter | None:
@@ -53,10 +54,11 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
         prompt["ahead"] = _ints(1, drafter.lookahead)
     B = plan.max_batch if plan.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     active = {"active": torch.ones(B, dtype=torch.bool)}
+    whole = plan.fixed or plan.gpu is not None
     new = _outs(names)
     return (
-        Program("prefill", prefill.eval(), filled, prompt, _outs(filled)),
-        Program("decode", step.eval(), names, active, (*new, *OUTPUTS), B),
+        Program("prefill", prefill.eval(), filled, prompt, _outs(filled), whole=plan.fixed),
+        Program("decode", step.eval(), names, active, (*new, *OUTPUTS), B, whole),
         Program(
             "decode_mixed",
             mixed.eval(),
@@ -64,6 +66,7 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
             active | _controls(plan, B),
             (*new, *MIXED_OUTPUTS),
             B,
+            whole,
         ),
     )
 

@@ -29,7 +29,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     """One ExportedProgram. `rows` (cache rows in use) varies, the `chunk` of a prefill, and the
     `batch` of a decode step where there is more than one slot (with one, all stays static).
 
-    Of a fixed plan, nothing but the chunk varies."""
+    Of a fixed plan, nothing but the chunk varies; a GPU's decode steps take the caches whole."""
     least = 2 * plan.window + 2
     rows = Dim("rows", min=least, max=plan.capacity)
     chunk = Dim("chunk", min=1, max=max(plan.prefill_chunk, EXAMPLE_CHUNK))
@@ -40,7 +40,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     state, shapes = {}, {}
     for name, spec in specs.items():
         size = [program.batch, *spec.shape[1:]]
-        varies = spec.kind == "cache" and not plan.fixed
+        varies = spec.kind == "cache" and not program.whole
         if varies:
             size[2] = least  # an example: capacity would take the memory of all caches
         state[name] = torch.zeros(size, dtype=getattr(torch, spec.dtype))

@@ -45,7 +45,10 @@ OUTSIDE = {
     },
 }
 # Loaded for engines of its target alone.
-ONLY_HERE = {"mtpbuild.runtime.programs.inductor": {"safetensors", "torch"}}
+ONLY_HERE = {
+    f"mtpbuild.runtime.programs.{name}": {"safetensors", "torch"}
+    for name in ("inductor", "inductor_cuda", "torch_cuda")
+}
 
 
 def sources() -> Iterator[tuple[str, Path]]:

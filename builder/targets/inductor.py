@@ -5,6 +5,8 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.targets.gpu_graph import for_gpu
 from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import inductor_facets
-from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.manifest import TargetInfo
 from mtpbuild.runtime.programs.inductor import CONSTANTS, HARDWARE, TORCH, this_machine
 
@@ -51,7 +54,7 @@ class InductorTarget:
     embeds_weights = False
 
     def check(self, plan: Plan) -> None:
-        if this_machine() != HARDWARE:
+        if plan.gpu is None and this_machine() != HARDWARE:
             raise BuildError(
                 f"target inductor builds on an {HARDWARE}, this is an {this_machine()}"
             )
@@ -59,10 +62,16 @@ class InductorTarget:
             compiler = get_cpp_compiler()
         except InvalidCxxCompiler:
             compiler = ""
+        if plan.gpu and find_spec("triton") is None:
+            raise MissingDependencyError(
+                "target inductor on a GPU needs triton: pip install 'mtpbuild[triton]'"
+            )
         if not shutil.which(compiler):
             raise BuildError("target inductor needs a C++ compiler (g++): none is found")
 
     def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+        if traced.plan.gpu:
+            traced = replace(traced, exported=for_gpu(traced.exported))
         program = in_place(traced)
         examples = pytree.tree_leaves(traced.exported.example_inputs)
         file = f"{traced.name}.pt2"
@@ -72,7 +81,14 @@ class InductorTarget:
         return file
 
     def info(self, plan: Plan) -> TargetInfo:
-        return TargetInfo(name="inductor", hardware=HARDWARE, versions={"torch": TORCH})
+        if plan.gpu is None:
+            return TargetInfo(name="inductor", hardware=HARDWARE, versions={"torch": TORCH})
+        return TargetInfo(
+            name="inductor",
+            hardware=f"NVIDIA GPU of compute capability {plan.gpu}",
+            versions={"torch": TORCH},
+            compute_capabilities=(plan.gpu,),
+        )
 
 
 def in_place(traced: Traced) -> GraphModule:

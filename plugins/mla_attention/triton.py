@@ -160,6 +160,12 @@ def tiles(rows: int, rank: int, rope: int, bytes_each: int, shared: int) -> Tile
     return Tiles(16, 16, min(latent, 128), 4)
 
 
+def split_count(slots: int, blocks: int, capacity: int) -> int:
+    """An open batch (export traces it as a symbol) is split as one slot would be."""
+    known = slots if isinstance(slots, int) else 1
+    return max(1, min(PROGRAMS // (known * blocks), cdiv(capacity, SPLIT_ROWS)))
+
+
 def mla_launches(
     q: Tensor,
     cache: Tensor,
@@ -178,7 +184,7 @@ def mla_launches(
     t = tiles(rows, kv_lora_rank, rope, q.element_size(), shared)
     blocks = cdiv(rows, t.m)
     if splits is None:
-        splits = max(1, min(PROGRAMS // (B * blocks), cdiv(cache.shape[2], SPLIT_ROWS)))
+        splits = split_count(B, blocks, cache.shape[2])
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
     out = q.new_empty(B, H, T, kv_lora_rank)
     whole = splits == 1

@@ -1,8 +1,9 @@
 """Runs an engine's AOTInductor programs; all state is in place, weights are shared by them."""
 
 import platform
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,35 @@ except ImportError as error:
         "this engine needs torch: pip install 'mtpbuild[inductor]'"
     ) from error
 
+if TYPE_CHECKING:
+    from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
+
 HARDWARE = "x86-64 CPU with AVX2"  # all that the compiled code needs
 TORCH = ".".join(torch.__version__.split(".")[:2])  # AOTInductor packages are bound to it
 WEIGHTS, CONSTANTS = "weights.safetensors", "{}.constants.safetensors"  # of the program named
+
+
+class Package:
+    """One compiled program, with the constants of its own and the weights that it shares."""
+
+    def __init__(self, path: Path, weights: Mapping[str, torch.Tensor], device: str) -> None:
+        # Kept: the runner holds pointers to them, and they are never copied.
+        self._weights = weights
+        try:
+            # One caller at a time: no pool of runners, no locks.
+            runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
+            self._own = load_file(path.with_name(CONSTANTS.format(path.stem)), device)
+            named = {f"model.{name}": weight for name, weight in weights.items()} | self._own
+            wanted = {name: named[name] for name in runner.get_constant_fqns()}
+            runner.load_constants(wanted, False, True, True)  # all, and managed by us
+        except (RuntimeError, SafetensorError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise EngineError(f"{path}: torch can't load it ({reason}); rebuild it") from None
+        self._runner = runner
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs in the manifest's order, state written over; returns the other outputs."""
+        return self._runner.run(inputs)
 
 
 class InductorPrograms(Slots):
@@ -33,10 +60,8 @@ class InductorPrograms(Slots):
         super().__init__(manifest, copies=1)
         self._folder, self._programs = folder, manifest.programs
         self._threads = threads or torch.get_num_threads()
-        # Memory-mapped, and never copied: the runners hold pointers to what is kept here.
-        self._weights = load_file(folder / WEIGHTS)
-        self._constants: dict[str, dict[str, torch.Tensor]] = {}
-        self._runners = {name: self._load(name) for name in ("prefill", PLAIN)}
+        self._weights = load_file(folder / WEIGHTS)  # memory-mapped
+        self._packages = {name: self._load(name) for name in ("prefill", PLAIN)}
         self._bindings: dict[tuple[str, int], list[torch.Tensor]] = {}
         judged = ("window", "num_drafts")
         self._judged = {name: np.zeros_like(self._carries[0][name]) for name in judged}
@@ -77,25 +102,13 @@ class InductorPrograms(Slots):
         return [torch.from_numpy(arrays[spec.name]) for spec in self._programs[program].inputs]
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        if program not in self._runners:  # the mixed program is loaded by who first needs it
-            self._runners[program] = self._load(program)
+        if program not in self._packages:  # the mixed program is loaded by who first needs it
+            self._packages[program] = self._load(program)
         torch.set_num_threads(self._threads)  # each thread that calls has a number of its own
-        return self._runners[program].run(inputs)
+        return self._packages[program].run(inputs)
 
-    def _load(self, program: str) -> Any:
-        path = self._folder / self._programs[program].file
-        try:
-            # One caller at a time: no pool of runners, no locks.
-            runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
-            self._constants[program] = load_file(self._folder / CONSTANTS.format(program))
-            named = {f"model.{name}": weight for name, weight in self._weights.items()}
-            named |= self._constants[program]
-            wanted = {name: named[name] for name in runner.get_constant_fqns()}
-            runner.load_constants(wanted, False, True, True)  # all, and managed by us
-        except (RuntimeError, SafetensorError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise EngineError(f"{path}: torch can't load it ({reason}); rebuild it") from None
-        return runner
+    def _load(self, program: str) -> Package:
+        return Package(self._folder / self._programs[program].file, self._weights, "cpu")
 
 
 def this_machine() -> str:
@@ -105,8 +118,13 @@ def this_machine() -> str:
     return HARDWARE if torch.cpu.get_capabilities()["avx2"] else "x86-64 CPU without AVX2"
 
 
-def load(folder: Path, manifest: Manifest, threads: int | None) -> InductorPrograms:
-    """Entry point named in `runtime/programs/__init__.py`; refuses what can't run here."""
+def load(
+    folder: Path, manifest: Manifest, threads: int | None
+) -> "InductorPrograms | CudaPrograms":
+    """Entry point named in `runtime/programs/__init__.py`; refuses what can't run here.
+
+    threads: of the CPU's programs.
+    """
     target = manifest.target
     if target.versions.get("torch") != TORCH:
         built = target.versions.get("torch")
@@ -114,6 +132,10 @@ def load(folder: Path, manifest: Manifest, threads: int | None) -> InductorProgr
             f"{folder}: built for torch {built}, this is torch {TORCH}; rebuild the engine, or "
             f"pip install 'torch=={built}.*'"
         )
+    if target.compute_capabilities:
+        from mtpbuild.runtime.programs import inductor_cuda
+
+        return inductor_cuda.load(folder, manifest)
     if target.hardware != this_machine():
         raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
     return InductorPrograms(folder, manifest, threads)

@@ -58,6 +58,7 @@ def test_frozen_flags() -> None:
         "--checkpoint",
         "--compute-capability",
         "--config",
+        "--device",
         "--drafter",
         "--extra-llm-api-options",
         "--fast-build",

@@ -23,14 +23,16 @@ from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.targets import inductor as target
 from mtpbuild.builder.trace import Traced
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import MANIFEST, read_manifest
-from mtpbuild.runtime.programs import inductor, load_programs
+from mtpbuild.runtime.programs import inductor, load_programs, torch_cuda
 from mtpbuild.runtime.programs.base import Controls
 from mtpbuild.runtime.programs.inductor import InductorPrograms
+from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
 from tests.engines import greedy_ids
+from tests.fake_gpu import FakeGpu
 from tests.forced import Run, Seen
 from tests.reference.recompute import cache_rows, greedy
 from tests.reference.sampling import sample
@@ -124,6 +126,18 @@ def controls(params: SamplingParams) -> Controls:
 
 def test_texts_equal_plain_decoding(engine: Path, model: Transformer) -> None:
     check_texts(engine, model)
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT])
+def test_the_gpus_run_time_runs_it(engine: Path, params: SamplingParams) -> None:
+    """Compiled programs, overlapping, on a GPU whose memory is the CPU's: the same tokens."""
+    manifest, gpu = read_manifest(engine), FakeGpu()
+    programs = CudaPrograms(engine, manifest, gpu)  # type: ignore[arg-type]
+    asked = prompts(6, 11)
+    with Engine(programs, manifest) as pretended, Engine.load(engine, threads=1) as loaded:
+        got, wanted = (e.generate(asked, params) for e in (pretended, loaded))
+    assert [r.token_ids for r in got] == [r.token_ids for r in wanted]
+    assert gpu.replays > 0
 
 
 def test_alternatives(engine: Path) -> None:
@@ -229,15 +243,16 @@ def test_running_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.reload(inductor)
 
 
+def touch(self: object, traced: Traced, weights: object, folder: Path) -> str:
+    (folder / f"{traced.name}.pt2").touch()
+    return f"{traced.name}.pt2"
+
+
 @pytest.mark.usefixtures("quick")
 def test_engines_of_both_targets_share_weights(
     smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lower(self: object, traced: Traced, weights: object, folder: Path) -> str:
-        (folder / f"{traced.name}.pt2").touch()
-        return f"{traced.name}.pt2"
-
-    monkeypatch.setattr(target.InductorTarget, "lower", lower)
+    monkeypatch.setattr(target.InductorTarget, "lower", touch)
     names = ("onnxruntime", "inductor")
     built = [
         build(BuildRequest(str(smallest), (0,), out=tmp_path / name, target=name))[0]
@@ -266,6 +281,49 @@ def test_machines_that_can_not_build(
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BuildError, match="needs a C\\+\\+ compiler"):
         build(small_place)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "says"),
+    [
+        ({"device": "cuda"}, EngineError, "no NVIDIA GPU can be used here: torch finds none"),
+        ({"device": "gpu"}, UsageError, "--device gpu is unknown; supported: cpu, cuda"),
+        (
+            {"device": "cuda", "target": "onnxruntime"},
+            UsageError,
+            "--device cuda is for target inductor, not onnxruntime",
+        ),
+    ],
+)
+def test_devices_that_can_not_be(
+    fields: dict[str, Any],
+    error: type[Exception],
+    says: str,
+    small_place: BuildRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(error, match=says) as caught:
+        build(replace(small_place, **fields))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_engine_says_which_gpu_it_is_for(
+    small_place: BuildRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_cuda, "Gpu", lambda: FakeGpu("9.0"))
+    monkeypatch.setattr(target.InductorTarget, "lower", touch)
+    (built,) = build(replace(small_place, device="cuda"))
+    info = built.manifest.target
+    assert info.hardware == "NVIDIA GPU of compute capability 9.0"
+    assert info.compute_capabilities == ("9.0",)
+    with pytest.raises(EngineError, match="no NVIDIA GPU can be used here"):
+        Engine.load(built.folder)
+    monkeypatch.setattr(torch_cuda, "Gpu", lambda: FakeGpu("10.0"))
+    (again,) = build(replace(small_place, device="cuda"))
+    assert not again.unchanged, "another GPU, another engine"
+    shutil.rmtree(built.folder)
 
 
 @pytest.mark.full

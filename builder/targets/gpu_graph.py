@@ -1,0 +1,20 @@
+"""A traced program as AOTInductor takes it for a GPU: no branches, on the device, with kernels."""
+
+from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
+
+from mtpbuild.builder.targets.branches import without_branches
+from mtpbuild.plugins import accept_rewind, cuda_facets, mla_attention
+
+KERNELS = (accept_rewind, mla_attention)  # kv_write in Triton copies the cache first
+
+
+def for_gpu(exported: ExportedProgram, device: str = "cuda") -> ExportedProgram:
+    """Before: ops and torch.cond on the CPU. After: Triton launches, both sides of a branch.
+
+    A branch would be decided by the host, which a CUDA graph can't ask. `exported` is spent.
+    """
+    without_branches(exported)
+    moved = move_to_device_pass(exported, device)
+    facets = cuda_facets()
+    return moved.run_decompositions({op._opoverload: facets[op._opoverload] for op in KERNELS})

@@ -1,0 +1,279 @@
+"""The GPU's run time on a GPU that is not there: order, graphs, overlap, refusals, tokens.
+
+Programs run eagerly here, on a `FakeGpu` that does nothing before it is waited for. What a GPU
+computes is tests/gpu/test_inductor.py's business.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.plan import DrafterName, Plan, state_specs
+from mtpbuild.builder.program import Program, make_programs
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.runtime import Engine, EngineError
+from mtpbuild.runtime.manifest import FileSpec, Manifest, ProgramSpec, TargetInfo, TensorSpec
+from mtpbuild.runtime.programs import inductor_cuda
+from mtpbuild.runtime.programs.base import MAX_LOGPROBS
+from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
+from tests.builder.test_inductor_engine import GREEDY, HOT, controls, prompts
+from tests.checkpoints import lower
+from tests.fake_gpu import FakeGpu
+from tests.fakes import fake_manifest
+from tests.forced import Run
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+
+CHUNK, SLOTS = 4, 3
+
+
+class EagerPackage:
+    """A program run eagerly; as a compiled one, it writes its state over. `slots`: of each run."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.slots: list[int] = []
+
+    @torch.no_grad()
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        self.slots.append(len(inputs[0]))
+        names = (*self.program.state, *self.program.arguments)
+        given = dict(zip(names, inputs, strict=True))
+        state = {name: given[name] for name in self.program.state}
+        result = self.program.module(state, *(given[name] for name in self.program.arguments))
+        new, outputs = result if isinstance(result, tuple) else (result, {})
+        for name, tensor in state.items():
+            tensor.copy_(new[name])
+        return list(outputs.values())
+
+
+def manifest_of(plan: Plan, programs: tuple[Program, ...]) -> Manifest:
+    """As a build for a GPU would write it."""
+    manifest = fake_manifest(
+        nextn=plan.nextn,
+        max_batch=plan.max_batch,
+        max_seq_len=plan.max_seq_len,
+        prefill_chunk=plan.prefill_chunk,
+        vocab_size=plan.config.vocab_size,
+        lookahead=plan.lookahead,
+    )
+    T, floats = plan.window, {"logprobs", "margins", "top_logprobs"}
+
+    def spec(name: str, tensor: Tensor) -> TensorSpec:
+        sizes: tuple[int | str, ...] = ("batch", *tensor.shape[1:])
+        if name == "tokens":
+            sizes = (1, "chunk")
+        elif name in ("ahead", "start"):
+            sizes = tuple(tensor.shape)
+        dtype: Any = str(tensor.dtype).removeprefix("torch.")
+        return TensorSpec(name=name, dtype=dtype, shape=sizes)
+
+    def result(name: str) -> TensorSpec:
+        shape: tuple[int, ...] = () if name == "num_tokens" else (T,)
+        shape = (T, MAX_LOGPROBS) if name.startswith("top") else shape
+        dtype: Any = "float32" if name in floats else "int64"
+        return TensorSpec(name=name, dtype=dtype, shape=("batch", *shape))
+
+    state = {s.name: s for s in state_specs(plan)}
+    specs = {
+        p.name: ProgramSpec(
+            file=f"{p.name}.pt2",
+            inputs=(
+                *(
+                    TensorSpec(name=n, dtype=state[n].dtype, shape=(p.batch, *state[n].shape[1:]))
+                    for n in p.state
+                ),
+                *(spec(n, tensor) for n, tensor in p.arguments.items()),
+            ),
+            outputs=tuple(result(n) for n in p.outputs),
+        )
+        for p in programs
+    }
+    target = TargetInfo(
+        name="inductor",
+        hardware="NVIDIA GPU of compute capability 9.0",
+        versions={},
+        compute_capabilities=("9.0",),
+    )
+    files = {"weights.safetensors": FileSpec(size=5 * 10**9, sha256="")}
+    return manifest.model_copy(
+        update={"programs": specs, "state": tuple(state.values()), "target": target, "files": files}
+    )
+
+
+MakePrograms = Callable[..., tuple[CudaPrograms, Manifest, FakeGpu]]
+
+
+@pytest.fixture
+def on_gpu(predictable: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms:
+    """on_gpu(nextn, drafter, slots, graphs) -> programs, their manifest and their GPU."""
+
+    def make(
+        nextn: int = 3, drafter: DrafterName | None = "mtp-eagle", slots: int = SLOTS, **how: bool
+    ) -> tuple[CudaPrograms, Manifest, FakeGpu]:
+        plan = Plan(predictable.config, nextn, drafter, slots, 200, CHUNK, gpu="9.0")
+        programs = make_programs(plan, lower(predictable))
+        packages = {f"{p.name}.pt2": EagerPackage(p) for p in programs}
+        monkeypatch.setattr(
+            inductor_cuda, "Package", lambda path, weights, device: packages[path.name]
+        )
+        monkeypatch.setattr(inductor_cuda, "load_file", lambda path, device: {})
+        manifest, gpu = manifest_of(plan, programs), FakeGpu()
+        return CudaPrograms(Path("none"), manifest, gpu, **how), manifest, gpu  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("nextn", "drafter", "overlap"),
+    [(0, None, True), (3, "mtp-eagle", True), (3, "mtp-vanilla", True), (3, "mtp-eagle", False)],
+)
+def test_texts_equal_plain_decoding(
+    nextn: int,
+    drafter: DrafterName | None,
+    overlap: bool,
+    on_gpu: MakePrograms,
+    predictable: Transformer,
+) -> None:
+    """O2 and O7: greedy and sampled, requests join and leave at any step, slots move."""
+    programs, manifest, gpu = on_gpu(nextn, drafter)
+    asked = prompts(20, 1, 6, 2, 11)
+    params = [replace(GREEDY, max_tokens=n) for n in (5, 16, 9)]
+    params += [replace(HOT, max_tokens=8), replace(HOT, top_k=9, max_tokens=14)]
+    engine = Engine(programs, manifest, overlap=overlap)
+    for prompt, each, result in zip(asked, params, engine.generate(asked, params), strict=True):
+        if each.temperature:
+            wanted = sample(predictable, prompt, each.max_tokens, controls(each))
+        else:
+            wanted = greedy(predictable, prompt, each.max_tokens)
+        assert result.token_ids == wanted
+    assert bool(gpu.queue) == overlap  # the last step is one too many
+
+
+def test_modes_share_a_batch(on_gpu: MakePrograms) -> None:
+    programs, manifest, _ = on_gpu(3, "mtp-vanilla")
+    asked, short = prompts(3, 5, 1, 9), replace(GREEDY, max_tokens=10)
+    hot = replace(HOT, max_tokens=10)
+    params = [hot, replace(hot, acceptance="rejection"), replace(short, logprobs=2), short]
+    with Engine(programs, manifest) as engine:
+        together = engine.generate(asked, params)
+        alone = [engine.generate(p, each) for p, each in zip(asked, params, strict=True)]
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert together[2].logprobs is not None
+    assert [entry.top[0][0] for entry in together[2].logprobs] == together[2].token_ids
+
+
+@pytest.mark.parametrize("drafter", ["mtp-eagle", "mtp-vanilla"])
+def test_every_step_equals_recomputation(
+    drafter: DrafterName, on_gpu: MakePrograms, predictable: Transformer
+) -> None:
+    """O3, in a slot that held another request before."""
+    programs, _, _ = on_gpu(3, drafter, slots=1)
+    rng = np.random.default_rng(0)
+    for prompt in prompts(11, CHUNK + 1):
+        Run(programs, predictable, 3, drafter, CHUNK, rng).steps(prompt, 4)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_step_is_one_graph_and_one_wait(graphs: bool, on_gpu: MakePrograms) -> None:
+    programs, manifest, gpu = on_gpu(graphs=graphs)
+    assert gpu.captures == (2 * 3 if graphs else 0)  # both programs, for 1, 2 and 3 slots
+    decode = slots_of(programs, "decode")
+    before = len(decode)
+    engine, waits = Engine(programs, manifest), gpu.waits
+    result = engine.generate(prompts(30)[0], replace(GREEDY, max_tokens=12))
+    steps = result.metrics.speculative_decoding.num_spec_steps
+    assert gpu.waits - waits == steps, "prefill and admission wait for nothing"
+    gpu.synchronise()
+    assert len(decode) - before == steps + 1
+    assert gpu.replays == (steps + 1 if graphs else 0)
+
+
+def slots_of(programs: CudaPrograms, name: str) -> list[int]:
+    package: object = programs._packages[name]
+    assert isinstance(package, EagerPackage)
+    return package.slots
+
+
+def test_slots_that_run_are_computed(on_gpu: MakePrograms) -> None:
+    programs, _, _ = on_gpu(0, None)
+    sizes = slots_of(programs, "decode")
+    sizes.clear()
+    for slot in range(SLOTS):
+        programs.begin(slot, 0, 5 + slot)
+    for active in ([1, 0, 0], [0, 1, 0], [1, 0, 1], [1, 0, 0]):
+        output = programs.step(np.array(active, np.bool_), 1)
+        assert output.num_tokens.tolist() == active
+        assert (output.tokens[:, 0] >= 0).tolist() == [bool(x) for x in active]
+    assert sizes == [1, 2, 3, 1]
+
+
+def test_another_gpu_is_refused(on_gpu: MakePrograms, tmp_path: Path) -> None:
+    _, manifest, _ = on_gpu()
+    with pytest.raises(EngineError, match=r"compute capability 9.0, this one has 8.0; build it"):
+        inductor_cuda.load(tmp_path, manifest, FakeGpu("8.0"))  # type: ignore[arg-type]
+
+
+def test_too_little_memory_is_said_before_loading(on_gpu: MakePrograms, tmp_path: Path) -> None:
+    programs, manifest, _ = on_gpu()
+    held = [*programs._state.values(), *programs._controls.values(), programs._active]
+    needed = 5 * 10**9 + sum(tensor.nbytes for tensor in held)
+    gpu = FakeGpu(free=needed - 1)
+    with pytest.raises(EngineError) as caught:
+        inductor_cuda.load(tmp_path, manifest, gpu)  # type: ignore[arg-type]
+    assert f"needs more than {needed / 1e9:.2f} GB of GPU memory (weights 5.00, " in str(
+        caught.value
+    )
+    assert f", {(needed - 1) / 1e9:.2f} GB are free; build with a smaller" in str(caught.value)
+    assert not gpu._memory, "nothing was allocated"
+    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed))  # type: ignore[arg-type]
+
+
+def test_memory_that_runs_out_is_one_line(
+    on_gpu: MakePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, manifest, _ = on_gpu()
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails")
+
+    monkeypatch.setattr(inductor_cuda, "Package", fail)
+    with pytest.raises(
+        EngineError, match=r"too small \(CUDA out of memory.*GiB.\); build"
+    ) as caught:
+        inductor_cuda.load(tmp_path, manifest, FakeGpu())  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_more_rows_than_there_are(on_gpu: MakePrograms) -> None:
+    programs, manifest, _ = on_gpu()
+    capacity = manifest.state[0].shape[2]
+    assert capacity >= 200 + 2 * manifest.window
+    assert capacity % 64 == 0
+    with pytest.raises(EngineError, match=f"{capacity + 1} cache rows asked for, {capacity}"):
+        programs.launch(np.ones(SLOTS, np.bool_), capacity + 1)
+
+
+def test_a_full_slot_beside_a_running_one(on_gpu: MakePrograms, predictable: Transformer) -> None:
+    """Up to max_seq_len, one step too many included."""
+    programs, manifest, _ = on_gpu()
+    asked = prompts(190, 3)
+    params = [replace(GREEDY, max_tokens=n) for n in (1000, 20)]
+    results = Engine(programs, manifest).generate(asked, params)
+    for prompt, count, result in zip(asked, (10, 20), results, strict=True):
+        assert result.token_ids == greedy(predictable, prompt, count)
+
+
+def test_without_a_gpu(
+    on_gpu: MakePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, manifest, _ = on_gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EngineError, match="no NVIDIA GPU can be used here: torch finds none"):
+        inductor_cuda.load(tmp_path, manifest)

@@ -1,0 +1,80 @@
+"""A GPU whose memory is the host's, and which really lags: work is done when it is waited for.
+
+It stands in for `Gpu` and checks what CUDA would not say: nothing that is copied on the GPU's own
+time lies in pageable memory, a graph's work was run before it was captured.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], object]
+
+
+class FakeGpu:
+    """`captures` and `replays` count graphs; `waits` the times that the host stood still."""
+
+    def __init__(self, compute_capability: str = "9.0", free: int = 1 << 40) -> None:
+        self.compute_capability, self._free = compute_capability, free
+        self.queue: deque[Work] = deque()
+        self.queued = self.done = 0
+        self.captures = self.replays = self.waits = 0
+        self._memory: list[tuple[int, int]] = []  # own and pinned: from .. to
+        self._ran: set[int] = set()
+
+    def free_memory(self) -> int:
+        return self._free
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._known(torch.zeros(shape, dtype=dtype))
+
+    def pinned(self, size: int) -> Tensor:
+        return self._known(torch.full((size,), 99, dtype=torch.uint8))
+
+    def _known(self, tensor: Tensor) -> Tensor:
+        self._memory.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+        return tensor
+
+    def _knows(self, tensor: Tensor) -> bool:
+        at = tensor.data_ptr()
+        return any(begin <= at and at + tensor.nbytes <= end for begin, end in self._memory)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        assert source.shape == target.shape
+        assert self._knows(target), "a copy to pageable memory would be waited for"
+        taken = source if self._knows(source) else source.clone()
+        self._add(lambda: target.copy_(taken))
+
+    def run(self, work: Work) -> None:
+        self._ran.add(id(work))
+        self._add(work)
+
+    def capture(self, work: Work) -> Work:
+        assert id(work) in self._ran, "what loads code can't be captured"
+        assert not self.queue, "a capture begins when the GPU is at rest"
+        self.captures += 1
+
+        def replay() -> None:
+            self.replays += 1
+            self._add(work)
+
+        return replay
+
+    def mark(self) -> Work:
+        at = self.queued
+        return lambda: self._wait(at)
+
+    def synchronise(self) -> None:
+        self._wait(self.queued)
+
+    def _add(self, work: Work) -> None:
+        self.queue.append(work)
+        self.queued += 1
+
+    def _wait(self, until: int) -> None:
+        self.waits += 1
+        while self.done < until:
+            self.queue.popleft()()
+            self.done += 1
