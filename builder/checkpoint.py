@@ -15,6 +15,7 @@ from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, stored_format
 from mtpbuild.builder.shards import find_shards
 from mtpbuild.runtime.errors import CheckpointError
 
+PIECE = 4096  # rows that are compared at once
 # What other programs store and none of ours needs: caches here are not quantised.
 UNUSED = (".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale")
 
@@ -76,11 +77,27 @@ class Checkpoint:
         left = {n for n in self.files if n not in known and not n.endswith(UNUSED)}
         self._refuse(left, "tensor that this architecture does not have:")
         for name in sorted(set(same) & set(self.files) - set(wanted)):
-            if not torch.equal(self.read(name), self.read(same[name])):
+            if not self._equal(name, same[name]):
                 raise CheckpointError(
                     f"{self.folder}: {name} differs from {same[name]}; MTP modules share it"
                 )
         return table
+
+    def _equal(self, name: str, other: str) -> bool:
+        """Whether two weights are the same; those as large as a vocabulary a piece at a time."""
+        if self.format(name) is not None or self.format(other) is not None:
+            return torch.equal(self.read(name), self.read(other))
+        if self.shapes[name] != self.shapes[other]:
+            return False
+        pieces = zip(self._pieces(name), self._pieces(other), strict=True)
+        return all(torch.equal(a.float(), b.float()) for a, b in pieces)
+
+    def _pieces(self, name: str) -> Iterator[Tensor]:
+        """Rows of a stored tensor, some at a time."""
+        with safe_open(self.files[name], framework="pt") as file:
+            rows = file.get_slice(name)
+            for start in range(0, self.shapes[name][0], PIECE):
+                yield rows[start : start + PIECE]
 
     def format_of(self, weight: Weight) -> Format | None:
         """The format that all sources of a product are in, so that it can stay in it."""
@@ -110,7 +127,8 @@ class Checkpoint:
                 f"does not split into the blocks of {format.name}"
             )
         parts = format.parts(source.shape)
-        self._refuse({name + suffix for suffix in parts} - set(self.files), "missing tensor")
+        missing = (name + suffix for suffix in parts if name + suffix not in self.files)
+        self._refuse(missing, "missing tensor")
         for suffix, part in parts.items():
             if self.dtypes[name + suffix] != part.dtype:
                 raise CheckpointError(

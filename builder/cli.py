@@ -71,6 +71,10 @@ def build(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder with the recipe's weights.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check all, say what it would be, write nothing."),
+    ] = False,
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.pipeline import BuildRequest
@@ -99,8 +103,10 @@ def build(
         fast_build=fast_build,
         device=device,
     )
-    engines, stages = build_with_progress(request)
-    print_report(engines, stages)
+    if dry_run:
+        check_with_progress(request)
+    else:
+        print_report(*build_with_progress(request))
 
 
 @app.command("recipes")
@@ -135,6 +141,18 @@ def build_with_progress(request: "BuildRequest") -> tuple[list["BuiltEngine"], "
     with Console(stderr=True).status("reading the checkpoint") as status:
         stages = Stages(watch=lambda stage: status.update(stage))
         return build(request, stages), stages
+
+
+def check_with_progress(request: "BuildRequest") -> None:
+    """Check as `build` does, naming the current stage, and print what it would make."""
+    from rich.console import Console
+
+    from mtpbuild.builder.dry_run import dry_run, print_dry_run
+    from mtpbuild.builder.pipeline import Stages
+
+    with Console(stderr=True).status("reading the checkpoint") as status:
+        done = dry_run(request, Stages(watch=lambda stage: status.update(stage)))
+    print_dry_run(done)
 
 
 def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:

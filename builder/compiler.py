@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from mtpbuild.builder import package
 from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_weights
 from mtpbuild.builder.generation import GenerationIds
@@ -45,6 +47,7 @@ class ModelSource:
     checkpoint: Checkpoint = field(init=False)
     table: list[Weight] = field(init=False)
     model: DeepseekV3 = field(init=False)
+    device: str = "cpu"  # meta: only to look at
     integers: tuple[str, ...] = ()  # formats that the target runs as they are
     parameters: int = field(init=False)
     kept: dict[str, int] = field(init=False)  # weights that stay in them -> bits
@@ -54,7 +57,8 @@ class ModelSource:
         self._check_tokenizer()
         self.checkpoint = open_checkpoint(self.folder)
         self.table = self.checkpoint.check(self.config)
-        self.model = DeepseekV3(self.config)  # uninitialised: its memory is never touched
+        with torch.device(self.device):
+            self.model = DeepseekV3(self.config)  # uninitialised: its memory is never touched
         self.parameters = sum(p.numel() for p in self.model.parameters())
         formats = {weight.name: self.checkpoint.format_of(weight) for weight in self.table}
         self.kept = {
@@ -62,7 +66,8 @@ class ModelSource:
             for name, format in formats.items()
             if isinstance(format, Integers) and format.name in self.integers
         }
-        use_blocks(self.model, self.kept.items())
+        with torch.device(self.device):
+            use_blocks(self.model, self.kept.items())
 
     def _check_tokenizer(self) -> None:
         path = self.folder / TOKENIZER
@@ -102,13 +107,17 @@ class ModelSource:
         self.weights = WrittenWeights(places, {WEIGHTS: digest})
         return self.weights
 
-    def tell_formats(self) -> None:
-        """Say which weights become larger than they were."""
+    def dequantised(self) -> Counter[str]:
+        """How many weights become larger than they were, by format."""
         sources = {s.name for w in self.table if w.name not in self.kept for s in w.sources}
-        formats = [format for name in sources if (format := self.checkpoint.format(name))]
-        counts = Counter(format.name for format in formats)
+        formats = (self.checkpoint.format(name) for name in sources)
+        return Counter(format.name for format in formats if format is not None)
+
+    def tell_formats(self) -> None:
+        """Say so, if any do."""
+        counts = sorted(self.dequantised().items())
         if counts:
-            found = ", ".join(f"{count} in {name}" for name, count in sorted(counts.items()))
+            found = ", ".join(f"{count} in {name}" for name, count in counts)
             logging.getLogger(__name__).warning(
                 "note: quantised weights (%s) are dequantised: the engine holds them in fp32", found
             )

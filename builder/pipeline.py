@@ -82,7 +82,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     source = find_model(request.model, request.checkpoint)
     config = load_config(source.folder)
     ids = generation_ids(source.folder, config)
-    plans = dict(_plans(config, request, source.engine))
+    plans = dict(make_plans(config, request, source.engine))
     prints = {out: fingerprint(source.folder, plans[out], request.target) for out in plans}
     for out in plans:
         package.check_place(out, source.name, force=request.force)
@@ -141,7 +141,10 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in plans]
 
 
-def _plans(config: ModelConfig, request: BuildRequest, engine: str) -> Iterator[tuple[Path, Plan]]:
+def make_plans(
+    config: ModelConfig, request: BuildRequest, engine: str
+) -> Iterator[tuple[Path, Plan]]:
+    """Place and plan of each nextn."""
     nextns = request.nextn
     if nextns is None:
         if config.num_nextn_predict_layers == 0:

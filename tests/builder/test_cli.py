@@ -60,6 +60,7 @@ def test_frozen_flags() -> None:
         "--config",
         "--device",
         "--drafter",
+        "--dry-run",
         "--extra-llm-api-options",
         "--fast-build",
         "--force",

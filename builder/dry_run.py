@@ -1,0 +1,108 @@
+"""`mtpbuild build --dry-run`: a build's checks, and the sizes of its engines; writes nothing."""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from mtpbuild.builder import package
+from mtpbuild.builder.fingerprint import fingerprint
+from mtpbuild.builder.generation import generation_ids
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.pipeline import BuildRequest, Stages, make_plans, needs
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.recipe import find_model
+
+ITEM_BYTES = {"float32": 4, "int64": 8, "bool": 1}
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """One engine: bytes of its weights file and of its state at run time."""
+
+    folder: Path
+    plan: Plan
+    weights: int
+    state: int
+    unchanged: bool
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A checkpoint that was checked, and the engines that a build would make of it."""
+
+    checkpoint: Path
+    files: int
+    tensors: int
+    dequantised: Counter[str]  # weights, by format
+    weights_type: str
+    parameters: int
+    engines: list[Foreseen]
+
+
+def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
+    """Raises what `build` would before it writes."""
+    source = find_model(request.model, request.checkpoint)
+    config = load_config(source.folder)
+    ids = generation_ids(source.folder, config)
+    plans = dict(make_plans(config, request, source.engine))
+    for out in plans:
+        package.check_place(out, source.name, force=request.force)
+    with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
+        from mtpbuild.builder import compiler
+        from mtpbuild.builder.targets import load_target
+
+        target = load_target(request.target)
+        for plan in plans.values():
+            target.check(plan)
+    with stages("check checkpoint"):
+        model = compiler.ModelSource(
+            source.name, source.folder, config, ids, device="meta", integers=target.integers
+        )
+    weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
+    return DryRun(
+        checkpoint=source.folder,
+        files=len(set(model.checkpoint.files.values())),
+        tensors=len(model.checkpoint.files),
+        dequantised=model.dequantised(),
+        weights_type=model.weights_type,
+        parameters=model.parameters,
+        engines=[
+            Foreseen(
+                out,
+                plan,
+                weights,
+                sum(ITEM_BYTES[s.dtype] * prod(s.shape) for s in state_specs(plan)),
+                package.same_engine(out, fingerprint(source.folder, plan, request.target)),
+            )
+            for out, plan in plans.items()
+        ],
+    )
+
+
+def print_dry_run(done: DryRun) -> None:
+    """What was read, then a line per engine."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"{done.checkpoint}: {done.tensors:,} tensors in {done.files} files, as config.json "
+        f"demands; {done.parameters:,} parameters"
+    )
+    if done.dequantised:
+        counts = sorted(done.dequantised.items())
+        found = ", ".join(f"{count:,} in {name}" for name, count in counts)
+        console.print(f"{found} would be dequantised to fp32")
+    table = Table("engine", "nextn", "drafter", "weights", "state", "build")
+    for engine in done.engines:
+        table.add_row(
+            str(engine.folder),
+            str(engine.plan.nextn),
+            engine.plan.drafter or "-",
+            f"{engine.weights / 1e9:,.2f} GB {done.weights_type}",
+            f"{engine.state / 1e9:,.3f} GB",
+            "nothing to do" if engine.unchanged else "to do",
+        )
+    console.print(table)
+    console.print("dry run: nothing was written")

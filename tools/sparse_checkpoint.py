@@ -1,0 +1,59 @@
+"""Writes a recipe's checkpoint with true headers and no bytes behind them: holes, which read as 0.
+
+    python tools/sparse_checkpoint.py deepseek-r1-fp4 --out /tmp/r1-fp4
+    mtpbuild build --dry-run --model deepseek-r1-fp4 --checkpoint /tmp/r1-fp4 --nextn 3
+
+It takes a few MB on a file system with sparse files (ext4, xfs, btrfs, tmpfs).
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+from mtpbuild.builder.forecast.weights import Layout, find_layout
+from mtpbuild.builder.model.weights import Source, duplicates, weight_table
+from mtpbuild.builder.quantize.files import Shard, split, write_index
+from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.recipe import find_recipe
+
+
+def stored(layout: Layout) -> dict[str, Part]:
+    """Every tensor of the repository, the copies in MTP layers included."""
+    sources = {s.name: s for weight in weight_table(layout.config) for s in weight.sources}
+    if layout.repeated:
+        for copy, original in duplicates(layout.config).items():
+            sources.setdefault(copy, Source(copy, sources[original].shape))
+    return {
+        source.name + suffix: part
+        for source in sources.values()
+        for suffix, part in layout.parts(source).items()
+    }
+
+
+def write_sparse(folder: Path, shard: Shard) -> None:
+    header = shard.header()
+    with (folder / shard.file).open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + shard.nbytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    recipe = find_recipe(arguments.recipe)
+    if recipe is None:
+        parser.error(f"no recipe is called {arguments.recipe}")
+    arguments.out.mkdir(parents=True)
+    shards = split(stored(find_layout(recipe.name, None)))
+    for shard in shards:
+        write_sparse(arguments.out, shard)
+    write_index(arguments.out, shards)
+    shutil.copyfile(recipe.config_folder / "config.json", arguments.out / "config.json")
+    total = sum(shard.nbytes for shard in shards)
+    print(f"wrote {len(shards)} files of {total:,} bytes, all holes, to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
