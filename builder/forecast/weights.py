@@ -1,7 +1,7 @@
 """The weights of a checkpoint by class: bytes stored, bytes per rank, and parameters."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -124,11 +124,9 @@ def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
 
 def checkpoint_bytes(layout: Layout, found: list[Class]) -> int:
     """All tensors of the files, with the copies in MTP layers."""
-    return sum(one.bytes for one in found) + sum(copies(layout))
-
-
-def copies(layout: Layout) -> Iterator[int]:
+    total = sum(one.bytes for one in found)
     if layout.repeated:
-        sources = {s.name: s for weight in weight_table(layout.config) for s in weight.sources}
-        for original in duplicates(layout.config).values():
-            yield sum(map(nbytes, layout.parts(sources[original]).values()))
+        originals = (classify(layout.config, name) for name in duplicates(layout.config).values())
+        sizes = {(one.name, one.module): one.bytes for one in found}
+        total += sum(sizes[key] for key in originals)
+    return total
