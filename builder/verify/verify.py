@@ -13,7 +13,12 @@ from mtpbuild.builder.recipe import find_model, recipe_folder
 from mtpbuild.builder.verify.checks import CHECKS, Case
 from mtpbuild.builder.verify.finding import NotChecked, Verdict
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
-from mtpbuild.runtime.errors import MissingDependencyError, UnknownRecipeError, UsageError
+from mtpbuild.runtime.errors import (
+    MissingDependencyError,
+    MissingWeightsError,
+    UnknownRecipeError,
+    UsageError,
+)
 from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.programs import load_programs
 
@@ -136,6 +141,8 @@ def find_baseline(
         (built,) = build_engines(Wanted(request.model or manifest.model.name, ()), Stages(watch))
     except UnknownRecipeError:
         return f"no recipe is called {manifest.model.name}: give --against or --model"
+    except MissingWeightsError as error:
+        return str(error)
     except MissingDependencyError as error:
         return f"there is no nextn 0 engine, and {error}: give --against"
     return built.folder

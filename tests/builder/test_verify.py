@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,18 @@ def test_what_can_not_be_checked() -> None:
     assert "--max-batch 1" in reasons[BATCH].detail
     assert reasons[ACCEPTED].detail == "the engine drafts nothing"
     assert reasons[PLAIN].detail == "no recipe is called fake: give --model"
+
+
+def test_a_recipe_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the plain model nor a baseline: the line says how to get them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    without = replace(case(), checkpoint="deepseek-r1")
+    found = check(PLAIN, without)
+    assert found.verdict == "not checked"
+    assert "deepseek-r1 has no weights here: `hf download" in found.detail
+    request = module.VerifyRequest(Path("e"), model="deepseek-r1")
+    assert module.find_baseline(request, without.engine.manifest, print) == found.detail
 
 
 # The arithmetic
