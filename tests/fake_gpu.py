@@ -1,4 +1,4 @@
-"""A GPU whose memory is the host's, and which really lags: work is done when it is waited for.
+"""A GPU whose memory is the host's: it does its work when it is waited for, or before it is asked.
 
 It stands in for `Gpu` and checks what CUDA would not say: nothing that is copied on the GPU's own
 time lies in pageable memory, a graph's work was run before it was captured.
@@ -14,9 +14,15 @@ Work = Callable[[], object]
 
 
 class FakeGpu:
-    """`captures` and `replays` count graphs; `waits` the times that the host stood still."""
+    """`captures` and `replays` count graphs; `waits` the times that the host stood still.
 
-    def __init__(self, compute_capability: str = "9.0", free: int = 1 << 40) -> None:
+    `ahead`: what is queued is done at once, a step before the host has read the one before it.
+    """
+
+    def __init__(
+        self, compute_capability: str = "9.0", free: int = 1 << 40, ahead: bool = False
+    ) -> None:
+        self.ahead = ahead
         self.compute_capability, self._free = compute_capability, free
         self.queue: deque[Work] = deque()
         self.queued = self.done = 0
@@ -72,9 +78,14 @@ class FakeGpu:
     def _add(self, work: Work) -> None:
         self.queue.append(work)
         self.queued += 1
+        if self.ahead:
+            self._work(self.queued)
 
     def _wait(self, until: int) -> None:
         self.waits += 1
+        self._work(until)
+
+    def _work(self, until: int) -> None:
         while self.done < until:
             self.queue.popleft()()
             self.done += 1

@@ -1,0 +1,110 @@
+"""Target inductor on a GPU: tokens of the plain model and onnxruntime, in place, refusals."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.runtime import Engine, EngineError, SamplingParams
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms, load
+from mtpbuild.runtime.programs.torch_cuda import Gpu
+from mtpbuild.runtime.tokenizer import load_tokenizer
+from tests.builder.test_inductor_engine import CHUNK, ENGINES, GREEDY, HOT, check_texts, prompts
+from tests.checkpoints import make_predictable, save_checkpoint
+from tests.conftest import EngineBuilder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+TEXTS = ["def fibonacci(n):", "class Stack:", "import os\n"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return make_predictable()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("gpu") / "gpu", model)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+def test_texts_equal_plain_decoding(
+    nextn: int,
+    drafter: DrafterName | None,
+    slots: int,
+    checkpoint: Path,
+    model: Transformer,
+    build_engine: EngineBuilder,
+) -> None:
+    flags = {"target": "inductor", "device": "cuda", "prefill_chunk": CHUNK, "max_batch": slots}
+    check_texts(build_engine(checkpoint, nextn, drafter, **flags), model)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "seed": 3}])
+@pytest.mark.parametrize(("nextn", "batch"), [(0, 1), (3, 1), (3, 3)])
+def test_the_same_tokens_as_onnxruntime(
+    nextn: int, batch: int, settings: dict[str, float], build_engine: EngineBuilder
+) -> None:
+    """With graphs and without, overlapping and not."""
+    pytest.importorskip("onnxruntime")
+    asked = SamplingParams(max_tokens=64, **settings)  # type: ignore[arg-type]
+    with Engine.load(build_engine("deepseek-tiny", nextn, max_batch=batch)) as engine:
+        wanted = [result.token_ids for result in engine.generate(TEXTS, asked)]
+    flags = {"target": "inductor", "device": "cuda", "max_batch": batch}
+    folder = build_engine("deepseek-tiny", nextn, **flags)
+    manifest = read_manifest(folder)
+    for graphs, overlap in ((True, True), (True, False), (False, True)):
+        programs = CudaPrograms(folder, manifest, Gpu(), graphs=graphs)
+        tokenizer = load_tokenizer(folder, manifest)
+        with Engine(programs, manifest, tokenizer, overlap=overlap) as engine:
+            got = [result.token_ids for result in engine.generate(TEXTS, asked)]
+        assert got == wanted, (graphs, overlap)
+
+
+@pytest.fixture
+def one(checkpoint: Path, build_engine: EngineBuilder) -> Path:
+    flags = {"target": "inductor", "device": "cuda", "prefill_chunk": CHUNK, "max_batch": 3}
+    return build_engine(checkpoint, 3, "mtp-eagle", **flags)
+
+
+@pytest.mark.parametrize("params", [GREEDY, HOT])
+def test_state_is_updated_in_place(one: Path, params: SamplingParams) -> None:
+    """A step takes less memory than one cache; a copy of it would be seen."""
+    manifest = read_manifest(one)
+    programs = CudaPrograms(one, manifest, Gpu(), graphs=False)
+    Engine(programs, manifest, overlap=False).generate(prompts(5, 6, 7), params)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    programs.step(np.array([True, True, True]), 100)
+    assert torch.cuda.max_memory_allocated() - before < programs._state["kv.0"].nbytes
+
+
+def test_modes_share_a_batch(one: Path) -> None:
+    asked = prompts(3, 5, 1, 9)
+    params = [HOT, replace(HOT, acceptance="rejection"), replace(GREEDY, logprobs=2), GREEDY]
+    with Engine.load(one) as engine:
+        together = engine.generate(asked, params)
+        alone = [engine.generate(p, each) for p, each in zip(asked, params, strict=True)]
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+
+
+def test_another_gpu_is_refused(one: Path) -> None:
+    manifest = read_manifest(one)
+    older = manifest.target.model_copy(update={"compute_capabilities": ("5.0",)})
+    with pytest.raises(EngineError, match=r"this one has \d+\.\d; build it on this machine"):
+        load(one, manifest.model_copy(update={"target": older}))
+
+
+def test_too_little_memory(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpu, "free_memory", lambda self: 1000)
+    with pytest.raises(EngineError, match=r"needs more than .* GB of GPU memory .*, 0.00 GB are"):
+        Engine.load(one)
