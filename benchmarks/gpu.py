@@ -1,23 +1,31 @@
 """The Triton kernels on a GPU: correct, and how far from what the memory and tensor cores allow.
 
-    python benchmarks/gpu.py [--only attention,acceptance,experts] [--quick]
+    python benchmarks/gpu.py [--only attention,acceptance,experts,engine] [--quick]
     python benchmarks/gpu.py --smoke          # no GPU: tiny shapes in Triton's interpreter
+    python benchmarks/gpu.py --only engine --engine engines/tiny_n3_cuda      # not built anew
+    python benchmarks/gpu.py --smoke --only engine --engine engines/tiny_n3   # no GPU: any target
 
 One table. `error` is the largest difference from the op's reference. `bound` is the longer of bytes
 over measured copy bandwidth and operations over measured bf16 matrix rate, `share` is bound over
 time. Each timed call has operands of its own, in one CUDA graph, so that nothing stays in a cache
 from the call before. Beside the attention: the variant within an AOT plugin's 48 KB, PyTorch's
 SDPA, and FlashMLA and FlashInfer where they can be imported.
+
+`engine` is a decode step of deepseek-tiny, one request: PyTorch eagerly, target inductor launched
+kernel by kernel, as one CUDA graph, and with overlapping steps. `error` there counts the tokens
+that differ from the eager ones.
 """
 
 import argparse
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 if "--smoke" in sys.argv:  # Triton asks when it is imported
@@ -31,15 +39,27 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from mtpbuild.builder.compiler import load_model
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.program import make_programs
+from mtpbuild.builder.recipe import find_model
 from mtpbuild.plugins import accept_rewind, mla_attention, moe, moe_route
 from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
 from mtpbuild.plugins.launch import AOT_SHARED, shared_memory
 from mtpbuild.plugins.mla_attention.triton import mla_launches
 from mtpbuild.plugins.moe.triton import moe_route_triton, moe_triton
+from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, Programs, StepOutput
+from mtpbuild.runtime.tokenizer import load_tokenizer
 
 Call = Callable[[], Any]
 RANK, ROPE, SCALE = 512, 64, 0.1352337789
 COLD = 256 << 20  # bytes that pass through a GPU's cache before a call's operands are used again
+PROMPT = "def fibonacci(n):"
 
 
 @dataclass(frozen=True)
@@ -286,7 +306,105 @@ def experts(cases: Sequence[Experts], machine: Machine) -> Iterator[Row]:
         yield row
 
 
-def plans(smoke: bool, quick: bool, machine: Machine) -> dict[str, Iterator[Row]]:
+class Eager:
+    """The step program, one greedy slot, as PyTorch runs it: an operator at a time."""
+
+    def __init__(self, manifest: Manifest, device: str) -> None:
+        built, folder = manifest.build, find_model(manifest.model.name).folder
+        config = load_config(folder)
+        sizes = built.max_batch, built.max_seq_len, built.prefill_chunk
+        plan = Plan(config, built.nextn, built.drafter, *sizes)
+        model = load_model(folder, config).to(device)
+        self.lookahead, self.device = plan.lookahead, device
+        self.prefill_program, self.step_program, _ = make_programs(plan, model)
+        self.state = {
+            s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype), device=device)
+            for s in state_specs(plan)
+        }
+
+    @torch.no_grad()
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        given = torch.from_numpy(tokens)[None].to(self.device)
+        chunk = given.shape[1] - self.lookahead
+        state = {name: self.state[name] for name in self.prefill_program.state}
+        ahead = (given[:, chunk:],) if self.lookahead else ()
+        first = torch.tensor([start], device=self.device)
+        self.state |= self.prefill_program.module(state, given[:, :chunk], first, *ahead)
+
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        assert controls.plain, "greedy alone"
+        self.state["lengths"][:], self.state["num_drafts"][:] = length, 0
+        self.state["window"][:, 0] = newest
+
+    def move(self, source: int, target: int) -> None:
+        raise AssertionError("there is one slot")
+
+    @torch.no_grad()
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        judged = {name: self.state[name] for name in ("window", "num_drafts")}
+        ready = torch.from_numpy(active).to(self.device)
+        self.state, outputs = self.step_program.module(self.state, ready)
+        arrays = {name: tensor.cpu().numpy() for name, tensor in (judged | outputs).items()}
+        return StepOutput(**arrays)
+
+
+def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
+    """folder: an engine of deepseek-tiny for one request; None builds it for this GPU."""
+    with tempfile.TemporaryDirectory() as scratch:
+        if folder is None:
+            asked = BuildRequest("deepseek-tiny", (3,), target="inductor", device="cuda")
+            folder = build(replace(asked, out=Path(scratch) / "engine"))[0].folder
+        manifest = read_manifest(folder)
+        if manifest.build.max_batch > 1:
+            sys.exit(f"--engine {folder}: built for {manifest.build.max_batch} requests, not one")
+        tokenizer = load_tokenizer(folder, manifest)
+        wanted: list[int] = []
+        first = None
+        for name, make, overlap in variants(folder, manifest, machine):
+            with Engine(make(), manifest, tokenizer, overlap=overlap) as loaded:
+                tokens, each = decode(loaded, machine)
+            wanted, first = wanted or tokens, first or each
+            wrong = sum(a != b for a, b in zip(tokens, wanted, strict=True))
+            row = Row("step", f"nextn {manifest.build.nextn}, {name}", wrong, each)
+            row.beside = [f"{first / each:.2f}x eager"]
+            yield row
+
+
+def variants(
+    folder: Path, manifest: Manifest, machine: Machine
+) -> Iterator[tuple[str, Callable[[], Programs], bool]]:
+    """Name, programs, and whether steps overlap."""
+    yield "eager", partial(Eager, manifest, machine.device), False
+    if machine.device == "cpu":
+        yield "engine", partial(load_programs, folder, manifest), False
+        return
+    from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
+    from mtpbuild.runtime.programs.torch_cuda import Gpu
+
+    def load(graphs: bool) -> Programs:
+        return CudaPrograms(folder, manifest, Gpu(), graphs=graphs)
+
+    yield "engine", partial(load, graphs=False), False
+    yield "+ CUDA graph", partial(load, graphs=True), False
+    yield "+ overlap", partial(load, graphs=True), True
+
+
+def decode(loaded: Engine, machine: Machine) -> tuple[list[int], float]:
+    """A prompt's tokens, and the microseconds of a step behind the first one: the best of some."""
+    count, repeats = (12, 1) if machine.device == "cpu" else (256, 3)
+    best, tokens = float("inf"), list[int]()
+    for _ in range(repeats):
+        result = loaded.generate(PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))
+        tokens, metrics = result.token_ids, result.metrics
+        assert metrics.tpot_s is not None
+        seconds = metrics.tpot_s * (len(tokens) - 1)
+        best = min(best, 1e6 * seconds / (metrics.speculative_decoding.num_spec_steps - 1))
+    return tokens, best
+
+
+def plans(
+    smoke: bool, quick: bool, folder: Path | None, machine: Machine
+) -> dict[str, Iterator[Row]]:
     if smoke:
         wide = torch.float32
         return {
@@ -295,6 +413,7 @@ def plans(smoke: bool, quick: bool, machine: Machine) -> dict[str, Iterator[Row]
             ),
             "acceptance": acceptance([(2, 1, 300), (2, 4, 5000)], machine),
             "experts": experts([Experts(n, 6, 2, 40, 24, wide) for n in (1, 5)], machine),
+            **({"engine": engine(folder, machine)} if folder else {}),
         }
     batches, contexts = ((1, 16), (1024, 16384)) if quick else ((1, 4, 16, 64), (1024, 8192, 65536))
     return {
@@ -310,6 +429,7 @@ def plans(smoke: bool, quick: bool, machine: Machine) -> dict[str, Iterator[Row]
         ),
         "acceptance": acceptance([(b, t, 129280) for b in batches for t in (1, 4)], machine),
         "experts": experts([Experts(n, 32, 8, 7168, 2048) for n in (1, 4, 16, 64)], machine),
+        "engine": engine(folder, machine),
     }
 
 
@@ -317,19 +437,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    parser.add_argument("--only", default="attention,acceptance,experts")
+    parser.add_argument("--only", help="of attention, acceptance, experts, engine; default: all")
+    parser.add_argument("--engine", type=Path, help="of deepseek-tiny; default: built for this GPU")
     arguments = parser.parse_args()
     if not arguments.smoke and not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py needs a CUDA GPU; --smoke checks the kernels without one")
     torch.manual_seed(0)
     machine = Machine("cpu") if arguments.smoke else measure_machine()
-    plan = plans(arguments.smoke, arguments.quick, machine)
-    unknown = set(arguments.only.split(",")) - set(plan)
+    plan = plans(arguments.smoke, arguments.quick, arguments.engine, machine)
+    names = arguments.only.split(",") if arguments.only else list(plan)
+    if "engine" in set(names) - set(plan):
+        sys.exit("--smoke has nothing to build for: --only engine needs --engine")
+    unknown = set(names) - set(plan)
     if unknown:
         sys.exit(f"--only {','.join(sorted(unknown))}: expected any of {', '.join(plan)}")
     table = Table("kernel", "shape", "error", "us", "bound us", "share", "beside, us")
     worst = 0.0
-    for name in arguments.only.split(","):
+    for name in names:
         for row in plan[name]:
             worst = max(worst, row.error)
             table.add_row(*cells(row))
@@ -344,10 +468,13 @@ def main() -> None:
 
 
 def cells(row: Row) -> list[str]:
-    if row.microseconds is None or row.bound is None:
-        return [row.kernel, row.shape, f"{row.error:.1e}", "-", "-", "-", "-"]
-    figures = [f"{row.microseconds:.1f}", f"{row.bound:.1f}", f"{row.bound / row.microseconds:.0%}"]
-    return [row.kernel, row.shape, f"{row.error:.1e}", *figures, ", ".join(row.beside)]
+    figures = ["-", "-", "-"]
+    if row.microseconds is not None:
+        figures[0] = f"{row.microseconds:.1f}"
+        if row.bound is not None:
+            figures[1:] = f"{row.bound:.1f}", f"{row.bound / row.microseconds:.0%}"
+    beside = ", ".join(row.beside) or "-"
+    return [row.kernel, row.shape, f"{row.error:.1e}", *figures, beside]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,18 @@ def test_smoke() -> None:
     assert kernels == ["mla_attention"] * 2 + ["accept_rewind"] * 2 + ["moe"] * 2
 
 
+def test_the_engine_and_eager_pytorch(tiny_engine: Callable[..., Path]) -> None:
+    done = run("--smoke", "--only", "engine", "--engine", str(tiny_engine(3)))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("│")]
+    assert [(row[5], row[7]) for row in rows] == [("eager", "0.0e+00"), ("engine", "0.0e+00")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ((), "needs a CUDA GPU; --smoke checks the kernels without one"),
+        (("--smoke", "--only", "engine"), "nothing to build for: --only engine needs --engine"),
         (("--smoke", "--only", "rope"), "--only rope: expected any of attention, acceptance,"),
     ],
 )
