@@ -3,7 +3,6 @@
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins import accept_rewind
@@ -95,7 +94,7 @@ def _sampled_draft(
     """A draft [B, 1] and the law that it was drawn from [B, 1, V]: a point if it is an argmax."""
     best, chosen = logits.argmax(-1), drawn & (shaping[0] > 0)
     q = shaped_probs(logits, Shaping(*shaping).rows(2))
-    point = F.one_hot(best, logits.shape[-1]).type_as(q)
+    point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
     draft = torch.where(chosen[:, None], draw(q, number)[0], best)
     return draft, torch.where(chosen[:, None, None], q, point)
 

@@ -2,9 +2,10 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -17,6 +18,7 @@ from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.plugins import onnx_facets
 from mtpbuild.runtime.manifest import TargetInfo
 
+aten = torch.ops.aten
 OPSET = 24  # the first with TensorScatter
 FOLD_LIMIT = 1 << 20  # bytes; constants above it are weights
 
@@ -100,7 +102,46 @@ class OnnxRuntimeTarget:
         return TargetInfo(name="onnxruntime", hardware="any CPU", versions=versions)
 
 
+Rewrite = Callable[[torch.fx.Node], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def _reshape(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the `reshape` that a node amounts to; at most one of its sizes varies."""
+    sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+    assert sizes.count(-1) <= 1, f"{node}: {node.meta['val'].shape}"
+    return (node.args[0], sizes), {}
+
+
+# Operators that torch.onnx knows only once they are decomposed, or writes worse: what they become.
+PLAIN: dict[Any, tuple[Any, Rewrite]] = {
+    aten.__and__.Tensor: (aten.bitwise_and.Tensor, lambda node: (node.args, {})),
+    aten.__or__.Tensor: (aten.bitwise_or.Tensor, lambda node: (node.args, {})),
+    aten.mT.default: (aten.transpose.int, lambda node: ((node.args[0], -2, -1), {})),
+    aten.to.dtype: (aten._to_copy.default, lambda node: (node.args[:1], {"dtype": node.args[1]})),
+    aten.flatten.using_ints: (aten.reshape.default, _reshape),
+    aten.unflatten.int: (aten.reshape.default, _reshape),
+}
+
+
+def _write_plainly(exported: torch.export.ExportedProgram) -> None:
+    """Puts `PLAIN` into effect, in branches too, and declares the program decomposed.
+
+    torch.onnx would decompose it by tracing it once more, which takes as long as tracing it did.
+    An operator that it does not know afterwards is an error of the export.
+    """
+    for graph in exported.graph_module.modules():
+        assert isinstance(graph, torch.fx.GraphModule)
+        for node in graph.graph.nodes:
+            if node.target in PLAIN:
+                target, rewrite = PLAIN[node.target]
+                node.args, node.kwargs = rewrite(node)
+                node.target = target
+        graph.recompile()
+    exported.run_decompositions = lambda *_: exported
+
+
 def _export(traced: Traced) -> ir.Model:
+    _write_plainly(traced.exported)
     for noisy in ("torch.onnx", "onnx_ir"):  # no torchvision; detached weights
         logging.getLogger(noisy).setLevel(logging.ERROR)
     with warnings.catch_warnings():

@@ -48,8 +48,9 @@ def verify_block(p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor) -
     whole = torch.cat([stop[:, 1:], c[:, K:]], dim=1)  # [B, K]: of j + 1 drafts
     last = real & ~torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
     exactly = torch.where(last, c[:, 1:], torch.where(real, whole, 0.0))
-    missed, chances = torch.ones_like(exactly[:, 0]), []
+    missed = ones = torch.ones_like(c[:, 0])
+    chances = []
     for j in reversed(range(K)):
-        missed = missed * (1 - exactly[:, j])
-        chances.append(1 - missed)
+        missed = missed * (ones - exactly[:, j])
+        chances.append(ones - missed)
     return Block(torch.stack(chances[::-1], dim=1), rest)
