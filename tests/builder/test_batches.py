@@ -15,7 +15,11 @@ from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.conftest import EngineBuilder
 
 CHUNK, T, SLOTS = 4, 4, 3
-ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]
+ENGINES = [
+    pytest.param(0, None),
+    pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
+    pytest.param(3, "mtp-vanilla"),
+]
 HOT = Controls(temperature=0.8, top_p=0.95, seed=5)
 REJECTING = Controls(temperature=1.3, rejection=True, seed=6)
 RELAXED = Controls(relaxed_topk=9, relaxed_delta=0.9, thinking=True)  # to the end

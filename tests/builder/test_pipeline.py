@@ -287,7 +287,7 @@ class TestQuick:
         ((3,), {"max_seq_len": 6}, "--max-seq-len 6 is outside 7.."),
         ((0,), {"max_seq_len": 10**20}, "--max-seq-len"),
         ((0,), {"prefill_chunk": 0}, f"--prefill-chunk 0 is outside 1..{MAX_CHUNK}"),
-        ((0,), {"target": "tensorrt"}, "unknown target 'tensorrt'; supported: onnxruntime"),
+        ((0,), {"target": "openvino"}, "unknown target 'openvino'; supported: onnxruntime"),
     ],
 )
 def test_usage_errors(

@@ -27,6 +27,7 @@ def test_smoke() -> None:
     assert kernels == ["mla_attention"] * 2 + ["accept_rewind"] * 2 + ["moe"] * 2
 
 
+@pytest.mark.full
 def test_the_engine_and_eager_pytorch(tiny_engine: Callable[..., Path]) -> None:
     done = run("--smoke", "--only", "engine", "--engine", str(tiny_engine(3)))
     assert done.returncode == 0, done.stderr
