@@ -109,6 +109,31 @@ def build(
         print_report(*build_with_progress(request))
 
 
+@app.command("refit")
+@error_line
+def refit(
+    engine: Annotated[Path, typer.Option(help="Engine directory.")],
+    checkpoint: Annotated[
+        str, typer.Option(help="New weights of the same architecture: a folder, or a recipe.")
+    ],
+) -> None:
+    """Put new weights into an engine without lowering its programs again."""
+    from rich.console import Console
+
+    from mtpbuild.builder.pipeline import needs
+
+    with Console(stderr=True).status("reading the checkpoint") as status:
+        with needs("build", "torch", "onnx", "onnxscript"):
+            from mtpbuild.builder.refit import refit
+        old, new = refit(engine, checkpoint, watch=lambda stage: status.update(stage))
+    kept = len(new.programs)
+    size = new.files["weights.safetensors"].size
+    typer.echo(
+        f"{engine}: weights of {old.model.name} -> {new.model.name}, {size / 1e6:.1f} MB; "
+        f"its {kept} programs are as they were"
+    )
+
+
 @app.command("recipes")
 @error_line
 def recipes() -> None:

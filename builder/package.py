@@ -22,10 +22,12 @@ from mtpbuild.runtime.manifest import (
     WeightsType,
     check_files,
     hash_file,
+    parts,
+    rank_name,
     read_manifest,
 )
 
-TEMPLATE = "chat_template.jinja"
+CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "generation_config.json")
 
 
@@ -80,9 +82,20 @@ def replace_folder(new: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def share_file(path: Path, sha256: str, siblings: Path) -> bool:
-    """Make `path` a hard link to the equal file of an engine in `siblings`, if there is one."""
-    for folder in sorted(siblings.glob("*/")):
+def link(old: Path, new: Path) -> None:
+    """The same file once more; a copy where the file system has no hard links."""
+    try:
+        os.link(old, new)
+    except OSError:
+        shutil.copyfile(old, new)
+
+
+def share_file(path: Path, sha256: str, siblings: Path, within: str = "") -> bool:
+    """Make `path` a hard link to the equal file of an engine in `siblings`, if there is one.
+
+    within: the folder of a rank, in the sibling too.
+    """
+    for folder in sorted(siblings.glob(f"*/{within}")):
         manifest = existing(folder)
         spec = manifest.files.get(path.name) if manifest is not None else None
         other = folder / path.name
@@ -91,17 +104,32 @@ def share_file(path: Path, sha256: str, siblings: Path) -> bool:
         if hash_file(other) != sha256:  # damaged since: never spread it
             continue
         path.unlink(missing_ok=True)
-        try:
-            os.link(other, path)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(other, path)
+        link(other, path)
         return True
     return False
 
 
+def rank_folders(folder: Path, plan: Plan) -> list[Path]:
+    """Where weights and programs go, one per rank; the engine's folder itself if there is one."""
+    if plan.tp == 1:
+        return [folder]
+    folders = [folder / rank_name(rank) for rank in range(plan.tp)]
+    for place in folders:
+        place.mkdir()
+    return folders
+
+
+def share_programs(first: Path, others: list[Path]) -> None:
+    """Give the other ranks what was compiled for the first; only weights differ."""
+    for place in others:
+        for file in sorted(first.iterdir()):
+            if not (place / file.name).exists():
+                link(file, place / file.name)
+
+
 def copy_side_files(checkpoint: Path, folder: Path) -> None:
-    """Tokenizer, chat template and generation defaults, where the checkpoint has them."""
-    for name in SIDE_FILES:
+    """Configuration; and, of what else belongs to the model, what the checkpoint has."""
+    for name in (CONFIG, *SIDE_FILES):
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, folder / name)
     template = _configured_template(folder / "tokenizer_config.json")
@@ -129,8 +157,12 @@ def write_manifest(
     state: tuple[StateSpec, ...],
     weights: WeightsType,
     hashes: dict[str, str],
+    rank: int | None = None,
 ) -> None:
-    """Write engine.json over everything that lies in the folder; `hashes` are known already."""
+    """Write engine.json over everything that lies in the folder; `hashes` are known already.
+
+    rank: whose folder it is, if the engine has several.
+    """
     drafters: list[str] = [] if plan.drafter is None else [plan.drafter]
     manifest = Manifest(
         mtpbuild=version("mtpbuild"),
@@ -143,24 +175,27 @@ def write_manifest(
             prefill_chunk=plan.prefill_chunk,
             weights=weights,
             fingerprint=fingerprint,
+            tp=plan.tp,
+            ep=plan.ep,
         ),
         target=target,
         capabilities={"acceptance": ["strict", "rejection", "relaxed"], "drafter": drafters},
         lookahead=plan.lookahead,
         programs=programs,
         state=state,
-        files=_describe_files(folder, hashes),
+        files=describe_files(folder, hashes),
+        rank=rank,
     )
     (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def _describe_files(folder: Path, known: dict[str, str]) -> dict[str, FileSpec]:
+def describe_files(folder: Path, known: dict[str, str]) -> dict[str, FileSpec]:
     return {
         path.name: FileSpec(
             size=path.stat().st_size, sha256=known.get(path.name) or hash_file(path)
         )
         for path in sorted(folder.iterdir())
-        if path.name != MANIFEST
+        if path.name != MANIFEST and path.is_file()
     }
 
 
@@ -202,7 +237,8 @@ def same_engine(out: Path, fingerprint: str) -> bool:
     if manifest is None or manifest.build.fingerprint != fingerprint:
         return False
     try:
-        check_files(out, manifest)
+        for folder, part in parts(out, manifest):
+            check_files(folder, part)
     except (EngineError, OSError):
         return False
     return True

@@ -78,6 +78,7 @@ def test_frozen_flags() -> None:
     ]
     assert options("diff") == ["--engine", "--json"]
     assert options("recipes") == []
+    assert options("refit") == ["--checkpoint", "--engine"]
     assert options("quantize") == [
         "--checkpoint",
         "--exclude",
@@ -89,7 +90,7 @@ def test_frozen_flags() -> None:
     ]
     group = typer.main.get_command(app)
     commands: dict[str, object] = group.commands  # type: ignore[attr-defined]
-    names = "bench build diff eval inspect plan quantize recipes run verify"
+    names = "bench build diff eval inspect plan quantize recipes refit run verify"
     assert " ".join(sorted(commands)) == names
 
 

@@ -20,6 +20,7 @@ import torch
 from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.refit import refit
 from mtpbuild.builder.targets import inductor as target
 from mtpbuild.builder.trace import Traced
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
@@ -138,6 +139,16 @@ def test_the_gpus_run_time_runs_it(engine: Path, params: SamplingParams) -> None
         got, wanted = (e.generate(asked, params) for e in (pretended, loaded))
     assert [r.token_ids for r in got] == [r.token_ids for r in wanted]
     assert gpu.replays > 0
+
+
+def test_new_weights(engine: Path, tmp_path: Path) -> None:
+    other = make_predictable(seed=1, **SHAPE)
+    copy = shutil.copytree(engine, tmp_path / "engine")
+    refit(copy, str(save_checkpoint(tmp_path / "other", other, **SHAPE)))
+    asked = prompts(9)
+    with Engine.load(copy, threads=1) as loaded:
+        (result,) = loaded.generate(asked, GREEDY)
+    assert result.token_ids == greedy(other, asked[0], GREEDY.max_tokens)
 
 
 def test_alternatives(engine: Path) -> None:

@@ -57,7 +57,7 @@ def engine_files(engine: Path) -> set[str]:
     """What every engine has; its model's tokenizer and the like come on top."""
     programs = {program.file for program in read_manifest(engine).programs.values()}
     assert {"prefill.onnx", "decode.onnx"} <= programs
-    return {MANIFEST, "weights.safetensors"} | programs
+    return {MANIFEST, "config.json", "weights.safetensors"} | programs
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:

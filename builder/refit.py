@@ -1,0 +1,120 @@
+"""New weights of the same architecture into an engine that exists, without lowering again."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder import package
+from mtpbuild.builder.compiler import ModelSource
+from mtpbuild.builder.generation import generation_ids
+from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.weights_file import WEIGHTS
+from mtpbuild.runtime.errors import BuildError, UsageError
+from mtpbuild.runtime.manifest import MANIFEST, Manifest, check_files, read_manifest
+
+SHOWN = 6  # differences in one line
+
+
+def refit(
+    engine: Path, model: str, watch: Callable[[str], None] = lambda stage: None
+) -> tuple[Manifest, Manifest]:
+    """Replace the weights of `engine` by those of `model`, a checkpoint folder or a recipe's name.
+
+    Returns the manifests before and after. Raises UsageError with the differences if the
+    checkpoint has another architecture or other number formats, CheckpointError or BuildError; the
+    engine is then as it was. Programs that are loaded keep the weights that they were loaded with.
+    """
+    watch("check engine")
+    old = read_manifest(engine)
+    check_files(engine, old)
+    target = load_target(old.target.name)
+    if target.embeds_weights:
+        raise UsageError(
+            f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
+        )
+    if package.CONFIG not in old.files:
+        raise UsageError(f"{engine}: has no {package.CONFIG} to compare with: rebuild it")
+
+    watch("check checkpoint")
+    source = find_model(model)
+    config = load_config(source.folder)
+    refuse(engine, source.folder, differences(load_config(engine), config))
+    ids = generation_ids(source.folder, config)
+    new = ModelSource(source.name, source.folder, config, ids, integers=target.integers)
+    if new.weights_type != old.build.weights:
+        refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
+    new.tell_formats()
+
+    with package.staging(engine) as folder:
+        watch("write weights")
+        weights = new.write_weights(folder, siblings=engine.resolve().parent)
+        refuse(engine, source.folder, list(tensor_differences(engine, folder)))
+        watch("package")
+        replaced = {WEIGHTS, package.CONFIG, *package.SIDE_FILES}
+        for name in old.files.keys() - replaced:
+            package.link(engine / name, folder / name)
+        package.copy_side_files(source.folder, folder)
+        hashes = {n: f.sha256 for n, f in old.files.items() if n not in replaced} | weights.hashes
+        mark = f"{old.build.fingerprint} refitted with {weights.hashes[WEIGHTS]}"
+        manifest = old.model_copy(
+            update={
+                "mtpbuild": version("mtpbuild"),
+                "model": new.info(),
+                "build": old.build.model_copy(
+                    update={"fingerprint": hashlib.sha256(mark.encode()).hexdigest()}
+                ),
+                "files": package.describe_files(folder, hashes),
+            }
+        )
+        (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return old, manifest
+
+
+def refuse(engine: Path, checkpoint: Path, found: list[str]) -> None:
+    if found:
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise UsageError(
+            f"{checkpoint} does not fit {engine}: {'; '.join(found[:SHOWN])}{more}: build it anew"
+        )
+
+
+def differences(old: ModelConfig, new: ModelConfig) -> list[str]:
+    """`name before -> after` of every value that shapes a graph."""
+    before, after = flat(asdict(old)), flat(asdict(new))
+    return [
+        f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name]
+    ]
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def tensor_differences(old: Path, new: Path) -> Iterator[str]:
+    """Programs find weights by offset: names, order, types and shapes must all be the same."""
+    before, after = (list(header(folder / WEIGHTS).items()) for folder in (old, new))
+    if len(before) != len(after):
+        yield f"{len(before)} -> {len(after)} tensors"
+    for (name, one), (other, two) in zip(before, after, strict=False):
+        if (name, one) != (other, two):
+            yield f"{name} {one['dtype']} {one['shape']} -> {other} {two['dtype']} {two['shape']}"
+
+
+def header(path: Path) -> dict[str, dict[str, Any]]:
+    """Of a safetensors file."""
+    try:
+        with path.open("rb") as file:
+            entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{path}: not readable as safetensors ({error})") from None
+    entries.pop("__metadata__", None)
+    return dict(entries)
