@@ -180,6 +180,7 @@ def make_plans(
                 prefill_chunk=within(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
                 compute_capabilities=capabilities,
                 fast_build=request.fast_build,
+                plugins=request.target == "tensorrt",
                 gpu=gpu,
             ),
         )

@@ -25,6 +25,7 @@ class Plan:
     prefill_chunk: int
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that a TensorRT target compiles for
     fast_build: bool = False  # of target tensorrt: tries fewer kernels
+    plugins: bool = False  # of target tensorrt: our kernels are there for every op
     gpu: str | None = None  # compute capability that target inductor compiles on and for; None: CPU
 
     @property

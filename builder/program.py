@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.acceptance import MixedAcceptance
 from mtpbuild.builder.draft import Drafter, Eagle, Idle, Vanilla
+from mtpbuild.builder.kernel_acceptance import KernelAcceptance
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.step import MixedStepProgram, PrefillProgram, StepProgram
@@ -46,7 +48,8 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
     drafter = make_drafter(plan)
     prefill = PrefillProgram(model, drafter)
     step = StepProgram(model, drafter, plan.nextn)
-    mixed = MixedStepProgram(model, drafter, plan.nextn)
+    acceptance = KernelAcceptance if plan.plugins else MixedAcceptance
+    mixed = MixedStepProgram(model, drafter, plan.nextn, acceptance)
     names = tuple(s.name for s in state_specs(plan))
     filled = tuple(name for name in names if name not in OWN)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}

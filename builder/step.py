@@ -73,6 +73,16 @@ class StepProgram(nn.Module):
 class MixedStepProgram(StepProgram):
     """The same step for slots that sample, reject or relax; the host picks the program per step."""
 
+    def __init__(
+        self,
+        model: DeepseekV3,
+        drafter: Drafter | None,
+        nextn: int,
+        acceptance: type[MixedAcceptance] = MixedAcceptance,
+    ) -> None:
+        super().__init__(model, drafter, nextn)
+        self.acceptance = acceptance
+
     def forward(  # type: ignore[override]  # a program of its own
         self,
         state: State,
@@ -105,7 +115,7 @@ class MixedStepProgram(StepProgram):
             banned_until=banned_until,
             uniforms=uniforms,
         )
-        return self.step(state, active, MixedAcceptance(judging, sampled_drafts))
+        return self.step(state, active, self.acceptance(judging, sampled_drafts))
 
 
 class PrefillProgram(nn.Module):

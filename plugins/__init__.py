@@ -7,6 +7,7 @@ Importing this package registers the ops under `torch.ops.mtpbuild`. A new plugi
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from mtpbuild.plugins.accept_rewind.mixed_op import accept_mixed_op, shaped_probs_op
 from mtpbuild.plugins.accept_rewind.op import accept_rewind
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.matmul_nbits.op import matmul_nbits
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 __all__ = [
+    "accept_mixed_op",
     "accept_rewind",
     "cuda_facets",
     "inductor_facets",
@@ -28,6 +30,7 @@ __all__ = [
     "moe_route",
     "onnx_facets",
     "rope",
+    "shaped_probs_op",
     "tensorrt_converters",
     "tensorrt_decompositions",
 ]
@@ -58,7 +61,10 @@ def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
     from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
     from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
 
-    references = (accept_rewind, matmul_nbits, moe, moe_route, rope)
+    references = (
+        *(accept_mixed_op, accept_rewind, shaped_probs_op),
+        *(matmul_nbits, moe, moe_route, rope),
+    )
     plain = {op._opoverload: op._init_fn for op in references}
     return plain | {
         kv_write._opoverload: kv_write_inductor,
@@ -67,10 +73,22 @@ def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
 
 
 def tensorrt_converters() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
-    """Torch op -> its converter for Torch-TensorRT; needs tensorrt when it is called."""
+    """Torch op -> its converter for Torch-TensorRT; needs triton, and tensorrt when called."""
+    from mtpbuild.plugins.accept_rewind.tensorrt import (
+        accept_mixed_tensorrt,
+        accept_rewind_tensorrt,
+        shaped_probs_tensorrt,
+    )
     from mtpbuild.plugins.kv_write.tensorrt import kv_write_tensorrt
+    from mtpbuild.plugins.mla_attention.tensorrt import mla_attention_tensorrt
 
-    return {kv_write._opoverload: kv_write_tensorrt}
+    return {
+        accept_mixed_op._opoverload: accept_mixed_tensorrt,
+        accept_rewind._opoverload: accept_rewind_tensorrt,
+        kv_write._opoverload: kv_write_tensorrt,
+        mla_attention._opoverload: mla_attention_tensorrt,
+        shaped_probs_op._opoverload: shaped_probs_tensorrt,
+    }
 
 
 def tensorrt_decompositions() -> "dict[OpOverload[..., Any], Callable[..., Any]]":

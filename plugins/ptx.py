@@ -150,6 +150,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     from mtpbuild.plugins.accept_rewind.distribution import Shaping
     from mtpbuild.plugins.accept_rewind.mixed import Judging
     from mtpbuild.plugins.accept_rewind.triton import greedy_launches
+    from mtpbuild.plugins.accept_rewind.triton_law import law_launch
     from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
     from mtpbuild.plugins.kv_write.triton import kv_launch
     from mtpbuild.plugins.mla_attention.triton import mla_launches
@@ -191,6 +192,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
         *mla_launches(q, cache, fresh, slots, slots, 0.1, s.rank, k_scale, splits=4),
         *greedy_launches(logits, window, slots, slots, on),
         *mixed_launches(logits, window, slots, slots, on, on, probs, judging),
+        law_launch(logits, floats, slots, floats, floats),
         route_launch(empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5),
         *moe_launches(empty(N, s.hidden, dtype=compute), empty(N, s.chosen), ids, *experts),
     )

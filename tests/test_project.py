@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "runtime": {"runtime"},
 }
 # Files of a plugin that need more than torch.
-FACETS = {"onnx", "tensorrt", "triton", "triton_mixed"}
+FACETS = {"onnx", "tensorrt", "triton", "triton_law", "triton_mixed"}
 STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
 OUTSIDE = {

@@ -2,9 +2,10 @@
 
     python -m tests.torch_tensorrt_shim CHECKPOINT
 
-lists, as JSON, what the programs of an engine become: the network's tensors, kinds of layers and
-writes of caches, and how large the engine for sm120 is. Nothing can be loaded here. It answers for
-CUDA, so it wants a process of its own, and patches internals of Torch-TensorRT 2.13.0.
+lists, as JSON, what the programs of an engine become: the network's tensors, kinds of layers,
+writes of caches and plugins. Networks are compiled for sm120, with constants in place of the
+plugins; nothing can be loaded here. It answers for CUDA, so it wants a process of its own, and
+patches internals of Torch-TensorRT 2.13.0.
 """
 
 import json
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests import tensorrt_plugin_shim
 
 GPU = types.SimpleNamespace(major=12, minor=0, name="none", total_memory=1 << 34)
 
@@ -57,6 +60,7 @@ class Unloaded:
 def listing(folder: Path) -> dict[str, Any]:
     """Of the programs of an MTP vanilla engine, two slots, whatever its module count."""
     trt = install()
+    plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
     networks: list[Any] = []
 
     make, compile_network = trt.Builder.create_builder_config, trt.Builder.build_serialized_network
@@ -85,7 +89,7 @@ def listing(folder: Path) -> dict[str, Any]:
 
     config = load_config(folder)
     nextn = config.num_nextn_predict_layers
-    plan = Plan(config, nextn, "mtp-vanilla", 2, 100, 4, ("12.0",))
+    plan = Plan(config, nextn, "mtp-vanilla", 2, 100, 4, ("12.0",), plugins=True)
     TARGET.check(plan)
     source = compiler.ModelSource("toy", folder, config, GenerationIds(None, (), None))
     found = {}
@@ -98,7 +102,8 @@ def listing(folder: Path) -> dict[str, Any]:
             layers = json.loads((out / f"{program.name}.layers.json").read_text())
             assert layers == {"size": (out / file).stat().st_size, "format": "JSON"}
             assert layers["size"] > (out / "weights.safetensors").stat().st_size
-            found[program.name] = networks.pop()
+            found[program.name] = networks.pop() | {"plugins": plugins.copy()}
+            plugins.clear()
     return found
 
 
@@ -116,4 +121,8 @@ def describe(trt: Any, network: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(listing(Path(sys.argv[1])), indent=1))
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # TensorRT's own words
+    found = listing(Path(sys.argv[1]))
+    os.dup2(stdout, 1)
+    print(json.dumps(found, indent=1))

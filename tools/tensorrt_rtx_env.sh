@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv-rtx for `make test-tensorrt`: all of .venv, and TensorRT-RTX beside it. No GPU needed.
+# Of TensorRT itself its bindings, for tensorrt.plugin: its library is not on PyPI.
 # Without dependencies: Torch-TensorRT would replace the CPU's PyTorch by CUDA's (5 GB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,4 +12,4 @@ version=1.7.1.116
 .venv-rtx/bin/python -m pip install --quiet --no-deps \
     "tensorrt-rtx-cu13-libs==$version" "tensorrt-rtx-cu13-bindings==$version" \
     "tensorrt-rtx-cu13==$version" "tensorrt-rtx==$version" torch-tensorrt-rtx==2.13.0 \
-    cuda-bindings==13.5.0 cuda-pathfinder dllist psutil
+    tensorrt-cu13-bindings==11.0.0.114 cuda-bindings==13.5.0 cuda-pathfinder dllist psutil

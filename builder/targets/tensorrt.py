@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -16,11 +17,12 @@ from torch.export import ExportedProgram
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.targets.branches import without_branches
-from mtpbuild.builder.targets.trt_compile import check_vocabulary, compile_network, new_config
+from mtpbuild.builder.targets.trt_compile import compile_network, new_config
 from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.plugins import tensorrt_converters, tensorrt_decompositions
-from mtpbuild.runtime.errors import MissingDependencyError
+from mtpbuild.plugins.ptx import ContractError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.manifest import TargetInfo, TensorSpec
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
@@ -41,8 +43,15 @@ class TensorRtTarget:
 
     def check(self, plan: Plan) -> None:
         tensorrt_api(NAME)
+        (capability,) = plan.compute_capabilities
+        if float(capability) < 8:
+            raise BuildError(
+                f"target {NAME}: kernels are for GPUs of compute capability 8.0 and later, this "
+                f"one has {capability}"
+            )
+        if find_spec("triton") is None:
+            raise MissingDependencyError(_needs("triton"))
         torch_tensorrt()
-        check_vocabulary(plan, NAME)
 
     def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         values = {f"model.{k}": v for k, v in load_file(folder / WEIGHTS).items()}  # mapped
@@ -66,16 +75,20 @@ def torch_tensorrt() -> ModuleType:
     try:
         dynamo = import_module("torch_tensorrt.dynamo")
     except ImportError as error:
-        raise MissingDependencyError(
-            f"building for target {NAME} needs {(error.name or '').partition('.')[0]}: "
-            "pip install 'mtpbuild[tensorrt,tensorrt-build,build]'"
-        ) from None
+        raise MissingDependencyError(_needs((error.name or "").partition(".")[0])) from None
     registry = import_module("torch_tensorrt.dynamo.conversion")
     first = registry.ConverterPriority.HIGH
     for op, converter in (tensorrt_converters() | {CUMSUM: cumsum}).items():
         register = registry.dynamo_tensorrt_converter
         register(op, supports_dynamic_shapes=True, priority=first)(converter)
     return dynamo
+
+
+def _needs(package: str) -> str:
+    return (
+        f"building for target {NAME} needs {package}: "
+        "pip install 'mtpbuild[tensorrt,tensorrt-build,build]'"
+    )
 
 
 def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -93,7 +106,11 @@ def compile_program(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     """A serialised engine; `values` as of `convert`. Raises BuildError."""
     trt = tensorrt_api(NAME)
     with _quiet(trt):
-        interpreter = convert(traced, values)
+        try:
+            interpreter = convert(traced, values)
+        except ContractError as error:
+            reason = str(error).splitlines()[0]  # the rest says where in the graph
+            raise BuildError(f"target {NAME}: TensorRT can't launch a kernel ({reason})") from None
         builder, network = interpreter.builder, interpreter.ctx.net
         config = new_config(trt, builder, network, traced.plan)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `layers_of`

@@ -69,12 +69,10 @@ def law_of_row(
     highest = first / t
     floor = 0.0
     if sampled:
-        k, limit = tl.load(top_k + b), tl.load(top_p + b)
-        if (k > 0) & (k < vocab):
-            floor = _kth(row, vocab, t, highest, early, bans, k, BANNED, BLOCK)
-        if limit < 1:
-            floor = _nucleus(row, vocab, t, highest, early, bans, floor, limit, BANNED, BLOCK)
-        floor = tl.maximum(floor, tl.load(min_p + b))
+        floor = floor_of_row(
+            row, vocab, t, highest, early, bans,
+            tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b), BANNED, BLOCK,
+        )  # fmt: skip
 
     draft = tl.load(window + b * TOKENS + j + 1, j < TOKENS - 1, -1)
     valid = (draft >= 0) & (draft < vocab)
@@ -104,6 +102,20 @@ def law_of_row(
     tl.store(to + MARGIN, first - second)
     tl.store(to + LSE, lse)
     tl.store(target + r, token)
+
+
+@triton.jit
+def floor_of_row(
+    row, vocab, t, highest, early, bans, k, limit, least,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The smallest weight that top-k, top-p and min-p leave."""
+    floor = 0.0
+    if (k > 0) & (k < vocab):
+        floor = _kth(row, vocab, t, highest, early, bans, k, BANNED, BLOCK)
+    if limit < 1:
+        floor = _nucleus(row, vocab, t, highest, early, bans, floor, limit, BANNED, BLOCK)
+    return tl.maximum(floor, least)
 
 
 @triton.jit

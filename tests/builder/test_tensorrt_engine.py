@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import onnx
@@ -15,10 +16,12 @@ from mtpbuild.builder.compute_capability import compute_capabilities
 from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.targets import tensorrt as target_tensorrt
 from mtpbuild.builder.targets import tensorrt_rtx
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.builder.targets.trt_compile import new_config
 from mtpbuild.builder.trace import Traced
+from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import (
     BuildError,
@@ -164,7 +167,8 @@ def test_the_directory(engine: Path) -> None:
     """Three programs with their weights inside, and no fp32 product in TF32."""
     manifest = read_manifest(engine)
     check_files(engine, manifest, verify_hashes=True)
-    assert set(manifest.files) == {"prefill.engine", "decode.engine", "decode_mixed.engine"}
+    programs = {"prefill.engine", "decode.engine", "decode_mixed.engine"}
+    assert set(manifest.files) == {"config.json", *programs}
     assert manifest.target.compute_capabilities == ("8.9", "12.0")
     assert manifest.target.versions == {"tensorrt-rtx": "1.7.1.116"}
     for spec in manifest.state:
@@ -373,6 +377,28 @@ class TestTargetTensorRt:
         says = r"needs torch_tensorrt: pip install 'mtpbuild\[tensorrt,tensorrt-build,build\]'"
         with pytest.raises(MissingDependencyError, match=says):
             build(asked)
+
+    def test_kernels_that_can_not_be_plugins(
+        self, trt: FakeTensorRt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "tensorrt", trt)
+        plan = replace(cheap_plan(), compute_capabilities=("7.5",))
+        says = "kernels are for GPUs of compute capability 8.0 and later, this one has 7.5"
+        with pytest.raises(BuildError, match=says):
+            target_tensorrt.TARGET.check(plan)
+        with monkeypatch.context() as patch:
+            patch.setattr(target_tensorrt, "find_spec", lambda name: None)
+            with pytest.raises(MissingDependencyError, match=r"needs triton: pip install 'mtpb"):
+                target_tensorrt.TARGET.check(cheap_plan())
+
+        def convert(*operands: object) -> None:
+            raise ContractError("mla_partial: 65536 bytes of shared memory > 49152\n\nin a graph")
+
+        monkeypatch.setattr(target_tensorrt, "convert", convert)
+        with pytest.raises(BuildError) as caught:
+            target_tensorrt.compile_program(cast(Traced, None), {})
+        says = "can't launch a kernel (mla_partial: 65536 bytes of shared memory > 49152)"
+        assert str(caught.value) == f"target tensorrt: TensorRT {says}"
 
     def test_a_fast_build(self, trt: FakeTensorRt) -> None:
         builder = trt.Builder(None)

@@ -65,6 +65,11 @@ def test_mixed_acceptance(seed: int) -> None:
     kernels.check_filters(case, "cuda")
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_laws(seed: int) -> None:
+    kernels.check_law(seed, 50 + 4000 * seed, 1 + seed % 3, "cuda")
+
+
 @RANDOM
 @given(case=kernels.expert_choices())
 def test_moe(case: Experts) -> None:

@@ -11,7 +11,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, moe, moe_route
+from mtpbuild.plugins import (
+    accept_rewind,
+    kv_write,
+    mla_attention,
+    moe,
+    moe_route,
+    shaped_probs_op,
+)
 from mtpbuild.plugins.accept_rewind.distribution import Shaping, shaped_probs
 from mtpbuild.plugins.accept_rewind.mixed import Judging, Verdict, accept_mixed
 from mtpbuild.plugins.launch import AOT_SHARED
@@ -232,6 +239,20 @@ def check_filters(case: Mixed, device: str) -> None:
     x = case.logits.flatten(0, 1) / torch.where(temperature > 0, temperature, 1.0)
     weights = (x - highest).exp()
     got = torch.where(weights >= floor * (1 - 1e-6), weights, 0.0) / norm  # two libraries' exp
+    assert torch.equal(got > 0, wanted > 0)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def check_law(seed: int, vocab: int, tokens: int, device: str) -> None:
+    """`shaped_probs` as a kernel: the same tokens stay, with the same probabilities."""
+    from mtpbuild.plugins.accept_rewind.triton_law import law_launch
+
+    case = random_mixed(seed, vocab, tokens - 1, slots=8)
+    operands = (case.logits, *vars(case.judging.shaping).values())
+    wanted = shaped_probs_op(*operands)
+    launch = law_launch(*(x.to(device) for x in operands))
+    launch.run()
+    got = launch.outputs[0].cpu()
     assert torch.equal(got > 0, wanted > 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 

@@ -28,6 +28,7 @@ KERNELS = {
     "law_of_row",
     "draw_of_row",
     "verdict_of_mixed_slot",
+    "shape_row",
     "route",
     "gate_and_up",
     "down",

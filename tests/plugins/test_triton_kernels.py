@@ -50,10 +50,11 @@ def bfloat16_products() -> Iterator[None]:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small vocabularies have many blocks, the last of them cut off."""
     from mtpbuild.plugins.accept_rewind import triton as greedy
+    from mtpbuild.plugins.accept_rewind import triton_law as law
     from mtpbuild.plugins.accept_rewind import triton_mixed as mixed
 
-    monkeypatch.setattr(greedy, "BLOCK", 32)
-    monkeypatch.setattr(mixed, "BLOCK", 32)
+    for module in (greedy, law, mixed):
+        monkeypatch.setattr(module, "BLOCK", 32)
 
 
 @FEW
@@ -114,6 +115,12 @@ def test_filters_without_a_sort() -> None:
     case = kernels.random_mixed(7, 70, 1, slots=8)
     case.judging.banned_until.zero_()
     kernels.check_filters(case, "cpu")
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(("vocab", "tokens"), [(70, 1), (33, 3)])
+def test_laws_without_a_sort(vocab: int, tokens: int) -> None:
+    kernels.check_law(vocab, vocab, tokens, "cpu")
 
 
 @pytest.mark.full

@@ -1,0 +1,149 @@
+"""Launches in a TensorRT network: each is an AOT plugin, whose PTX and launch the engine holds.
+
+So an engine runs without Triton, Python or a plugin library. A plugin has the fixed shapes of its
+launch, and launches that are equal share one (docs/plugins.md).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from inspect import Parameter, Signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch
+from mtpbuild.plugins.ptx import compile_launch
+
+NAMESPACE = "mtpbuild"
+PORTABLE = 80  # its PTX runs on every later GPU; tiles of 16 rows gain nothing from a newer one
+TORCH = {
+    "BOOL": torch.bool,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "BF16": torch.bfloat16,
+    "FLOAT": torch.float32,
+    "FP8": torch.float8_e4m3fn,
+}
+TENSORRT = {dtype: name for name, dtype in TORCH.items()}
+
+Launches = Callable[..., Sequence[Launch]]
+Converter = Callable[..., Any]
+
+
+def as_plugins(
+    launches: Launches, results: Callable[[Sequence[Launch]], Tensor | tuple[Tensor, ...]]
+) -> Converter:
+    """A converter of Torch-TensorRT for an op; `launches` takes what the op takes.
+
+    results: which of the launches' tensors the op returns. The converter raises ContractError if
+    TensorRT could not launch a kernel.
+    """
+
+    def convert(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
+        there: dict[int, Any] = {}  # id of a launch's tensor -> the network's
+        operands = [_operand(ctx, arg, f"{name}_{i}", there) for i, arg in enumerate(args)]
+        made = launches(*operands)
+        for launch in made:
+            inputs = [there[id(tensor)] for tensor in launch.inputs if tensor is not None]
+            layer = ctx.net.add_plugin(plugin(launch)(*inputs), aot=True)
+            layer.name = f"{name}/{launch.kernel.__name__}"
+            for i, tensor in enumerate(launch.outputs):
+                there[id(tensor)] = layer.get_output(i)
+        given = results(made)
+        if isinstance(given, Tensor):
+            return there[id(given)]
+        return tuple(there[id(tensor)] for tensor in given)
+
+    return convert
+
+
+def _operand(ctx: Any, arg: Any, name: str, there: dict[int, Any]) -> Any:
+    """A meta tensor like the network's; what is no tensor stays as it is."""
+    if isinstance(arg, int | float):
+        return arg
+    utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
+    given = utils.get_trt_tensor(ctx, arg, name)
+    shape = tuple(given.shape)
+    assert -1 not in shape, "a plugin has fixed shapes"
+    tensor = torch.empty(shape, dtype=TORCH[given.dtype.name], device="meta")
+    there[id(tensor)] = given
+    return tensor
+
+
+def describe(launch: Launch) -> dict[str, Any]:
+    """All that goes into a plugin, but the kernel's text."""
+    return {
+        "kernel": launch.kernel.__name__,
+        "inputs": [f"{name} {_text(tensor)}" for name, tensor in _inputs(launch).items()],
+        "outputs": [_text(tensor) for tensor in launch.outputs],
+        "grid": [*launch.grid],
+        "sizes": [*launch.sizes],
+        "constants": dict(launch.constants),
+        "warps": launch.warps,
+        "stages": launch.stages,
+    }
+
+
+def plugin(launch: Launch) -> Any:
+    """Its definition in `tensorrt.plugin`, which makes layers of the network's tensors."""
+    trtp = import_module("tensorrt.plugin")
+    digest = hashlib.sha256(json.dumps(describe(launch)).encode()).hexdigest()
+    name = f"{launch.kernel.__name__}_{digest[:8]}"
+    if not hasattr(getattr(trtp.op, NAMESPACE, None), name):
+        _register(trtp, f"{NAMESPACE}::{name}", launch)
+    return getattr(getattr(trtp.op, NAMESPACE), name)
+
+
+def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
+    """The descriptor of the outputs, and the kernel with how it is launched."""
+    trt = import_module("tensorrt")
+    ptx = compile_launch(launch, PORTABLE)
+    inputs = [_parameter(name, trtp.TensorDesc) for name in _inputs(launch)]
+
+    def outputs(*inputs: Any) -> Any:
+        return tuple(
+            trtp.from_shape_expr(tuple(tensor.shape), getattr(trt.DataType, TENSORRT[tensor.dtype]))
+            for tensor in launch.outputs
+        )
+
+    def kernel(*operands: Any) -> Any:
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        how = trtp.KernelLaunchParams(
+            grid_x=x, grid_y=y, grid_z=z, block_x=ptx.threads, shared_mem=ptx.shared
+        )
+        sizes = trtp.SymIntExprs(len(launch.sizes))
+        for i, size in enumerate(launch.sizes):
+            sizes[i] = trtp.SymInt32(size)  # a plain int would be of no width
+        return ptx.name, ptx.text, how, sizes
+
+    # TensorRT reads the signatures: names and kinds of what comes in, how much goes out.
+    descriptors = (trtp.TensorDesc,) * len(launch.outputs)
+    kinds = (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs)
+    own = [_parameter("outputs", Parameter.empty), _parameter("tactic", int)]
+    _sign(outputs, inputs, descriptors)
+    _sign(kernel, [*inputs, *own], kinds)
+    trtp.register(plugin_id)(outputs)
+    trtp.aot_impl(plugin_id)(kernel)
+
+
+def _sign(function: Any, parameters: list[Parameter], results: tuple[Any, ...]) -> None:
+    function.__signature__ = Signature(
+        parameters, return_annotation=tuple.__class_getitem__(results)
+    )
+
+
+def _parameter(name: str, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+
+
+def _inputs(launch: Launch) -> dict[str, Tensor]:
+    """By the kernel's names for them, without what it is compiled without."""
+    named = zip(launch.kernel.arg_names, launch.inputs, strict=False)
+    return {name: tensor for name, tensor in named if tensor is not None}
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{TENSORRT[tensor.dtype]} {list(tensor.shape)}"

@@ -1,0 +1,148 @@
+"""Launches as AOT plugins of a network: how they are wired, described and told to TensorRT.
+
+NVIDIA's own `tensorrt.plugin` is asked the same by `make test-tensorrt`.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from mtpbuild.plugins import accept_rewind, aot, tensorrt_converters
+from mtpbuild.plugins.launch import Launch
+from mtpbuild.plugins.ptx import SHAPES, ContractError, Ptx, launches
+
+pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+PTX = Ptx("entry", "text", "sm_80", (), 128, 1024)
+
+
+class Plugins:
+    """In place of `tensorrt.plugin`: it keeps what is registered, by kernel and digest."""
+
+    class TensorDesc: ...
+
+    class KernelLaunchParams(SimpleNamespace): ...
+
+    class SymIntExprs(list[Any]):
+        def __init__(self, length: int) -> None:
+            super().__init__([None] * length)
+
+    def __init__(self) -> None:
+        self.op = SimpleNamespace(mtpbuild=SimpleNamespace())
+        self.outputs: dict[str, Callable[..., Any]] = {}
+        self.kernels: dict[str, Callable[..., Any]] = {}
+
+    def register(self, plugin_id: str) -> Callable[..., None]:
+        namespace, _, name = plugin_id.partition("::")
+        setattr(getattr(self.op, namespace), name, lambda *inputs: (name, inputs))
+        return lambda function: self.outputs.update({name: function})
+
+    def aot_impl(self, plugin_id: str) -> Callable[..., None]:
+        return lambda function: self.kernels.update({plugin_id.partition("::")[2]: function})
+
+    def from_shape_expr(self, shape: tuple[int, ...], dtype: str) -> str:
+        return f"{dtype} {list(shape)}"
+
+    def SymInt32(self, value: int) -> tuple[str, int]:  # noqa: N802  # TensorRT's name
+        return "int32", value
+
+
+@pytest.fixture
+def trtp(monkeypatch: pytest.MonkeyPatch) -> Plugins:
+    plugins: Any = Plugins()
+    utils: Any = SimpleNamespace(get_trt_tensor=lambda ctx, tensor, name: tensor)
+    tensorrt: Any = SimpleNamespace(DataType=SimpleNamespace(**{name: name for name in aot.TORCH}))
+    monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
+    monkeypatch.setitem(sys.modules, "tensorrt.plugin", plugins)
+    path = "torch_tensorrt.dynamo.conversion.converter_utils"
+    monkeypatch.setitem(sys.modules, path, utils)
+    monkeypatch.setattr(aot, "compile_launch", lambda launch, architecture: PTX)
+    return plugins
+
+
+def given(name: str, kind: str, *shape: int) -> Any:
+    """A tensor of the network."""
+    return SimpleNamespace(name=name, dtype=SimpleNamespace(name=kind), shape=shape)
+
+
+def small() -> dict[str, Launch]:
+    return {launch.kernel.__name__: launch for launch in launches(SHAPES["small"])}
+
+
+def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
+    made: list[tuple[str, list[str]]] = []
+
+    def add_plugin(layer: tuple[str, tuple[Any, ...]], aot: bool) -> Any:
+        assert aot
+        kernel = layer[0].rpartition("_")[0]
+        made.append((kernel, [tensor.name for tensor in layer[1]]))
+        return SimpleNamespace(get_output=lambda i: SimpleNamespace(name=f"{kernel}.{i}"))
+
+    ctx = SimpleNamespace(net=SimpleNamespace(add_plugin=add_plugin))
+    operands = (
+        given("logits", "FLOAT", 2, 3, 99),
+        given("window", "INT64", 2, 3),
+        *(given(name, "INT64", 2) for name in ("num_drafts", "lengths")),
+        given("active", "BOOL", 2),
+    )
+    convert = tensorrt_converters()[accept_rewind._opoverload]
+    results = convert(ctx, accept_rewind._opoverload, operands, {}, "judge")
+    names = ["window", "num_drafts", "lengths", "active"]
+    assert made == [
+        ("best_of_block", ["logits"]),
+        ("verdict_of_slot", ["best_of_block.0", "best_of_block.1", *names]),
+    ]
+    assert [tensor.name for tensor in results] == [f"verdict_of_slot.{i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("kernel", small())
+def test_what_tensorrt_is_told(kernel: str, trtp: Plugins) -> None:
+    """Names and number of operands, shapes and types of outputs, grid, block and sizes."""
+    launch = small()[kernel]
+    aot.plugin(launch)
+    (describe,), (start,) = trtp.outputs.values(), trtp.kernels.values()
+    inputs = [tensor for tensor in launch.inputs if tensor is not None]
+    signature = inspect.signature(describe)
+    assert len(signature.parameters) == len(inputs)
+    assert {p.annotation for p in signature.parameters.values()} == {trtp.TensorDesc}
+    assert get_args(signature.return_annotation) == (trtp.TensorDesc,) * len(launch.outputs)
+    given = describe(*inputs)
+    assert given == tuple(f"{aot.TENSORRT[t.dtype]} {list(t.shape)}" for t in launch.outputs)
+
+    own = [*signature.parameters, "outputs", "tactic"]
+    assert list(inspect.signature(start).parameters) == own
+    name, text, how, sizes = start(*inputs, given, 0)
+    assert (name, text) == (PTX.name, PTX.text)
+    assert (how.block_x, how.shared_mem) == (PTX.threads, PTX.shared)
+    assert (how.grid_x, how.grid_y, how.grid_z) == (*launch.grid, 1, 1)[:3]
+    assert sizes == [("int32", size) for size in launch.sizes]
+
+
+def test_equal_launches_share_a_plugin(trtp: Plugins) -> None:
+    launch, again = small()["mla_partial"], small()["mla_partial"]
+    assert aot.plugin(launch) is aot.plugin(again)
+    others = [
+        replace(launch, sizes=(1, 2)),
+        replace(launch, grid=(1, 1, 1)),
+        replace(launch, constants={**launch.constants, "SCALE": 0.2}),
+        replace(launch, outputs=tuple(torch.empty_like(t).bfloat16() for t in launch.outputs)),
+    ]
+    assert len({id(aot.plugin(other)) for other in (launch, *others)}) == 5
+    assert len(trtp.outputs) == 5
+
+
+def test_a_kernel_that_can_not_be_launched(trtp: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said when the network is made, before TensorRT asks."""
+
+    def refuse(launch: Launch, architecture: int) -> Ptx:
+        raise ContractError("mla_partial: 65536 bytes of shared memory > 49152")
+
+    monkeypatch.setattr(aot, "compile_launch", refuse)
+    with pytest.raises(ContractError):
+        aot.plugin(small()["mla_partial"])
+    assert not trtp.outputs
