@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import Source, Weight, duplicates, weight_table
 from mtpbuild.builder.quantize.format import Format, Shape
 from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, stored_format
@@ -169,11 +170,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def stream_weights(
-    checkpoint: Checkpoint, table: list[Weight], kept: Container[str] = ()
+    checkpoint: Checkpoint,
+    table: list[Weight],
+    kept: Container[str] = (),
+    share: Share = WHOLE,
 ) -> Iterator[tuple[str, Tensor]]:
     """Each weight of the table in its program's layout, contiguous; one at a time.
 
-    In fp32, but those in `kept` as the values and scales of their blocks.
+    In fp32, but those in `kept` as the values and scales of their blocks. share: the table's.
     """
     for weight in table:
         if weight.name in kept and weight.rows is not None:
@@ -182,5 +186,5 @@ def stream_weights(
                 joined = weight.rows(*(part[suffix] for part in parts))
                 yield f"{weight.name}.{name}", joined.contiguous()
             continue
-        tensors = [checkpoint.read(source.name) for source in weight.sources]
+        tensors = [share.cut(s.name, s.axis, checkpoint.read(s.name)) for s in weight.sources]
         yield weight.name, weight.transform(*tensors).contiguous()

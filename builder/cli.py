@@ -62,6 +62,13 @@ def build(
     fast_build: Annotated[
         bool, typer.Option("--fast-build", help="Target tensorrt: compile sooner, run slower.")
     ] = False,
+    tp: Annotated[
+        int, typer.Option("--tp", help="Ranks that share the model, on target inductor.")
+    ] = 1,
+    ep: Annotated[
+        int, typer.Option("--ep", help="Of these, groups with routed experts of their own.")
+    ] = 1,
+    attention_dp: Annotated[bool, typer.Option("--attention-dp", help="Not there yet.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Engine directory; with several nextn, their parent.")
     ] = None,
@@ -80,6 +87,8 @@ def build(
     from mtpbuild.builder.pipeline import BuildRequest
     from mtpbuild.runtime.field_config import sampling_settings
 
+    if attention_dp:
+        raise UsageError("--attention-dp is not there yet: --tp cuts attention by heads")
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
     numbers = None if nextn is None else parse_numbers("--nextn", nextn)
@@ -102,6 +111,8 @@ def build(
         compute_capability=() if compute_capability is None else (*compute_capability.split(","),),
         fast_build=fast_build,
         device=device,
+        tp=tp,
+        ep=ep,
     )
     if dry_run:
         check_with_progress(request)
@@ -190,14 +201,13 @@ def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
     console = Console()
     table = Table("engine", "nextn", "drafter", "files", "size", "status")
     for engine in engines:
-        manifest, build = engine.manifest, engine.manifest.build
-        size = sum(file.size for file in manifest.files.values())
+        build, files = engine.manifest.build, engine.file_sizes()
         table.add_row(
             str(engine.folder),
             str(build.nextn),
             build.drafter or "-",
-            str(len(manifest.files) + 1),
-            f"{size / 1e6:.1f} MB",
+            str(len(files)),
+            f"{sum(files) / 1e6:.1f} MB",
             "unchanged" if engine.unchanged else "built",
         )
     console.print(table)

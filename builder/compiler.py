@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,8 @@ from mtpbuild.builder.generation import GenerationIds
 from mtpbuild.builder.model.blocks import use_blocks
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
-from mtpbuild.builder.model.weights import Weight
+from mtpbuild.builder.model.share import WHOLE, Share
+from mtpbuild.builder.model.weights import Weight, weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import Program, make_programs
 from mtpbuild.builder.quantize.integers import Integers
@@ -49,17 +50,22 @@ class ModelSource:
     model: DeepseekV3 = field(init=False)
     device: str = "cpu"  # meta: only to look at
     integers: tuple[str, ...] = ()  # formats that the target runs as they are
+    share: Share = WHOLE  # of a rank: the model is its part, the same for all ranks
     parameters: int = field(init=False)
     kept: dict[str, int] = field(init=False)  # weights that stay in them -> bits
-    weights: WrittenWeights | None = None
+    weights: dict[int, WrittenWeights] = field(default_factory=dict)  # by rank
 
     def __post_init__(self) -> None:
         self._check_tokenizer()
         self.checkpoint = open_checkpoint(self.folder)
         self.table = self.checkpoint.check(self.config)
         with torch.device(self.device):
-            self.model = DeepseekV3(self.config)  # uninitialised: its memory is never touched
+            # Uninitialised: its memory is never touched.
+            self.model = DeepseekV3(self.config, self.share)
         self.parameters = sum(p.numel() for p in self.model.parameters())
+        if self.share.tp > 1:
+            with torch.device("meta"):
+                self.parameters = sum(p.numel() for p in DeepseekV3(self.config).parameters())
         formats = {weight.name: self.checkpoint.format_of(weight) for weight in self.table}
         self.kept = {
             name: format.bits
@@ -82,11 +88,12 @@ class ModelSource:
                 f"{path}: {size} tokens, config.json has vocab_size {self.config.vocab_size}"
             )
 
-    def write_weights(self, folder: Path, siblings: Path) -> WrittenWeights:
+    def write_weights(self, folder: Path, siblings: Path, rank: int = 0) -> WrittenWeights:
         """folder/weights.safetensors; a hard link where a sibling engine has the same one."""
-        path = folder / WEIGHTS
-        done = self.weights
-        if done is not None and package.share_file(path, done.hashes[WEIGHTS], siblings):
+        path, share = folder / WEIGHTS, replace(self.share, rank=rank)
+        within = folder.name if share.tp > 1 else ""
+        done = self.weights.get(rank)
+        if done is not None and package.share_file(path, done.hashes[WEIGHTS], siblings, within):
             return done
         parameters = dict(self.model.named_parameters())
         names = [
@@ -100,12 +107,13 @@ class ModelSource:
         ]
         shapes = {name: tuple(parameters[name].shape) for name in names}
         packed = {name for name in names if not parameters[name].is_floating_point()}
-        tensors = stream_weights(self.checkpoint, self.table, self.kept)
+        table = weight_table(self.config, share)
+        tensors = stream_weights(self.checkpoint, table, self.kept, share)
         places = write_weights(path, shapes, tensors, packed)
         digest = hash_file(path)
-        package.share_file(path, digest, siblings)
-        self.weights = WrittenWeights(places, {WEIGHTS: digest})
-        return self.weights
+        package.share_file(path, digest, siblings, within)
+        self.weights[rank] = WrittenWeights(places, {WEIGHTS: digest})
+        return self.weights[rank]
 
     def dequantised(self) -> Counter[str]:
         """How many weights become larger than they were, by format."""

@@ -9,6 +9,7 @@ from mtpbuild.builder import package
 from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.generation import generation_ids
 from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.model.share import Share
 from mtpbuild.builder.pipeline import BuildRequest, Stages, make_plans, needs
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.recipe import find_model
@@ -18,7 +19,7 @@ ITEM_BYTES = {"float32": 4, "int64": 8, "bool": 1}
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One engine: bytes of its weights file and of its state at run time."""
+    """One engine: bytes of its weights file and of its state at run time; of each rank."""
 
     folder: Path
     plan: Plan
@@ -57,7 +58,13 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
             target.check(plan)
     with stages("check checkpoint"):
         model = compiler.ModelSource(
-            source.name, source.folder, config, ids, device="meta", integers=target.integers
+            source.name,
+            source.folder,
+            config,
+            ids,
+            device="meta",
+            integers=target.integers,
+            share=Share(request.tp, request.ep),
         )
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     return DryRun(
@@ -96,12 +103,13 @@ def print_dry_run(done: DryRun) -> None:
         console.print(f"{found} would be dequantised to fp32")
     table = Table("engine", "nextn", "drafter", "weights", "state", "build")
     for engine in done.engines:
+        each = " per rank" if engine.plan.tp > 1 else ""
         table.add_row(
             str(engine.folder),
             str(engine.plan.nextn),
             engine.plan.drafter or "-",
-            f"{engine.weights / 1e9:,.2f} GB {done.weights_type}",
-            f"{engine.state / 1e9:,.3f} GB",
+            f"{engine.weights / 1e9:,.2f} GB {done.weights_type}{each}",
+            f"{engine.state / 1e9:,.3f} GB{each}",
             "nothing to do" if engine.unchanged else "to do",
         )
     console.print(table)

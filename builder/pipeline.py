@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mtpbuild.builder import package
@@ -16,6 +17,7 @@ from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.generation import generation_ids
 from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.model.share import Share, check_share
 from mtpbuild.builder.plan import DrafterName, Plan, choose_drafter, state_specs
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
@@ -24,6 +26,7 @@ from mtpbuild.runtime.manifest import (
     MAX_CHUNK,
     MAX_SEQ_LEN,
     Manifest,
+    parts,
     read_manifest,
 )
 
@@ -47,6 +50,8 @@ class BuildRequest:
     compute_capability: tuple[str, ...] = ()  # as said on the command line: sm120
     fast_build: bool = False
     device: str = "cpu"
+    tp: int = 1
+    ep: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,11 @@ class BuiltEngine:
     folder: Path
     manifest: Manifest
     unchanged: bool
+
+    def file_sizes(self) -> list[int]:
+        """Bytes of every file but the manifests, which count as 0; ranks share programs on disk."""
+        found = [part.files for _, part in parts(self.folder, self.manifest)]
+        return [0] * len(found) + [file.size for files in found for file in files.values()]
 
 
 @dataclass
@@ -101,25 +111,35 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
         # 3. The checkpoint, checked by name, shape and dtype before anything is written.
         with stages("check checkpoint"):
             model = compiler.ModelSource(
-                source.name, source.folder, config, ids, integers=target.integers
+                source.name,
+                source.folder,
+                config,
+                ids,
+                integers=target.integers,
+                share=Share(request.tp, request.ep),
             )
             model.tell_formats()
 
         for out in todo:
             with package.staging(out) as folder:
                 # 4. Weights: written once, shared by every engine that has the same ones.
+                #    Several ranks have a folder each, for their share of them.
+                places = package.rank_folders(folder, plans[out])
                 with stages("write weights"):
-                    weights = model.write_weights(folder, siblings=out.parent)
+                    written = [
+                        model.write_weights(place, siblings=out.parent, rank=rank)
+                        for rank, place in enumerate(places)
+                    ]
 
                 # 5. One graph per program: step program -> torch.export -> target.
                 #    (Graphs are cycles that live on: looking for garbage is a tenth of it.)
-                programs = {}
+                weights, programs = written[0], {}
                 with no_garbage_collection():
                     for program in model.programs(plans[out]):
                         with stages(f"trace {program.name}"):
                             traced = compiler.trace(program, plans[out])
                         with stages(f"lower {program.name}"):
-                            file = target.lower(traced, weights.places, folder)
+                            file = target.lower(traced, weights.places, places[0])
                         programs[program.name] = traced.spec(file)
 
                 # 6. The directory: tokenizer, manifest with hashes, one rename.
@@ -127,8 +147,9 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                     if target.embeds_weights:
                         weights.remove(folder)
                     package.copy_side_files(source.folder, folder)
-                    package.write_manifest(
-                        folder,
+                    package.share_programs(places[0], places[1:])
+                    manifest = partial(
+                        package.write_manifest,
                         plan=plans[out],
                         fingerprint=prints[out],
                         model=model.info(),
@@ -136,8 +157,10 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                         programs=programs,
                         state=state_specs(plans[out]),
                         weights=model.weights_type,
-                        hashes=weights.hashes,
                     )
+                    for rank, place in enumerate(places if len(places) > 1 else []):
+                        manifest(place, hashes=written[rank].hashes, rank=rank)
+                    manifest(folder, hashes=weights.hashes)
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in plans]
 
 
@@ -152,6 +175,10 @@ def make_plans(
         nextns = (config.num_nextn_predict_layers,)
     if request.fast_build and request.target != "tensorrt":
         raise UsageError(f"--fast-build is for target tensorrt, not {request.target}")
+    if (request.tp, request.ep) != (1, 1):
+        if (request.target, request.device) != ("inductor", "cpu"):
+            raise UsageError("--tp and --ep are for target inductor on the CPU")
+        check_share(config, request.tp, request.ep)
     capabilities = compute_capabilities(request.target, request.compute_capability)
     with needs("build", "torch"):
         gpu = compiling_gpu(request.target, request.device)
@@ -168,7 +195,7 @@ def make_plans(
     for nextn in sorted(set(nextns)):
         out = request.out or Path("engines")
         if request.out is None or len(set(nextns)) > 1:
-            out = out / f"{engine}_n{nextn}"
+            out = out / f"{engine}_n{nextn}{_ranks_suffix(request)}"
         yield (
             out,
             Plan(
@@ -182,8 +209,15 @@ def make_plans(
                 fast_build=request.fast_build,
                 plugins=request.target == "tensorrt",
                 gpu=gpu,
+                tp=request.tp,
+                ep=request.ep,
             ),
         )
+
+
+def _ranks_suffix(request: BuildRequest) -> str:
+    tp = f"_tp{request.tp}" if request.tp > 1 else ""
+    return tp + (f"_ep{request.ep}" if request.ep > 1 else "")
 
 
 def within(least: int, value: int, most: int, flag: str) -> int:

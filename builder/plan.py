@@ -27,6 +27,8 @@ class Plan:
     fast_build: bool = False  # of target tensorrt: tries fewer kernels
     plugins: bool = False  # of target tensorrt: our kernels are there for every op
     gpu: str | None = None  # compute capability that target inductor compiles on and for; None: CPU
+    tp: int = 1  # ranks that share the model
+    ep: int = 1  # parts of the routed experts
 
     @property
     def fixed(self) -> bool:

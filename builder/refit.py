@@ -33,6 +33,8 @@ def refit(
     watch("check engine")
     old = read_manifest(engine)
     check_files(engine, old)
+    if old.split:
+        raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
     target = load_target(old.target.name)
     if target.embeds_weights:
         raise UsageError(

@@ -92,7 +92,7 @@ def run(
     given = [value for value in (prompt, prompt_file, prompt_ids, chat, input) if value is not None]
     _check_usage(len(given), json)
     settings = read_flags(field, relaxed)
-    from mtpbuild.runtime import terminal
+    from mtpbuild.runtime import ranks, terminal
     from mtpbuild.runtime.engine import Engine
     from mtpbuild.runtime.field_config import check_engine
     from mtpbuild.runtime.manifest import read_manifest
@@ -103,7 +103,8 @@ def run(
         raise UsageError("--logprobs is part of the JSON output: add --json")
     if trace and not given:
         raise UsageError("--trace needs a prompt: a conversation is not traced")
-    check_engine(settings, read_manifest(engine).build)
+    manifest = read_manifest(engine)
+    check_engine(settings, manifest.build)
     params = sampling_params(
         sampling,
         settings,
@@ -116,6 +117,11 @@ def run(
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
+        if manifest.split and not ranks.in_group():
+            stack.enter_context(ranks.started(engine, manifest, threads))
+        elif manifest.split and ranks.own_rank(engine, manifest):
+            ranks.follow(engine, threads)
+            return
         loaded = stack.enter_context(
             Engine.load(engine, threads=threads, provider=provider, verify_hashes=verify_hashes)
         )
@@ -137,10 +143,11 @@ def inspect(
 ) -> None:
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime import terminal
-    from mtpbuild.runtime.manifest import check_files, read_manifest
+    from mtpbuild.runtime.manifest import check_files, parts, read_manifest
 
     manifest = read_manifest(engine)
-    check_files(engine, manifest)
+    for folder, part in parts(engine, manifest):
+        check_files(folder, part)
     if json:
         typer.echo(manifest.to_json(), nl=False)
     else:

@@ -15,6 +15,7 @@ from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.base import Programs
+from mtpbuild.runtime.ranks import own_parts
 from mtpbuild.runtime.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import EngineStats
@@ -62,7 +63,8 @@ class Engine:
         folder = Path(path)
         manifest = read_manifest(folder)
         try:
-            check_files(folder, manifest, verify_hashes=verify_hashes)
+            for part, own in own_parts(folder, manifest):
+                check_files(part, own, verify_hashes=verify_hashes)
             tokenizer = load_tokenizer(folder, manifest)
             programs = load_programs(folder, manifest, threads=threads, provider=provider)
             return cls(programs, manifest, tokenizer, overlap=overlap)

@@ -10,7 +10,8 @@ MtpbuildError
 └── EngineError              an engine directory that can't be run
     ├── EngineFormatError    engine.json missing, damaged or of another format version
     ├── EngineFileError      a file that is missing, foreign or changed
-    └── MissingDependencyError   a package group that is not installed
+    ├── MissingDependencyError   a package group that is not installed
+    └── RankError            another rank of the engine died or hung
 """
 
 
@@ -60,3 +61,7 @@ class EngineFileError(EngineError):
 
 class MissingDependencyError(EngineError):
     """A package group that this engine needs is not installed."""
+
+
+class RankError(EngineError):
+    """Another of the processes that share the engine died, hung or disagrees."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,7 @@ from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
 FORMAT_VERSION: Literal[2] = 2
 MANIFEST = "engine.json"
 # Of any engine; a manifest beyond them is damaged.
-MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16
+MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK, MAX_RANKS = 1024, 1 << 24, 1 << 16, 64
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 WeightsType = Literal["float32", "int8", "int4"]
@@ -83,6 +84,8 @@ class BuildInfo(_Record):
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
     weights: WeightsType
     fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS, description="ranks that share the model")
+    ep: int = Field(default=1, ge=1, le=MAX_RANKS, description="parts of the routed experts")
 
 
 class TargetInfo(_Record):
@@ -109,6 +112,12 @@ class Manifest(_Record):
     programs: dict[str, ProgramSpec]
     state: tuple[StateSpec, ...]
     files: dict[str, FileSpec]
+    rank: int | None = Field(default=None, description="of a rank's folder in an engine of several")
+
+    @property
+    def split(self) -> bool:
+        """Whether programs and weights are in the folders of ranks."""
+        return self.build.tp > 1 and self.rank is None
 
     @property
     def window(self) -> int:
@@ -148,12 +157,36 @@ def read_manifest(folder: Path) -> Manifest:
         raise EngineFormatError(f"{path}: {where}: {first['msg']}; rebuild the engine") from None
 
 
+def rank_name(rank: int) -> str:
+    return f"rank{rank}"
+
+
+def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
+    """A rank's manifest; raises EngineFormatError if it is not of the engine's own build."""
+    own = read_manifest(folder / rank_name(rank))
+    if own.build != manifest.build or own.rank != rank:
+        raise EngineFormatError(
+            f"{folder / rank_name(rank)}: rank {own.rank} of another build; rebuild the engine"
+        )
+    return own
+
+
+def parts(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
+    """The engine's folder, then those of all its ranks, with their manifests."""
+    yield folder, manifest
+    for rank in range(manifest.build.tp if manifest.split else 0):
+        yield folder / rank_name(rank), read_rank(folder, manifest, rank)
+
+
 def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False) -> None:
     """Require exactly the listed files with their sizes; hash all bytes up to 1 GB, or on request.
 
-    Raises EngineFileError that names the first file that is missing, foreign or changed.
+    What is in the folders of ranks is their own manifests' business. Raises EngineFileError that
+    names the first file that is missing, foreign or changed.
     """
-    found = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()}
+    ranks = {rank_name(rank) for rank in range(manifest.build.tp if manifest.split else 0)}
+    files = (p.relative_to(folder) for p in folder.rglob("*") if not p.is_dir())
+    found = {file.as_posix() for file in files if file.parts[0] not in ranks}
     missing = sorted(set(manifest.files) - found)
     foreign = sorted(found - set(manifest.files) - {MANIFEST})
     if missing:
@@ -161,7 +194,7 @@ def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False
     if foreign:
         raise EngineFileError(f"{folder}: {foreign[0]} is not part of the engine; remove it")
     for program in manifest.programs.values():
-        if program.file not in manifest.files:
+        if program.file not in manifest.files and not manifest.split:
             raise EngineFormatError(
                 f"{folder / MANIFEST}: program file {program.file} is not listed"
             )

@@ -3,23 +3,30 @@
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.model.collectives import all_gather, all_reduce, own_part, rank_constant
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.layers import DecoderLayer, RMSNorm, Rope, Rows, parameter
+from mtpbuild.builder.model.share import WHOLE, Share
 
 
 class MTPModule(DecoderLayer):
     """One MTP module: `model.layers.{L+j}` of the checkpoint (spec/deepseek-v3.md section 3)."""
 
-    def __init__(self, c: ModelConfig, layer: int) -> None:
-        super().__init__(c, layer)
+    def __init__(self, c: ModelConfig, layer: int, share: Share = WHOLE) -> None:
+        super().__init__(c, layer, share)
         self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.eh_proj = parameter(2 * c.hidden_size, c.hidden_size)
+        self.eh_proj = parameter(2 * c.hidden_size // share.tp, c.hidden_size)
+        if share.tp > 1:
+            self.rank = rank_constant()
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
 
     def join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """Emb(t_{p+k}) and the hidden of slot p, both normed; the embedding's half comes first."""
-        return torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1) @ self.eh_proj
+        both = torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1)
+        if self.share.tp == 1:
+            return both @ self.eh_proj
+        return all_reduce(own_part(both, self.rank, self.share.tp) @ self.eh_proj)
 
     def norm(self, x: Tensor) -> Tensor:
         """What the head reads, and what the next module or draft step is given."""
@@ -27,21 +34,31 @@ class MTPModule(DecoderLayer):
 
 
 class DeepseekV3(nn.Module):
-    """Main model and MTP modules; embedding and head are shared by all."""
+    """Main model and MTP modules; embedding and head are shared by all.
 
-    def __init__(self, c: ModelConfig) -> None:
+    A rank of several holds its share: of the vocabulary, the rows that begin at its number.
+    """
+
+    def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
-        L, D = c.num_hidden_layers, c.num_nextn_predict_layers
-        self.config = c
-        self.embed_tokens = parameter(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(L))
+        L, D, V = c.num_hidden_layers, c.num_nextn_predict_layers, c.vocab_size // share.tp
+        self.config, self.share = c, share
+        self.embed_tokens = parameter(V, c.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(c, i, share) for i in range(L))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mtp = nn.ModuleList(MTPModule(c, L + j) for j in range(D))
-        self.lm_head = parameter(c.hidden_size, c.vocab_size)
+        self.mtp = nn.ModuleList(MTPModule(c, L + j, share) for j in range(D))
+        self.lm_head = parameter(c.hidden_size, V)
         self.rope = Rope(c)
+        if share.tp > 1:
+            self.rank = rank_constant()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens, self.embed_tokens)
+        if self.share.tp == 1:
+            return nn.functional.embedding(tokens, self.embed_tokens)
+        rows = self.embed_tokens.shape[0]
+        own = (tokens // rows == self.rank)[..., None]
+        x = nn.functional.embedding(tokens % rows, self.embed_tokens)
+        return all_reduce(torch.where(own, x, 0.0))
 
     def forward(
         self, tokens: Tensor, caches: list[Tensor], rows: Rows
@@ -65,4 +82,5 @@ class DeepseekV3(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32: bf16 logits tie."""
-        return (hidden @ self.lm_head).float()
+        logits = (hidden @ self.lm_head).float()
+        return logits if self.share.tp == 1 else all_gather(logits, self.share.tp)

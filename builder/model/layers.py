@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpbuild.builder.model.collectives import all_reduce, own_part, rank_constant
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.rope import inverse_frequencies, softmax_scale, table_scale
+from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.plugins import kv_write, mla_attention, rope
 
 
@@ -61,10 +63,10 @@ class Rope(nn.Module):
 class Attention(nn.Module):
     """Multi-head latent attention, absorbed (spec/deepseek-v3.md section 2.2)."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
-        H, n, R = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
-        self.config, self.scale = c, softmax_scale(c)
+        H, n, R = c.num_attention_heads // share.tp, c.qk_nope_head_dim, c.qk_rope_head_dim
+        self.config, self.heads, self.scale = c, H, softmax_scale(c)
         queries = H * (n + R)
         if c.q_lora_rank is None:
             self.qkv_a_proj = parameter(c.hidden_size, queries + c.cache_dim)
@@ -91,7 +93,7 @@ class Attention(nn.Module):
         c, (B, T, _) = self.config, q.shape
         if c.q_lora_rank is not None:
             q = self.q_a_layernorm(q) @ self.q_b_proj
-        H = c.num_attention_heads
+        H = self.heads
         q_nope, q_pe = q.split([H * c.qk_nope_head_dim, H * c.qk_rope_head_dim], dim=-1)
         q_pe = rope(q_pe, rows.cos, rows.sin, H, c.rope_interleave)
         q_nope, q_pe = q_nope.reshape(B, T, H, -1), q_pe.reshape(B, T, H, -1)
@@ -119,7 +121,7 @@ class Attention(nn.Module):
         c, T, S = self.config, q_nope.shape[2], cache.shape[2]
         latent, k_pe = cache.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)  # [B, 1, S, ..]
         k_nope, v = latent @ self.w_uk.mT, latent @ self.w_uv  # [B, H, S, ..]
-        k = torch.cat([k_nope, k_pe.expand(-1, c.num_attention_heads, -1, -1)], dim=-1)
+        k = torch.cat([k_nope, k_pe.expand(-1, self.heads, -1, -1)], dim=-1)
         q = torch.cat([q_nope, q_pe], dim=-1) * self.scale
         last = base[:, None] + torch.arange(T, device=base.device)
         seen = torch.arange(S, device=base.device) <= last[:, None, :, None]  # [B, 1, T, S]
@@ -168,18 +170,22 @@ class Gate(nn.Module):
 class DenseMoE(nn.Module):
     """Few experts: all are computed in two products, the unchosen weigh 0, shared ones weigh 1."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
-        self.config = c
-        inner = (c.n_routed_experts + c.n_shared_experts) * c.moe_intermediate_size
+        self.config, self.share = c, share
+        inner = (c.n_routed_experts + c.n_shared_experts) * c.moe_intermediate_size // share.tp
         self.gate = Gate(c)
         self.experts = MLP(c.hidden_size, inner)
+        if share.ep > 1:
+            self.rank = rank_constant()
 
     def forward(self, x: Tensor) -> Tensor:
         c = self.config
         weights, ids = self.gate(x)
         every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts)
         every = every.scatter(-1, ids, weights)
+        if (ep := self.share.ep) > 1:  # own experts are ep times as wide as a shared one's part
+            every = own_part(every, self.rank % ep, ep).repeat_interleave(ep, dim=-1)
         if c.n_shared_experts:
             every = torch.cat([every, every.new_ones(*x.shape[:-1], c.n_shared_experts)], dim=-1)
         gate, up = (x @ self.experts.gate_up_proj).chunk(2, dim=-1)
@@ -190,19 +196,25 @@ class DenseMoE(nn.Module):
 class GatheredMoE(nn.Module):
     """Many experts: only the chosen ones' weights are read."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
+        self.share = share
+        experts, inner = len(share.experts(c)), share.expert_inner(c)
         self.gate = Gate(c)
-        self.gate_up_proj = parameter(
-            c.n_routed_experts, c.hidden_size, 2 * c.moe_intermediate_size
-        )
-        self.down_proj = parameter(c.n_routed_experts, c.moe_intermediate_size, c.hidden_size)
+        self.gate_up_proj = parameter(experts, c.hidden_size, 2 * inner)
+        self.down_proj = parameter(experts, inner, c.hidden_size)
         if c.n_shared_experts:
-            inner = c.n_shared_experts * c.moe_intermediate_size
+            inner = c.n_shared_experts * c.moe_intermediate_size // share.tp
             self.shared_experts = MLP(c.hidden_size, inner)
+        if share.ep > 1:
+            self.rank = rank_constant()
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x)
+        if (ep := self.share.ep) > 1:  # another group's expert: any of ours, which weighs 0
+            experts = self.gate_up_proj.shape[0]
+            own = ids // experts == self.rank % ep
+            weights, ids = torch.where(own, weights, 0.0), ids % experts
         chosen = ids.flatten()
         k = ids.shape[-1]
         rows = x.unsqueeze(-2).expand(*x.shape[:-1], k, -1).reshape(-1, 1, x.shape[-1])
@@ -215,21 +227,25 @@ class GatheredMoE(nn.Module):
 DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering the chosen ones
 
 
-def feed_forward(c: ModelConfig, layer: int) -> nn.Module:
+def feed_forward(c: ModelConfig, layer: int, share: Share = WHOLE) -> nn.Module:
     if not c.is_moe(layer):
-        return MLP(c.hidden_size, c.intermediate_size)
-    return DenseMoE(c) if c.n_routed_experts <= DENSE_EXPERTS else GatheredMoE(c)
+        return MLP(c.hidden_size, c.intermediate_size // share.tp)
+    return DenseMoE(c, share) if c.n_routed_experts <= DENSE_EXPERTS else GatheredMoE(c, share)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block: x += attention(norm(x)); x += feed_forward(norm(x))."""
+    """Pre-norm block: x += attention(norm(x)); x += feed_forward(norm(x)).
 
-    def __init__(self, c: ModelConfig, layer: int) -> None:
+    A rank of several computes a part of both terms, and what is added is the ranks' sum.
+    """
+
+    def __init__(self, c: ModelConfig, layer: int, share: Share = WHOLE) -> None:
         super().__init__()
+        self.share = share
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
+        self.self_attn = Attention(c, share)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = feed_forward(c, layer)
+        self.mlp = feed_forward(c, layer, share)
 
     def forward(self, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """All T tokens attend; their rows are written from rows.base on. x [B, T, E]."""
@@ -260,8 +276,11 @@ class DecoderLayer(nn.Module):
         base: Tensor,
         first: Tensor,
     ) -> Tensor:
-        x = x + self.self_attn.attend(q, rows, cache, fresh, base, first)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.summed(self.self_attn.attend(q, rows, cache, fresh, base, first))
+        return x + self.summed(self.mlp(self.post_attention_layernorm(x)))
+
+    def summed(self, part: Tensor) -> Tensor:
+        return part if self.share.tp == 1 else all_reduce(part)
 
 
 def pick(x: Tensor, at: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.layers import DENSE_EXPERTS
+from mtpbuild.builder.model.share import WHOLE, Share
 
 Transform = Callable[..., Tensor]
 
@@ -18,6 +19,7 @@ class Source:
 
     name: str
     shape: tuple[int, ...]
+    axis: int | None = None  # that ranks split; None: each holds all of it
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,12 @@ class Weight:
     rows: Transform | None = None  # of a product: as transform, but [out, ..], also for blocks
 
 
-def weight_table(c: ModelConfig) -> list[Weight]:
-    """Every weight of main model and MTP modules, in the order of use."""
-    return list(_table(c))
+def weight_table(c: ModelConfig, share: Share = WHOLE) -> list[Weight]:
+    """Every weight of main model and MTP modules, in the order of use.
+
+    Of a rank's share: its sources keep the checkpoint's shapes, transforms take them cut.
+    """
+    return list(_table(c, share))
 
 
 def duplicates(c: ModelConfig) -> dict[str, str]:
@@ -46,64 +51,64 @@ def duplicates(c: ModelConfig) -> dict[str, str]:
     return names
 
 
-def _table(c: ModelConfig) -> Iterator[Weight]:
+def _table(c: ModelConfig, s: Share) -> Iterator[Weight]:
     E, V, L = c.hidden_size, c.vocab_size, c.num_hidden_layers
-    embedding = Source("model.embed_tokens.weight", (V, E))
+    embedding = Source("model.embed_tokens.weight", (V, E), axis=0)
     yield Weight("embed_tokens", (embedding,), keep)
     for i in range(L):
-        yield from _layer(c, i, f"layers.{i}")
+        yield from _layer(c, s, i, f"layers.{i}")
     yield _vector("norm.weight", "model.norm.weight", E)
     for j in range(c.num_nextn_predict_layers):
-        yield from _mtp(c, L + j, f"mtp.{j}")
-    head = embedding if c.tie_word_embeddings else Source("lm_head.weight", (V, E))
+        yield from _mtp(c, s, L + j, f"mtp.{j}")
+    head = embedding if c.tie_word_embeddings else Source("lm_head.weight", (V, E), axis=0)
     yield _product("lm_head", (head,), keep)
 
 
-def _layer(c: ModelConfig, index: int, to: str) -> Iterator[Weight]:
+def _layer(c: ModelConfig, s: Share, index: int, to: str) -> Iterator[Weight]:
     at, E = f"model.layers.{index}", c.hidden_size
     yield _vector(f"{to}.input_layernorm.weight", f"{at}.input_layernorm.weight", E)
-    yield from _attention(c, f"{at}.self_attn", f"{to}.self_attn")
+    yield from _attention(c, s, f"{at}.self_attn", f"{to}.self_attn")
     norm = "post_attention_layernorm.weight"
     yield _vector(f"{to}.{norm}", f"{at}.{norm}", E)
     if not c.is_moe(index):
         yield from _mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
     elif c.n_routed_experts <= DENSE_EXPERTS:
-        yield from _dense_moe(c, f"{at}.mlp", f"{to}.mlp")
+        yield from _dense_moe(c, s, f"{at}.mlp", f"{to}.mlp")
     else:
-        yield from _gathered_moe(c, f"{at}.mlp", f"{to}.mlp")
+        yield from _gathered_moe(c, s, f"{at}.mlp", f"{to}.mlp")
 
 
-def _attention(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
+def _attention(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     E, H, r = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
     n, R, v = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+    own = H // s.tp
     kv_a = Source(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
 
     def by_part(q: Tensor) -> Tensor:
         """Rows per head (nope, pe) -> all heads' nope, then all heads' pe."""
-        heads = q.unflatten(0, (H, n + R))
+        heads = q.unflatten(0, (own, n + R))
         return torch.cat([heads[:, :n].flatten(0, 1), heads[:, n:].flatten(0, 1)])
 
     if c.q_lora_rank is None:
-        q = Source(f"{at}.q_proj.weight", (H * (n + R), E))
+        q = Source(f"{at}.q_proj.weight", (H * (n + R), E), axis=0)
         yield _product(f"{to}.qkv_a_proj", (q, kv_a), lambda q, kv: torch.cat([by_part(q), kv]))
     else:
         q_a = Source(f"{at}.q_a_proj.weight", (c.q_lora_rank, E))
         yield _product(f"{to}.qkv_a_proj", (q_a, kv_a), stack_rows)
         norm = "q_a_layernorm.weight"
         yield _vector(f"{to}.{norm}", f"{at}.{norm}", c.q_lora_rank)
-        q_b = Source(f"{at}.q_b_proj.weight", (H * (n + R), c.q_lora_rank))
+        q_b = Source(f"{at}.q_b_proj.weight", (H * (n + R), c.q_lora_rank), axis=0)
         yield _product(f"{to}.q_b_proj", (q_b,), by_part)
     yield _vector(f"{to}.kv_a_layernorm.weight", f"{at}.kv_a_layernorm.weight", r)
-    kv_b = Source(f"{at}.kv_b_proj.weight", (H * (n + v), r))
-    yield Weight(f"{to}.w_uk", (kv_b,), lambda w: w.unflatten(0, (H, n + v))[:, :n])
-    yield Weight(f"{to}.w_uv", (kv_b,), lambda w: w.unflatten(0, (H, n + v))[:, n:].mT)
-    yield _product(f"{to}.o_proj", (Source(f"{at}.o_proj.weight", (E, H * v)),), keep)
+    kv_b = Source(f"{at}.kv_b_proj.weight", (H * (n + v), r), axis=0)
+    yield Weight(f"{to}.w_uk", (kv_b,), lambda w: w.unflatten(0, (own, n + v))[:, :n])
+    yield Weight(f"{to}.w_uv", (kv_b,), lambda w: w.unflatten(0, (own, n + v))[:, n:].mT)
+    yield _product(f"{to}.o_proj", (Source(f"{at}.o_proj.weight", (E, H * v), axis=1),), keep)
 
 
 def _mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
-    sources = tuple(Source(f"{at}.{p}_proj.weight", (inner, hidden)) for p in ("gate", "up"))
-    yield _product(f"{to}.gate_up_proj", sources, stack_rows)
-    down = Source(f"{at}.down_proj.weight", (hidden, inner))
+    gate, up, down = (_projection(at, p, hidden, inner) for p in ("gate", "up", "down"))
+    yield _product(f"{to}.gate_up_proj", (gate, up), stack_rows)
     yield _product(f"{to}.down_proj", (down,), keep)
 
 
@@ -114,32 +119,34 @@ def _gate(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
     yield _vector(f"{to}.{bias}", f"{at}.{bias}", c.n_routed_experts)
 
 
-def _experts(c: ModelConfig, at: str, proj: str) -> tuple[Source, ...]:
+def _experts(c: ModelConfig, s: Share, at: str, proj: str) -> tuple[Source, ...]:
     E, inner = c.hidden_size, c.moe_intermediate_size
-    shape = (E, inner) if proj == "down" else (inner, E)
-    return tuple(
-        Source(f"{at}.experts.{e}.{proj}_proj.weight", shape) for e in range(c.n_routed_experts)
-    )
+    return tuple(_projection(f"{at}.experts.{e}", proj, E, inner) for e in s.experts(c))
 
 
 def _shared(c: ModelConfig, at: str, proj: str) -> tuple[Source, ...]:
     if not c.n_shared_experts:
         return ()
-    E, inner = c.hidden_size, c.moe_intermediate_size * c.n_shared_experts
-    shape = (E, inner) if proj == "down" else (inner, E)
-    return (Source(f"{at}.shared_experts.{proj}_proj.weight", shape),)
+    inner = c.moe_intermediate_size * c.n_shared_experts
+    return (_projection(f"{at}.shared_experts", proj, c.hidden_size, inner),)
 
 
-def _dense_moe(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
+def _projection(at: str, proj: str, hidden: int, inner: int) -> Source:
+    """Ranks split an MLP's inner columns."""
+    shape = (hidden, inner) if proj == "down" else (inner, hidden)
+    return Source(f"{at}.{proj}_proj.weight", shape, axis=int(proj == "down"))
+
+
+def _dense_moe(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     yield from _gate(c, at, to)
-    gate, up, down = (_experts(c, at, p) + _shared(c, at, p) for p in ("gate", "up", "down"))
+    gate, up, down = (_experts(c, s, at, p) + _shared(c, at, p) for p in ("gate", "up", "down"))
     yield _product(f"{to}.experts.gate_up_proj", gate + up, stack_rows)
     yield _product(f"{to}.experts.down_proj", down, lambda *w: torch.cat(w, dim=1))
 
 
-def _gathered_moe(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
+def _gathered_moe(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     yield from _gate(c, at, to)
-    gate, up, down = (_experts(c, at, p) for p in ("gate", "up", "down"))
+    gate, up, down = (_experts(c, s, at, p) for p in ("gate", "up", "down"))
 
     def gate_up(*w: Tensor) -> Tensor:
         half = len(w) // 2
@@ -153,13 +160,13 @@ def _gathered_moe(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
         yield from _mlp(c.hidden_size, inner, shared, f"{to}.shared_experts")
 
 
-def _mtp(c: ModelConfig, index: int, to: str) -> Iterator[Weight]:
+def _mtp(c: ModelConfig, s: Share, index: int, to: str) -> Iterator[Weight]:
     at, E = f"model.layers.{index}", c.hidden_size
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         yield _vector(f"{to}.{norm}.weight", f"{at}.{norm}.weight", E)
-    eh_proj = Source(f"{at}.eh_proj.weight", (E, 2 * E))
+    eh_proj = Source(f"{at}.eh_proj.weight", (E, 2 * E), axis=1)
     yield _product(f"{to}.eh_proj", (eh_proj,), keep)
-    yield from _layer(c, index, to)
+    yield from _layer(c, s, index, to)
 
 
 def _product(to: str, sources: tuple[Source, ...], rows: Transform) -> Weight:

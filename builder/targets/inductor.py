@@ -1,10 +1,11 @@
 """Target inductor: ExportedProgram -> AOTInductor package; all state in place, weights outside."""
 
+import contextlib
 import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +14,18 @@ from typing import Any
 import torch
 import torch._inductor
 from safetensors.torch import save
+from torch._C._distributed_c10d import (
+    HashStore,
+    ProcessGroup,
+    _register_process_group,
+    _unregister_process_group,
+)
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import fast_random_decomps, register_decomposition
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._inductor.package.package import package_aoti
 from torch._inductor.utils import fresh_cache
+from torch.distributed.distributed_c10d import GroupName
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
@@ -30,6 +38,7 @@ from mtpbuild.plugins import inductor_facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.manifest import TargetInfo
 from mtpbuild.runtime.programs.inductor import CONSTANTS, HARDWARE, TORCH, this_machine
+from mtpbuild.runtime.ranks import GROUP
 
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,
@@ -75,7 +84,10 @@ class InductorTarget:
         program = in_place(traced)
         examples = pytree.tree_leaves(traced.exported.example_inputs)
         file = f"{traced.name}.pt2"
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # goes where a dead build goes
+        with (
+            tempfile.TemporaryDirectory(dir=folder) as scratch,  # goes where a dead build goes
+            _pretended_group(traced.plan.tp),
+        ):
             package_aoti(str(folder / file), _compile(program, tuple(examples), scratch))
         _write_constants(traced, weights, folder)
         return file
@@ -115,6 +127,17 @@ def in_place(traced: Traced) -> GraphModule:
     end.args = (tuple(outputs),)
     program.graph.set_codegen(CodeGen())  # plain arguments in the order of the manifest
     return GraphModule(program, program.graph)
+
+
+@contextlib.contextmanager
+def _pretended_group(ranks: int) -> Iterator[None]:
+    """The process group that collectives name: the compiler asks it for its size."""
+    group = ProcessGroup(HashStore(), 0, ranks)
+    _register_process_group(GroupName(GROUP), group)
+    try:
+        yield
+    finally:
+        _unregister_process_group(GroupName(GROUP))
 
 
 def _compile(program: GraphModule, examples: tuple[Any, ...], scratch: str) -> list[Any]:

@@ -31,15 +31,23 @@ WEIGHTS, CONSTANTS = "weights.safetensors", "{}.constants.safetensors"  # of the
 
 
 class Package:
-    """One compiled program, with the constants of its own and the weights that it shares."""
+    """One compiled program, with the constants of its own and the weights that it shares.
 
-    def __init__(self, path: Path, weights: Mapping[str, torch.Tensor], device: str) -> None:
+    rank: of the ranks that share a model, which one runs it.
+    """
+
+    def __init__(
+        self, path: Path, weights: Mapping[str, torch.Tensor], device: str, rank: int = 0
+    ) -> None:
         # Kept: the runner holds pointers to them, and they are never copied.
         self._weights = weights
         try:
             # One caller at a time: no pool of runners, no locks.
             runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
             self._own = load_file(path.with_name(CONSTANTS.format(path.stem)), device)
+            for name in self._own:
+                if name.endswith(".rank"):
+                    self._own[name] = torch.tensor([rank])
             named = {f"model.{name}": weight for name, weight in weights.items()} | self._own
             wanted = {name: named[name] for name in runner.get_constant_fqns()}
             runner.load_constants(wanted, False, True, True)  # all, and managed by us
@@ -59,6 +67,7 @@ class InductorPrograms(Slots):
     def __init__(self, folder: Path, manifest: Manifest, threads: int | None) -> None:
         super().__init__(manifest, copies=1)
         self._folder, self._programs = folder, manifest.programs
+        self._rank = manifest.rank or 0
         self._threads = threads or torch.get_num_threads()
         self._weights = load_file(folder / WEIGHTS)  # memory-mapped
         self._packages = {name: self._load(name) for name in ("prefill", PLAIN)}
@@ -108,7 +117,8 @@ class InductorPrograms(Slots):
         return self._packages[program].run(inputs)
 
     def _load(self, program: str) -> Package:
-        return Package(self._folder / self._programs[program].file, self._weights, "cpu")
+        file = self._programs[program].file
+        return Package(self._folder / file, self._weights, "cpu", self._rank)
 
 
 def this_machine() -> str:
@@ -138,4 +148,8 @@ def load(
         return inductor_cuda.load(folder, manifest)
     if target.hardware != this_machine():
         raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
+    if manifest.split:
+        from mtpbuild.runtime.programs import inductor_ranks
+
+        return inductor_ranks.load(folder, manifest, threads)
     return InductorPrograms(folder, manifest, threads)

@@ -55,12 +55,14 @@ def options(command: str) -> list[str]:
 
 def test_frozen_flags() -> None:
     assert options("build") == [
+        "--attention-dp",
         "--checkpoint",
         "--compute-capability",
         "--config",
         "--device",
         "--drafter",
         "--dry-run",
+        "--ep",
         "--extra-llm-api-options",
         "--fast-build",
         "--force",
@@ -75,6 +77,7 @@ def test_frozen_flags() -> None:
         "--spec-decode-nextn",
         "--speculative-config",
         "--target",
+        "--tp",
     ]
     assert options("diff") == ["--engine", "--json"]
     assert options("recipes") == []

@@ -1,0 +1,35 @@
+"""Where the ranks that share a model meet: torch's functional collectives, in the traced graph.
+
+AOTInductor compiles them to calls of torch.distributed. The graph is the same for all ranks: which
+one it runs on it reads from a constant that is given when it is loaded. What a collective wrote
+must not leave a program as it is: gloo's thread lets go of a tensor that Python knows only with
+Python's lock, which the program's caller holds while it waits for that thread.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from mtpbuild.runtime.ranks import GROUP
+
+
+def rank_constant() -> nn.Parameter:
+    """[1] int64; a parameter, as the compiler folds other constants. Loaders know it by `rank`."""
+    return nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    """The sum of all ranks' x, the same bits on each."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(x, "sum", GROUP))
+
+
+def all_gather(x: Tensor, ranks: int) -> Tensor:
+    """All ranks' x [B, .., N], one behind the other: [B, .., ranks * N]."""
+    ops = torch.ops._c10d_functional
+    parts = ops.wait_tensor(ops.all_gather_into_tensor(x, ranks, GROUP))  # [ranks * B, .., N]
+    return parts.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)
+
+
+def own_part(x: Tensor, part: Tensor, parts: int) -> Tensor:
+    """x [.., parts * N] -> the part [.., N] of number `part` [1]."""
+    return x.unflatten(-1, (parts, -1)).index_select(-2, part).squeeze(-2)

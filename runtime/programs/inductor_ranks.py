@@ -1,0 +1,234 @@
+"""Runs an AOTInductor engine whose model is shared by ranks, over torch.distributed.
+
+Rank 0 decides what runs and tells the others in one short message per call; what comes out each
+rank computes by itself, from logits that are the same on all. With the next message rank 0 says
+which tokens it got, so that a rank which got others ends the run.
+"""
+
+import contextlib
+import json
+import os
+import re
+import threading
+import weakref
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed.distributed_c10d import GroupName, _get_default_group
+
+from mtpbuild.runtime.errors import EngineError, RankError
+from mtpbuild.runtime.manifest import Manifest, check_files, rank_name, read_rank
+from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
+from mtpbuild.runtime.programs.inductor import InductorPrograms
+from mtpbuild.runtime.ranks import GROUP, MEETING, own_parts, own_rank, time_limit
+
+HEAD = 512  # bytes of a message; what is longer follows
+
+
+class Channel:
+    """What rank 0 tells the others, in order. All ranks of a group make it, at the same time.
+
+    While rank 0 has nothing to tell it says so: a rank that waits longer than the time limit knows
+    that rank 0 hangs.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.limit = rank, ranks, time_limit()
+        self.failure: str | None = None
+        self.digest = 0  # of the last step's tokens
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        limit = timedelta(seconds=self.limit)
+        self._joined = not dist.is_initialized()
+        with self.unbroken():
+            if self._joined:
+                dist.init_process_group(
+                    "gloo",
+                    init_method=os.environ.get(MEETING, "env://"),
+                    rank=rank,
+                    world_size=ranks,
+                    timeout=limit,
+                )
+            # Not the programs' own group: gloo would mix up what two threads do.
+            self._group = dist.new_group(backend="gloo", timeout=limit)
+            with contextlib.suppress(RuntimeError):  # of an engine before this one
+                _unregister_process_group(GroupName(GROUP))
+            _register_process_group(GroupName(GROUP), _get_default_group())
+        if rank == 0:
+            threading.Thread(target=self._stay, daemon=True).start()
+
+    def send(self, name: str, *arguments: Any) -> None:
+        text = json.dumps([name, self.digest, *arguments]).encode()
+        with self._lock, self.unbroken():
+            if len(text) > HEAD:
+                self._broadcast(str(len(text)).encode().ljust(HEAD))
+                self._broadcast(text)
+            else:
+                self._broadcast(text.ljust(HEAD))
+
+    def receive(self) -> tuple[str, list[Any]]:
+        """Name and arguments; raises EngineError if rank 0 got other tokens in the last step."""
+        with self.unbroken():
+            message = json.loads(self._broadcast(bytes(HEAD)))
+            if isinstance(message, int):
+                message = json.loads(self._broadcast(bytes(message)))
+        name, digest, *arguments = message
+        if digest != self.digest:
+            raise EngineError(
+                f"rank {self.rank} got other tokens than rank 0: do they have the same kind of CPU?"
+            )
+        return name, arguments
+
+    def close(self) -> None:
+        """Send the others home, unless something went wrong; leave the group."""
+        self._closed.set()
+        with contextlib.suppress(RankError):
+            if self.rank == 0:
+                self.send("end")
+            with self.unbroken():
+                dist.destroy_process_group(None if self._joined else self._group)
+
+    @contextlib.contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """What fails or is interrupted in here leaves ranks apart: nothing more can be done."""
+        if self.failure:
+            raise RankError(self.failure)
+        try:
+            yield
+        except RuntimeError as error:
+            self.failure = self._what_failed(str(error))
+            raise RankError(self.failure) from error
+        except BaseException as error:
+            self.failure = self.failure or f"a step was interrupted ({type(error).__name__})"
+            raise
+
+    def _what_failed(self, reason: str) -> str:
+        what = reason.splitlines()[0]
+        if re.search("timed out|timeout", reason, re.IGNORECASE):
+            what = f"another rank has not answered for {self.limit:g} s"
+        elif "gloo" in reason:
+            what = "another rank is gone"
+        return f"rank {self.rank} of {self.ranks}: {what}"
+
+    def _broadcast(self, data: bytes) -> bytes:
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.broadcast(tensor, src=0, group=self._group)
+        return tensor.numpy().tobytes()
+
+    def _stay(self) -> None:
+        with contextlib.suppress(RankError):  # whoever calls next is told
+            while not self._closed.wait(self.limit / 4):
+                self.send("wait")
+
+
+class RankPrograms(InductorPrograms):
+    """The programs of one rank."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, threads: int | None, channel: Channel
+    ) -> None:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        threads = threads or max(1, torch.get_num_threads() // here)
+        super().__init__(folder, manifest, threads)
+        self._channel = channel
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        output = super().step(active, rows)
+        self._channel.digest = zlib.crc32(output.tokens.tobytes())
+        return output
+
+    def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        with self._channel.unbroken(), _silent():
+            return super()._run(program, inputs)
+
+
+class LeadingPrograms(RankPrograms):
+    """Rank 0's: the others do the same."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, threads: int | None, channel: Channel
+    ) -> None:
+        super().__init__(folder, manifest, threads, channel)
+        self.close = weakref.finalize(self, channel.close)
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        with self._channel.unbroken():
+            self._channel.send("prefill", slot, start, tokens.tolist())
+            super().prefill(slot, start, tokens)
+
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        with self._channel.unbroken():
+            self._channel.send("begin", slot, length, newest, asdict(controls))
+            super().begin(slot, length, newest, controls)
+
+    def move(self, source: int, target: int) -> None:
+        with self._channel.unbroken():
+            self._channel.send("move", source, target)
+            super().move(source, target)
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        with self._channel.unbroken():
+            self._channel.send("step", active.tolist(), rows)
+            return super().step(active, rows)
+
+
+class FollowingPrograms(RankPrograms):
+    """Those of any other rank."""
+
+    def follow(self) -> None:
+        """Do what rank 0 does, until it ends."""
+        while (call := self._channel.receive())[0] != "end":
+            match call:
+                case "prefill", [slot, start, tokens]:
+                    self.prefill(slot, start, np.array(tokens, np.int64))
+                case "begin", [slot, length, newest, controls]:
+                    self.begin(slot, length, newest, _controls(controls))
+                case "move", [source, target]:
+                    self.move(source, target)
+                case "step", [active, rows]:
+                    self.step(np.array(active, np.bool_), rows)
+
+
+def _controls(fields: dict[str, Any]) -> Controls:
+    """As they were before JSON made lists of tuples."""
+    values: dict[str, Any]
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    return Controls(**values)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Compiled code writes what it throws to standard error before we can say it in one line."""
+    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nothing)
+
+
+def load(folder: Path, manifest: Manifest, threads: int | None) -> LeadingPrograms:
+    """Rank 0's programs, of an engine whose files were checked."""
+    if rank := own_rank(folder, manifest):
+        raise EngineError(f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.ranks.follow)")
+    channel = Channel(0, manifest.build.tp)
+    own = read_rank(folder, manifest, 0)
+    return LeadingPrograms(folder / rank_name(0), own, threads, channel)
+
+
+def follow(folder: Path, manifest: Manifest, threads: int | None) -> None:
+    """Another rank's part, from beginning to end."""
+    channel = Channel(own_rank(folder, manifest), manifest.build.tp)
+    for part, own in own_parts(folder, manifest):  # in the group, so that a failure is noticed
+        check_files(part, own)
+    FollowingPrograms(part, own, threads, channel).follow()
+    channel.close()

@@ -1,0 +1,195 @@
+"""The processes that share an engine of several ranks: which one this is, how they begin and end.
+
+Rank 0 is the engine that its user sees. The others follow it: they run what it runs, each on its
+share of the weights, and nobody talks to them. `torchrun` starts all of them, or rank 0 starts the
+others itself (`started`). They meet through torch.distributed (`programs/inductor_ranks.py`).
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from mtpbuild.runtime.errors import EngineError, MtpbuildError, RankError, UsageError
+from mtpbuild.runtime.manifest import Manifest, parts, rank_name, read_manifest, read_rank
+
+GROUP = "mtpbuild"  # the process group that compiled programs name
+MEETING = "MTPBUILD_RANKS_MEET"  # in the environment: init_method of ranks that `started` started
+TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
+PER_CORE = 4  # more ranks than this on a core are a mistake
+LOST = 3  # exit code of a follower that ended because another rank did
+
+
+def in_group() -> bool:
+    """Whether this process was started as one of several."""
+    return "RANK" in os.environ
+
+
+def time_limit() -> float:
+    """Seconds after which a rank that does not answer is given up; raises UsageError."""
+    text = os.environ.get(TIMEOUT, str(SECONDS))
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= 86400:
+            return seconds
+    raise UsageError(f"{TIMEOUT} must be a number of seconds up to 86400, not {text!r}")
+
+
+def own_rank(folder: Path, manifest: Manifest) -> int:
+    """This process's number in its group; raises EngineError if that is not the engine's."""
+    tp = manifest.build.tp
+    if not in_group():
+        raise EngineError(
+            f"{folder}: an engine of {tp} ranks: use `mtpbuild run`, or start the program with "
+            f"`torchrun --nproc-per-node {tp}`"
+        )
+    rank, ranks = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != tp:
+        raise EngineError(f"{folder}: an engine of {tp} ranks, these are {ranks}")
+    return rank
+
+
+def own_parts(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
+    """The folders that this process reads, with their manifests: the engine's, and its rank's."""
+    yield folder, manifest
+    if manifest.split:
+        rank = own_rank(folder, manifest)
+        yield folder / rank_name(rank), read_rank(folder, manifest, rank)
+
+
+def follow(folder: Path, threads: int | None = None) -> None:
+    """Be a rank other than 0 until rank 0 closes its engine.
+
+    threads: of the CPU; those of rank 0. Raises RankError if another rank dies or hangs,
+    EngineError for what is wrong here.
+    """
+    manifest = read_manifest(folder)
+    if own_rank(folder, manifest) == 0:
+        raise UsageError("rank 0 is the engine: Engine.load")
+    from mtpbuild.runtime.programs import inductor_ranks
+
+    inductor_ranks.follow(folder, manifest, threads)
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A rank that this process started."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+    def reason(self) -> str | None:
+        """Why it ended by itself; None if it runs, or ended because another one did."""
+        code = self.process.poll()
+        if code in (None, 0, LOST):
+            return None
+        if code is not None and code < 0:
+            return f"rank {self.rank} was killed by signal {-code}"
+        self.errors.seek(0)
+        said = self.errors.read().decode(errors="replace").strip().splitlines()
+        return f"rank {self.rank}: {said[-1].removeprefix('error: ') if said else f'exit {code}'}"
+
+    def end(self, patience: float) -> None:
+        """Wait so many seconds for its end, then kill it."""
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # also where it is stopped
+            self.process.wait()
+        self.errors.close()
+
+
+@contextlib.contextmanager
+def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Iterator[None]:
+    """Make this process rank 0 of an engine's ranks, all on this machine, while the block runs.
+
+    None of the others outlives it. Raises RankError that says which rank failed, and why;
+    UsageError for more ranks than the machine can use.
+    """
+    tp, cores = manifest.build.tp, os.cpu_count() or 1
+    if tp > PER_CORE * cores:
+        raise UsageError(
+            f"{folder}: {tp} ranks are too many for {cores} cores (at most {PER_CORE} each): "
+            "spread them over machines with torchrun"
+        )
+    time_limit()
+    for _ in parts(folder, manifest):  # a folder of another build is seen before anything runs
+        pass
+    with tempfile.TemporaryDirectory(prefix="mtpbuild-") as scratch, contextlib.ExitStack() as undo:
+        group = {
+            "WORLD_SIZE": str(tp),
+            "LOCAL_WORLD_SIZE": str(tp),
+            MEETING: f"file://{scratch}/meeting",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        followers = [_start(folder, rank, threads, group) for rank in range(1, tp)]
+        patience = 0.0
+        try:
+            undo.enter_context(_environment(group | {"RANK": "0"}))
+            yield
+            patience = 10.0
+        except RankError as error:
+            raise RankError(_reason(followers) or str(error)) from error
+        finally:
+            for follower in followers:
+                follower.end(patience)
+
+
+def _start(folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> Follower:
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
+    count = [] if threads is None else [str(threads)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mtpbuild.runtime.ranks", str(folder), *count],
+        env=os.environ | group | {"RANK": str(rank)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,  # Ctrl-C is rank 0's
+    )
+    return Follower(rank, process, errors)
+
+
+def _reason(followers: list[Follower], patience: float = 3.0) -> str | None:
+    """What the rank that failed first has to say; it may be about to."""
+    end = time.monotonic() + patience
+    while True:
+        for follower in followers:
+            if reason := follower.reason():
+                return reason
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def main(folder: str, threads: str | None = None) -> int:
+    """A follower's process; returns its exit code."""
+    try:
+        follow(Path(folder), None if threads is None else int(threads))
+    except MtpbuildError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return LOST if isinstance(error, RankError) else error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
