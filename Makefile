@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv run check fix test test-full test-tensorrt clean
+.PHONY: venv run check fix test test-full test-tensorrt bench-check clean
 
 venv: .venv/.installed
 
@@ -19,8 +19,9 @@ run: venv  ## build engines/tiny_n3 and stream text through it
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy .typing/mtpbuild tests benchmarks examples tools/*.py
-	cd tools/train_tiny && ../../$(BIN)/mypy --config-file ../../pyproject.toml *.py
+	$(BIN)/mypy .typing/mtpbuild tests examples tools/*.py
+	for scripts in benchmarks benchmarks/peer tools/train_tiny; do \
+	    (cd $$scripts && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml *.py) || exit 1; done
 
 fix: venv
 	$(BIN)/ruff check --fix .
@@ -36,5 +37,8 @@ test-tensorrt: venv  ## what needs TensorRT-RTX's packages, but no GPU; 0.3 GB i
 	test -d .venv-rtx || tools/tensorrt_rtx_env.sh
 	.venv-rtx/bin/python -m pytest -m tensorrt
 
+bench-check: venv  ## a few ratios beside the recorded ones; under 5 minutes, on a quiet machine
+	$(BIN)/python benchmarks/check.py
+
 clean:
-	rm -rf .venv .venv-rtx engines/*_n* build dist *.egg-info
+	rm -rf .venv .venv-rtx .venv-peers engines/*_n* build dist *.egg-info

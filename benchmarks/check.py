@@ -1,0 +1,155 @@
+"""Has it got slower? A few ratios in under 5 minutes, beside the last ones that were recorded.
+
+    make bench-check
+    python benchmarks/check.py [--threads 2] [--record]
+
+Ratios and shares of one run are compared, so that another machine disturbs little; the two times in
+seconds are of the machine. A figure that is worse than the recorded one by more than its tolerance
+makes the exit code 1. --record writes benchmarks/results/check.json.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loop_overhead import measure
+from rich.console import Console
+from rich.table import Table
+
+from mtpbuild.builder.bench.bench import BenchRequest, bench
+from mtpbuild.builder.bench.dataset import Asked
+from mtpbuild.builder.bench.engines import Wanted
+from mtpbuild.builder.bench.machine import describe_machine
+from mtpbuild.runtime import Engine
+
+RECORDED = Path(__file__).parent / "results" / "check.json"
+MODEL, NEXTN = "deepseek-tiny", 3
+FIRST_TOKEN = """
+import time
+start = time.perf_counter()
+import sys
+from mtpbuild.runtime import Engine, SamplingParams
+with Engine.load(sys.argv[1], threads=int(sys.argv[2])) as engine:
+    engine.generate("def fibonacci(n):", SamplingParams(max_tokens=1))
+    print(time.perf_counter() - start)
+"""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """tolerance: how much worse than the recorded one is still noise, as a share."""
+
+    name: str
+    tolerance: float
+    aim: float
+    more_is_better: bool = False
+    unit: str = "x"
+
+    def worse(self, value: float, recorded: float) -> bool:
+        change = value / recorded - 1
+        return (-change if self.more_is_better else change) > self.tolerance
+
+
+FIGURES = {
+    "reasoning": Figure("nextn 3 over nextn 0, reasoning", 0.07, 2.2, more_is_better=True),
+    "code": Figure("nextn 3 over nextn 0, code", 0.07, 1.7, more_is_better=True),
+    "v": Figure("v: a step of 4 tokens over one of 1", 0.07, 1.2),
+    "d": Figure("d: three drafts over a step of 1", 0.15, 0.25),
+    "host": Figure("the host's share of a step", 0.5, 3, unit="%"),
+    "load": Figure("load to first token", 0.3, 0.5, unit="s"),
+    "build": Figure("build of nextn 3, cold", 0.3, 60, unit="s"),
+}
+
+
+def build_seconds() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        code = "from mtpbuild.builder.cli import app; app()"
+        out = str(Path(folder) / "engine")
+        flags = ["build", "--model", MODEL, "--nextn", str(NEXTN), "--out", out]
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code, *flags], check=True, capture_output=True)
+        return time.perf_counter() - start
+
+
+def load_seconds(engine: str, threads: int) -> float:
+    """In a fresh process, from before the first import; the median of five."""
+    command = [sys.executable, "-c", FIRST_TOKEN, engine, str(threads)]
+    runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(5)]
+    return statistics.median(float(run.stdout) for run in runs)
+
+
+def host_share(engine: str, threads: int) -> float:
+    """Percent."""
+    with Engine.load(engine, threads=threads, overlap=False) as loaded:
+        measure(loaded, 64)
+        inside, outside, _ = measure(loaded, 256)
+    program, host = statistics.median(inside), statistics.median(outside)
+    return 100 * host / (program + host)
+
+
+def figures(threads: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        asked = Asked(num_requests=8, output_len=128)
+        wanted = Wanted(MODEL, (0, NEXTN))
+        (report,) = bench(BenchRequest(wanted, asked, threads, Path(folder)))
+    row, engine = report.rows[-1], report.engines[NEXTN]
+    return {
+        "reasoning": row.kinds["reasoning"].speedup.value,
+        "code": row.kinds["code"].speedup.value,
+        "v": row.cost.v,
+        "d": row.cost.d,
+        "host": host_share(engine, threads),
+        "load": load_seconds(engine, threads),
+        "build": build_seconds(),
+    }
+
+
+def report(found: dict[str, float], recorded: dict[str, Any]) -> tuple[Table, list[str]]:
+    """The table, and the names of what got worse."""
+    then, worse = recorded.get("figures", {}), []
+    grid = Table("figure", "now", "recorded", "change", "aim")
+    for key, figure in FIGURES.items():
+        row = [figure.name, f"{found[key]:.2f} {figure.unit}", "-", "-"]
+        if key in then:
+            change = f"{100 * (found[key] / then[key] - 1):+.1f} %"
+            if figure.worse(found[key], then[key]):
+                worse.append(figure.name)
+                change = f"[red]{change}[/red]"
+            row[2:] = [f"{then[key]:.2f} {figure.unit}", change]
+        bound = ">=" if figure.more_is_better else "<="
+        grid.add_row(*row, f"{bound} {figure.aim:g}")
+    return grid, worse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--record", action="store_true")
+    arguments = parser.parse_args()
+    found = figures(arguments.threads)
+    machine = describe_machine(arguments.threads)
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    grid, worse = report(found, recorded)
+    console = Console(width=max(Console().width, 90))
+    console.print(grid)
+    if recorded:
+        then = recorded["machine"]
+        console.print(f"recorded {then['date']} on {then['cpu']}, {then['threads']} threads")
+    if arguments.record:
+        RECORDED.parent.mkdir(exist_ok=True)
+        content = {"machine": machine, "figures": found}
+        RECORDED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return
+    if worse:
+        sys.exit(f"worse than recorded: {', '.join(worse)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Writes a DeepSeek-V3-class checkpoint as GGUF, for llama.cpp's `deepseek2` architecture.
+
+    python gguf_file.py CHECKPOINT OUT [--type f32|q8_0]
+
+Needs `gguf` and `safetensors`; no torch, no mtpbuild. Without the vocabulary: token ids only.
+Without the MTP modules: llama.cpp runs one of them at most, and only in its server.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+Reader = Callable[[str], Array]
+SIGMOID = 2  # gguf.ExpertGatingFuncType
+
+# Of a layer, by GGUF's name and the checkpoint's.
+ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def open_tensors(folder: Path) -> Reader:
+    """name -> the tensor in fp32, from one safetensors file."""
+    path = folder / "model.safetensors"
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    data = np.memmap(path, np.uint8, "r", 8 + length)
+
+    def read(name: str) -> Array:
+        entry = header[name]
+        begin, end = entry["data_offsets"]
+        raw = np.ascontiguousarray(data[begin:end])
+        if entry["dtype"] == "BF16":
+            found = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        elif entry["dtype"] == "F32":
+            found = raw.view(np.float32)
+        else:
+            raise SystemExit(f"{path}: {name} is {entry['dtype']}; expected BF16 or F32")
+        return found.reshape(entry["shape"])
+
+    return read
+
+
+def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
+    """GGUF's names and the values under them."""
+    yield "token_embd.weight", read("model.embed_tokens.weight")
+    yield "output_norm.weight", read("model.norm.weight")
+    yield "output.weight", read("lm_head.weight")
+    heads, nope = c["num_attention_heads"], c["qk_nope_head_dim"]
+    for i in range(c["num_hidden_layers"]):
+        ours, theirs = f"model.layers.{i}", f"blk.{i}"
+        for name, source in ATTENTION.items():
+            yield f"{theirs}.{name}.weight", read(f"{ours}.{source}.weight")
+        kv_b = read(f"{ours}.self_attn.kv_b_proj.weight").reshape(heads, -1, c["kv_lora_rank"])
+        yield f"{theirs}.attn_k_b.weight", kv_b[:, :nope].transpose(0, 2, 1)
+        yield f"{theirs}.attn_v_b.weight", kv_b[:, nope:]
+        if i < c["first_k_dense_replace"]:
+            for name, source in PROJECTIONS.items():
+                yield f"{theirs}.ffn_{name}.weight", read(f"{ours}.mlp.{source}.weight")
+            continue
+        yield f"{theirs}.ffn_gate_inp.weight", read(f"{ours}.mlp.gate.weight")
+        yield f"{theirs}.exp_probs_b.bias", read(f"{ours}.mlp.gate.e_score_correction_bias")
+        for name, source in PROJECTIONS.items():
+            experts = (f"{ours}.mlp.experts.{e}.{source}" for e in range(c["n_routed_experts"]))
+            yield (
+                f"{theirs}.ffn_{name}_exps.weight",
+                np.stack([read(f"{e}.weight") for e in experts]),
+            )
+            yield (
+                f"{theirs}.ffn_{name}_shexp.weight",
+                read(f"{ours}.mlp.shared_experts.{source}.weight"),
+            )
+
+
+def write_keys(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
+    rank, rope = c["kv_lora_rank"], c["qk_rope_head_dim"]
+    writer.add_vocab_size(c["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    # The absorbed form: one key and value head of the latent's width.
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_head_count_kv(1)
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(c["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(c["v_head_dim"])
+    writer.add_q_lora_rank(c["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_leading_dense_block_count(c["first_k_dense_replace"])
+    writer.add_expert_count(c["n_routed_experts"])
+    writer.add_expert_used_count(c["num_experts_per_tok"])
+    writer.add_expert_shared_count(c["n_shared_experts"])
+    writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    writer.add_expert_weights_scale(c["routed_scaling_factor"])
+    writer.add_expert_weights_norm(c["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType(SIGMOID))
+    writer.add_expert_group_count(c["n_group"])
+    writer.add_expert_group_used_count(c["topk_group"])
+    writer.add_rope_dimension_count(rope)
+    writer.add_rope_freq_base(c["rope_theta"])
+    scaling = c.get("rope_scaling")
+    if scaling:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        # llama.cpp's own converter stores it with this factor, and its loader takes it out.
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+
+
+def convert(folder: Path, out: Path, kind: str) -> None:
+    """Matrices in `kind`; norms, biases and the router in fp32, as llama.cpp wants them."""
+    c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    writer = gguf.GGUFWriter(out, "deepseek2")
+    write_keys(writer, c)
+    wanted = gguf.GGMLQuantizationType[kind.upper()]
+    for name, values in tensors(c, open_tensors(folder)):
+        values = np.ascontiguousarray(values, np.float32)
+        if values.ndim < 2 or kind == "f32" or "ffn_gate_inp" in name:
+            writer.add_tensor(name, values)
+        else:
+            packed = gguf.quants.quantize(values, wanted)
+            writer.add_tensor(name, packed, raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--type", choices=("f32", "q8_0"), default="f32")
+    arguments = parser.parse_args()
+    convert(arguments.checkpoint, arguments.out, arguments.type)
+
+
+if __name__ == "__main__":
+    main()

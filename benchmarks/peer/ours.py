@@ -1,0 +1,21 @@
+"""mtpbuild, as its Python interface runs an engine: python ours.py ENGINE THREADS"""
+
+import sys
+from collections.abc import Iterator
+
+from worker import Generate, serve
+
+
+def load() -> Generate:
+    from mtpbuild.runtime import Engine, SamplingParams
+
+    engine = Engine.load(sys.argv[1], threads=int(sys.argv[2]))
+
+    def generate(prompt: list[int], count: int) -> Iterator[list[int]]:
+        for chunk in engine.stream(prompt, SamplingParams(count, ignore_eos=True)):
+            yield list(chunk.token_ids)
+
+    return generate
+
+
+serve(load)

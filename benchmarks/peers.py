@@ -1,0 +1,399 @@
+"""The engine beside what a user would pick instead: same weights, prompts and threads, in turn.
+
+    tools/peers_env.sh                       # once: llama.cpp, in .venv-peers
+    python benchmarks/peers.py [--quick] [--threads 2] [--peers NAME,NAME] [--out FOLDER]
+
+Every peer runs in a process of its own, and each request goes to all of them, one after the other,
+in an order that rotates; the others sleep meanwhile. Batch 1, greedy, EOS ignored. What is missing
+(engines, quantised checkpoints, GGUF files, an ONNX export) is made first, in engines/.peers. A
+peer that fails is listed with its error. Writes peers.json and peers.png.
+
+tokens/s and the time per output token are of decoding, without the first token. Load is from the
+first line of the peer's program to its readiness; memory is what it holds at the end.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mtpbuild.builder.bench.dataset import Asked, load_groups
+from mtpbuild.builder.bench.machine import describe_machine
+from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.runtime import Engine
+
+FOLDER = Path("engines/.peers")
+HERE = Path(__file__).parent / "peer"
+OTHER_PYTHON = Path(".venv-peers/bin/python")
+REFERENCE = "transformers eager"
+CONTEXT, LONG, SHORT = 1536, 1024, 32  # tokens: of a cache, and of the prompts of the first token
+PATIENCE = 600  # seconds that a peer may take for one answer
+
+
+@dataclass(frozen=True)
+class Peer:
+    """name; its weights' format; the command of its worker; and what makes the file it reads."""
+
+    name: str
+    weights: str
+    command: tuple[str, ...]
+    make: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Measured:
+    peer: Peer
+    error: str = ""
+    load_s: float = 0.0
+    memory: int | None = None
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # by request
+    times: dict[int, list[float]] = field(default_factory=dict)
+    first: dict[int, list[float]] = field(default_factory=dict)  # prompt length -> seconds
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"{self.peer.name}, {self.peer.weights}"
+
+    def per_token(self, requests: Sequence[int]) -> list[float]:
+        """Seconds per output token of each request that it answered."""
+        spans = [self.times[i] for i in requests if i in self.times]
+        return [(times[-1] - times[0]) / (len(times) - 1) for times in spans]
+
+    def rate(self, requests: Sequence[int]) -> float | None:
+        """Tokens per second over all of them."""
+        each = self.per_token(requests)
+        return None if not each else 1 / statistics.fmean(each)
+
+
+class Worker:
+    """A peer's process; answers None after its death."""
+
+    def __init__(self, measured: Measured, threads: int) -> None:
+        self.measured = measured
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self.process = subprocess.Popen(
+            measured.peer.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.said: list[str] = []
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
+        ready = self._read()
+        if ready is not None:
+            measured.load_s = ready["load_s"]
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said = [*self.said[-20:], line.rstrip()]
+
+    def ask(self, **question: Any) -> dict[str, Any] | None:
+        if self.measured.error:
+            return None
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # reading says why
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any] | None:
+        assert self.process.stdout is not None
+        watchdog = threading.Timer(PATIENCE, self.process.kill)
+        watchdog.start()
+        text = self.process.stdout.readline()
+        watchdog.cancel()
+        if not text:
+            code = self.process.wait()
+            self.listener.join()
+            last = next((line for line in reversed(self.said) if line.strip()), "no message")
+            self.measured.error = f"ended with {code}: {last}"
+            return None
+        answer: dict[str, Any] = json.loads(text)
+        if "error" in answer:
+            self.measured.error = answer["error"]
+            return None
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.listener.join()
+        with contextlib.suppress(BrokenPipeError), self.process:
+            pass  # closes the pipes
+
+
+def peers(model: str, threads: int, quick: bool) -> list[Peer]:
+    checkpoint = find_model(model).folder
+    python, count = sys.executable, str(threads)
+
+    def hugging_face(mode: str) -> Peer:
+        command = (python, str(HERE / "hugging_face.py"), str(checkpoint), count, mode)
+        return Peer(f"transformers {mode}", "fp32", command)
+
+    def llama_cpp(kind: str) -> Peer:
+        path = FOLDER / f"{kind}.gguf"
+
+        def make() -> None:
+            if not OTHER_PYTHON.exists():
+                raise RuntimeError(f"no {OTHER_PYTHON}: run tools/peers_env.sh")
+            script = (str(OTHER_PYTHON), str(HERE / "gguf_file.py"), str(checkpoint), str(path))
+            subprocess.run((*script, "--type", kind), check=True)
+
+        command = (str(OTHER_PYTHON), str(HERE / "llama_cpp_peer.py"), str(path), count)
+        weights = {"f32": "fp32", "q8_0": "int8"}[kind]
+        return Peer(f"llama.cpp {kind.upper()}", weights, (*command, str(CONTEXT)), make)
+
+    def plain() -> Peer:
+        path, script = FOLDER / "plain.onnx", str(HERE / "plain_onnx.py")
+
+        def make() -> None:
+            if not path.exists():
+                done = subprocess.run(
+                    (python, script, str(checkpoint), str(path), "--make"),
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                if done.returncode:
+                    raise RuntimeError(done.stderr.strip().splitlines()[-1])
+
+        return Peer("onnxruntime plain export", "fp32", (python, script, str(path), count), make)
+
+    def ours(nextn: int, weights: str) -> Peer:
+        out = FOLDER / f"{weights}_n{nextn}"
+
+        def make() -> None:
+            build(BuildRequest(quantised(model, weights), (nextn,), out=out))
+
+        command = (python, str(HERE / "ours.py"), str(out), count)
+        return Peer(f"mtpbuild nextn {nextn}", weights, command, make)
+
+    fp32 = (0, 3) if quick else (0, 1, 2, 3, 4)
+    integers = [ours(n, "int8") for n in (0, 3)]
+    if not quick:
+        integers += [ours(n, "int4") for n in (0, 3)]
+    return [
+        hugging_face("eager"),
+        hugging_face("mtp"),
+        *([] if quick else [hugging_face("compile")]),
+        llama_cpp("f32"),
+        llama_cpp("q8_0"),
+        plain(),
+        *(ours(n, "fp32") for n in fp32),
+        *integers,
+    ]
+
+
+def quantised(model: str, weights: str) -> str:
+    """The checkpoint's folder, or the recipe itself."""
+    if weights == "fp32":
+        return model
+    out = FOLDER / f"checkpoint-{weights}"
+    if not out.exists():
+        scheme = make_scheme(weights, None, None)
+        quantize(QuantizeRequest(model, scheme, out), lambda stage: None)
+    return str(out)
+
+
+def measure(
+    wanted: Sequence[Peer],
+    threads: int,
+    prompts: Sequence[list[int]],
+    output: int,
+    console: Console,
+) -> list[Measured]:
+    """Everything about everyone."""
+    found, workers = [Measured(peer) for peer in wanted], list[Worker]()
+    try:
+        for each in found:
+            console.print(f"loading {each.peer.name}, {each.peer.weights}", style="dim")
+            try:
+                each.peer.make()
+            except Exception as error:
+                each.error = f"{error}".splitlines()[0]
+                continue
+            workers.append(Worker(each, threads))
+        short, long = (prompts[0] * LONG)[:SHORT], ([*chain(*prompts)] * LONG)[:LONG]
+        for worker in workers:
+            worker.ask(prompt=short, max_tokens=8)
+        for i, prompt in enumerate(prompts):
+            console.print(f"request {i + 1} of {len(prompts)}", style="dim")
+            turn = i % len(workers)
+            for worker in workers[turn:] + workers[:turn]:
+                answer = worker.ask(prompt=prompt, max_tokens=output)
+                if answer is not None:
+                    worker.measured.tokens[i] = answer["tokens"]
+                    worker.measured.times[i] = answer["times"]
+                    worker.measured.memory = answer["memory"]
+                for text in (short, long) if i < 5 else ():
+                    answer = worker.ask(prompt=text, max_tokens=2)
+                    if answer is not None:
+                        seconds = worker.measured.first.setdefault(len(text), [])
+                        seconds.append(answer["times"][0])
+        for worker in workers:
+            worker.measured.extra = worker.ask(extra="verify") or {}
+    finally:
+        for worker in workers:
+            worker.close()
+    return found
+
+
+def agreement(one: Measured, other: Measured) -> str:
+    """How many requests have the same tokens."""
+    both = [i for i in one.tokens if i in other.tokens]
+    same = sum(one.tokens[i] == other.tokens[i] for i in both)
+    return f"{same}/{len(both)}" if both else "-"
+
+
+def table(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
+    columns = ["peer", *(f"{kind}\ntokens/s" for kind in kinds), "TPOT, ms\np50  p90"]
+    columns += [f"TTFT, ms\n{SHORT} {LONG}", "load\ns", "memory\nMB", "same\ntext"]
+    grid = Table(title="batch 1, greedy")
+    for i, column in enumerate(columns):
+        grid.add_column(column, justify="right" if i else "left", no_wrap=True)
+    reference = next((m for m in found if m.peer.name == REFERENCE), found[0])
+    every = [i for requests in kinds.values() for i in requests]
+    for each in found:
+        if each.error:
+            grid.add_row(each.label, *("failed" for _ in kinds))
+            continue
+        times = sorted(1e3 * s for s in each.per_token(every))
+        p90 = times[min(len(times) - 1, int(0.9 * len(times)))]
+        first = (f"{1e3 * statistics.median(each.first[n]):.0f}" for n in (SHORT, LONG))
+        grid.add_row(
+            each.label,
+            *(f"{each.rate(requests) or 0:.1f}" for requests in kinds.values()),
+            f"{statistics.median(times):.2f}  {p90:.2f}",
+            " ".join(first),
+            f"{each.load_s:.2f}",
+            f"{(each.memory or 0) / 1e6:.0f}",
+            agreement(each, reference),
+        )
+    return grid
+
+
+def ratios(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
+    """What the aims of docs/benchmarks.md are about, of this one run."""
+    grid = Table("ratio of tokens/s", *kinds)
+    rates = {
+        (m.peer.name, m.peer.weights): [m.rate(requests) for requests in kinds.values()]
+        for m in found
+        if not m.error
+    }
+    drafting, plain = ("mtpbuild nextn 3", "fp32"), ("mtpbuild nextn 0", "fp32")
+    f32, q8 = ("llama.cpp F32", "fp32"), ("llama.cpp Q8_0", "int8")
+    pairs = [
+        (drafting, plain),
+        (drafting, f32),
+        (plain, (REFERENCE, "fp32")),
+        (drafting, ("transformers mtp", "fp32")),
+        (plain, ("onnxruntime plain export", "fp32")),
+        (("mtpbuild nextn 3", "int8"), q8),
+        (("mtpbuild nextn 0", "int8"), q8),
+    ]
+    for above, below in pairs:
+        if above in rates and below in rates:
+            values = (
+                f"{a / b:.2f}" if a and b else "-"
+                for a, b in zip(rates[above], rates[below], strict=True)
+            )
+            grid.add_row(f"{above[0]} {above[1]} / {below[0]} {below[1]}", *values)
+    return grid
+
+
+def draw(found: Sequence[Measured], kinds: dict[str, list[int]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [m for m in found if not m.error]
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 + 0.45 * len(shown)), layout="constrained")
+    height = 0.8 / len(kinds)
+    for k, (kind, requests) in enumerate(kinds.items()):
+        places = [i + height * (k + 0.5) - 0.4 for i in range(len(shown))]
+        values = [m.rate(requests) or 0 for m in shown]
+        bars = axes.barh(places, values, height * 0.9, label=kind)
+        axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=7)
+    axes.set_yticks(range(len(shown)), [m.label for m in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens/s of one stream, greedy")
+    axes.legend(loc="lower right", frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="deepseek-tiny")
+    parser.add_argument("--quick", action="store_true", help="fewer peers, requests and tokens")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--requests", type=int, help="of each kind")
+    parser.add_argument("--output-len", type=int)
+    parser.add_argument("--peers", help="names to measure, such as 'mtpbuild nextn 3'; commas")
+    parser.add_argument("--out", type=Path, default=Path("bench_results"))
+    arguments = parser.parse_args()
+    console = Console(width=max(Console().width, 104))
+    wanted = peers(arguments.model, arguments.threads, arguments.quick)
+    if arguments.peers:
+        names = arguments.peers.split(",")
+        unknown = sorted(set(names) - {peer.name for peer in wanted})
+        if unknown:
+            known = ", ".join(dict.fromkeys(peer.name for peer in wanted))
+            sys.exit(f"--peers {unknown[0]}: expected of {known}")
+        wanted = [peer for peer in wanted if peer.name in names]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    each, output = (3, 96) if arguments.quick else (10, 256)
+    each, output = arguments.requests or each, arguments.output_len or output
+    build(BuildRequest(arguments.model, (0,), out=FOLDER / "fp32_n0"))
+    with Engine.load(FOLDER / "fp32_n0") as engine:
+        groups = load_groups(Asked(num_requests=2 * each, output_len=output), engine, 1)
+    asked = [prompt for group in groups for prompt in group]
+    kinds: dict[str, list[int]] = {}
+    for i, prompt in enumerate(asked):
+        kinds.setdefault(prompt.kind, []).append(i)
+    found = measure(wanted, arguments.threads, [p.token_ids for p in asked], output, console)
+    console.print(table(found, kinds), ratios(found, kinds))
+    for one in found:
+        if one.error:
+            console.print(f"{one.label}: {one.error}", style="red", markup=False)
+        if one.extra:
+            text = "  ".join(f"{name} {value:.3f}" for name, value in one.extra.items())
+            console.print(f"{one.peer.name}: {text}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    settings = {"requests": len(asked), "output_len": output, "kinds": kinds}
+    content = {
+        "machine": describe_machine(arguments.threads),
+        "settings": settings,
+        "peers": [
+            {k: v for k, v in asdict(m).items() if k != "peer"}
+            | {"name": m.peer.name, "weights": m.peer.weights}
+            for m in found
+        ],
+    }
+    (arguments.out / "peers.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+    draw(found, kinds, arguments.out / "peers.png")
+
+
+if __name__ == "__main__":
+    main()
