@@ -62,6 +62,9 @@ def build(
     fast_build: Annotated[
         bool, typer.Option("--fast-build", help="Target tensorrt: compile sooner, run slower.")
     ] = False,
+    strip_weights: Annotated[
+        bool, typer.Option("--strip-weights", help="Target tensorrt: one file of weights, not 3.")
+    ] = False,
     tp: Annotated[
         int, typer.Option("--tp", help="Ranks that share the model, on target inductor.")
     ] = 1,
@@ -110,6 +113,7 @@ def build(
         checkpoint=checkpoint,
         compute_capability=() if compute_capability is None else (*compute_capability.split(","),),
         fast_build=fast_build,
+        strip_weights=strip_weights,
         device=device,
         tp=tp,
         ep=ep,

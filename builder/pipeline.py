@@ -49,6 +49,7 @@ class BuildRequest:
     checkpoint: Path | None = None  # of a recipe's weights; else where the recipe finds them
     compute_capability: tuple[str, ...] = ()  # as said on the command line: sm120
     fast_build: bool = False
+    strip_weights: bool = False
     device: str = "cpu"
     tp: int = 1
     ep: int = 1
@@ -144,7 +145,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
                 # 6. The directory: tokenizer, manifest with hashes, one rename.
                 with stages("package"):
-                    if target.embeds_weights:
+                    if target.embeds_weights and not plans[out].strip_weights:
                         weights.remove(folder)
                     package.copy_side_files(source.folder, folder)
                     package.share_programs(places[0], places[1:])
@@ -175,6 +176,8 @@ def make_plans(
         nextns = (config.num_nextn_predict_layers,)
     if request.fast_build and request.target != "tensorrt":
         raise UsageError(f"--fast-build is for target tensorrt, not {request.target}")
+    if request.strip_weights and request.target != "tensorrt":
+        raise UsageError(f"--strip-weights is for target tensorrt, not {request.target}")
     if (request.tp, request.ep) != (1, 1):
         if (request.target, request.device) != ("inductor", "cpu"):
             raise UsageError("--tp and --ep are for target inductor on the CPU")
@@ -208,6 +211,7 @@ def make_plans(
                 compute_capabilities=capabilities,
                 fast_build=request.fast_build,
                 plugins=request.target == "tensorrt",
+                strip_weights=request.strip_weights,
                 gpu=gpu,
                 tp=request.tp,
                 ep=request.ep,

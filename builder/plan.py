@@ -26,6 +26,7 @@ class Plan:
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that a TensorRT target compiles for
     fast_build: bool = False  # of target tensorrt: tries fewer kernels
     plugins: bool = False  # of target tensorrt: our kernels are there for every op
+    strip_weights: bool = False  # of target tensorrt: loading puts them back
     gpu: str | None = None  # compute capability that target inductor compiles on and for; None: CPU
     tp: int = 1  # ranks that share the model
     ep: int = 1  # parts of the routed experts

@@ -67,6 +67,9 @@ class FakeTensorRt:
     def Runtime(self, logger: Any) -> "Runtime":  # noqa: N802
         return Runtime(self, logger)
 
+    def Refitter(self, engine: "Engine", logger: Any) -> "Refitter":  # noqa: N802
+        return Refitter(engine, logger)
+
     def nptype(self, dtype: type) -> type:
         return dtype
 
@@ -199,7 +202,12 @@ class Runtime:
 
 class Engine:
     def __init__(self, trt: FakeTensorRt, header: dict[str, Any], graph: bytes) -> None:
-        self.trt, self.profile = trt, header["profile"]
+        self.trt, self.profile, self.graph = trt, header["profile"], graph
+        self.stripped: dict[str, list[int]] = header.get("stripped", {})
+        if not self.stripped:
+            self.open(graph)
+
+    def open(self, graph: bytes) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
@@ -230,6 +238,40 @@ class Engine:
         assert strategy is Strategy.USER_MANAGED
         self.trt.contexts.append(Context(self))
         return self.trt.contexts[-1]
+
+
+def without_weights(data: bytes) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+    """An engine as `--strip-weights` has it, and the floats that are no longer in it."""
+    header, _, graph = data.partition(b"\n")
+    model = onnx.load_from_string(graph)
+    floats = [i for i in model.graph.initializer if i.data_type == onnx.TensorProto.FLOAT]
+    for initializer in floats:
+        model.graph.initializer.remove(initializer)
+    stripped = {"stripped": {i.name: list(i.dims) for i in floats}}
+    header = json.dumps(json.loads(header) | stripped).encode()
+    weights = {i.name: onnx.numpy_helper.to_array(i) for i in floats}
+    return header + b"\n" + model.SerializeToString(), weights
+
+
+class Refitter:
+    def __init__(self, engine: Engine, logger: Any) -> None:
+        self.engine, self.logger = engine, logger
+        self.given: dict[str, np.ndarray[Any, Any]] = {}
+
+    def get_all_weights(self) -> list[str]:
+        return list(self.engine.stripped)
+
+    def set_named_weights(self, name: str, weights: np.ndarray[Any, Any]) -> bool:
+        self.given[name] = weights
+        return weights.size == math.prod(self.engine.stripped[name])
+
+    def refit_cuda_engine(self) -> bool:
+        model = onnx.load_from_string(self.engine.graph)
+        for name, dims in self.engine.stripped.items():
+            array = self.given[name].reshape(dims)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+        self.engine.open(model.SerializeToString())
+        return True
 
 
 class Context:

@@ -3,9 +3,10 @@
     python -m tests.torch_tensorrt_shim CHECKPOINT
 
 lists, as JSON, what the programs of an engine become: the network's tensors, kinds of layers,
-writes of caches and plugins. Networks are compiled for sm120, with constants in place of the
-plugins; nothing can be loaded here. It answers for CUDA, so it wants a process of its own, and
-patches internals of Torch-TensorRT 2.13.0.
+writes of caches, plugins and names of weights. Networks are compiled for sm120, with constants in
+place of the plugins and with their weights, as stripping needs a GPU; nothing can be loaded here.
+It answers for CUDA, so it wants a process of its own, and patches internals of Torch-TensorRT
+2.13.0.
 """
 
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tests import tensorrt_plugin_shim
 
@@ -62,6 +64,7 @@ def listing(folder: Path) -> dict[str, Any]:
     trt = install()
     plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
     networks: list[Any] = []
+    flags, named = set(), set()
 
     make, compile_network = trt.Builder.create_builder_config, trt.Builder.build_serialized_network
 
@@ -77,6 +80,13 @@ def listing(folder: Path) -> dict[str, Any]:
         networks.append(describe(trt, network))
         return compile_network(builder, network, config)
 
+    def name(network: Any, weights: Any, text: str) -> Any:
+        named.add(text)
+        return set_weights_name(network, weights, text)
+
+    set_weights_name = trt.INetworkDefinition.set_weights_name
+    trt.INetworkDefinition.set_weights_name = name
+    trt.IBuilderConfig.set_flag = lambda config, flag: flags.add(flag.name)
     trt.Builder.create_builder_config = for_sm120
     trt.Builder.build_serialized_network = seen
     trt.Runtime.deserialize_cuda_engine = lambda runtime, data: Unloaded(data)
@@ -86,15 +96,19 @@ def listing(folder: Path) -> dict[str, Any]:
     from mtpbuild.builder.model.config import load_config
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.targets.tensorrt import TARGET
+    from mtpbuild.builder.targets.timing_cache import place
 
     config = load_config(folder)
     nextn = config.num_nextn_predict_layers
-    plan = Plan(config, nextn, "mtp-vanilla", 2, 100, 4, ("12.0",), plugins=True)
+    plan = Plan(
+        config, nextn, "mtp-vanilla", 2, 100, 4, ("12.0",), plugins=True, strip_weights=True
+    )
     TARGET.check(plan)
     source = compiler.ModelSource("toy", folder, config, GenerationIds(None, (), None))
     found = {}
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name)
+    with tempfile.TemporaryDirectory() as folder_name:
+        out = Path(folder_name)
+        os.environ["XDG_CACHE_HOME"] = folder_name
         places = source.write_weights(out, siblings=out / "none").places
         for program in source.programs(plan):
             traced = compiler.trace(program, plan)
@@ -102,8 +116,15 @@ def listing(folder: Path) -> dict[str, Any]:
             layers = json.loads((out / f"{program.name}.layers.json").read_text())
             assert layers == {"size": (out / file).stat().st_size, "format": "JSON"}
             assert layers["size"] > (out / "weights.safetensors").stat().st_size
-            found[program.name] = networks.pop() | {"plugins": plugins.copy()}
+            constants = load_file(out / f"{program.name}.constants.safetensors").keys()
+            weights = sorted(named - constants)
+            assert constants <= named
+            assert set(weights) <= places.keys()
+            found[program.name] = networks.pop() | {"plugins": plugins.copy(), "weights": weights}
             plugins.clear()
+            named.clear()
+        assert flags == {"STRIP_PLAN", "REFIT_IDENTICAL"}
+        assert place(trt.__version__, "12.0").is_file()
     return found
 
 

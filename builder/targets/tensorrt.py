@@ -12,11 +12,13 @@ from types import ModuleType
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.targets.branches import without_branches
+from mtpbuild.builder.targets.strip import strip
+from mtpbuild.builder.targets.timing_cache import timing_cache
 from mtpbuild.builder.targets.trt_compile import compile_network, new_config
 from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
@@ -25,6 +27,7 @@ from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.manifest import TargetInfo, TensorSpec
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
+from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS
 
 NAME: Final = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
@@ -54,8 +57,10 @@ class TensorRtTarget:
         torch_tensorrt()
 
     def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-        values = {f"model.{k}": v for k, v in load_file(folder / WEIGHTS).items()}  # mapped
-        file, engine = f"{traced.name}.engine", compile_program(traced, values)
+        engine, missing = compile_program(traced, load_file(folder / WEIGHTS))  # mapped
+        if traced.plan.strip_weights:
+            save_file(missing, folder / CONSTANTS.format(traced.name))
+        file = f"{traced.name}.engine"
         (folder / file).write_bytes(engine)
         (folder / f"{traced.name}.layers.json").write_text(layers_of(engine), encoding="utf-8")
         return file
@@ -102,8 +107,13 @@ def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
     return ctx.net.add_cumulative(values, constant, total, False, False).get_output(0)
 
 
-def compile_program(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
-    """A serialised engine; `values` as of `convert`. Raises BuildError."""
+def compile_program(
+    traced: Traced, values: Mapping[str, torch.Tensor]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A serialised engine; `values` as of `convert`. Raises BuildError.
+
+    And the constants that it lacks: none, unless the plan is to strip it.
+    """
     trt = tensorrt_api(NAME)
     with _quiet(trt):
         try:
@@ -114,7 +124,10 @@ def compile_program(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
         builder, network = interpreter.builder, interpreter.ctx.net
         config = new_config(trt, builder, network, traced.plan)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `layers_of`
-        return compile_network(trt, builder, network, config, traced.name)
+        plan = traced.plan
+        missing = strip(trt, network, config, values) if plan.strip_weights else {}
+        with timing_cache(trt, config, plan.compute_capabilities[0]):
+            return compile_network(trt, builder, network, config, traced.name), missing
 
 
 def layers_of(engine: Any) -> str:
@@ -129,12 +142,13 @@ def layers_of(engine: Any) -> str:
 def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     """Torch-TensorRT's interpreter: it holds the builder, the network and the network's constants.
 
-    The network's tensors are named as the manifest's. values: of the program's parameters, which
+    The network's tensors are named as the manifest's. values: of the model's parameters, which
     were traced without any.
     """
     exported = traced.exported
     for name in exported.state_dict:
-        exported.state_dict[name] = torch.nn.Parameter(values[name], requires_grad=False)
+        value = values[name.removeprefix("model.")]
+        exported.state_dict[name] = torch.nn.Parameter(value, requires_grad=False)
     without_branches(exported)
     interpreter = _interpret(exported.run_decompositions(tensorrt_decompositions()), traced)
     network = interpreter.ctx.net

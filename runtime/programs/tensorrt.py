@@ -15,6 +15,7 @@ from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOu
 from mtpbuild.runtime.programs.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.slots import MIXED, PLAIN, padded
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
+from mtpbuild.runtime.programs.tensorrt_refit import WEIGHTS, refit
 
 PREFILL = "prefill"
 JUDGED = ("window", "num_drafts")  # of the state that a step was given, what it reports
@@ -30,6 +31,8 @@ class Compiled:
         if self._engine is None:
             raise EngineError(f"{path}: TensorRT can't load it ({log.first()}); rebuild the engine")
         self._path = path
+        if (path.parent / WEIGHTS).exists():
+            refit(trt, self._engine, path.parent, path.stem)
         self._check(trt, spec)
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         self._context = self._engine.create_execution_context(strategy)
@@ -257,7 +260,8 @@ def load(folder: Path, manifest: Manifest, threads: int | None) -> TensorRtProgr
 
 def _check_memory(folder: Path, manifest: Manifest, device: Device) -> None:
     """Programs hold their weights; what they need for intermediate results comes on top."""
-    files = sum(manifest.files[p.file].size for p in manifest.programs.values())
+    weights = manifest.files[WEIGHTS].size if WEIGHTS in manifest.files else 0  # of each program
+    files = sum(manifest.files[p.file].size + weights for p in manifest.programs.values())
     state = sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in manifest.state)
     free = device.free_memory()
     if files + state > free:

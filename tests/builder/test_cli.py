@@ -76,6 +76,7 @@ def test_frozen_flags() -> None:
         "--spec-decode-max-draft-len",
         "--spec-decode-nextn",
         "--speculative-config",
+        "--strip-weights",
         "--target",
         "--tp",
     ]

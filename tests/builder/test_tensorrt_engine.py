@@ -11,7 +11,10 @@ from typing import cast
 import numpy as np
 import onnx
 import pytest
+from safetensors.numpy import load_file as load_numpy
+from safetensors.numpy import save_file
 
+from mtpbuild.builder import package
 from mtpbuild.builder.compute_capability import compute_capabilities
 from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
@@ -34,11 +37,19 @@ from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import tensorrt
 from mtpbuild.runtime.programs.base import Controls
 from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms
+from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS, WEIGHTS
 from tests.builder.conftest import SMALLEST
 from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
 from tests.fake_cuda import OUT_OF_MEMORY, FakeCuda
-from tests.fake_tensorrt import BuilderFlag, FakeTensorRt, Network
+from tests.fake_tensorrt import (
+    BuilderFlag,
+    FakeTensorRt,
+    ILogger,
+    Network,
+    Refitter,
+    without_weights,
+)
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 
@@ -268,6 +279,74 @@ class TestWhatCanNotRun:
 
 
 @pytest.fixture
+def stripped(engine: Path, tmp_path: Path) -> Path:
+    """The engine without its floats, which lie beside it: parameters once, others by program."""
+    copy = shutil.copytree(engine, tmp_path / "stripped")
+    parameters: dict[str, np.ndarray] = {}
+    for program in ("prefill", "decode", "decode_mixed"):
+        path = copy / f"{program}.engine"
+        data, weights = without_weights(path.read_bytes())
+        path.write_bytes(data)
+        parameters |= {n: w for n, w in weights.items() if n.startswith("model.")}
+        others = {n: w for n, w in weights.items() if not n.startswith("model.")}
+        assert others
+        save_file(others, copy / CONSTANTS.format(program))
+    save_file(parameters, copy / WEIGHTS)
+    return copy
+
+
+def described(folder: Path) -> Manifest:
+    """With the files as they are now."""
+    manifest = read_manifest(folder)
+    return manifest.model_copy(update={"files": package.describe_files(folder, {})})
+
+
+class TestWeightsPutBack:
+    def test_the_same_tokens(self, engine: Path, stripped: Path) -> None:
+        assert (
+            len((stripped / "decode.engine").read_bytes())
+            < (engine / "decode.engine").stat().st_size
+        )
+        said = []
+        for folder, manifest in ((engine, read_manifest(engine)), (stripped, described(stripped))):
+            programs = tensorrt.load(folder, manifest, None)
+            programs.prefill(0, 0, np.array([5, 6, 7, 8]))
+            programs.begin(0, 3, 8)
+            steps = [programs.step(np.array([True, False]), 20).tokens.copy() for _ in range(4)]
+            said.append(np.stack(steps).tolist())
+        assert said[0] == said[1]
+
+    @pytest.mark.parametrize("damage", ["missing", "another size"])
+    def test_weights_that_do_not_fit(self, stripped: Path, damage: str) -> None:
+        path = stripped / WEIGHTS
+        weights = load_numpy(path)
+        name = next(iter(weights))
+        if damage == "missing":
+            del weights[name]
+        else:
+            weights[name] = np.zeros(weights[name].size + 1, np.float32)
+        save_file(weights, path)
+        says = refusal(stripped, described(stripped))
+        assert says.endswith("; rebuild the engine")
+        assert f"{name} of " in says
+
+    def test_a_refit_that_fails(self, stripped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(refitter: Refitter) -> bool:
+            refitter.logger.log(ILogger.ERROR, "out of\nmemory")
+            return False
+
+        monkeypatch.setattr(Refitter, "refit_cuda_engine", fail)
+        says = "TensorRT can't refit prefill (out of memory); rebuild it"
+        assert refusal(stripped, described(stripped)).endswith(says)
+
+    def test_memory_is_counted_for_each_program(self, stripped: Path, gpu: FakeCuda) -> None:
+        manifest = described(stripped)
+        size, programs = manifest.files[WEIGHTS].size, len(manifest.programs)
+        gpu.free = programs * size
+        assert "GB of GPU memory" in refusal(stripped, manifest)
+
+
+@pytest.fixture
 def place(folder: Path, tmp_path: Path, trt: FakeTensorRt) -> Iterator[BuildRequest]:
     """A build that is to fail, and to leave nothing."""
     yield BuildRequest(
@@ -364,6 +443,8 @@ class TestTargetTensorRt:
             build(replace(place, target="tensorrt"))
         with pytest.raises(UsageError, match="--fast-build is for target tensorrt, not tensorrt-r"):
             build(replace(place, fast_build=True))
+        with pytest.raises(UsageError, match="--strip-weights is for target tensorrt, not tensorr"):
+            build(replace(place, strip_weights=True))
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "cuda.bindings.runtime", None)
             with pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[tensorrt\]'"):
