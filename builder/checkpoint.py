@@ -1,7 +1,7 @@
 """Reads a Hugging Face safetensors checkpoint tensor by tensor, checked against the table."""
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,17 @@ class Checkpoint:
     files: Mapping[str, Path]
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, str]
+    stored_names: Mapping[str, str] = field(default_factory=dict)  # where a file has another
+
+    def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
+        """Only some of the tensors, under other names; names: stored name -> new name."""
+        return replace(
+            self,
+            files={new: self.files[old] for old, new in names.items()},
+            shapes={new: self.shapes[old] for old, new in names.items()},
+            dtypes={new: self.dtypes[old] for old, new in names.items()},
+            stored_names={new: old for old, new in names.items()},
+        )
 
     def format(self, name: str) -> Format | None:
         """The number format of a quantised weight."""
@@ -55,7 +66,7 @@ class Checkpoint:
         """One tensor as it is in its file."""
         try:
             with safe_open(self.files[name], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
+                tensor: Tensor = file.get_tensor(self.stored_names.get(name, name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.files[name]}: can't read {name} ({error})") from None
         return tensor
@@ -96,7 +107,7 @@ class Checkpoint:
     def _pieces(self, name: str) -> Iterator[Tensor]:
         """Rows of a stored tensor, some at a time."""
         with safe_open(self.files[name], framework="pt") as file:
-            rows = file.get_slice(name)
+            rows = file.get_slice(self.stored_names.get(name, name))
             for start in range(0, self.shapes[name][0], PIECE):
                 yield rows[start : start + PIECE]
 

@@ -81,12 +81,17 @@ def build(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder with the recipe's weights.")
     ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Main layers to build, 0-3, and the modules: to try a big checkpoint."),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check all, say what it would be, write nothing."),
     ] = False,
 ) -> None:
     """Build one engine directory per nextn."""
+    from mtpbuild.builder.model.layers_slice import parse_layers
     from mtpbuild.builder.pipeline import BuildRequest
     from mtpbuild.runtime.field_config import sampling_settings
 
@@ -115,6 +120,7 @@ def build(
         fast_build=fast_build,
         strip_weights=strip_weights,
         device=device,
+        layers=None if layers is None else parse_layers(layers),
         tp=tp,
         ep=ep,
     )

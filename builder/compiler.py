@@ -11,8 +11,9 @@ from mtpbuild.builder import package
 from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_weights
 from mtpbuild.builder.generation import GenerationIds
 from mtpbuild.builder.model.blocks import use_blocks
-from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.config import ModelConfig, load_config
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import Weight, weight_table
 from mtpbuild.builder.plan import Plan
@@ -50,6 +51,7 @@ class ModelSource:
     model: DeepseekV3 = field(init=False)
     device: str = "cpu"  # meta: only to look at
     integers: tuple[str, ...] = ()  # formats that the target runs as they are
+    layers: LayersSlice | None = None  # `config` is then the slice's
     share: Share = WHOLE  # of a rank: the model is its part, the same for all ranks
     parameters: int = field(init=False)
     kept: dict[str, int] = field(init=False)  # weights that stay in them -> bits
@@ -57,7 +59,7 @@ class ModelSource:
 
     def __post_init__(self) -> None:
         self._check_tokenizer()
-        self.checkpoint = open_checkpoint(self.folder)
+        self.checkpoint = self._open_checkpoint()
         self.table = self.checkpoint.check(self.config)
         with torch.device(self.device):
             # Uninitialised: its memory is never touched.
@@ -74,6 +76,14 @@ class ModelSource:
         }
         with torch.device(self.device):
             use_blocks(self.model, self.kept.items())
+
+    def _open_checkpoint(self) -> Checkpoint:
+        checkpoint = open_checkpoint(self.folder)
+        if self.layers is None:
+            return checkpoint
+        layers = load_config(self.folder).num_hidden_layers
+        names = {name: self.layers.rename(name, layers) for name in checkpoint.files}
+        return checkpoint.renamed({old: new for old, new in names.items() if new is not None})
 
     def _check_tokenizer(self) -> None:
         path = self.folder / TOKENIZER

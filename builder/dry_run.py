@@ -8,11 +8,9 @@ from pathlib import Path
 from mtpbuild.builder import package
 from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.generation import generation_ids
-from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.model.share import Share
-from mtpbuild.builder.pipeline import BuildRequest, Stages, make_plans, needs
+from mtpbuild.builder.pipeline import BuildRequest, Stages, find_source, make_plans, needs
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.recipe import find_model
 
 ITEM_BYTES = {"float32": 4, "int64": 8, "bool": 1}
 
@@ -43,8 +41,7 @@ class DryRun:
 
 def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     """Raises what `build` would before it writes."""
-    source = find_model(request.model, request.checkpoint)
-    config = load_config(source.folder)
+    source, config = find_source(request)
     ids = generation_ids(source.folder, config)
     plans = dict(make_plans(config, request, source.engine))
     for out in plans:
@@ -64,6 +61,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
             ids,
             device="meta",
             integers=target.integers,
+            layers=request.layers,
             share=Share(request.tp, request.ep),
         )
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())

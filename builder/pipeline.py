@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.generation import generation_ids
 from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.model.share import Share, check_share
 from mtpbuild.builder.plan import DrafterName, Plan, choose_drafter, state_specs
-from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.recipe import Source, find_model
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import (
     MAX_BATCH,
@@ -53,6 +54,7 @@ class BuildRequest:
     device: str = "cpu"
     tp: int = 1
     ep: int = 1
+    layers: LayersSlice | None = None
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     stages = stages or Stages()
 
     # 1. What to build: the model's configuration, and a plan and a place for each nextn.
-    source = find_model(request.model, request.checkpoint)
-    config = load_config(source.folder)
+    source, config = find_source(request)
     ids = generation_ids(source.folder, config)
     plans = dict(make_plans(config, request, source.engine))
     prints = {out: fingerprint(source.folder, plans[out], request.target) for out in plans}
@@ -117,6 +118,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 config,
                 ids,
                 integers=target.integers,
+                layers=request.layers,
                 share=Share(request.tp, request.ep),
             )
             model.tell_formats()
@@ -163,6 +165,16 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                         manifest(place, hashes=written[rank].hashes, rank=rank)
                     manifest(folder, hashes=weights.hashes)
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in plans]
+
+
+def find_source(request: BuildRequest) -> tuple[Source, ModelConfig]:
+    """The model, or what is to be seen of it; a slice has a name of its own."""
+    source = find_model(request.model, request.checkpoint)
+    config = load_config(source.folder)
+    if request.layers is None:
+        return source, config
+    name, engine = (f"{n}-layers{request.layers}" for n in (source.name, source.engine))
+    return replace(source, name=name, engine=engine), request.layers.of(config)
 
 
 def make_plans(

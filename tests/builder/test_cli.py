@@ -66,6 +66,7 @@ def test_frozen_flags() -> None:
         "--extra-llm-api-options",
         "--fast-build",
         "--force",
+        "--layers",
         "--max-batch",
         "--max-seq-len",
         "--model",

@@ -1,0 +1,87 @@
+"""A slice of a checkpoint is the model whose layers these are."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpbuild.builder.checkpoint import stream_weights
+from mtpbuild.builder.compiler import ModelSource
+from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.generation import generation_ids
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.model.layers_slice import LayersSlice, parse_layers
+from mtpbuild.builder.pipeline import BuildRequest, Stages, build
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.runtime.errors import BuildError, UsageError
+from tests.checkpoints import lower, make_model, save_checkpoint
+
+SHAPE = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def whole() -> Transformer:
+    return make_model(**SHAPE)
+
+
+@pytest.fixture(scope="module")
+def folder(whole: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("slices") / "five", whole, **SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "dense"), [(0, 0, 2), (0, 4, 2), (1, 3, 1), (2, 2, 0), (4, 4, 0)]
+)
+def test_its_weights_are_those_layers(
+    first: int, last: int, dense: int, whole: Transformer, folder: Path
+) -> None:
+    own = make_model(
+        1, **SHAPE | {"num_hidden_layers": last - first + 1, "first_k_dense_replace": dense}
+    )
+    order = [*range(first, last + 1), 5, 6]  # main layers, then the modules
+    tensors = whole.state_dict()
+    own.load_state_dict(
+        {
+            name: tensors[re.sub(r"layers\.(\d+)", lambda m: f"layers.{order[int(m[1])]}", name)]
+            for name in own.state_dict()
+        }
+    )
+    cut, config = LayersSlice(first, last), load_config(folder)
+    source = ModelSource("x", folder, cut.of(config), generation_ids(folder, config), layers=cut)
+    wanted = lower(own).state_dict()
+    found = dict(stream_weights(source.checkpoint, source.table))
+    assert list(found) == [weight.name for weight in source.table]
+    assert set(found) <= set(wanted)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.usefixtures("quick")
+def test_it_is_an_engine_of_its_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = BuildRequest(str(folder), (1,), layers=parse_layers("1-2"))
+    (built,) = build(request)
+    assert built.folder == Path("engines/five-layers1-2_n1")
+    assert built.manifest.model.name == "five-layers1-2"
+    assert built.manifest.model.num_hidden_layers == 2
+    assert build(request)[0].unchanged
+    foreseen = dry_run(request, Stages())
+    assert foreseen.parameters == built.manifest.model.parameters
+    assert foreseen.engines[0].unchanged
+    with pytest.raises(BuildError, match=r"holds an engine of five-layers1-2"):
+        build(BuildRequest(str(folder), (1,), out=built.folder))
+
+
+@pytest.mark.parametrize("text", ["", "3", "0-", "-1-2", "a-b", "0-3,5", "1-9999999"])
+def test_what_is_not_a_range(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a range such as 0-3"):
+        parse_layers(text)
+
+
+@pytest.mark.parametrize("text", ["0-5", "3-2", "7-9"])
+def test_layers_that_are_not_there(text: str, folder: Path) -> None:
+    with pytest.raises(UsageError, match=f"--layers {text} is outside 0-4"):
+        build(BuildRequest(str(folder), (1,), layers=parse_layers(text)))
