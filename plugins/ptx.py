@@ -141,6 +141,9 @@ SHAPES = {
     "deepseek-v3-fp8-cache": Shape(
         8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.float8_e4m3fn
     ),
+    "deepseek-v3-fp32": Shape(
+        8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.float32
+    ),
     "small": Shape(2, 3, 4, 40, 8, 1000, 48, 24, 8, 4, 2, 2, torch.float32),
 }  # fmt: skip
 

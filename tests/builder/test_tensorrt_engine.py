@@ -481,6 +481,32 @@ class TestTargetTensorRt:
         says = "can't launch a kernel (mla_partial: 65536 bytes of shared memory > 49152)"
         assert str(caught.value) == f"target tensorrt: TensorRT {says}"
 
+    @pytest.mark.usefixtures("quick")
+    @pytest.mark.parametrize("strip", [False, True])
+    def test_where_the_weights_are(
+        self,
+        strip: bool,
+        folder: Path,
+        tmp_path: Path,
+        gpu: FakeCuda,
+        trt: FakeTensorRt,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def lower(target: object, traced: Traced, weights: object, folder: Path) -> str:
+            assert traced.plan.strip_weights == strip
+            (folder / f"{traced.name}.engine").write_bytes(b"an engine")
+            return f"{traced.name}.engine"
+
+        monkeypatch.setitem(sys.modules, "tensorrt", trt)
+        monkeypatch.setattr(target_tensorrt.TensorRtTarget, "check", lambda target, plan: None)
+        monkeypatch.setattr(target_tensorrt.TensorRtTarget, "lower", lower)
+        request = BuildRequest(
+            str(folder), (0,), out=tmp_path / "out", target="tensorrt", strip_weights=strip
+        )
+        (built,) = build(request)
+        assert (WEIGHTS in built.manifest.files) == strip
+        check_files(built.folder, built.manifest, verify_hashes=True)
+
     def test_a_fast_build(self, trt: FakeTensorRt) -> None:
         builder = trt.Builder(None)
         network = Network()
