@@ -19,8 +19,7 @@ from mtpbuild.plugins.ptx import compile_launch
 
 NAMESPACE = "mtpbuild"
 PORTABLE = 80  # its PTX runs on every later GPU; tiles of 16 rows gain nothing from a newer one
-TORCH = {
-    "BOOL": torch.bool,
+TORCH = {  # a plugin takes and gives no BOOL
     "INT32": torch.int32,
     "INT64": torch.int64,
     "BF16": torch.bfloat16,
@@ -38,8 +37,8 @@ def as_plugins(
 ) -> Converter:
     """A converter of Torch-TensorRT for an op; `launches` takes what the op takes.
 
-    results: which of the launches' tensors the op returns. The converter raises ContractError if
-    TensorRT could not launch a kernel.
+    results: which of the launches' tensors the op returns; those that are bool there come as int32.
+    The converter raises ContractError if TensorRT could not launch a kernel.
     """
 
     def convert(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -61,11 +60,13 @@ def as_plugins(
 
 
 def _operand(ctx: Any, arg: Any, name: str, there: dict[int, Any]) -> Any:
-    """A meta tensor like the network's; what is no tensor stays as it is."""
+    """A meta tensor like the network's, int32 for bool; what is no tensor stays as it is."""
     if isinstance(arg, int | float):
         return arg
     utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
     given = utils.get_trt_tensor(ctx, arg, name)
+    if given.dtype.name == "BOOL":
+        given = ctx.net.add_cast(given, import_module("tensorrt").int32).get_output(0)
     shape = tuple(given.shape)
     assert -1 not in shape, "a plugin has fixed shapes"
     tensor = torch.empty(shape, dtype=TORCH[given.dtype.name], device="meta")

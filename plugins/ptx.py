@@ -19,7 +19,6 @@ from mtpbuild.plugins.launch import AOT_SHARED, Launch
 ARCHITECTURES = (80, 90, 100, 120)
 PTX_VERSION = 87  # Triton's own is newer than what drivers of CUDA 12.8 take
 TYPES = {
-    torch.bool: "i1",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.bfloat16: "bf16",
@@ -165,7 +164,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     B, T, V = s.batch, s.tokens, s.vocab
     compute = torch.float32 if s.cache == torch.float32 else torch.bfloat16
     width = s.rank + s.rope
-    slots, on = empty(B, dtype=torch.int64), empty(B, dtype=torch.bool)
+    slots, on = empty(B, dtype=torch.int64), empty(B, dtype=torch.int32)  # plugins take no bool
     cache = empty(B, 1, 4096, width, dtype=s.cache)
     fresh = empty(B, 1, T, width, dtype=s.cache)
     q = empty(B, s.heads, T, width, dtype=compute)

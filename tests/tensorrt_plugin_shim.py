@@ -83,6 +83,7 @@ def install(trt: Any) -> list[dict[str, Any]]:
 def ask(trt: Any, plugin: Any, inputs: list[Any]) -> dict[str, Any]:
     """What TensorRT learns of a plugin while it builds an engine."""
     types = [tensor.dtype for tensor in inputs]
+    assert trt.bool not in types, "TensorRT gives a plugin no BOOL"
     shapes = [tuple(tensor.shape) for tensor in inputs]
     results = plugin.get_output_data_types(types, [len(shape) for shape in shapes])
     given = [[Number(size) for size in shape] for shape in shapes]

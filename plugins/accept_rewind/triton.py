@@ -77,7 +77,7 @@ def verdict_of_slot(
     following = tl.load(window + b * TOKENS + j + 1, j < drafts, -1)
     right = (following == target) & (j < tl.load(num_drafts + b))
     n = tl.min(tl.where(right | (j >= drafts), drafts, j), 0) + 1
-    n = tl.where(tl.load(active + b), n, 0)
+    n = tl.where(tl.load(active + b) != 0, n, 0)
     to, some = b * TOKENS + j, j < TOKENS
     tl.store(tokens + to, tl.where(j < n, target, -1).to(tl.int64), some)
     tl.store(num_tokens + b, n.to(tl.int64))

@@ -186,7 +186,7 @@ def draw_of_row(
     to = figures + r * 8
     highest, floor, norm = tl.load(to + HIGHEST), tl.load(to + FLOOR), tl.load(to + NORM)
 
-    together, weight = tl.load(block + b), 1.0
+    together, weight = tl.load(block + b) != 0, 1.0
     drafts = tl.load(num_drafts + b)
     for i in range(j):
         of = to - (j - i) * 8
@@ -194,7 +194,7 @@ def draw_of_row(
         ratio = tl.where(i < drafts, tl.load(of + P_DRAFT) / offered, 0.0)
         weight = tl.minimum(weight * ratio, 1.0)
     factor = tl.where(together, weight, 1.0)
-    rejecting = tl.load(rejection + b)
+    rejecting = tl.load(rejection + b) != 0
     q = draft_probs + (b * (TOKENS - 1) + j).to(tl.int64) * vocab
     excess = 0.0
     if rejecting & (j < drafts) & (j < TOKENS - 1):
@@ -245,9 +245,9 @@ def verdict_of_mixed_slot(
     b = tl.program_id(0)
     drafts, length = tl.load(num_drafts + b), tl.load(lengths + b)
     begins, ends = tl.load(thinking_ids + b * 2), tl.load(thinking_ids + b * 2 + 1)
-    was_thinking = tl.load(thinking + b).to(tl.int32)
-    by_chance = tl.load(rejection + b) & (tl.load(temperature + b) > 0)
-    together = tl.load(block + b)
+    was_thinking = (tl.load(thinking + b) != 0).to(tl.int32)
+    by_chance = (tl.load(rejection + b) != 0) & (tl.load(temperature + b) > 0)
+    together = tl.load(block + b) != 0
     luck = uniforms + (b * streams + LOG_ACCEPT).to(tl.int64) * positions + length + 1
 
     # Of a block: the most drafts whose chance to be kept together is above the one number.
@@ -278,7 +278,7 @@ def verdict_of_mixed_slot(
         kept += alive
         after = (phase | (draft == begins).to(tl.int32)) & (draft != ends).to(tl.int32)
         phase = tl.where(alive > 0, after, phase)
-    on = tl.load(active + b)
+    on = tl.load(active + b) != 0
     kept = tl.where(on, kept, 0)
     n = tl.where(on, kept + 1, 0)
 

@@ -4,7 +4,7 @@ Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/con
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -241,6 +241,25 @@ def check_filters(case: Mixed, device: str) -> None:
     got = torch.where(weights >= floor * (1 - 1e-6), weights, 0.0) / norm  # two libraries' exp
     assert torch.equal(got > 0, wanted > 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def check_flags(case: Mixed, device: str) -> None:
+    """A plugin of TensorRT gets and gives int32 for bool: the verdicts are the same."""
+    from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
+
+    moved = case.to(device)
+    judging = moved.judging
+    numbers = replace(judging, rejection=judging.rejection.int(), block=judging.block.int())
+    changed = {"active": moved.active.int(), "thinking": moved.thinking.int(), "judging": numbers}
+    said = []
+    for operands in (moved, replace(moved, **changed)):
+        launches = mixed_launches(*(getattr(operands, f.name) for f in fields(operands)))
+        for launch in launches:
+            launch.run()
+        said.append([*launches[-1].outputs, launches[-2].outputs[1]])
+    assert said[1][4].dtype == torch.int32
+    for got, wanted in zip(said[1], said[0], strict=True):
+        assert torch.equal(got.to(wanted.dtype), wanted)
 
 
 def check_law(seed: int, vocab: int, tokens: int, device: str) -> None:

@@ -56,7 +56,8 @@ class Plugins:
 def trtp(monkeypatch: pytest.MonkeyPatch) -> Plugins:
     plugins: Any = Plugins()
     utils: Any = SimpleNamespace(get_trt_tensor=lambda ctx, tensor, name: tensor)
-    tensorrt: Any = SimpleNamespace(DataType=SimpleNamespace(**{name: name for name in aot.TORCH}))
+    kinds = SimpleNamespace(**{name: name for name in aot.TORCH})
+    tensorrt: Any = SimpleNamespace(DataType=kinds, int32="INT32")
     monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
     monkeypatch.setitem(sys.modules, "tensorrt.plugin", plugins)
     path = "torch_tensorrt.dynamo.conversion.converter_utils"
@@ -83,7 +84,11 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
         made.append((kernel, [tensor.name for tensor in layer[1]]))
         return SimpleNamespace(get_output=lambda i: SimpleNamespace(name=f"{kernel}.{i}"))
 
-    ctx = SimpleNamespace(net=SimpleNamespace(add_plugin=add_plugin))
+    def add_cast(tensor: Any, kind: str) -> Any:
+        cast = given(f"{tensor.name} as {kind}", kind, *tensor.shape)
+        return SimpleNamespace(get_output=lambda i: cast)
+
+    ctx = SimpleNamespace(net=SimpleNamespace(add_plugin=add_plugin, add_cast=add_cast))
     operands = (
         given("logits", "FLOAT", 2, 3, 99),
         given("window", "INT64", 2, 3),
@@ -92,7 +97,7 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
     )
     convert = tensorrt_converters()[accept_rewind._opoverload]
     results = convert(ctx, accept_rewind._opoverload, operands, {}, "judge")
-    names = ["window", "num_drafts", "lengths", "active"]
+    names = ["window", "num_drafts", "lengths", "active as INT32"]
     assert made == [
         ("best_of_block", ["logits"]),
         ("verdict_of_slot", ["best_of_block.0", "best_of_block.1", *names]),

@@ -118,6 +118,11 @@ def test_filters_without_a_sort() -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+def test_flags_as_numbers() -> None:
+    kernels.check_flags(kernels.random_mixed(3, 40, 2), "cpu")
+
+
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("vocab", "tokens"), [(70, 1), (33, 3)])
 def test_laws_without_a_sort(vocab: int, tokens: int) -> None:
     kernels.check_law(vocab, vocab, tokens, "cpu")
