@@ -250,9 +250,11 @@ def check_flags(case: Mixed, device: str) -> None:
     moved = case.to(device)
     judging = moved.judging
     numbers = replace(judging, rejection=judging.rejection.int(), block=judging.block.int())
-    changed = {"active": moved.active.int(), "thinking": moved.thinking.int(), "judging": numbers}
+    changed = replace(
+        moved, active=moved.active.int(), thinking=moved.thinking.int(), judging=numbers
+    )
     said = []
-    for operands in (moved, replace(moved, **changed)):
+    for operands in (moved, changed):
         launches = mixed_launches(*(getattr(operands, f.name) for f in fields(operands)))
         for launch in launches:
             launch.run()
