@@ -28,10 +28,9 @@ class Model:
         self.quiet = quiet
         llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        loading = llama_cpp.llama_model_default_params()
-        # With quantised weights laid out for AMX, llama.cpp aborts on the first product.
-        loading.use_extra_bufts = False
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), loading)
+        self.model = llama_cpp.llama_model_load_from_file(
+            path.encode(), llama_cpp.llama_model_default_params()
+        )
         if not self.model:
             raise RuntimeError(f"{path}: llama.cpp can't load it")
         params = llama_cpp.llama_context_default_params()
