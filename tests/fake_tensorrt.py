@@ -205,9 +205,9 @@ class Engine:
         self.trt, self.profile, self.graph = trt, header["profile"], graph
         self.stripped: dict[str, list[int]] = header.get("stripped", {})
         if not self.stripped:
-            self.open(graph)
+            self._open(graph)
 
-    def open(self, graph: bytes) -> None:
+    def _open(self, graph: bytes) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
         self.session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
@@ -270,7 +270,7 @@ class Refitter:
         for name, dims in self.engine.stripped.items():
             array = self.given[name].reshape(dims)
             model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-        self.engine.open(model.SerializeToString())
+        self.engine._open(model.SerializeToString())
         return True
 
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 
 from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.targets.branches import without_branches
 from mtpbuild.builder.targets.strip import strip
 from mtpbuild.builder.targets.timing_cache import timing_cache
 from mtpbuild.builder.targets.trt_compile import compile_network, new_config
@@ -149,7 +148,6 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     for name in exported.state_dict:
         value = values[name.removeprefix("model.")]
         exported.state_dict[name] = torch.nn.Parameter(value, requires_grad=False)
-    without_branches(exported)
     interpreter = _interpret(exported.run_decompositions(tensorrt_decompositions()), traced)
     network = interpreter.ctx.net
     for count, tensor, specs in (

@@ -6,12 +6,7 @@ from typing import Any, Final
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX
-from mtpbuild.builder.targets.trt_compile import (
-    check_vocabulary,
-    compile_network,
-    new_config,
-    new_network,
-)
+from mtpbuild.builder.targets.trt_compile import compile_network, new_config, new_network
 from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.runtime.errors import BuildError
@@ -19,6 +14,7 @@ from mtpbuild.runtime.manifest import TargetInfo
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME: Final = "tensorrt-rtx"
+SORTED = 3840  # values that TopK takes; filters of decode_mixed sort the vocabulary
 
 
 class TensorRtRtxTarget:
@@ -27,7 +23,11 @@ class TensorRtRtxTarget:
 
     def check(self, plan: Plan) -> None:
         tensorrt_api(NAME)
-        check_vocabulary(plan, NAME)
+        if plan.config.vocab_size > SORTED:
+            raise BuildError(
+                f"target {NAME}: the model has {plan.config.vocab_size} tokens, and TensorRT-RTX "
+                f"sorts at most {SORTED} values, which sampling needs"
+            )
 
     def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         graph = folder / ONNX.lower(traced, weights, folder)

@@ -7,17 +7,7 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import errors_of
 
-SORTED = 3840  # values that TopK takes; filters of decode_mixed sort the vocabulary
-
 FAST = 1  # of TensorRT's levels 0 to 5; it takes 3 by itself
-
-
-def check_vocabulary(plan: Plan, target: str) -> None:
-    if plan.config.vocab_size > SORTED:
-        raise BuildError(
-            f"target {target}: the model has {plan.config.vocab_size} tokens, and TensorRT sorts "
-            f"at most {SORTED} values, which sampling needs"
-        )
 
 
 def new_network(trt: ModuleType, builder: Any) -> Any:

@@ -17,8 +17,7 @@ from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX
-from mtpbuild.builder.targets.tensorrt_rtx import compile_graph
-from mtpbuild.builder.targets.trt_compile import SORTED
+from mtpbuild.builder.targets.tensorrt_rtx import SORTED, compile_graph
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import BuildError, EngineError
 from mtpbuild.runtime.manifest import check_files
@@ -134,6 +133,7 @@ def test_the_fakes_have_the_real_names(predictable: Transformer) -> None:
         trt.ICudaEngine: fake_tensorrt.Engine,
         trt.IExecutionContext: fake_tensorrt.Context,
         trt.Runtime: fake_tensorrt.Runtime,
+        trt.Refitter: fake_tensorrt.Refitter,
         trt.OnnxParser: fake_tensorrt.Parser,
         trt.IBuilderConfig: fake_tensorrt.Config,
         trt.IOptimizationProfile: fake_tensorrt.Profile,

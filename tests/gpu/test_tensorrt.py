@@ -15,17 +15,17 @@ pytestmark = pytest.mark.gpu
 PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n"]
 
 
-@pytest.fixture(params=["tensorrt", "tensorrt-rtx"])
+@pytest.fixture(params=["tensorrt", "tensorrt stripped", "tensorrt-rtx"])
 def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Of a build for this GPU; skips where the packages or the GPU are missing."""
-    target: str = request.param
+    target, _, stripped = request.param.partition(" ")
     try:
         tensorrt_api(target)
         capability = Device(target).compute_capability
     except MtpbuildError as error:
         pytest.skip(str(error))
     if target == "tensorrt":
-        return {"target": target}
+        return {"target": target, "strip_weights": bool(stripped)}
     if capability not in RTX:
         pytest.skip(f"TensorRT-RTX has no engines for compute capability {capability}")
     return {"target": target, "compute_capability": (capability,)}
