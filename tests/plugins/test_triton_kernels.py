@@ -119,7 +119,7 @@ def test_filters_without_a_sort() -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 def test_flags_as_numbers() -> None:
-    kernels.check_flags(kernels.random_mixed(3, 40, 2), "cpu")
+    kernels.check_flags(kernels.random_mixed(3, 33, 1), "cpu")
 
 
 @pytest.mark.usefixtures("small_blocks")
