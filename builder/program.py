@@ -10,6 +10,7 @@ from mtpbuild.builder.acceptance import MixedAcceptance
 from mtpbuild.builder.draft import Drafter, Eagle, Idle, Vanilla
 from mtpbuild.builder.kernel_acceptance import KernelAcceptance
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.model.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.step import MixedStepProgram, PrefillProgram, StepProgram
 from mtpbuild.plugins.accept_rewind.mixed import BLOCK_DRAFT
@@ -49,6 +50,8 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
     prefill = PrefillProgram(model, drafter)
     step = StepProgram(model, drafter, plan.nextn)
     acceptance = KernelAcceptance if plan.plugins else MixedAcceptance
+    if plan.plugins:
+        use_kernels(model)
     mixed = MixedStepProgram(model, drafter, plan.nextn, acceptance)
     names = tuple(s.name for s in state_specs(plan))
     filled = tuple(name for name in names if name not in OWN)

@@ -81,12 +81,14 @@ def tensorrt_converters() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
     )
     from mtpbuild.plugins.kv_write.tensorrt import kv_write_tensorrt
     from mtpbuild.plugins.mla_attention.tensorrt import mla_attention_tensorrt
+    from mtpbuild.plugins.moe.tensorrt import moe_tensorrt
 
     return {
         accept_mixed_op._opoverload: accept_mixed_tensorrt,
         accept_rewind._opoverload: accept_rewind_tensorrt,
         kv_write._opoverload: kv_write_tensorrt,
         mla_attention._opoverload: mla_attention_tensorrt,
+        moe._opoverload: moe_tensorrt,
         shaped_probs_op._opoverload: shaped_probs_tensorrt,
     }
 

@@ -4,6 +4,7 @@ Shapes: B slots, T tokens, E hidden size, H heads, S cache rows, C = kv_lora_ran
 `builder/reference.py` is the plain counterpart; `weights.py` says where each parameter comes from.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ from mtpbuild.builder.model.collectives import all_reduce, own_part, rank_consta
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.rope import inverse_frequencies, softmax_scale, table_scale
 from mtpbuild.builder.model.share import WHOLE, Share
-from mtpbuild.plugins import kv_write, mla_attention, rope
+from mtpbuild.plugins import kv_write, mla_attention, moe, rope
+from mtpbuild.plugins.moe.op import MAX_TOKENS
 
 
 def parameter(*shape: int) -> nn.Parameter:
@@ -194,7 +196,13 @@ class DenseMoE(nn.Module):
 
 
 class GatheredMoE(nn.Module):
-    """Many experts: only the chosen ones' weights are read."""
+    """Many experts: only the chosen ones' weights are read.
+
+    By an op if `use_kernels` said so, where a step has few tokens and their number is fixed; else
+    the weights are gathered for each token.
+    """
+
+    kernels = False
 
     def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
@@ -215,13 +223,32 @@ class GatheredMoE(nn.Module):
             experts = self.gate_up_proj.shape[0]
             own = ids // experts == self.rank % ep
             weights, ids = torch.where(own, weights, 0.0), ids % experts
+        if self.kernels and is_few(math.prod(x.shape[:-1])):
+            flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
+            y = moe(*flat, self.gate_up_proj, self.down_proj).reshape(x.shape)
+        else:
+            y = self.gathered(x, weights, ids)
+        return y + self.shared_experts(x) if hasattr(self, "shared_experts") else y
+
+    def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         chosen = ids.flatten()
         k = ids.shape[-1]
         rows = x.unsqueeze(-2).expand(*x.shape[:-1], k, -1).reshape(-1, 1, x.shape[-1])
         gate, up = (rows @ self.gate_up_proj.index_select(0, chosen)).chunk(2, dim=-1)
         y = (F.silu(gate) * up) @ self.down_proj.index_select(0, chosen)
-        y = (y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2)
-        return y + self.shared_experts(x) if hasattr(self, "shared_experts") else y
+        return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2)
+
+
+def is_few(tokens: int) -> bool:
+    """A prompt's chunk is a symbol while it is traced."""
+    return isinstance(tokens, int) and tokens <= MAX_TOKENS
+
+
+def use_kernels(model: nn.Module) -> None:
+    """For a target that has kernels for every op."""
+    for module in model.modules():
+        if isinstance(module, GatheredMoE):
+            module.kernels = True
 
 
 DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering the chosen ones

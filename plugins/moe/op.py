@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+MAX_TOKENS = 64
+
 
 @torch.library.custom_op("mtpbuild::moe_route", mutates_args=())
 def moe_route(

@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.launch import Launch, cdiv, tile
-
-MAX_TOKENS = 64
+from mtpbuild.plugins.moe.op import MAX_TOKENS
 
 
 @triton.jit

@@ -16,17 +16,18 @@ pytest.importorskip(
     "tensorrt_rtx",
     reason="Torch-TensorRT-RTX is not installed: tools/tensorrt_rtx_env.sh",
 )
-VOCABULARY = 5000
+VOCABULARY, EXPERTS = 5000, 24  # more than are sorted, more than are all computed
 GOLDEN = Path(__file__).parents[1] / "data" / "tensorrt_networks.json"
 
 
 def test_what_the_converters_build(tmp_path: Path) -> None:
     """Tensors as the manifest has them, kinds of layers, each cache written once and in place, and
-    how our kernels are launched. The vocabulary is larger than what TensorRT sorts.
+    how our kernels are launched.
 
     After a change that is meant: python -m tests.torch_tensorrt_shim CHECKPOINT > the golden file.
     """
-    checkpoint = random_checkpoint(tmp_path / "small", **SMALLEST, vocab_size=VOCABULARY)
+    sizes = {"vocab_size": VOCABULARY, "n_routed_experts": EXPERTS}
+    checkpoint = random_checkpoint(tmp_path / "small", **SMALLEST, **sizes)
     run = [sys.executable, "-m", "tests.torch_tensorrt_shim", str(checkpoint)]
     compiling = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(run, env=compiling, capture_output=True, text=True, check=False)
