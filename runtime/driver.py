@@ -8,6 +8,7 @@ from typing import Self
 
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.loop import Loop
+from mtpbuild.runtime.programs.base import Closing
 from mtpbuild.runtime.request import Chunk, Request, Result
 
 
@@ -77,6 +78,8 @@ class Driver:
             self._closed = True  # nobody starts another step
             self._turn.wait_for(lambda: not self._stepping)
             self._loop.fail(EngineError("the engine was closed"))
+            if isinstance(self._loop.programs, Closing):
+                self._loop.programs.close()
             del self._loop.programs
             self._turn.notify_all()
 

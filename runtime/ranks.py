@@ -7,6 +7,7 @@ others itself (`started`). They meet through torch.distributed (`programs/induct
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,10 @@ from mtpbuild.runtime.errors import EngineError, MtpbuildError, RankError, Usage
 from mtpbuild.runtime.manifest import Manifest, parts, rank_name, read_manifest, read_rank
 
 GROUP = "mtpbuild"  # the process group that compiled programs name
-MEETING = "MTPBUILD_RANKS_MEET"  # in the environment: init_method of ranks that `started` started
+LISTENER = "MTPBUILD_RANKS_LISTENER"  # in the environment: a socket of rank 0, if it `started` them
 TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
 PER_CORE = 4  # more ranks than this on a core are a mistake
+FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.ranks")
 LOST = 3  # exit code of a follower that ended because another rank did
 
 
@@ -121,17 +123,20 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
     time_limit()
     for _ in parts(folder, manifest):  # a folder of another build is seen before anything runs
         pass
-    with tempfile.TemporaryDirectory(prefix="mtpbuild-") as scratch, contextlib.ExitStack() as undo:
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as undo:
         group = {
             "WORLD_SIZE": str(tp),
             "LOCAL_WORLD_SIZE": str(tp),
-            MEETING: f"file://{scratch}/meeting",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listener.getsockname()[1]),
+            LISTENER: "",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
+        own = {"RANK": "0", LISTENER: str(listener.fileno())}
         followers = [_start(folder, rank, threads, group) for rank in range(1, tp)]
         patience = 0.0
         try:
-            undo.enter_context(_environment(group | {"RANK": "0"}))
+            undo.enter_context(_environment(group | own))
             yield
             patience = 10.0
         except RankError as error:
@@ -145,7 +150,7 @@ def _start(folder: Path, rank: int, threads: int | None, group: dict[str, str]) 
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
     count = [] if threads is None else [str(threads)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "mtpbuild.runtime.ranks", str(folder), *count],
+        [*FOLLOWER, str(folder), *count],
         env=os.environ | group | {"RANK": str(rank)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -155,7 +160,7 @@ def _start(folder: Path, rank: int, threads: int | None, group: dict[str, str]) 
     return Follower(rank, process, errors)
 
 
-def _reason(followers: list[Follower], patience: float = 3.0) -> str | None:
+def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
     """What the rank that failed first has to say; it may be about to."""
     end = time.monotonic() + patience
     while True:

@@ -139,6 +139,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "vocabulary": f"{model.vocab_size:,}",
         "nextn": f"{build.nextn}, drafter {build.drafter or 'none'}",
         "capacity": f"{build.max_batch} slots of {build.max_seq_len:,} tokens",
+        "ranks": str(build.tp) + (f", experts in {build.ep} groups" if build.ep > 1 else ""),
         "weights": build.weights,
         "caches": f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none",
         "prefill chunk": str(build.prefill_chunk),

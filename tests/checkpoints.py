@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from mtpbuild.builder.model.config import load_config, parse_config
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import weight_table
 from mtpbuild.builder.reference import MTPModule, Transformer
 
@@ -160,14 +161,18 @@ def load_reference(folder: Path) -> Transformer:
     return model
 
 
-def lower(reference: Transformer) -> DeepseekV3:
+def lower(reference: Transformer, share: Share = WHOLE) -> DeepseekV3:
     """The program's model with the plain model's weights, through the table of weights."""
     tensors = reference.state_dict()
-    model = DeepseekV3(reference.config)
+    model = DeepseekV3(reference.config, share)
     weights = {
-        weight.name: weight.transform(*(tensors[s.name] for s in weight.sources)).contiguous()
-        for weight in weight_table(reference.config)
+        name: torch.tensor([share.rank])
+        for name, _ in model.named_parameters()
+        if name.rpartition(".")[2] == "rank"
     }
+    for weight in weight_table(reference.config, share):
+        sources = (share.cut(s.name, s.axis, tensors[s.name]) for s in weight.sources)
+        weights[weight.name] = weight.transform(*sources).contiguous()
     model.load_state_dict(weights, assign=True)
     return model.eval()
 

@@ -103,6 +103,15 @@ class Programs(Protocol):
 
 
 @runtime_checkable
+class Closing(Programs, Protocol):
+    """Programs that others run too, and wait for."""
+
+    def close(self) -> None:
+        """Nothing will be called again."""
+        ...
+
+
+@runtime_checkable
 class Overlapping(Programs, Protocol):
     """Programs that can be given the next step before the last one's tokens were read."""
 

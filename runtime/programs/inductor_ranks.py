@@ -21,14 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed.distributed_c10d import GroupName, _get_default_group
+from torch._C._distributed_c10d import (
+    TCPStore,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch.distributed.distributed_c10d import GroupName
 
 from mtpbuild.runtime.errors import EngineError, RankError
 from mtpbuild.runtime.manifest import Manifest, check_files, rank_name, read_rank
 from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
 from mtpbuild.runtime.programs.inductor import InductorPrograms
-from mtpbuild.runtime.ranks import GROUP, MEETING, own_parts, own_rank, time_limit
+from mtpbuild.runtime.ranks import GROUP, LISTENER, SECONDS, own_parts, own_rank, time_limit
 
 HEAD = 512  # bytes of a message; what is longer follows
 
@@ -45,27 +49,22 @@ class Channel:
         self.failure: str | None = None
         self.digest = 0  # of the last step's tokens
         self._lock, self._closed = threading.Lock(), threading.Event()
-        limit = timedelta(seconds=self.limit)
+        self._groups: list[dist.ProcessGroup] = []
         self._joined = not dist.is_initialized()
-        with self.unbroken():
-            if self._joined:
-                dist.init_process_group(
-                    "gloo",
-                    init_method=os.environ.get(MEETING, "env://"),
-                    rank=rank,
-                    world_size=ranks,
-                    timeout=limit,
-                )
-            # Not the programs' own group: gloo would mix up what two threads do.
-            self._group = dist.new_group(backend="gloo", timeout=limit)
-            with contextlib.suppress(RuntimeError):  # of an engine before this one
-                _unregister_process_group(GroupName(GROUP))
-            _register_process_group(GroupName(GROUP), _get_default_group())
+        try:
+            with self.unbroken():
+                self._join(timedelta(seconds=self.limit))
+        except BaseException:
+            self._leave()
+            raise
         if rank == 0:
             threading.Thread(target=self._stay, daemon=True).start()
 
     def send(self, name: str, *arguments: Any) -> None:
-        text = json.dumps([name, self.digest, *arguments]).encode()
+        self._say([name, self.digest, *arguments])
+
+    def _say(self, message: list[Any]) -> None:
+        text = json.dumps(message).encode()
         with self._lock, self.unbroken():
             if len(text) > HEAD:
                 self._broadcast(str(len(text)).encode().ljust(HEAD))
@@ -80,7 +79,7 @@ class Channel:
             if isinstance(message, int):
                 message = json.loads(self._broadcast(bytes(message)))
         name, digest, *arguments = message
-        if digest != self.digest:
+        if digest not in (None, self.digest):
             raise EngineError(
                 f"rank {self.rank} got other tokens than rank 0: do they have the same kind of CPU?"
             )
@@ -92,8 +91,7 @@ class Channel:
         with contextlib.suppress(RankError):
             if self.rank == 0:
                 self.send("end")
-            with self.unbroken():
-                dist.destroy_process_group(None if self._joined else self._group)
+        self._leave()
 
     @contextlib.contextmanager
     def unbroken(self) -> Iterator[None]:
@@ -109,6 +107,34 @@ class Channel:
             self.failure = self.failure or f"a step was interrupted ({type(error).__name__})"
             raise
 
+    def _join(self, limit: timedelta) -> None:
+        if self._joined:
+            listener = os.environ.get(LISTENER)
+            dist.init_process_group(
+                "gloo",
+                store=None if listener is None else _store(listener, limit),
+                rank=self.rank,
+                world_size=self.ranks,
+                timeout=timedelta(seconds=max(self.limit, SECONDS)),  # others may still start
+            )
+        # Messages and programs: gloo would mix up what two threads do in one.
+        for _ in range(2):
+            group = dist.new_group(backend="gloo", timeout=limit)
+            assert isinstance(group, dist.ProcessGroup)
+            self._groups.append(group)
+        dist.barrier(self._groups[0])  # who fails next leaves a group that all have joined
+        with contextlib.suppress(RuntimeError):  # of an engine before this one
+            _unregister_process_group(GroupName(GROUP))
+        _register_process_group(GroupName(GROUP), self._groups[1])
+
+    def _leave(self) -> None:
+        """What the caller has joined stays."""
+        with contextlib.suppress(RuntimeError):
+            if self._joined and dist.is_initialized():
+                dist.destroy_process_group()
+            for group in [] if self._joined else self._groups:
+                dist.destroy_process_group(group)
+
     def _what_failed(self, reason: str) -> str:
         what = reason.splitlines()[0]
         if re.search("timed out|timeout", reason, re.IGNORECASE):
@@ -119,13 +145,13 @@ class Channel:
 
     def _broadcast(self, data: bytes) -> bytes:
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(tensor, src=0, group=self._group)
+        dist.broadcast(tensor, src=0, group=self._groups[0])
         return tensor.numpy().tobytes()
 
     def _stay(self) -> None:
         with contextlib.suppress(RankError):  # whoever calls next is told
             while not self._closed.wait(self.limit / 4):
-                self.send("wait")
+                self._say(["wait", None])  # perhaps in the middle of a step
 
 
 class RankPrograms(InductorPrograms):
@@ -156,7 +182,10 @@ class LeadingPrograms(RankPrograms):
         self, folder: Path, manifest: Manifest, threads: int | None, channel: Channel
     ) -> None:
         super().__init__(folder, manifest, threads, channel)
-        self.close = weakref.finalize(self, channel.close)
+        self._end = weakref.finalize(self, channel.close)  # at the latest
+
+    def close(self) -> None:
+        self._end()
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         with self._channel.unbroken():
@@ -196,6 +225,18 @@ class FollowingPrograms(RankPrograms):
                     self.step(np.array(active, np.bool_), rows)
 
 
+def _store(listener: str, limit: timedelta) -> TCPStore:
+    """Where ranks on one machine meet: at a socket that rank 0 has open already."""
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=bool(listener),
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(int(listener)) if listener else None,
+    )
+
+
 def _controls(fields: dict[str, Any]) -> Controls:
     """As they were before JSON made lists of tuples."""
     values: dict[str, Any]
@@ -220,15 +261,20 @@ def load(folder: Path, manifest: Manifest, threads: int | None) -> LeadingProgra
     """Rank 0's programs, of an engine whose files were checked."""
     if rank := own_rank(folder, manifest):
         raise EngineError(f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.ranks.follow)")
-    channel = Channel(0, manifest.build.tp)
-    own = read_rank(folder, manifest, 0)
-    return LeadingPrograms(folder / rank_name(0), own, threads, channel)
+    own, channel = read_rank(folder, manifest, 0), Channel(0, manifest.build.tp)
+    try:
+        return LeadingPrograms(folder / rank_name(0), own, threads, channel)
+    except BaseException:
+        channel.close()
+        raise
 
 
 def follow(folder: Path, manifest: Manifest, threads: int | None) -> None:
     """Another rank's part, from beginning to end."""
     channel = Channel(own_rank(folder, manifest), manifest.build.tp)
-    for part, own in own_parts(folder, manifest):  # in the group, so that a failure is noticed
-        check_files(part, own)
-    FollowingPrograms(part, own, threads, channel).follow()
-    channel.close()
+    try:
+        for part, own in own_parts(folder, manifest):  # in the group: a failure is noticed
+            check_files(part, own)
+        FollowingPrograms(part, own, threads, channel).follow()
+    finally:
+        channel.close()

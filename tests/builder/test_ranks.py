@@ -1,0 +1,402 @@
+"""Engines of several ranks: processes that meet over torch.distributed, and how they end.
+
+Two ranks run their programs eagerly (`tests/eager_ranks.py`); compiled ones, and the larger matrix,
+are in the full suite.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mtpbuild.builder import package
+from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages, build
+from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.targets.inductor import InductorTarget
+from mtpbuild.runtime import Engine, EngineError, SamplingParams
+from mtpbuild.runtime import ranks as ranks_module
+from mtpbuild.runtime.errors import RankError, UsageError
+from mtpbuild.runtime.manifest import MANIFEST, read_manifest
+from mtpbuild.runtime.programs.base import Controls
+from mtpbuild.runtime.ranks import started
+from tests import eager_ranks
+from tests.builder.test_cli import invoke
+from tests.checkpoints import make_predictable, save_checkpoint
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+
+pytestmark = [
+    pytest.mark.xdist_group("inductor"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's own, in export and gloo
+]
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 1,
+}
+CHUNK, NEXTN = 4, 2
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
+RELAXED = replace(
+    GREEDY,
+    relaxed_topk=5,
+    relaxed_delta=0.5,
+    begin_thinking_phase_token=62,
+    end_thinking_phase_token=63,
+)
+PROMPT = [62, 7, 9, 11, 13, 2]
+
+
+@pytest.fixture(scope="module")
+def eagerly() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        eager_ranks.use(patch)
+        patch.setattr(InductorTarget, "lower", eager_ranks.lower)
+        patch.setenv(ranks_module.TIMEOUT, "30")
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return make_predictable(**SHAPE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("ranks") / "shared", model, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def engine(eagerly: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(checkpoint, tmp_path_factory.mktemp("engines") / "tp2", tp=2)
+
+
+def make(checkpoint: Path, out: Path, nextn: int = NEXTN, **flags: Any) -> Path:
+    return request_and_build(checkpoint, out, nextn, **flags).folder
+
+
+def request_and_build(checkpoint: Path, out: Path, nextn: int = NEXTN, **flags: Any) -> BuiltEngine:
+    given: dict[str, Any] = {"drafter": "mtp-eagle", "prefill_chunk": CHUNK, "target": "inductor"}
+    (built,) = build(BuildRequest(str(checkpoint), (nextn,), out=out, **given | flags))
+    return built
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Engine]:
+    with (
+        started(folder, read_manifest(folder), threads=1),
+        Engine.load(folder, threads=1) as loaded,
+    ):
+        yield loaded
+
+
+def followers() -> list[int]:
+    """Processes that this one has started and not yet waited for."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = " ".join((task / "children").read_text() for task in tasks).split()
+    found = [int(child) for child in children]
+    return [pid for pid in found if b"eager_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_tokens(engine: Path, model: Transformer) -> None:
+    """O2, greedy and sampled, one after the other; twice the same, and relaxed runs too."""
+    asked = [PROMPT, [5], PROMPT, PROMPT, PROMPT]
+    params = [GREEDY, GREEDY, HOT, RELAXED, GREEDY]
+    with running(engine) as loaded:
+        results = loaded.generate(asked, params)
+        (follower,) = followers()
+    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    assert results[0].token_ids == greedy(model, PROMPT, 16)
+    assert results[1].token_ids == greedy(model, [5], 16)
+    assert results[2].token_ids == sample(model, PROMPT, 16, drawn)
+    assert len(results[3].token_ids) == 16
+    assert results[4].token_ids == results[0].token_ids
+    drafting = results[0].metrics.speculative_decoding
+    assert 0 < drafting.num_accepted_draft_tokens < drafting.num_draft_tokens
+    assert not followers(), "no zombie"
+    assert not Path(f"/proc/{follower}").exists()
+
+
+def test_the_folder(engine: Path, checkpoint: Path) -> None:
+    """Each rank holds its share, one copy of the programs; building again changes nothing."""
+    manifest = read_manifest(engine)
+    assert (manifest.build.tp, manifest.build.ep, manifest.rank) == (2, 1, None)
+    assert "weights.safetensors" not in manifest.files
+    first, second = (engine / f"rank{rank}" for rank in range(2))
+    whole = sum(p.numel() for p in make_predictable(**SHAPE).parameters()) * 4
+    for rank, folder in enumerate((first, second)):
+        own = read_manifest(folder)
+        assert own.rank == rank
+        assert own.build == manifest.build
+        assert 0.5 * whole < (folder / "weights.safetensors").stat().st_size < 0.8 * whole
+    assert (first / "decode.pt2").samefile(second / "decode.pt2")
+    weights = [(folder / "weights.safetensors").read_bytes() for folder in (first, second)]
+    assert weights[0] != weights[1]
+    again = request_and_build(checkpoint, engine, tp=2)
+    assert again.unchanged
+    files = {p for p in engine.rglob("*") if p.is_file() and p.name != MANIFEST}
+    assert sum(again.file_sizes()) == sum(p.stat().st_size for p in files)
+    code, out, _ = invoke("inspect", engine)
+    assert code == 0
+    assert re.search(r"ranks +2\b", out)
+    done = dry_run(BuildRequest(str(checkpoint), (NEXTN,), target="inductor", tp=2), Stages())
+    assert 0.5 * whole < done.engines[0].weights < 0.8 * whole
+    assert done.engines[0].folder == Path("engines/shared_n2_tp2")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs(
+    engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ranks_module.TIMEOUT, "4")
+    says = {
+        signal.SIGKILL: "^rank 1 was killed by signal 9$",
+        signal.SIGSTOP: "^rank 0 of 2: another rank has not answered for 4 s$",
+    }
+    times = list[float]()
+
+    def generate(loaded: Engine) -> None:
+        stream = loaded.stream(PROMPT, replace(GREEDY, max_tokens=200))
+        next(stream)
+        os.kill(followers()[0], number)
+        times.append(time.monotonic())
+        stream.result()
+
+    with pytest.raises(RankError, match=says[number]), running(engine) as loaded:
+        generate(loaded)
+    assert time.monotonic() - times[0] < 10
+    assert not followers()
+
+
+@pytest.mark.parametrize(
+    ("number", "idle"),
+    [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 6.0)],
+)
+@pytest.mark.full
+def test_rank_0_dies_or_hangs(engine: Path, number: signal.Signals, idle: float) -> None:
+    """The others notice, also while nothing runs; to wait is no failure."""
+    code = (
+        "import sys, time, torch\nfrom pathlib import Path\nfrom tests.builder import test_ranks\n"
+        "import pytest\nfrom tests import eager_ranks\ntorch.set_num_threads(1)\n"
+        "eager_ranks.use(pytest.MonkeyPatch())\n"
+        "with test_ranks.running(Path(sys.argv[1])):\n"
+        "    print(test_ranks.followers()[0], flush=True)\n    time.sleep(60)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(eager_ranks.ROOT), ranks_module.TIMEOUT: "5"}
+    command = [sys.executable, "-c", code, str(engine)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as leader:
+        assert leader.stdout is not None
+        follower = int(leader.stdout.readline())
+        time.sleep(idle)
+        assert alive(follower)
+        leader.send_signal(number)
+        end = time.monotonic() + 10
+        while alive(follower) and time.monotonic() < end:
+            time.sleep(0.05)
+        leader.kill()
+    assert not alive(follower)
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_the_command(engine: Path, model: Transformer, tmp_path: Path) -> None:
+    """Any way to ask: rank 0 alone reads and writes."""
+    requests = tmp_path / "requests.jsonl"
+    lines = [{"input_ids": PROMPT, "output_tokens": n} for n in (9, 4)]
+    requests.write_text("\n".join(map(json.dumps, lines)))
+    flags = ("--input", requests, "--ignore-eos", "--json", "--trace", tmp_path / "steps.jsonl")
+    code, out, err = invoke("run", "--engine", engine, *flags)
+    assert (code, err) == (0, "")
+    found = [json.loads(line)["token_ids"] for line in out.splitlines()]
+    assert found == [greedy(model, PROMPT, 9), greedy(model, PROMPT, 4)]
+
+
+@pytest.mark.full
+def test_a_rank_that_sees_other_tokens(engine: Path) -> None:
+    says = "^rank 1: rank 1 got other tokens than rank 0"
+
+    def see_others(loaded: Engine) -> None:
+        loaded.generate(PROMPT, GREEDY)
+        loaded._loop.programs._channel.digest += 1  # type: ignore[attr-defined]
+        loaded.generate(PROMPT, GREEDY)
+
+    with pytest.raises(RankError, match=says), running(engine) as loaded:
+        see_others(loaded)
+
+
+@pytest.mark.full
+def test_a_failed_engine_stays_failed(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted step leaves the ranks apart; closing waits for nobody."""
+    begin = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt), running(engine) as loaded:
+        programs = loaded._loop.programs
+
+        def interrupted(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(programs, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loaded.generate(PROMPT, GREEDY)
+        with pytest.raises(RankError, match="a step was interrupted"):
+            loaded.generate(PROMPT, GREEDY)
+        begin = time.monotonic()
+        raise KeyboardInterrupt
+    assert time.monotonic() - begin < 5
+    assert not followers()
+
+
+@pytest.fixture
+def copy(engine: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(engine, tmp_path / "copy")
+
+
+def test_a_folder_of_another_build(copy: Path) -> None:
+    manifest = copy / "rank1" / MANIFEST
+    sound = manifest.read_text()
+    for field, value in (("fingerprint", "0" * 64), ("nextn", 1)):
+        raw = json.loads(sound)
+        raw["build"][field] = value
+        manifest.write_text(json.dumps(raw))
+        code, _, err = invoke("run", "--engine", copy, "--prompt-ids", "5")
+        assert code == 1
+        assert err == f"error: {copy}/rank1: rank 1 of another build; rebuild the engine\n"
+    shutil.rmtree(copy / "rank1")
+    shutil.copytree(copy / "rank0", copy / "rank1")
+    code, _, err = invoke("inspect", copy)
+    assert (code, err) == (
+        1,
+        f"error: {copy}/rank1: rank 0 of another build; rebuild the engine\n",
+    )
+    shutil.rmtree(copy / "rank1")
+    assert invoke("inspect", copy)[0] == 1
+    assert not package.same_engine(copy, read_manifest(copy).build.fingerprint)
+
+
+def test_damage_on_another_rank(copy: Path) -> None:
+    """Each rank checks its own files; the line is the failing rank's."""
+    (copy / "rank1" / "weights.safetensors").write_bytes(b"")
+    code, out, err = invoke("run", "--engine", copy, "--prompt-ids", "5")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: rank 1: {copy}/rank1/weights.safetensors: 0 bytes, the manif")
+    assert err.count("\n") == 1
+    (copy / "rank2").mkdir()
+    (copy / "rank2" / "x").touch()
+    assert "rank2/x is not part of the engine" in invoke("inspect", copy)[2]
+
+
+def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
+        Engine.load(engine)
+    monkeypatch.setattr(ranks_module, "PER_CORE", 0)
+    with pytest.raises(UsageError, match=r"2 ranks are too many for .* spread them over machines"):
+        started(engine, read_manifest(engine)).__enter__()
+    monkeypatch.setattr(ranks_module, "PER_CORE", 4)
+    monkeypatch.setenv(ranks_module.TIMEOUT, "soon")
+    with pytest.raises(UsageError, match="must be a number of seconds up to 86400, not 'soon'"):
+        started(engine, read_manifest(engine)).__enter__()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(EngineError, match="an engine of 2 ranks, these are 4"):
+        Engine.load(engine)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(EngineError, match="this is rank 1: it follows rank 0"):
+        Engine.load(engine)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="rank 0 is the engine"):
+        ranks_module.follow(engine)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--tp", 2), "--tp and --ep are for target inductor on the CPU"),
+        (("--tp", 2, "--target", "inductor", "--device", "cuda"), "--tp and --ep are for target"),
+        (("--tp", 3, "--target", "inductor"), "--tp 3 does not divide num_attention_heads 4;"),
+        (("--tp", 2, "--ep", 8, "--target", "inductor"), "--ep 8 does not divide both --tp 2 and"),
+        (("--attention-dp",), "--attention-dp is not there yet"),
+    ],
+)
+def test_what_can_not_be_built(
+    flags: tuple[str | int, ...], says: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "engine"
+    flags = ("--model", str(checkpoint), "--nextn", 1, "--out", str(out), *flags)
+    code, _, err = invoke("build", *map(str, flags))
+    assert code == 2
+    assert err.startswith(f"error: {says}")
+    assert err.count("\n") == 1
+    assert not out.exists()
+
+
+MATRIX: list[tuple[int, int, DrafterName]] = [
+    (2, 1, "mtp-vanilla"),
+    (2, 2, "mtp-eagle"),
+    (4, 1, "mtp-eagle"),
+    (4, 2, "mtp-vanilla"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("tp", "ep", "drafter"), MATRIX)
+def test_compiled_ranks_say_what_one_says(
+    tp: int, ep: int, drafter: DrafterName, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Batches of greedy, sampled, rejecting and relaxed requests; twice the same."""
+    shape = SHAPE | {"num_hidden_layers": 2, "num_nextn_predict_layers": 2}
+    folder = tmp_path_factory.mktemp("matrix")
+    source = save_checkpoint(folder / "two-layers", make_predictable(**shape), **shape)
+    rng = np.random.default_rng(4)
+    asked = [[62, *rng.integers(0, 62, n).tolist()] for n in (5, 1, 9, 20)]
+    params = [GREEDY, HOT, replace(HOT, acceptance="rejection"), RELAXED]
+    one = make(source, folder / "one", drafter=drafter, max_batch=3)
+    several = make(source, folder / "several", drafter=drafter, max_batch=3, tp=tp, ep=ep)
+    with Engine.load(one, threads=1) as loaded:
+        wanted = [r.token_ids for r in loaded.generate(asked, params)]
+    for _ in range(2):
+        with running(several) as loaded:
+            results = loaded.generate(asked, params)
+        assert [r.token_ids for r in results] == wanted
+    if tp == 2:
+        command = "torch.distributed.run", "--nproc-per-node", "2", "--no-python"
+        code = "from mtpbuild.builder.cli import app; app()"
+        ids = ",".join(map(str, asked[0]))
+        flags = (
+            "--prompt-ids",
+            ids,
+            "--max-tokens",
+            "25",
+            "--ignore-eos",
+            "--threads",
+            "1",
+            "--json",
+        )
+        run = sys.executable, "-c", code, "run", "--engine", several, *flags
+        done = subprocess.run(
+            [sys.executable, "-m", *command, *run],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (line,) = done.stdout.splitlines()
+        assert json.loads(line)["token_ids"] == wanted[0]

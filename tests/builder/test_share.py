@@ -1,0 +1,181 @@
+"""How a model is shared by ranks: the ranks of one process, as threads, say what the whole says."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.model import deepseek_v3, layers
+from mtpbuild.builder.model.config import load_config, parse_config
+from mtpbuild.builder.model.share import Share, check_share
+from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.recipe import recipe_folder
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.runtime.errors import UsageError
+from tests.checkpoints import BASE, SHAPES, lower, make_predictable
+from tests.forced import Run
+from tests.reference.eager import EagerPrograms
+from tests.reference.recompute import greedy
+
+CHUNK = 4
+EVEN: dict[str, Any] = {"vocab_size": 64}
+CASES: list[tuple[int, int, str, DrafterName]] = [
+    (2, 1, "yarn-three-modules", "mtp-eagle"),
+    (2, 1, "yarn-three-modules", "mtp-vanilla"),
+    (2, 2, "yarn-three-modules", "mtp-vanilla"),
+    (4, 2, "yarn-three-modules", "mtp-vanilla"),
+    (4, 4, "yarn-three-modules", "mtp-eagle"),
+    (4, 1, "no-q-lora-one-module", "mtp-eagle"),  # gathered experts
+    (2, 2, "no-q-lora-one-module", "mtp-eagle"),
+    (4, 2, "no-q-lora-one-module", "mtp-eagle"),
+]
+
+
+class Meeting:
+    """Collectives of threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self.here, self.given = threading.local(), [torch.zeros(0)] * ranks
+        self.barrier = threading.Barrier(ranks)
+
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        self.given[self.here.rank] = x
+        self.barrier.wait(60)
+        everyone = list(self.given)
+        self.barrier.wait(60)
+        return everyone
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self.exchange(x)).sum(0)
+
+    def all_gather(self, x: Tensor, ranks: int) -> Tensor:
+        return torch.cat(self.exchange(x), dim=-1)
+
+
+@pytest.mark.parametrize(("tp", "ep", "shape", "drafter"), CASES)
+def test_tokens_and_state(
+    tp: int, ep: int, shape: str, drafter: DrafterName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O2 for every rank; caches are the same bits on all."""
+    torch.set_num_threads(1)
+    reference, meeting = make_predictable(**SHAPES[shape] | EVEN), Meeting(tp)
+    for module in (deepseek_v3, layers):
+        monkeypatch.setattr(module, "all_reduce", meeting.all_reduce)
+    monkeypatch.setattr(deepseek_v3, "all_gather", meeting.all_gather)
+    prompt = np.random.default_rng(tp).integers(0, 64, 7).tolist()
+
+    def rank(number: int) -> tuple[list[int], dict[str, Any]]:
+        meeting.here.rank = number
+        model = lower(reference, Share(tp, ep, number))
+        programs = EagerPrograms(Plan(reference.config, 2, drafter, 1, 200, CHUNK), model)
+        return generate(programs, reference, prompt, 12), programs.state
+
+    with ThreadPoolExecutor(tp) as pool:
+        results = list(pool.map(rank, range(tp)))
+    for tokens, state in results:
+        assert tokens == greedy(reference, prompt, len(tokens))
+        for name, tensor in state.items():
+            np.testing.assert_array_equal(tensor, results[0][1][name])
+
+
+def generate(
+    programs: EagerPrograms, reference: Transformer, prompt: list[int], steps: int
+) -> list[int]:
+    rng = np.random.default_rng(0)
+    Run(programs, reference, 2, None, CHUNK, rng).prefill(prompt)
+    tokens, counts = list[int](), set[int]()
+    for _ in range(steps):
+        output = programs.step(np.array([True]), 0)
+        count = int(output.num_tokens[0])
+        tokens += output.tokens[0, :count].tolist()
+        counts.add(count)
+    assert len(counts) > 1, "drafts were accepted, and rejected"
+    return tokens
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 2), (4, 4)])
+def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
+    """What is not replicated is cut: the ranks' parts are the checkpoint's tensors."""
+    c = parse_config(BASE | EVEN)
+    shares = [Share(tp, ep, rank) for rank in range(tp)]
+    held: dict[str, list[Tensor]] = {}
+    for share in shares:
+        sources = {s.name: s for weight in weight_table(c, share) for s in weight.sources}
+        for source in sources.values():
+            if source.axis is not None:
+                numbers = torch.arange(int(np.prod(source.shape))).view(source.shape)
+                held.setdefault(source.name, []).append(
+                    share.cut(source.name, source.axis, numbers).flatten()
+                )
+    for weight in weight_table(c):
+        for source in weight.sources:
+            if source.axis is not None:
+                found = torch.cat(held[source.name]).sort().values
+                assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
+    replicated = {s.name for w in weight_table(c) for s in w.sources if s.axis is None}
+    kinds = {name.rpartition("layers.")[2].partition(".")[2] or name for name in replicated}
+    assert kinds == {
+        "enorm.weight",
+        "hnorm.weight",
+        "input_layernorm.weight",
+        "mlp.gate.e_score_correction_bias",
+        "mlp.gate.weight",
+        "norm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "self_attn.q_a_layernorm.weight",
+        "self_attn.q_a_proj.weight",
+        "shared_head.norm.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "says"),
+    [
+        (3, 1, "--tp 3 does not divide num_attention_heads 4; possible: 1, 2, 4$"),
+        (0, 1, "--tp 0 is outside 1..64"),
+        (4, 3, "--ep 3 does not divide both --tp 4 and the 8 routed experts; possible: 1, 2, 4"),
+        (2, 4, "--ep 4 does not divide both --tp 2 and the 8 routed experts; possible: 1, 2"),
+        (8, 2, "--tp 8 does not divide num_attention_heads 4; possible: 2, 4"),
+    ],
+)
+def test_what_can_not_be_shared(tp: int, ep: int, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_share(parse_config(BASE | EVEN), tp, ep)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab_size": 61}, "--tp 2 does not divide vocab_size 61; possible: 1$"),
+        ({"intermediate_size": 45}, "--tp 2 does not divide intermediate_size 45; possible: 1$"),
+        (
+            {"moe_intermediate_size": 15, "n_shared_experts": 2},
+            "--tp 2 does not divide moe_intermediate_size 15; possible: 1$",
+        ),
+        (
+            {"moe_intermediate_size": 15},
+            "--tp 2 does not divide moe_intermediate_size x n_shared_experts 15; possible: 1$",
+        ),
+    ],
+)
+def test_sizes_that_do_not_split(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        check_share(parse_config(BASE | EVEN | changes), 2, 1)
+
+
+def test_deepseek_v3_on_eight_ranks() -> None:
+    """The numbers of spec/deepseek-v3.md section 5."""
+    c = load_config(recipe_folder() / "deepseek_v3")
+    for ep in (1, 2, 4, 8):
+        check_share(c, 8, ep)
+    share = Share(8, 8, 3)
+    assert share.experts(c) == range(96, 128)
+    assert share.expert_inner(c) == 2048
+    assert Share(8, 2, 3).expert_inner(c) == 512

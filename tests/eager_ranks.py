@@ -1,0 +1,78 @@
+"""Target inductor without its compiler: programs run eagerly, from their exported graphs.
+
+All else of an engine of several ranks is real: weights, processes, torch.distributed. Compiling one
+takes a minute of a core. `python -m tests.eager_ranks` is a rank that another process started.
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import mtpbuild.plugins  # the graphs' ops
+from mtpbuild.runtime import ranks
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import inductor
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.targets.inductor import InductorTarget
+    from mtpbuild.builder.trace import Traced
+    from mtpbuild.builder.weights_file import Placed
+
+ROOT = Path(__file__).parents[1]
+
+
+def lower(
+    self: "InductorTarget", traced: "Traced", weights: "Mapping[str, Placed]", folder: Path
+) -> str:
+    from mtpbuild.builder.targets.inductor import _write_constants
+
+    file = f"{traced.name}.pt2"
+    torch.export.save(traced.exported, folder / file)
+    _write_constants(traced, weights, folder)
+    return file
+
+
+class EagerPackage:
+    """In the place of `Package`: state in, state out, copied over what came in."""
+
+    def __init__(
+        self, path: Path, weights: Mapping[str, torch.Tensor], device: str, rank: int = 0
+    ) -> None:
+        own = load_file(path.with_name(inductor.CONSTANTS.format(path.stem)))
+        own |= {name: torch.tensor([rank]) for name in own if name.endswith(".rank")}
+        named = {f"model.{name}": weight for name, weight in weights.items()} | own
+        spec = read_manifest(path.parent).programs[path.stem]
+        self._inputs, self._outputs = ([t.name for t in ts] for ts in (spec.inputs, spec.outputs))
+        self._program = torch.export.load(path).module(check_guards=False)
+        parameters = {name: named[name] for name, _ in self._program.named_parameters()}
+        self._program.load_state_dict(parameters, strict=False, assign=True)
+
+    @torch.no_grad()
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given = dict(zip(self._inputs, inputs, strict=True))
+        state = {name: given.pop(name) for name in self._inputs if f"{name}.out" in self._outputs}
+        results = torch.utils._pytree.tree_leaves(self._program(state, *given.values()))
+        outputs = dict(zip(self._outputs, results, strict=True))
+        for name, tensor in state.items():
+            tensor.copy_(outputs.pop(f"{name}.out"))
+        return list(outputs.values())
+
+
+def use(patch: pytest.MonkeyPatch) -> None:
+    """Load engines this way, in this process and in those that it starts."""
+    assert mtpbuild.plugins.rope
+    patch.setattr(inductor, "Package", EagerPackage)
+    patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.eager_ranks"))
+    patch.setenv("PYTHONPATH", str(ROOT))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch)
+        sys.exit(ranks.main(*sys.argv[1:]))
