@@ -94,8 +94,9 @@ class Follower:
         if code is not None and code < 0:
             return f"rank {self.rank} was killed by signal {-code}"
         self.errors.seek(0)
-        said = self.errors.read().decode(errors="replace").strip().splitlines()
-        return f"rank {self.rank}: {said[-1].removeprefix('error: ') if said else f'exit {code}'}"
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        said = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+        return said if said.startswith(name := f"rank {self.rank}") else f"{name}: {said}"
 
     def end(self, patience: float) -> None:
         """Wait so many seconds for its end, then kill it."""
@@ -133,9 +134,10 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
         own = {"RANK": "0", LISTENER: str(listener.fileno())}
-        followers = [_start(folder, rank, threads, group) for rank in range(1, tp)]
-        patience = 0.0
+        followers, patience = list[Follower](), 0.0
         try:
+            for rank in range(1, tp):
+                followers.append(_start(folder, rank, threads, group))
             undo.enter_context(_environment(group | own))
             yield
             patience = 10.0

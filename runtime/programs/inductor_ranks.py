@@ -46,6 +46,7 @@ class Channel:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, time_limit()
+        self._patience = max(self.limit, SECONDS)  # others may still start, or load
         self.failure: str | None = None
         self.digest = 0  # of the last step's tokens
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -57,7 +58,13 @@ class Channel:
         except BaseException:
             self._leave()
             raise
-        if rank == 0:
+
+    def ready(self) -> None:
+        """Wait until all ranks have loaded; from now on each answers within the time limit."""
+        with self.unbroken():
+            dist.barrier()
+        self._patience = self.limit
+        if self.rank == 0:
             threading.Thread(target=self._stay, daemon=True).start()
 
     def send(self, name: str, *arguments: Any) -> None:
@@ -109,13 +116,14 @@ class Channel:
 
     def _join(self, limit: timedelta) -> None:
         if self._joined:
+            meeting = timedelta(seconds=self._patience)
             listener = os.environ.get(LISTENER)
             dist.init_process_group(
                 "gloo",
-                store=None if listener is None else _store(listener, limit),
+                store=None if listener is None else _store(listener, meeting),
                 rank=self.rank,
                 world_size=self.ranks,
-                timeout=timedelta(seconds=max(self.limit, SECONDS)),  # others may still start
+                timeout=meeting,
             )
         # Messages and programs: gloo would mix up what two threads do in one.
         for _ in range(2):
@@ -138,7 +146,7 @@ class Channel:
     def _what_failed(self, reason: str) -> str:
         what = reason.splitlines()[0]
         if re.search("timed out|timeout", reason, re.IGNORECASE):
-            what = f"another rank has not answered for {self.limit:g} s"
+            what = f"another rank has not answered for {self._patience:g} s"
         elif "gloo" in reason:
             what = "another rank is gone"
         return f"rank {self.rank} of {self.ranks}: {what}"
@@ -182,6 +190,7 @@ class LeadingPrograms(RankPrograms):
         self, folder: Path, manifest: Manifest, threads: int | None, channel: Channel
     ) -> None:
         super().__init__(folder, manifest, threads, channel)
+        channel.ready()
         self._end = weakref.finalize(self, channel.close)  # at the latest
 
     def close(self) -> None:
@@ -213,6 +222,7 @@ class FollowingPrograms(RankPrograms):
 
     def follow(self) -> None:
         """Do what rank 0 does, until it ends."""
+        self._channel.ready()
         while (call := self._channel.receive())[0] != "end":
             match call:
                 case "prefill", [slot, start, tokens]:

@@ -1,0 +1,83 @@
+"""Compiled engines of several ranks say what the engine of one rank says: O2 and O7."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.targets import inductor as target
+from mtpbuild.runtime import Engine
+from tests.builder.test_ranks import CHUNK, GREEDY, HOT, NEXTN, RELAXED, SHAPE, running
+from tests.checkpoints import make_predictable, save_checkpoint
+from tests.conftest import EngineBuilder
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.xdist_group("inductor"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+DEEPER = SHAPE | {"num_hidden_layers": 2, "num_nextn_predict_layers": 2}
+PARAMS = [GREEDY, HOT, replace(HOT, acceptance="rejection"), RELAXED]
+MATRIX: list[tuple[int, int, DrafterName]] = [
+    (2, 1, "mtp-vanilla"),
+    (4, 2, "mtp-vanilla"),
+    (4, 1, "mtp-eagle"),
+    (2, 2, "mtp-eagle"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deeper") / "two-layers"
+    return save_checkpoint(folder, make_predictable(**DEEPER), **DEEPER)
+
+
+@pytest.fixture
+def make(
+    checkpoint: Path, build_engine: EngineBuilder, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Path]:
+    monkeypatch.setitem(target.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
+    flags = {"target": "inductor", "prefill_chunk": CHUNK, "max_batch": 3}
+    return partial(build_engine, checkpoint, NEXTN, **flags)
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(4)
+    return [[62, *rng.integers(0, 62, n).tolist()] for n in (5, 1, 9, 20)]
+
+
+@pytest.mark.parametrize(("tp", "ep", "drafter"), MATRIX)
+def test_the_same_tokens_as_one_rank(
+    tp: int, ep: int, drafter: DrafterName, make: Callable[..., Path]
+) -> None:
+    """A batch of greedy, sampled, rejecting and relaxed requests; twice the same."""
+    with Engine.load(make(drafter=drafter), threads=1) as loaded:
+        wanted = [r.token_ids for r in loaded.generate(prompts(), PARAMS)]
+    for _ in range(2):
+        with running(make(drafter=drafter, tp=tp, ep=ep)) as loaded:
+            results = loaded.generate(prompts(), PARAMS)
+        assert [r.token_ids for r in results] == wanted
+
+
+def test_torchrun(make: Callable[..., Path]) -> None:
+    """It starts the ranks and they join; only one of them prints."""
+    engine = make(drafter="mtp-vanilla", tp=2, ep=1)
+    with running(engine) as loaded:
+        wanted = loaded.generate(prompts()[0], GREEDY).token_ids
+    code = "from mtpbuild.builder.cli import app; app()"
+    ids = ",".join(map(str, prompts()[0]))
+    flags = "--prompt-ids", ids, "--max-tokens", "16", "--ignore-eos", "--threads", "1", "--json"
+    torchrun = "torch.distributed.run", "--nproc-per-node", "2", "--no-python"
+    run = sys.executable, "-c", code, "run", "--engine", str(engine), *flags
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, *run], capture_output=True, text=True, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["token_ids"] == wanted
