@@ -23,11 +23,14 @@ def all_reduce(x: Tensor) -> Tensor:
     return ops.wait_tensor(ops.all_reduce(x, "sum", GROUP))
 
 
-def all_gather(x: Tensor, ranks: int) -> Tensor:
-    """All ranks' x [B, .., N], one behind the other: [B, .., ranks * N]."""
-    ops = torch.ops._c10d_functional
-    parts = ops.wait_tensor(ops.all_gather_into_tensor(x, ranks, GROUP))  # [ranks * B, .., N]
-    return parts.unflatten(0, (ranks, -1)).movedim(0, -2).flatten(-2)
+def all_gather(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
+    """All ranks' x [.., N], one behind the other: [.., ranks * N].
+
+    A sum with zeros, which is exact. AOTInductor has no call for all_gather on a CPU, and what it
+    does instead lets Python see the tensor: the deadlock above.
+    """
+    own = torch.arange(ranks, device=x.device)[:, None] == rank
+    return all_reduce(torch.where(own, x[..., None, :], 0.0).flatten(-2))
 
 
 def own_part(x: Tensor, part: Tensor, parts: int) -> Tensor:

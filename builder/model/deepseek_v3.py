@@ -83,4 +83,4 @@ class DeepseekV3(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32: bf16 logits tie."""
         logits = (hidden @ self.lm_head).float()
-        return logits if self.share.tp == 1 else all_gather(logits, self.share.tp)
+        return logits if self.share.tp == 1 else all_gather(logits, self.rank, self.share.tp)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.model.collectives import all_reduce, own_part, rank_constant
+from mtpbuild.builder.model.collectives import all_reduce, rank_constant
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.rope import inverse_frequencies, softmax_scale, table_scale
 from mtpbuild.builder.model.share import WHOLE, Share
@@ -187,7 +187,10 @@ class DenseMoE(nn.Module):
         every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts)
         every = every.scatter(-1, ids, weights)
         if (ep := self.share.ep) > 1:  # own experts are ep times as wide as a shared one's part
-            every = own_part(every, self.rank % ep, ep).repeat_interleave(ep, dim=-1)
+            # Rank r's is group r % ep; not by `rank % ep`, which the compiler would fold.
+            groups = every.unflatten(-1, (ep, -1)).repeat_interleave(ep, dim=-1)
+            repeated = torch.cat([groups] * (self.share.tp // ep), dim=-2)
+            every = repeated.index_select(-2, self.rank).squeeze(-2)
         if c.n_shared_experts:
             every = torch.cat([every, every.new_ones(*x.shape[:-1], c.n_shared_experts)], dim=-1)
         gate, up = (x @ self.experts.gate_up_proj).chunk(2, dim=-1)
@@ -221,7 +224,7 @@ class GatheredMoE(nn.Module):
         weights, ids = self.gate(x)
         if (ep := self.share.ep) > 1:  # another group's expert: any of ours, which weighs 0
             experts = self.gate_up_proj.shape[0]
-            own = ids // experts == self.rank % ep
+            own = (self.rank - ids // experts) % ep == 0
             weights, ids = torch.where(own, weights, 0.0), ids % experts
         if self.kernels and is_few(math.prod(x.shape[:-1])):
             flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))

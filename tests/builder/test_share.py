@@ -53,7 +53,7 @@ class Meeting:
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self.exchange(x)).sum(0)
 
-    def all_gather(self, x: Tensor, ranks: int) -> Tensor:
+    def all_gather(self, x: Tensor, rank: Tensor, ranks: int) -> Tensor:
         return torch.cat(self.exchange(x), dim=-1)
 
 
