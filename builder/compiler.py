@@ -98,12 +98,16 @@ class ModelSource:
                 f"{path}: {size} tokens, config.json has vocab_size {self.config.vocab_size}"
             )
 
-    def write_weights(self, folder: Path, siblings: Path, rank: int = 0) -> WrittenWeights:
-        """folder/weights.safetensors; a hard link where a sibling engine has the same one."""
+    def write_weights(self, folder: Path, siblings: Path | None, rank: int = 0) -> WrittenWeights:
+        """folder/weights.safetensors; a hard link where one of `siblings` has the same one."""
         path, share = folder / WEIGHTS, replace(self.share, rank=rank)
         within = folder.name if share.tp > 1 else ""
+
+        def shared(digest: str) -> bool:
+            return siblings is not None and package.share_file(path, digest, siblings, within)
+
         done = self.weights.get(rank)
-        if done is not None and package.share_file(path, done.hashes[WEIGHTS], siblings, within):
+        if done is not None and shared(done.hashes[WEIGHTS]):
             return done
         parameters = dict(self.model.named_parameters())
         names = [
@@ -121,7 +125,7 @@ class ModelSource:
         tensors = stream_weights(self.checkpoint, table, self.kept, share)
         places = write_weights(path, shapes, tensors, packed)
         digest = hash_file(path)
-        package.share_file(path, digest, siblings, within)
+        shared(digest)
         self.weights[rank] = WrittenWeights(places, {WEIGHTS: digest})
         return self.weights[rank]
 

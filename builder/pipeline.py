@@ -127,10 +127,12 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             with package.staging(out) as folder:
                 # 4. Weights: written once, shared by every engine that has the same ones.
                 #    Several ranks have a folder each, for their share of them.
+                #    Those that go into programs are a file of their own: onnx distrusts links.
                 places = package.rank_folders(folder, plans[out])
+                siblings = None if target.embeds_weights else out.parent
                 with stages("write weights"):
                     written = [
-                        model.write_weights(place, siblings=out.parent, rank=rank)
+                        model.write_weights(place, siblings, rank)
                         for rank, place in enumerate(places)
                     ]
 

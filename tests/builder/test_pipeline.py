@@ -21,6 +21,7 @@ from mtpbuild.builder.pipeline import (
     needs,
 )
 from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.runtime.errors import (
     BuildError,
     CheckpointError,
@@ -136,6 +137,22 @@ class TestQuick:
         other = random_checkpoint(tmp_path / "checkpoint", seed=1, num_hidden_layers=1)
         third = build_one(other, 0, tmp_path / "c").folder / "weights.safetensors"
         assert third.stat().st_nlink == 1
+
+    def test_weights_that_programs_take_in_are_not_shared(
+        self, smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        links = []
+
+        def lower(self: Any, traced: Any, weights: Any, folder: Path) -> str:
+            links.append((folder / "weights.safetensors").stat().st_nlink)
+            (folder / "program").write_bytes(b"")
+            return "program"
+
+        build_one(smallest, 0, tmp_path / "a")
+        monkeypatch.setattr(OnnxRuntimeTarget, "embeds_weights", True)
+        monkeypatch.setattr(OnnxRuntimeTarget, "lower", lower)
+        build_one(smallest, 1, tmp_path / "b")
+        assert set(links) == {1}
 
     def test_without_hard_links_weights_are_copied(
         self, smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
