@@ -1,7 +1,7 @@
 """Two engines' texts, token by token: equal, parted at near-ties, or different."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -31,7 +31,7 @@ class Difference:
 
 def compare(ours: Sequence[Played], theirs: Sequence[Played], replay: Replay) -> Finding:
     """Behind a near-tie our engine goes on with their token, so every token is compared."""
-    noise = max((n for pair in zip(ours, theirs, strict=True) for n in apart(*pair)), default=0.0)
+    noise = largest_but_jumps(n for pair in zip(ours, theirs, strict=True) for n in apart(*pair))
     limit = TIE * max(noise, LEAST)
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs), "noise": noise}
     if not noise <= MOST:
@@ -66,6 +66,16 @@ def differences(number: int, ours: Played, theirs: Played, replay: Replay) -> It
         if at >= len(wanted):
             return
         ours = replay(number, wanted[:at], len(wanted) - at)
+
+
+def largest_but_jumps(differences: Iterable[float]) -> float:
+    """The largest, one in a hundred left out; 0 of none.
+
+    Where two experts have the same score to the last bit, either may be taken, and the
+    log-probabilities of that token jump. A wrong cache or weight shows in all that follow.
+    """
+    found = sorted(differences)
+    return found[-1 - len(found) // 100] if found else 0.0
 
 
 def apart(ours: Played, theirs: Played) -> list[float]:

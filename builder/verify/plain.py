@@ -9,7 +9,7 @@ from mtpbuild.builder.checkpoint import open_checkpoint
 from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.model.weights import duplicates
 from mtpbuild.builder.reference import Transformer
-from mtpbuild.builder.verify.compare import LEAST, MOST, TIE
+from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, largest_but_jumps
 from mtpbuild.builder.verify.finding import Finding
 from mtpbuild.builder.verify.play import Played
 
@@ -36,16 +36,17 @@ def judge(
 
     most: how far log-probabilities may be apart.
     """
-    noise, gaps = 0.0, []
+    apart, gaps = list[float](), []
     for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):
         known = torch.tensor([prompt + text.token_ids[:-1]])
         logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]  # [tokens, V]
         said = torch.tensor(text.token_ids)[:, None]
         meant = logits.log_softmax(-1).gather(-1, said)[:, 0]
-        noise = max(noise, float((meant - torch.tensor(text.logprobs)).abs().max()))
+        apart += (meant - torch.tensor(text.logprobs)).abs().tolist()
         gap = logits.amax(-1) - logits.gather(-1, said)[:, 0]
         best = logits.argmax(-1)
         gaps += [(float(g), number, i, int(said[i]), int(best[i])) for i, g in enumerate(gap)]
+    noise = largest_but_jumps(apart)
     limit = TIE * max(noise, LEAST)
     largest, number, place, token, wanted = max(gaps)
     figures = {"tokens": len(gaps), "noise": noise, "largest_gap": largest}

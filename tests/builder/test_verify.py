@@ -158,6 +158,17 @@ def test_what_is_near_is_measured() -> None:
     assert margin > TIE * LEAST
 
 
+def test_a_jump_in_a_hundred_is_an_expert_by_a_hair() -> None:
+    """Not a wrong cache, which shows in every token behind it."""
+    count = 300
+    theirs = played([1] * count, [9.0] * count, -1.0)
+    for jumps, passes in ((0, True), (3, True), (4, False), (count, False)):
+        logprobs = [-1.07] * jumps + [-1.0] * (count - jumps)
+        ours = Played([1] * count, logprobs, [9.0] * count, theirs.drafting)
+        found = compare([ours], [theirs], lambda *_: pytest.fail("they don't part"))
+        assert found.passed == passes
+
+
 def test_a_shorter_text_is_another_text() -> None:
     short, long = played([1, 2], [0.0] * 2), played([1, 2, 3], [0.0] * 3)
     assert "says 3, not an end" in compare([long], [short], lambda *_: long).detail
