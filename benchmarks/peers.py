@@ -353,7 +353,7 @@ def main() -> None:
     parser.add_argument("--peers", help="names to measure, such as 'mtpbuild nextn 3'; commas")
     parser.add_argument("--out", type=Path, default=Path("bench_results"))
     arguments = parser.parse_args()
-    console = Console(width=max(Console().width, 104))
+    console = Console(width=max(Console().width, 112))
     wanted = peers(arguments.model, arguments.threads, arguments.quick)
     if arguments.peers:
         names = arguments.peers.split(",")
