@@ -180,7 +180,7 @@ def counting(rng: random.Random, words: Sequence[str]) -> Problem:
     steps, count = [], 0
     for each in word:
         count += each == letter
-        steps.append(f"{each} {'yes' if each == letter else 'no'} {count}")
+        steps.append(f"{each} {letter} {'yes' if each == letter else 'no'} {count}")
     steps = steps if rng.random() < 0.5 else [", ".join(steps)]
     lines = [f"The letters of {word} are {spaced(word)}.", *steps]
     openings = ("", "Spell the word.", f"I look for {letter}.")
@@ -190,11 +190,19 @@ def counting(rng: random.Random, words: Sequence[str]) -> Problem:
     return Problem("counting", question, joined(rng, openings, lines, end), str(count))
 
 
+def blended(rng: random.Random, words: Sequence[str]) -> str:
+    """The head of one word and the tail of another: a word's tokens among other neighbours."""
+    first, second = rng.choice(words), rng.choice(words)
+    return (first[: rng.randint(1, len(first))] + second[rng.randrange(len(second)) :])[:10]
+
+
 def spelling(rng: random.Random, words: Sequence[str]) -> Problem:
     """Not asked for by itself: it teaches which letters a token has."""
-    word = some_word(rng, words)
-    working = f"The letters of {word} are {spaced(word)}."
-    return Problem("spelling", f"Spell the word {word}.", working, spaced(word))
+    kinds = rng.choices((some_word, blended), k=rng.randint(1, 3))
+    some = [make(rng, words) for make in kinds]
+    working = "\n".join(f"The letters of {word} are {spaced(word)}." for word in some)
+    question = f"Spell the word{'s' * (len(some) > 1)} {', '.join(some)}."
+    return Problem("spelling", question, working, ", ".join(map(spaced, some)))
 
 
 def copying(rng: random.Random, words: Sequence[str]) -> Problem:
@@ -230,14 +238,14 @@ def makers(words: Sequence[str]) -> dict[str, Maker]:
 
 
 SHARES = {
-    "addition": 0.10,
-    "subtraction": 0.15,
-    "multiplication": 0.10,
+    "addition": 0.08,
+    "subtraction": 0.12,
+    "multiplication": 0.08,
     "larger": 0.12,
-    "sorting": 0.17,
-    "counting": 0.20,
-    "spelling": 0.08,
-    "copying": 0.08,
+    "sorting": 0.18,
+    "counting": 0.22,
+    "spelling": 0.14,
+    "copying": 0.06,
 }
 
 
