@@ -57,11 +57,12 @@ class Figure:
         return (-change if self.more_is_better else change) > self.tolerance
 
 
+# Two runs of the same code, one after the other, differed by 10 % in a speedup and by 23 % in d.
 FIGURES = {
-    "reasoning": Figure("nextn 3 over nextn 0, reasoning", 0.07, 2.2, more_is_better=True),
-    "code": Figure("nextn 3 over nextn 0, code", 0.07, 1.7, more_is_better=True),
-    "v": Figure("v: a step of 4 tokens over one of 1", 0.07, 1.2),
-    "d": Figure("d: three drafts over a step of 1", 0.15, 0.25),
+    "reasoning": Figure("nextn 3 over nextn 0, reasoning", 0.15, 2.2, more_is_better=True),
+    "code": Figure("nextn 3 over nextn 0, code", 0.15, 1.7, more_is_better=True),
+    "v": Figure("v: a step of 4 tokens over one of 1", 0.15, 1.2),
+    "d": Figure("d: three drafts over a step of 1", 0.35, 0.25),
     "host": Figure("the host's share of a step", 0.5, 3, unit="%"),
     "load": Figure("load to first token", 0.3, 0.5, unit="s"),
     "build": Figure("build of nextn 3, cold", 0.3, 60, unit="s"),

@@ -35,7 +35,7 @@ from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.runtime import Engine
+from mtpbuild.runtime import Engine, MtpbuildError
 
 FOLDER = Path("engines/.peers")
 HERE = Path(__file__).parent / "peer"
@@ -237,7 +237,7 @@ def measure(
             worker.ask(prompt=short, max_tokens=8)
         for i, prompt in enumerate(prompts):
             console.print(f"request {i + 1} of {len(prompts)}", style="dim")
-            turn = i % len(workers)
+            turn = i % max(1, len(workers))
             for worker in workers[turn:] + workers[:turn]:
                 answer = worker.ask(prompt=prompt, max_tokens=output)
                 if answer is not None:
@@ -396,4 +396,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MtpbuildError as error:
+        sys.exit(f"error: {error}")

@@ -128,7 +128,7 @@ def share_programs(first: Path, others: list[Path]) -> None:
 
 
 def copy_side_files(checkpoint: Path, folder: Path) -> None:
-    """Configuration; and, of what else belongs to the model, what the checkpoint has."""
+    """config.json, and of `SIDE_FILES` those that the checkpoint has."""
     for name in (CONFIG, *SIDE_FILES):
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, folder / name)

@@ -128,8 +128,9 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 # 4. Weights: written once, shared by every engine that has the same ones.
                 #    Several ranks have a folder each, for their share of them.
                 #    Those that go into programs are a file of their own: onnx distrusts links.
+                embedded = target.embeds_weights and not plans[out].strip_weights
                 places = package.rank_folders(folder, plans[out])
-                siblings = None if target.embeds_weights else out.parent
+                siblings = None if embedded else out.parent
                 with stages("write weights"):
                     written = [
                         model.write_weights(place, siblings, rank)
@@ -149,7 +150,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
                 # 6. The directory: tokenizer, manifest with hashes, one rename.
                 with stages("package"):
-                    if target.embeds_weights and not plans[out].strip_weights:
+                    if embedded:
                         weights.remove(folder)
                     package.copy_side_files(source.folder, folder)
                     package.share_programs(places[0], places[1:])

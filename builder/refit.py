@@ -46,6 +46,8 @@ def refit(
     watch("check checkpoint")
     source = find_model(model)
     config = load_config(source.folder)
+    if old.model.num_hidden_layers != load_config(engine).num_hidden_layers:
+        raise UsageError(f"{engine}: has only some of its model's layers: rebuild it")
     refuse(engine, source.folder, differences(load_config(engine), config))
     ids = generation_ids(source.folder, config)
     new = ModelSource(source.name, source.folder, config, ids, integers=target.integers)

@@ -132,7 +132,7 @@ def test_what_got_worse() -> None:
         "build": 9,
     }
     assert check.report(better, recorded)[1] == []
-    _, worse = check.report(then | {"code": 1.3, "v": 1.7}, recorded)
+    _, worse = check.report(then | {"code": 1.2, "v": 1.8}, recorded)
     assert worse == ["nextn 3 over nextn 0, code", "v: a step of 4 tokens over one of 1"]
     grid, worse = check.report(then, {})
     assert worse == []

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtpbuild.builder import package
+from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
@@ -122,6 +123,12 @@ class TestQuick:
         older["target"]["name"] = "tensorrt-rtx"
         (engine / MANIFEST).write_text(json.dumps(older))
         self.refused(engine, model, "programs of target tensorrt-rtx hold their weights")
+
+    def test_a_slice_of_a_model(self, tmp_path: Path) -> None:
+        shape = {"num_hidden_layers": 2}
+        model = checkpoint(tmp_path / "two", 0, **shape)
+        request = BuildRequest(str(model), (1,), layers=LayersSlice(0, 0), out=tmp_path / "engine")
+        self.refused(build(request)[0].folder, model, "has only some of its model's layers")
 
     def test_a_full_disk(
         self, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

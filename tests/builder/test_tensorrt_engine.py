@@ -506,6 +506,9 @@ class TestTargetTensorRt:
         (built,) = build(request)
         assert (WEIGHTS in built.manifest.files) == strip
         check_files(built.folder, built.manifest, verify_hashes=True)
+        (other,) = build(replace(request, nextn=(1,), out=tmp_path / "other"))
+        if strip:  # engines of other nextn share them
+            assert (other.folder / WEIGHTS).samefile(built.folder / WEIGHTS)
 
     def test_a_fast_build(self, trt: FakeTensorRt) -> None:
         builder = trt.Builder(None)
