@@ -50,7 +50,10 @@ def own_rank(folder: Path, manifest: Manifest) -> int:
             f"{folder}: an engine of {tp} ranks: use `mtpbuild run`, or start the program with "
             f"`torchrun --nproc-per-node {tp}`"
         )
-    rank, ranks = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise EngineError(f"RANK and WORLD_SIZE in the environment: {error}") from None
     if ranks != tp:
         raise EngineError(f"{folder}: an engine of {tp} ranks, these are {ranks}")
     return rank

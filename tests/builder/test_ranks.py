@@ -317,6 +317,10 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(EngineError, match="an engine of 2 ranks, these are 4"):
         Engine.load(engine)
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(EngineError, match=r"RANK and WORLD_SIZE in the environment: .*'first'"):
+        Engine.load(engine)
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EngineError, match="this is rank 1: it follows rank 0"):
         Engine.load(engine)
