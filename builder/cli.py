@@ -55,6 +55,9 @@ def build(
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill call.")] = 256,
     target: Annotated[str, typer.Option(help="What to compile for.")] = "onnxruntime",
     device: Annotated[str, typer.Option(help="Of target inductor: cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(help="Of target inductor's weights and caches: float32 or bfloat16.")
+    ] = "float32",
     compute_capability: Annotated[
         str | None,
         typer.Option(help="Of a tensorrt-rtx engine's GPUs: sm89, sm120; several: sm89,sm120."),
@@ -123,6 +126,7 @@ def build(
         layers=None if layers is None else parse_layers(layers),
         tp=tp,
         ep=ep,
+        dtype=dtype,  # type: ignore[arg-type]
     )
     if dry_run:
         check_with_progress(request)

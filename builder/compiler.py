@@ -14,6 +14,7 @@ from mtpbuild.builder.model.blocks import use_blocks
 from mtpbuild.builder.model.config import ModelConfig, load_config
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.model.layers_slice import LayersSlice
+from mtpbuild.builder.model.precision import FLOATS, hold_in
 from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import Weight, weight_table
 from mtpbuild.builder.plan import Plan
@@ -22,7 +23,7 @@ from mtpbuild.builder.quantize.integers import Integers
 from mtpbuild.builder.trace import trace
 from mtpbuild.builder.weights_file import WEIGHTS, Placed, write_weights
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.manifest import ModelInfo, WeightsType, hash_file
+from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType, hash_file
 from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
 
 __all__ = ["ModelSource", "load_model", "trace"]
@@ -53,6 +54,7 @@ class ModelSource:
     integers: tuple[str, ...] = ()  # formats that the target runs as they are
     layers: LayersSlice | None = None  # `config` is then the slice's
     share: Share = WHOLE  # of a rank: the model is its part, the same for all ranks
+    dtype: FloatType = "float32"
     parameters: int = field(init=False)
     kept: dict[str, int] = field(init=False)  # weights that stay in them -> bits
     weights: dict[int, WrittenWeights] = field(default_factory=dict)  # by rank
@@ -64,6 +66,7 @@ class ModelSource:
         with torch.device(self.device):
             # Uninitialised: its memory is never touched.
             self.model = DeepseekV3(self.config, self.share)
+        hold_in(self.model, FLOATS[self.dtype])
         self.parameters = sum(p.numel() for p in self.model.parameters())
         if self.share.tp > 1:
             with torch.device("meta"):
@@ -120,10 +123,10 @@ class ModelSource:
             )
         ]
         shapes = {name: tuple(parameters[name].shape) for name in names}
-        packed = {name for name in names if not parameters[name].is_floating_point()}
+        dtypes = {name: parameters[name].dtype for name in names}
         table = weight_table(self.config, share)
         tensors = stream_weights(self.checkpoint, table, self.kept, share)
-        places = write_weights(path, shapes, tensors, packed)
+        places = write_weights(path, shapes, tensors, dtypes)
         digest = hash_file(path)
         shared(digest)
         self.weights[rank] = WrittenWeights(places, {WEIGHTS: digest})
@@ -141,14 +144,16 @@ class ModelSource:
         if counts:
             found = ", ".join(f"{count} in {name}" for name, count in counts)
             logging.getLogger(__name__).warning(
-                "note: quantised weights (%s) are dequantised: the engine holds them in fp32", found
+                "note: quantised weights (%s) are dequantised: the engine holds them in %s",
+                found,
+                self.dtype,
             )
 
     @property
     def weights_type(self) -> WeightsType:
         """What most of the products hold."""
         bits = Counter(self.kept.values()).most_common(1)
-        return "float32" if not bits else "int4" if bits[0][0] == 4 else "int8"
+        return self.dtype if not bits else "int4" if bits[0][0] == 4 else "int8"
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)
@@ -169,10 +174,11 @@ class ModelSource:
         )
 
 
-def load_model(folder: Path, config: ModelConfig) -> DeepseekV3:
+def load_model(folder: Path, config: ModelConfig, dtype: FloatType = "float32") -> DeepseekV3:
     """The program's model with its weights in memory, for running it eagerly."""
-    checkpoint = open_checkpoint(folder)
-    weights = dict(stream_weights(checkpoint, checkpoint.check(config)))
-    model = DeepseekV3(config)
-    model.load_state_dict(weights, assign=True)
+    checkpoint, model = open_checkpoint(folder), DeepseekV3(config)
+    hold_in(model, FLOATS[dtype])
+    types = {name: weight.dtype for name, weight in model.named_parameters()}
+    weights = stream_weights(checkpoint, checkpoint.check(config))
+    model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)
     return model.eval()

@@ -154,7 +154,7 @@ class Idle:
         self.nextn = nextn
 
     def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
-        logits = step.hidden.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
+        logits = step.rows.cos.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
         drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
         return torch.cat(drafts, dim=1), {}
 

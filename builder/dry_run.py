@@ -12,7 +12,7 @@ from mtpbuild.builder.model.share import Share
 from mtpbuild.builder.pipeline import BuildRequest, Stages, find_source, make_plans, needs
 from mtpbuild.builder.plan import Plan, state_specs
 
-ITEM_BYTES = {"float32": 4, "int64": 8, "bool": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class DryRun:
     tensors: int
     dequantised: Counter[str]  # weights, by format
     weights_type: str
+    dtype: str  # of what is not quantised
     parameters: int
     engines: list[Foreseen]
 
@@ -63,6 +64,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
             integers=target.integers,
             layers=request.layers,
             share=Share(request.tp, request.ep),
+            dtype=request.dtype,
         )
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     return DryRun(
@@ -71,6 +73,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         tensors=len(model.checkpoint.files),
         dequantised=model.dequantised(),
         weights_type=model.weights_type,
+        dtype=model.dtype,
         parameters=model.parameters,
         engines=[
             Foreseen(
@@ -98,7 +101,7 @@ def print_dry_run(done: DryRun) -> None:
     if done.dequantised:
         counts = sorted(done.dequantised.items())
         found = ", ".join(f"{count:,} in {name}" for name, count in counts)
-        console.print(f"{found} would be dequantised to fp32")
+        console.print(f"{found} would be dequantised to {done.dtype}")
     table = Table("engine", "nextn", "drafter", "weights", "state", "build")
     for engine in done.engines:
         each = " per rank" if engine.plan.tp > 1 else ""

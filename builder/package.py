@@ -174,6 +174,7 @@ def write_manifest(
             max_seq_len=plan.max_seq_len,
             prefill_chunk=plan.prefill_chunk,
             weights=weights,
+            dtype=plan.dtype,
             fingerprint=fingerprint,
             tp=plan.tp,
             ep=plan.ep,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from mtpbuild.builder import package
 from mtpbuild.builder.compute_capability import compiling_gpu, compute_capabilities
@@ -26,6 +27,7 @@ from mtpbuild.runtime.manifest import (
     MAX_BATCH,
     MAX_CHUNK,
     MAX_SEQ_LEN,
+    FloatType,
     Manifest,
     parts,
     read_manifest,
@@ -55,6 +57,7 @@ class BuildRequest:
     tp: int = 1
     ep: int = 1
     layers: LayersSlice | None = None
+    dtype: FloatType = "float32"
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 integers=target.integers,
                 layers=request.layers,
                 share=Share(request.tp, request.ep),
+                dtype=request.dtype,
             )
             model.tell_formats()
 
@@ -193,6 +197,7 @@ def make_plans(
         raise UsageError(f"--fast-build is for target tensorrt, not {request.target}")
     if request.strip_weights and request.target != "tensorrt":
         raise UsageError(f"--strip-weights is for target tensorrt, not {request.target}")
+    check_dtype(request)
     if (request.tp, request.ep) != (1, 1):
         if (request.target, request.device) != ("inductor", "cpu"):
             raise UsageError("--tp and --ep are for target inductor on the CPU")
@@ -213,7 +218,7 @@ def make_plans(
     for nextn in sorted(set(nextns)):
         out = request.out or Path("engines")
         if request.out is None or len(set(nextns)) > 1:
-            out = out / f"{engine}_n{nextn}{_ranks_suffix(request)}"
+            out = out / f"{engine}_n{nextn}{_suffix(request)}"
         yield (
             out,
             Plan(
@@ -230,13 +235,28 @@ def make_plans(
                 gpu=gpu,
                 tp=request.tp,
                 ep=request.ep,
+                dtype=request.dtype,
             ),
         )
 
 
-def _ranks_suffix(request: BuildRequest) -> str:
+def check_dtype(request: BuildRequest) -> None:
+    """bfloat16 is for one target; float16 for none: DeepSeek's activations overflow it."""
+    if request.dtype not in get_args(FloatType):
+        known = ", ".join(get_args(FloatType))
+        raise UsageError(f"--dtype {request.dtype} is unknown; supported: {known}")
+    if request.dtype == "float32":
+        return
+    if request.target != "inductor":
+        raise UsageError(f"--dtype {request.dtype} is for target inductor, not {request.target}")
+    if request.tp > 1:
+        raise UsageError(f"--dtype {request.dtype} is for one rank: --tp works in float32")
+
+
+def _suffix(request: BuildRequest) -> str:
+    dtype = "" if request.dtype == "float32" else "_bf16"
     tp = f"_tp{request.tp}" if request.tp > 1 else ""
-    return tp + (f"_ep{request.ep}" if request.ep > 1 else "")
+    return dtype + tp + (f"_ep{request.ep}" if request.ep > 1 else "")
 
 
 def within(least: int, value: int, most: int, flag: str) -> int:

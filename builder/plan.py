@@ -5,7 +5,7 @@ from typing import Literal
 
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.runtime.errors import BuildError, UsageError
-from mtpbuild.runtime.manifest import StateSpec
+from mtpbuild.runtime.manifest import FloatType, StateSpec
 
 # "none" verifies nextn + 1 tokens and drafts nothing real: what `bench` subtracts to time drafting.
 DrafterName = Literal["mtp-eagle", "mtp-vanilla", "none"]
@@ -30,6 +30,7 @@ class Plan:
     gpu: str | None = None  # compute capability that target inductor compiles on and for; None: CPU
     tp: int = 1  # ranks that share the model
     ep: int = 1  # parts of the routed experts
+    dtype: FloatType = "float32"  # of weights, caches and hidden states (model/precision.py)
 
     @property
     def fixed(self) -> bool:
@@ -88,7 +89,7 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     names = [f"kv.{i}" for i in range(c.num_hidden_layers)]
     names += [f"mtp_kv.{i}" for i in range(modules)]
     shape = (B, 1, plan.capacity, c.cache_dim)
-    caches = [StateSpec(name=n, kind="cache", dtype="float32", shape=shape) for n in names]
+    caches = [StateSpec(name=n, kind="cache", dtype=plan.dtype, shape=shape) for n in names]
     carries = [
         StateSpec(name="lengths", kind="carry", dtype="int64", shape=(B,)),
         StateSpec(name="window", kind="carry", dtype="int64", shape=(B, T)),
@@ -102,6 +103,6 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
         hidden = (B, K, c.hidden_size)
         carries += [
             StateSpec(name="past_tokens", kind="carry", dtype="int64", shape=(B, K)),
-            StateSpec(name="past_hidden", kind="carry", dtype="float32", shape=hidden),
+            StateSpec(name="past_hidden", kind="carry", dtype=plan.dtype, shape=hidden),
         ]
     return (*caches, *carries)

@@ -50,7 +50,14 @@ def refit(
         raise UsageError(f"{engine}: has only some of its model's layers: rebuild it")
     refuse(engine, source.folder, differences(load_config(engine), config))
     ids = generation_ids(source.folder, config)
-    new = ModelSource(source.name, source.folder, config, ids, integers=target.integers)
+    new = ModelSource(
+        source.name,
+        source.folder,
+        config,
+        ids,
+        integers=target.integers,
+        dtype=old.build.dtype,
+    )
     if new.weights_type != old.build.weights:
         refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
     new.tell_formats()

@@ -1,14 +1,17 @@
 """weights.safetensors of an engine, written tensor by tensor: the model is never in memory."""
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 WEIGHTS = "weights.safetensors"
 ALIGNMENT = 64  # of the first byte of data, for memory mapping
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True)
@@ -23,18 +26,18 @@ def write_weights(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Iterable[tuple[str, Tensor]],
-    packed: Container[str] = (),
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Placed]:
     """Stream tensors, in the order of `shapes`, into one safetensors file.
 
-    They are fp32, but those in `packed` are uint8.
+    dtypes: what they become in it, if not fp32.
     """
+    kinds = {name: (dtypes or {}).get(name, torch.float32) for name in shapes}
     header, places, end = {}, {}, 0
     for name, shape in shapes.items():
-        dtype, size = ("U8", 1) if name in packed else ("F32", 4)
-        for dimension in shape:
-            size *= dimension
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
+        size = kinds[name].itemsize * prod(shape)
+        dtype, span = NAMES[kinds[name]], (end, end + size)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": span}
         places[name] = (end, size)
         end += size
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -45,5 +48,15 @@ def write_weights(
         for (name, shape), (given, tensor) in zip(shapes.items(), tensors, strict=True):
             assert name == given, f"{given} comes where {name} should"
             assert tuple(tensor.shape) == tuple(shape), f"{name}: {tuple(tensor.shape)} != {shape}"
-            file.write(tensor.numpy().data)
+            stored = tensor.to(kinds[name])
+            file.write(stored.reshape(-1).view(torch.uint8).numpy().data)
     return {name: Placed(start + begin, size) for name, (begin, size) in places.items()}
+
+
+def read_places(path: Path) -> dict[str, Placed]:
+    """Where the tensors of a file that `write_weights` wrote lie."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        start = file.tell()
+    spans = {name: tensor["data_offsets"] for name, tensor in header.items()}
+    return {name: Placed(start + begin, end - begin) for name, (begin, end) in spans.items()}

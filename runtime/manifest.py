@@ -16,7 +16,8 @@ MANIFEST = "engine.json"
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK, MAX_RANKS = 1024, 1 << 24, 1 << 16, 64
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
-WeightsType = Literal["float32", "int8", "int4"]
+FloatType = Literal["float32", "bfloat16"]
+WeightsType = Literal["float32", "bfloat16", "int8", "int4"]
 Dimension = int | str  # a number, or the name of a size that varies between calls
 
 
@@ -28,7 +29,7 @@ class TensorSpec(_Record):
     """One input or output of a program."""
 
     name: str
-    dtype: Literal["int64", "bool", "float32"]
+    dtype: Literal["int64", "bool", "float32", "bfloat16"]
     shape: tuple[Dimension, ...]
 
 
@@ -40,7 +41,7 @@ class StateSpec(_Record):
 
     name: str
     kind: Literal["cache", "carry"]
-    dtype: Literal["int64", "bool", "float32"]
+    dtype: Literal["int64", "bool", "float32", "bfloat16"]
     shape: tuple[int, ...]
 
 
@@ -83,6 +84,7 @@ class BuildInfo(_Record):
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
     weights: WeightsType
+    dtype: FloatType = Field(default="float32", description="of caches and hidden states")
     fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
     tp: int = Field(default=1, ge=1, le=MAX_RANKS, description="ranks that share the model")
     ep: int = Field(default=1, ge=1, le=MAX_RANKS, description="parts of the routed experts")

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from mtpbuild.builder.model.collectives import all_gather, all_reduce, own_part, rank_constant
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.layers import DecoderLayer, RMSNorm, Rope, Rows, parameter
+from mtpbuild.builder.model.precision import cast
 from mtpbuild.builder.model.share import WHOLE, Share
 
 
@@ -82,5 +83,5 @@ class DeepseekV3(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32: bf16 logits tie."""
-        logits = (hidden @ self.lm_head).float()
+        logits = (cast(hidden, torch.float32) @ self.lm_head).float()
         return logits if self.share.tp == 1 else all_gather(logits, self.rank, self.share.tp)

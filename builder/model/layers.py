@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.model.collectives import all_reduce, rank_constant
 from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.precision import cast
 from mtpbuild.builder.model.rope import inverse_frequencies, softmax_scale, table_scale
 from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.plugins import kv_write, mla_attention, moe, rope
@@ -128,7 +129,7 @@ class Attention(nn.Module):
         last = base[:, None] + torch.arange(T, device=base.device)
         seen = torch.arange(S, device=base.device) <= last[:, None, :, None]  # [B, 1, T, S]
         mask = torch.where(seen, 0.0, float("-inf"))  # equal in all layers: the passes leave one
-        return (q @ k.mT + mask).softmax(-1) @ v
+        return cast((q @ k.mT + mask).softmax(-1), v.dtype) @ v
 
 
 class MLP(nn.Module):
@@ -195,7 +196,7 @@ class DenseMoE(nn.Module):
             every = torch.cat([every, every.new_ones(*x.shape[:-1], c.n_shared_experts)], dim=-1)
         gate, up = (x @ self.experts.gate_up_proj).chunk(2, dim=-1)
         inner = (F.silu(gate) * up).unflatten(-1, (every.shape[-1], -1))
-        return (inner * every[..., None]).flatten(-2) @ self.experts.down_proj
+        return cast(inner * every[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
 
 
 class GatheredMoE(nn.Module):
@@ -239,7 +240,7 @@ class GatheredMoE(nn.Module):
         rows = x.unsqueeze(-2).expand(*x.shape[:-1], k, -1).reshape(-1, 1, x.shape[-1])
         gate, up = (rows @ self.gate_up_proj.index_select(0, chosen)).chunk(2, dim=-1)
         y = (F.silu(gate) * up) @ self.down_proj.index_select(0, chosen)
-        return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2)
+        return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
 
 
 def is_few(tokens: int) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,12 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+
+
+def host_type(dtype: str) -> np.dtype[Any]:
+    """Of a manifest's tensor in the host's memory. NumPy has no bfloat16: that is held as bits."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
 
 MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
 MAX_LOGPROBS = 5  # alternatives that a row reports

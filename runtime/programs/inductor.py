@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
-from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.manifest import Manifest, TensorSpec
 from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.slots import PLAIN, Slots
 
@@ -108,7 +108,7 @@ class InductorPrograms(Slots):
         """The program's inputs in order: the state of some slots, sharing memory, and `given`."""
         carries = {name: array[first : first + slots] for name, array in self._carries[0].items()}
         arrays = self._caches.views(first, slots) | carries | given
-        return [torch.from_numpy(arrays[spec.name]) for spec in self._programs[program].inputs]
+        return [shared(arrays[spec.name], spec) for spec in self._programs[program].inputs]
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         if program not in self._packages:  # the mixed program is loaded by who first needs it
@@ -119,6 +119,12 @@ class InductorPrograms(Slots):
     def _load(self, program: str) -> Package:
         file = self._programs[program].file
         return Package(self._folder / file, self._weights, "cpu", self._rank)
+
+
+def shared(array: NDArray[Any], spec: TensorSpec) -> torch.Tensor:
+    """The same memory as torch sees it."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if spec.dtype == "bfloat16" else tensor
 
 
 def this_machine() -> str:

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, StateSpec, TensorSpec
-from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
+from mtpbuild.runtime.programs.base import (
+    GREEDY,
+    Bools,
+    Controls,
+    Ints,
+    StepOutput,
+    host_type,
+)
 from mtpbuild.runtime.programs.inductor import WEIGHTS, Package
 from mtpbuild.runtime.programs.slots import MIXED, PLAIN, ROW_STEP, padded
 from mtpbuild.runtime.programs.torch_cuda import Gpu, Work
@@ -205,7 +212,11 @@ class CudaPrograms:
     def state(self) -> dict[str, NDArray[Any]]:
         """The state tensors, for tests and tools; copies, where the host can't see them."""
         self._gpu.synchronise()
-        return {name: tensor.cpu().numpy() for name, tensor in self._state.items()}
+        bits = {torch.bfloat16: torch.uint16}  # as the host holds it
+        return {
+            name: tensor.cpu().view(bits.get(tensor.dtype, tensor.dtype)).numpy()
+            for name, tensor in self._state.items()
+        }
 
 
 def _own(outputs: Iterable[TensorSpec]) -> list[TensorSpec]:
@@ -245,7 +256,7 @@ def _check_memory(folder: Path, manifest: Manifest, gpu: Gpu) -> None:
     carried = {s.name: s.shape for s in manifest.state}
     shapes = [carried.get(t.name) or (slots, *map(int, t.shape[1:])) for t in mixed]
     state = sum(
-        math.prod(shape) * np.dtype(t.dtype).itemsize
+        math.prod(shape) * host_type(t.dtype).itemsize
         for t, shape in zip(mixed, shapes, strict=True)
     )
     free = gpu.free_memory()

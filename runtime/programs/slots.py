@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, StateSpec, TensorSpec
-from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls
+from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, host_type
 
 ROW_STEP = 128  # a step's caches are given in multiples of this many rows
 PLAIN, MIXED = "decode", "decode_mixed"
@@ -28,7 +28,7 @@ class Slots:
         self._caches = (caches or Caches)([s for s in manifest.state if s.kind == "cache"])
         carries = [s for s in manifest.state if s.kind == "carry"]
         self._carries = [
-            {s.name: np.zeros(s.shape, s.dtype) for s in carries} for _ in range(copies)
+            {s.name: np.zeros(s.shape, host_type(s.dtype)) for s in carries} for _ in range(copies)
         ]
         self._now = 0  # the copy that is read next
         B = manifest.build.max_batch
@@ -119,7 +119,8 @@ class Caches:
         self.rows = 0
         # Zeros: a masked row weighs 0, and 0 times an uninitialised NaN would not be 0.
         self._flat = {
-            s.name: np.zeros((self._batch * self._capacity, s.shape[3]), s.dtype) for s in specs
+            s.name: np.zeros((self._batch * self._capacity, s.shape[3]), host_type(s.dtype))
+            for s in specs
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:

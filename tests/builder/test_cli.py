@@ -62,6 +62,7 @@ def test_frozen_flags() -> None:
         "--device",
         "--drafter",
         "--dry-run",
+        "--dtype",
         "--ep",
         "--extra-llm-api-options",
         "--fast-build",

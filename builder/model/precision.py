@@ -1,0 +1,33 @@
+"""bfloat16 in the model: which weights are held in it, what is computed in fp32 all the same.
+
+Activations, residual stream and caches are bfloat16, and products sum in fp32. Norms (inside),
+rotary angles and their products, router, softmax (inside), head and logits are fp32: rounded to
+bfloat16, the scores of experts and the logits of tokens tie (spec/deepseek-v3.md sections 2, 8).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from mtpbuild.runtime.manifest import FloatType
+
+FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give the weights that type, without values, but for routers and head."""
+    for name, weight in list(model.named_parameters()):
+        if not weight.is_floating_point() or weight.dtype == dtype or stays_wide(name):
+            continue
+        owner, _, leaf = name.rpartition(".")
+        narrow = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False)
+        setattr(model.get_submodule(owner), leaf, narrow)
+
+
+def stays_wide(name: str) -> bool:
+    """Whether a weight is fp32 in every engine."""
+    return name == "lm_head" or ".gate." in name
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in that type; no operator where it is already, so that graphs of fp32 have none."""
+    return x if x.dtype == dtype else x.to(dtype)

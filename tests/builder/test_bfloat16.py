@@ -1,0 +1,279 @@
+"""Engines in bfloat16: what is in it and what is not, their text beside the plain model's.
+
+Rounding makes near-ties frequent, and a product of one row may round otherwise than one of four.
+So texts are judged token by token: each must be the plain model's argmax in fp32, on the same
+weights, or nearly. Here programs run eagerly; compiled ones are in the full matrix.
+"""
+
+import itertools
+import json
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.model.precision import hold_in
+from mtpbuild.builder.pipeline import BuildRequest, Stages, build
+from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.program import make_programs
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.refit import refit
+from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.verify.play import Played, play
+from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import inductor, inductor_cuda
+from mtpbuild.runtime.programs.base import Programs
+from mtpbuild.runtime.programs.inductor import InductorPrograms
+from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
+from tests.builder.test_cli import invoke
+from tests.builder.test_inductor_cuda import EagerPackage, manifest_of
+from tests.builder.test_inductor_engine import prompts, touch
+from tests.checkpoints import lower, make_predictable, random_checkpoint, save_checkpoint
+from tests.conftest import EngineBuilder
+from tests.fake_gpu import FakeGpu
+
+CHUNK, SLOTS, LENGTH = 4, 2, 30
+NEAR = 0.25  # a smaller gap between two logits may be ranked either way
+OFF = 0.3  # of a log-probability; most are within a hundredth
+GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
+HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
+ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (2, "mtp-eagle"), (3, "mtp-vanilla")]
+WIDE = {"lm_head", "gate.weight", "gate.e_score_correction_bias"}
+Run = Callable[..., list[Played]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    """Of weights that bfloat16 holds exactly; computed in fp32."""
+    torch.set_num_threads(1)
+    made = make_predictable()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return made
+
+
+def narrow(model: Transformer) -> DeepseekV3:
+    """The program's model in bfloat16."""
+    wide, made = lower(model).state_dict(), DeepseekV3(model.config)
+    hold_in(made, torch.bfloat16)
+    types = {name: weight.dtype for name, weight in made.named_parameters()}
+    made.load_state_dict({n: w.to(types[n]) for n, w in wide.items()}, assign=True)
+    return made.eval()
+
+
+MakePrograms = Callable[..., tuple[Programs, Manifest]]
+
+
+@pytest.fixture
+def eagerly(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms:
+    """eagerly(nextn, drafter, gpu) -> programs behind the CPU's or the GPU's run time."""
+
+    def make(
+        nextn: int, drafter: DrafterName | None, gpu: FakeGpu | None = None
+    ) -> tuple[Programs, Manifest]:
+        capability = None if gpu is None else gpu.compute_capability
+        sizes = (SLOTS, 200, CHUNK)
+        plan = Plan(model.config, nextn, drafter, *sizes, gpu=capability, dtype="bfloat16")
+        made = make_programs(plan, narrow(model))
+        packages = {f"{p.name}.pt2": EagerPackage(p) for p in made}
+        for module in (inductor, inductor_cuda):
+            monkeypatch.setattr(module, "Package", lambda path, *_: packages[path.name])
+            monkeypatch.setattr(module, "load_file", lambda path, device="cpu": {})
+        manifest, folder = manifest_of(plan, made), Path("none")
+        if gpu is None:
+            return InductorPrograms(folder, manifest, 1), manifest
+        return CudaPrograms(folder, manifest, gpu), manifest  # type: ignore[arg-type]
+
+    return make
+
+
+def check(model: Transformer, asked: Sequence[list[int]], played: Sequence[Played]) -> None:
+    """Greedy texts: each token is the argmax or nearly, with the log-probability that it has."""
+    gaps = [gap for pair in zip(asked, played, strict=True) for gap in judged(model, *pair)[0]]
+    assert max(gaps) < NEAR
+    assert sum(gap > 0 for gap in gaps) <= len(gaps) / 20, "and the argmax it is mostly"
+    check_logprobs(model, asked, played)
+
+
+def check_logprobs(
+    model: Transformer, asked: Sequence[list[int]], played: Sequence[Played]
+) -> None:
+    off = [each for pair in zip(asked, played, strict=True) for each in judged(model, *pair)[1]]
+    assert max(off) < OFF
+    assert 0 < np.median(off) < 0.01
+
+
+@torch.no_grad()
+def judged(model: Transformer, prompt: list[int], text: Played) -> tuple[list[float], list[float]]:
+    """Per token: how far below the largest logit, and how far off the log-probability is."""
+    known = torch.tensor([prompt + text.token_ids[:-1]])
+    logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]
+    said = torch.tensor(text.token_ids)[:, None]
+    gaps = logits.amax(-1) - logits.gather(-1, said)[:, 0]
+    meant = logits.log_softmax(-1).gather(-1, said)[:, 0]
+    return gaps.tolist(), (meant - torch.tensor(text.logprobs)).abs().tolist()
+
+
+def test_texts_of_every_nextn(eagerly: MakePrograms, model: Transformer) -> None:
+    """Drafting changes a text at near-ties alone."""
+    asked, texts = prompts(20, 1, 6, 11), []
+    for nextn, drafter in ENGINES:
+        programs, manifest = eagerly(nextn, drafter)
+        with Engine(programs, manifest) as engine:
+            texts.append(play(engine, asked, [GREEDY] * len(asked), together=True))
+            hot = play(engine, asked[:1], [HOT])
+        check(model, asked, texts[-1])
+        check_logprobs(model, asked[:1], hot)
+        if nextn:
+            drafting = texts[-1][0].drafting
+            assert drafting.num_accepted_draft_tokens > drafting.num_spec_steps / 2
+    for one, other in itertools.pairwise(texts):
+        same = sum(a.token_ids == b.token_ids for a, b in zip(one, other, strict=True))
+        assert same >= len(asked) / 2
+
+
+def test_caches_are_bits_to_the_host(eagerly: MakePrograms) -> None:
+    programs, manifest = eagerly(3, "mtp-vanilla")
+    with Engine(programs, manifest) as engine:
+        engine.generate(prompts(6)[0], GREEDY)
+    assert isinstance(programs, InductorPrograms)
+    kinds = {spec.name: spec.dtype for spec in manifest.state}
+    assert {kinds[name] for name in ("kv.0", "mtp_kv.2", "past_hidden")} == {"bfloat16"}
+    assert kinds["draft_probs"] == "float32"
+    cache = torch.from_numpy(programs.state["kv.0"]).view(torch.bfloat16)
+    rows = cache[0, 0, :20].float()
+    assert bool(rows.isfinite().all())
+    assert 0.1 < float(rows.std()) < 10
+
+
+def test_on_a_gpu(eagerly: MakePrograms, model: Transformer, tmp_path: Path) -> None:
+    """Its run time, on a GPU that is not there; a cache takes half the memory."""
+    gpu = FakeGpu()
+    programs, manifest = eagerly(2, "mtp-eagle", gpu)
+    asked = prompts(9, 3, 5)
+    with Engine(programs, manifest) as engine:
+        check(model, asked, play(engine, asked, [GREEDY] * 3, together=True))
+    assert isinstance(programs, CudaPrograms)
+    assert programs.state["kv.0"].dtype == np.uint16
+    held = [*programs._state.values(), *programs._controls.values(), programs._active]
+    needed = manifest.files["weights.safetensors"].size + sum(tensor.nbytes for tensor in held)
+    with pytest.raises(EngineError, match="of GPU memory"):
+        inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed - 1))  # type: ignore[arg-type]
+    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed))  # type: ignore[arg-type]
+
+
+def test_logits_are_not_rounded(model: Transformer) -> None:
+    made = narrow(model)
+    hidden = torch.randn(1, 50, model.config.hidden_size).bfloat16()
+    logits = made.logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden.float() @ made.lm_head)
+    rounded = logits.bfloat16()
+    assert len(logits.unique()) == logits.numel()
+    assert len(rounded.unique()) < rounded.numel() / 2, "in bfloat16 they would tie"
+
+
+@pytest.fixture
+def untraced(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target.InductorTarget, "lower", touch)
+
+
+def header(file: Path) -> dict[str, Any]:
+    raw = file.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    return dict(json.loads(raw[8 : 8 + size]))
+
+
+@pytest.mark.usefixtures("untraced")
+def test_an_engine_directory(tmp_path: Path) -> None:
+    source = random_checkpoint(tmp_path / "source", num_hidden_layers=2)
+    wide = BuildRequest(str(source), (3,), out=tmp_path / "engine", target="inductor")
+    request = replace(wide, dtype="bfloat16")
+    (foreseen,) = dry_run(request, Stages()).engines
+    (before,), (built,) = build(wide), build(request)
+    assert not built.unchanged, "another type, another engine"
+    assert (built.manifest.build.weights, built.manifest.build.dtype) == ("bfloat16", "bfloat16")
+    assert before.manifest.build.dtype == "float32"
+    file = built.folder / "weights.safetensors"
+    kinds = {name: entry["dtype"] for name, entry in header(file).items()}
+    stays = {name for name, kind in kinds.items() if kind == "F32"}
+    assert stays == {name for name in kinds if name.rpartition("mlp.")[2] in WIDE}
+    assert len(stays) > 4
+    assert {kinds[name] for name in set(kinds) - stays} == {"BF16"}
+    head = int.from_bytes(file.read_bytes()[:8], "little")
+    assert foreseen.weights == file.stat().st_size - 8 - head
+    assert foreseen.state < 4 * sum(np.prod(s.shape) for s in built.manifest.state)
+
+    stored, held = load_file(source / "model.safetensors"), load_file(file)
+    for to, name in (
+        ("embed_tokens", "model.embed_tokens.weight"),
+        ("mtp.0.eh_proj", "model.layers.2.eh_proj.weight"),
+        ("lm_head", "lm_head.weight"),
+        ("layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.weight"),
+    ):
+        wanted = stored[name] if to == "embed_tokens" else stored[name].T
+        assert torch.equal(held[to], wanted.to(held[to].dtype)), to
+
+    other = random_checkpoint(tmp_path / "other", seed=1, num_hidden_layers=2)
+    refit(built.folder, str(other))
+    assert {n: e["dtype"] for n, e in header(file).items()} == kinds
+    assert not torch.equal(load_file(file)["embed_tokens"], held["embed_tokens"])
+    assert read_manifest(built.folder).build.dtype == "bfloat16"
+
+
+@pytest.mark.usefixtures("untraced")
+def test_it_has_a_place_of_its_own(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = BuildRequest(str(smallest), (0,), target="inductor", dtype="bfloat16")
+    (built,) = build(request)
+    assert built.folder == Path("engines/small_n0_bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("float16",), "--dtype float16 is unknown; supported: float32, bfloat16"),
+        (("bfloat16",), "--dtype bfloat16 is for target inductor, not onnxruntime"),
+        (
+            ("bfloat16", "--target", "inductor", "--tp", "2"),
+            "--dtype bfloat16 is for one rank: --tp works in float32",
+        ),
+    ],
+)
+def test_what_is_refused(flags: tuple[str, ...], said: str, smallest: Path, tmp_path: Path) -> None:
+    out = tmp_path / "engine"
+    code, _, err = invoke(
+        "build", "--model", smallest, "--nextn", "0", "--out", out, "--dtype", *flags
+    )
+    assert (code, err) == (2, f"error: {said}\n")
+    assert not out.exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+def test_compiled(
+    nextn: int,
+    drafter: DrafterName | None,
+    model: Transformer,
+    build_engine: EngineBuilder,
+    tmp_path: Path,
+) -> None:
+    folder = save_checkpoint(tmp_path / "exact", model)
+    flags: dict[str, Any] = {"target": "inductor", "dtype": "bfloat16", "prefill_chunk": CHUNK}
+    built = build_engine(folder, nextn, drafter, **flags)
+    asked = prompts(140, 1, 6, 11)
+    with Engine.load(built, threads=1) as engine:
+        check(model, asked, play(engine, asked, [GREEDY] * len(asked)))
+        check_logprobs(model, asked, play(engine, asked, [HOT] * len(asked)))
