@@ -85,7 +85,11 @@ class MixedAcceptance:
         return draft
 
     def draft_probs(self, state: State) -> State:
-        return {"draft_probs": torch.cat(self.probs, dim=1)} if self.probs else {}
+        if "draft_probs" not in state:
+            return {}
+        unused = state["draft_probs"][:, len(self.probs) :]  # of an adaptive engine
+        laws = [*self.probs, unused] if unused.shape[1] else self.probs
+        return {"draft_probs": torch.cat(laws, dim=1)}
 
 
 def _sampled_draft(

@@ -18,6 +18,7 @@ from mtpbuild.runtime.trace.cli import diff
 
 if TYPE_CHECKING:
     from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages
+    from mtpbuild.builder.plan import Nextn
 
 app = typer.Typer(
     name="mtpbuild",
@@ -45,7 +46,10 @@ def build(
     field: FieldFlags,
     nextn: Annotated[
         str | None,
-        typer.Option(help="Draft tokens per step, 0..15; several: 0,1,2,3. Default: the model's."),
+        typer.Option(
+            help="Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..4, chosen step by step. "
+            "Default: the model's."
+        ),
     ] = None,
     drafter: Annotated[str | None, typer.Option(help="mtp-eagle or mtp-vanilla.")] = None,
     max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 1,
@@ -102,7 +106,7 @@ def build(
         raise UsageError("--attention-dp is not there yet: --tp cuts attention by heads")
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
-    numbers = None if nextn is None else parse_numbers("--nextn", nextn)
+    numbers = None if nextn is None else parse_nextn(nextn)
     settings = read_flags(field, nextn=numbers, drafter=drafter)  # type: ignore[arg-type]
     if sampling_settings(settings):
         typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
@@ -182,6 +186,16 @@ def parse_numbers(flag: str, text: str) -> tuple[int, ...]:
         raise UsageError(f"{flag} {text!r} is not a list of numbers such as 0,1,2,3") from None
 
 
+def parse_nextn(text: str) -> tuple["Nextn", ...]:
+    """`0,1,auto` -> (0, 1, "auto")."""
+    try:
+        return tuple("auto" if part.strip() == "auto" else int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--nextn {text!r} is not a list of numbers such as 0,1,2,3, or auto"
+        ) from None
+
+
 def build_with_progress(request: "BuildRequest") -> tuple[list["BuiltEngine"], "Stages"]:
     """Build, naming the current stage on a terminal's error output."""
     from rich.console import Console
@@ -218,7 +232,7 @@ def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
         build, files = engine.manifest.build, engine.file_sizes()
         table.add_row(
             str(engine.folder),
-            str(build.nextn),
+            build.drafts,
             build.drafter or "-",
             str(len(files)),
             f"{sum(files) / 1e6:.1f} MB",

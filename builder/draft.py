@@ -46,7 +46,10 @@ class Drafter(Protocol):
 
 
 class Eagle:
-    """MTP Eagle: module 0 over the window, then one slot per further draft from its own hidden."""
+    """MTP Eagle: module 0 over the window, then one slot per further draft from its own hidden.
+
+    With nextn 0 it only fills its cache, for a step that drafts again.
+    """
 
     lookahead = 1
 
@@ -59,6 +62,9 @@ class Eagle:
         # stay in the cache; the window of the next step covers the slots of the passes below.
         at = (step.n - 1).clamp(min=0)
         x = module.join(model.embed(step.tokens), step.hidden)
+        if self.nextn == 0:
+            cache = module.fill(x, state["mtp_kv.0"], step.rows)
+            return step.tokens[:, :0], {"mtp_kv.0": cache}
         x, cache = module.last(x, state["mtp_kv.0"], step.rows, at)
         hidden = module.norm(x)
         drafts = [step.choose(model.logits(hidden), 1)]

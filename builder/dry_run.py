@@ -107,7 +107,7 @@ def print_dry_run(done: DryRun) -> None:
         each = " per rank" if engine.plan.tp > 1 else ""
         table.add_row(
             str(engine.folder),
-            str(engine.plan.nextn),
+            f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
             engine.plan.drafter or "-",
             f"{engine.weights / 1e9:,.2f} GB {done.weights_type}{each}",
             f"{engine.state / 1e9:,.3f} GB{each}",

@@ -170,6 +170,7 @@ def write_manifest(
         build=BuildInfo(
             nextn=plan.nextn,
             drafter=plan.drafter,
+            adaptive=plan.adaptive,
             max_batch=plan.max_batch,
             max_seq_len=plan.max_seq_len,
             prefill_chunk=plan.prefill_chunk,

@@ -20,7 +20,15 @@ from mtpbuild.builder.generation import generation_ids
 from mtpbuild.builder.model.config import ModelConfig, load_config
 from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.model.share import Share, check_share
-from mtpbuild.builder.plan import DrafterName, Plan, choose_drafter, state_specs
+from mtpbuild.builder.plan import (
+    ADAPTIVE_NEXTN,
+    DrafterName,
+    Nextn,
+    Plan,
+    choose_drafter,
+    in_order,
+    state_specs,
+)
 from mtpbuild.builder.recipe import Source, find_model
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import (
@@ -41,7 +49,7 @@ class BuildRequest:
     """The flags of `mtpbuild build`. nextn None: the checkpoint's number of MTP modules."""
 
     model: str
-    nextn: tuple[int, ...] | None = None
+    nextn: tuple[Nextn, ...] | None = None
     drafter: DrafterName | None = None
     max_batch: int = 1
     max_seq_len: int | None = None
@@ -193,6 +201,8 @@ def make_plans(
         if config.num_nextn_predict_layers == 0:
             raise UsageError("the checkpoint has no MTP modules: say --nextn 0 to build without")
         nextns = (config.num_nextn_predict_layers,)
+    if "auto" in nextns and request.target != "onnxruntime":
+        raise UsageError(f"--nextn auto is for target onnxruntime, not {request.target}")
     if request.fast_build and request.target != "tensorrt":
         raise UsageError(f"--fast-build is for target tensorrt, not {request.target}")
     if request.strip_weights and request.target != "tensorrt":
@@ -215,16 +225,17 @@ def make_plans(
             length,
             config.max_position_embeddings,
         )
-    for nextn in sorted(set(nextns)):
+    for asked in in_order(nextns):
+        nextn = ADAPTIVE_NEXTN if asked == "auto" else asked
         out = request.out or Path("engines")
         if request.out is None or len(set(nextns)) > 1:
-            out = out / f"{engine}_n{nextn}{_suffix(request)}"
+            out = out / f"{engine}_n{asked}{_suffix(request)}"
         yield (
             out,
             Plan(
                 config=config,
                 nextn=nextn,
-                drafter=choose_drafter(config, nextn, request.drafter),
+                drafter=choose_drafter(config, asked, request.drafter),
                 max_batch=within(1, request.max_batch, MAX_BATCH, "--max-batch"),
                 max_seq_len=within(nextn + 4, length, MAX_SEQ_LEN, "--max-seq-len"),
                 prefill_chunk=within(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
@@ -236,6 +247,7 @@ def make_plans(
                 tp=request.tp,
                 ep=request.ep,
                 dtype=request.dtype,
+                adaptive=asked == "auto",
             ),
         )
 

@@ -1,5 +1,6 @@
 """What one engine is built for: decided from the request and the configuration, without torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +8,8 @@ from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.manifest import FloatType, StateSpec
 
+Nextn = int | Literal["auto"]  # as said on the command line
+ADAPTIVE_NEXTN = 4  # drafts of a step, at most, where nextn is "auto"
 # "none" verifies nextn + 1 tokens and drafts nothing real: what `bench` subtracts to time drafting.
 DrafterName = Literal["mtp-eagle", "mtp-vanilla", "none"]
 NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
@@ -31,6 +34,7 @@ class Plan:
     tp: int = 1  # ranks that share the model
     ep: int = 1  # parts of the routed experts
     dtype: FloatType = "float32"  # of weights, caches and hidden states (model/precision.py)
+    adaptive: bool = False  # nextn is the most: each step drafts as many as the run time says
 
     @property
     def fixed(self) -> bool:
@@ -57,11 +61,23 @@ class Plan:
         return {None: 0, "none": 0, "mtp-eagle": 1, "mtp-vanilla": self.nextn}[self.drafter]
 
 
+def in_order(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
+    """Each once, numbers first."""
+    return tuple(sorted(set(nextns), key=lambda nextn: (nextn == "auto", nextn)))
+
+
 def choose_drafter(
-    config: ModelConfig, nextn: int, asked: DrafterName | None
+    config: ModelConfig, nextn: Nextn, asked: DrafterName | None
 ) -> DrafterName | None:
     """Vanilla if the checkpoint has a module per draft, else Eagle (DESIGN 4.2)."""
     modules = config.num_nextn_predict_layers
+    if nextn == "auto":
+        if asked == "mtp-vanilla":
+            raise UsageError(
+                "--nextn auto drafts by mtp-eagle: a step without drafts has one cache to fill "
+                "then, not one behind the other"
+            )
+        nextn, asked = ADAPTIVE_NEXTN, "mtp-eagle"
     if not 0 <= nextn <= NEXTN_LIMIT:
         raise UsageError(f"--nextn {nextn} is outside 0..{NEXTN_LIMIT}")
     if nextn == 0:

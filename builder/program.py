@@ -14,7 +14,7 @@ from mtpbuild.builder.model.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.step import MixedStepProgram, PrefillProgram, StepProgram
 from mtpbuild.plugins.accept_rewind.mixed import BLOCK_DRAFT
-from mtpbuild.runtime.programs.base import MAX_BANNED
+from mtpbuild.runtime.programs.base import MAX_BANNED, MIXED, PLAIN, program_name
 
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
 
@@ -32,10 +32,10 @@ class Program:
     whole: bool = False  # takes the caches whole, not just the rows in use
 
 
-def make_drafter(plan: Plan) -> Drafter | None:
+def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
     drafters: dict[str, Callable[[int], Drafter]]
     drafters = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
-    return None if plan.drafter is None else drafters[plan.drafter](plan.nextn)
+    return None if plan.drafter is None else drafters[plan.drafter](nextn)
 
 
 # What the host and the step keep to themselves; prefill fills the rest of the state.
@@ -45,14 +45,16 @@ MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
 
 def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
-    """Prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode)."""
-    drafter = make_drafter(plan)
+    """Prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
+
+    Of an adaptive engine, both of these for each number of drafts up to nextn.
+    """
+    most = plan.nextn
+    drafter = make_drafter(plan, most)
     prefill = PrefillProgram(model, drafter)
-    step = StepProgram(model, drafter, plan.nextn)
     acceptance = KernelAcceptance if plan.plugins else MixedAcceptance
     if plan.plugins:
         use_kernels(model)
-    mixed = MixedStepProgram(model, drafter, plan.nextn, acceptance)
     names = tuple(s.name for s in state_specs(plan))
     filled = tuple(name for name in names if name not in OWN)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
@@ -62,19 +64,18 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
     active = {"active": torch.ones(B, dtype=torch.bool)}
     whole = plan.fixed or plan.gpu is not None
     new = _outs(names)
-    return (
-        Program("prefill", prefill.eval(), filled, prompt, _outs(filled), whole=plan.fixed),
-        Program("decode", step.eval(), names, active, (*new, *OUTPUTS), B, whole),
-        Program(
-            "decode_mixed",
-            mixed.eval(),
-            names,
-            active | _controls(plan, B),
-            (*new, *MIXED_OUTPUTS),
-            B,
-            whole,
-        ),
-    )
+    programs = [Program("prefill", prefill.eval(), filled, prompt, _outs(filled), whole=plan.fixed)]
+    for nextn in range(most + 1) if plan.adaptive else (most,):
+        drafter = make_drafter(plan, nextn)
+        step = StepProgram(model, drafter, nextn, most).eval()
+        mixed = MixedStepProgram(model, drafter, nextn, most, acceptance).eval()
+        plain_name, mixed_name = (program_name(kind, nextn, most) for kind in (PLAIN, MIXED))
+        controls, outs = active | _controls(plan, B), (*new, *MIXED_OUTPUTS)
+        programs += [
+            Program(plain_name, step, names, active, (*new, *OUTPUTS), B, whole),
+            Program(mixed_name, mixed, names, controls, outs, B, whole),
+        ]
+    return (*programs,)
 
 
 def _controls(plan: Plan, B: int) -> dict[str, Tensor]:

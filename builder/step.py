@@ -19,11 +19,19 @@ State = dict[str, Tensor]
 
 
 class StepProgram(nn.Module):
-    """One decode step of all active slots. State in, state out: in place is the target's duty."""
+    """One decode step of all active slots. State in, state out: in place is the target's duty.
 
-    def __init__(self, model: DeepseekV3, drafter: Drafter | None, nextn: int) -> None:
+    nextn: drafts that it judges and makes, K; `most` >= nextn: drafts that the state has places
+    for. Of an adaptive engine's state a program judges the first nextn drafts; what it leaves in
+    the other places is never looked at, as `num_drafts` says.
+    """
+
+    def __init__(
+        self, model: DeepseekV3, drafter: Drafter | None, nextn: int, most: int | None = None
+    ) -> None:
         super().__init__()
         self.model, self.drafter, self.nextn = model, drafter, nextn
+        self.unused = 0 if most is None else most - nextn
 
     def forward(self, state: State, active: Tensor) -> tuple[State, State]:
         """state: the tensors of `state_specs`; active [B] bool. Returns new state, and outputs."""
@@ -32,14 +40,16 @@ class StepProgram(nn.Module):
     def step(self, state: State, active: Tensor, acceptance: Acceptance) -> tuple[State, State]:
         # 1. Verify: the main model over the newest token and its drafts. An inactive slot computes
         #    too; its rows go to the end of the cache, which no occupied slot has reached.
-        window, T = state["window"], self.nextn + 1
+        T = self.nextn + 1
+        judged = self.narrowed(state) if self.unused else state
+        window, unused = judged["window"], [state["window"][:, T:]] if self.unused else []
         caches = cache_list(state, "kv")
         end = torch.full_like(state["lengths"], caches[0].shape[2] - T)
         rows = self.model.rope(torch.where(active, state["lengths"], end), T)
         hidden, caches = self.model(window, caches, rows)
 
         # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage.
-        verdict = acceptance.judge(self.model.logits(hidden), state, active)
+        verdict = acceptance.judge(self.model.logits(hidden), judged, active)
         tokens, n, lengths = verdict.tokens, verdict.n, verdict.lengths
 
         # 4. Draft behind the newest token.
@@ -55,7 +65,9 @@ class StepProgram(nn.Module):
             new |= updates | acceptance.draft_probs(state)
         new |= {
             "lengths": lengths,
-            "window": torch.where(active[:, None], torch.cat([newest, drafts], 1), window),
+            "window": torch.where(
+                active[:, None], torch.cat([newest, drafts, *unused], 1), state["window"]
+            ),
             "num_drafts": torch.where(active, self.nextn, state["num_drafts"]),
             "thinking": verdict.thinking,
         }
@@ -69,6 +81,15 @@ class StepProgram(nn.Module):
             outputs |= {"top_ids": verdict.top_ids, "top_logprobs": verdict.top_logprobs}
         return {name: new[name] for name in state}, outputs
 
+    def narrowed(self, state: State) -> State:
+        """The state as an engine of this nextn would have it."""
+        K = self.nextn
+        return state | {
+            "window": state["window"][:, : K + 1],
+            "num_drafts": state["num_drafts"].clamp(max=K),
+            "draft_probs": state["draft_probs"][:, :K],
+        }
+
 
 class MixedStepProgram(StepProgram):
     """The same step for slots that sample, reject or relax; the host picks the program per step."""
@@ -78,9 +99,10 @@ class MixedStepProgram(StepProgram):
         model: DeepseekV3,
         drafter: Drafter | None,
         nextn: int,
+        most: int | None = None,
         acceptance: type[MixedAcceptance] = MixedAcceptance,
     ) -> None:
-        super().__init__(model, drafter, nextn)
+        super().__init__(model, drafter, nextn, most)
         self.acceptance = acceptance
 
     def forward(  # type: ignore[override]  # a program of its own
@@ -107,7 +129,7 @@ class MixedStepProgram(StepProgram):
             shaping=Shaping(temperature, top_k, top_p, min_p),
             rejection=rejection,
             block=block,
-            synthetic=synthetic,
+            synthetic=synthetic[:, : self.nextn + 1] if self.unused else synthetic,
             relaxed_topk=relaxed_topk,
             relaxed_delta=relaxed_delta,
             thinking_ids=thinking_ids,

@@ -79,7 +79,7 @@ def read_flags(
     relaxed: RelaxedFlags = RelaxedFlags(),
     *,
     also: Iterable[Source] = (),
-    nextn: tuple[int, ...] | None = None,
+    nextn: tuple[int | str, ...] | None = None,
     drafter: DrafterName | None = None,
 ) -> Settings:
     """What the flags ask for together, with --nextn and --drafter of `build`; notes go to stderr.
@@ -119,7 +119,7 @@ def read_flags(
     return settings
 
 
-def _numbers(*nextn: int | None) -> str | None:
+def _numbers(*nextn: int | str | None) -> str | None:
     return None if None in nextn else ",".join(map(str, dict.fromkeys(nextn)))
 
 

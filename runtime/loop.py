@@ -1,14 +1,16 @@
 """The loop: admit, step, hand out tokens. Speculative decoding is all inside the step program."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
+from mtpbuild.runtime.adaptive import AdaptiveNextn
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Overlapping, Programs, StepOutput
+from mtpbuild.runtime.programs.base import Adaptive, Overlapping, Programs, StepOutput
 from mtpbuild.runtime.request import Request, TokenLogprobs
 from mtpbuild.runtime.scheduler import Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
@@ -37,6 +39,7 @@ class Loop:
         self.requests = self.prompt_tokens = 0
         nothing_drafted = manifest.build.drafter == "none"
         self._watch = AcceptanceWatch(0 if nothing_drafted else manifest.build.nextn)
+        self._adaptive = AdaptiveNextn(manifest.build.nextn) if manifest.build.adaptive else None
         self._window = manifest.window
         self._chunk = manifest.build.prefill_chunk
         self._overlap = overlap and isinstance(programs, Overlapping)
@@ -70,8 +73,23 @@ class Loop:
         if self._overlap:
             programs = cast(Overlapping, self.programs)
             return Flight(running, programs.launch(active, rows))
-        output = self.programs.step(active, rows)
+        if self._adaptive is None:
+            output = self.programs.step(active, rows)
+        else:
+            output = self._adapt(self._adaptive, running, rows)
         return Flight(running, lambda: output)
+
+    def _adapt(
+        self, adaptive: AdaptiveNextn, running: list[tuple[int, Request]], rows: int
+    ) -> StepOutput:
+        """A step of the nextn that pays best, timed."""
+        requests = [request for _, request in running]
+        kind = running[-1][0], all(request.controls.plain for request in requests)
+        cast(Adaptive, self.programs).draft(adaptive.choose(requests, kind))
+        start = time.perf_counter()
+        output = self.programs.step(self.scheduler.active, rows)
+        adaptive.took(kind, time.perf_counter() - start)
+        return output
 
     def _hand_out(self, flight: Flight) -> None:
         """Wait for a step, and give its tokens to those of its requests that have not ended."""
@@ -88,6 +106,8 @@ class Loop:
             request.receive(tokens[slot][: counts[slot]], drafts[slot], found)
             self.acceptance.add(counts[slot] - 1, drafts[slot])
             self._watch.add(counts[slot] - 1, drafts[slot])
+            if self._adaptive:
+                self._adaptive.add(request, counts[slot] - 1, drafts[slot])
 
     def _prefill(self, slot: int, request: Request) -> None:
         """Fill the slot's caches with the prompt but its last token, the first step's newest."""

@@ -80,6 +80,7 @@ class BuildInfo(_Record):
 
     nextn: int = Field(ge=0, le=15)
     drafter: Literal["mtp-eagle", "mtp-vanilla", "none"] | None
+    adaptive: bool = Field(default=False, description="a step may draft fewer than nextn tokens")
     max_batch: int = Field(ge=1, le=MAX_BATCH)
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
@@ -88,6 +89,11 @@ class BuildInfo(_Record):
     fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
     tp: int = Field(default=1, ge=1, le=MAX_RANKS, description="ranks that share the model")
     ep: int = Field(default=1, ge=1, le=MAX_RANKS, description="parts of the routed experts")
+
+    @property
+    def drafts(self) -> str:
+        """How many a step makes, in words."""
+        return f"0 to {self.nextn}" if self.adaptive else str(self.nextn)
 
 
 class TargetInfo(_Record):

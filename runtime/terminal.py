@@ -137,7 +137,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "model": f"{model.name} ({model.architecture}), {model.parameters:,} parameters",
         "layers": f"{model.num_hidden_layers} + {model.num_nextn_predict_layers} MTP",
         "vocabulary": f"{model.vocab_size:,}",
-        "nextn": f"{build.nextn}, drafter {build.drafter or 'none'}",
+        "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}",
         "capacity": f"{build.max_batch} slots of {build.max_seq_len:,} tokens",
         "ranks": str(build.tp) + (f", experts in {build.ep} groups" if build.ep > 1 else ""),
         "weights": build.weights,

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from filelock import FileLock
@@ -27,7 +27,9 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> P
 def build_engine(shared_folder: Path) -> EngineBuilder:
     """build_engine(model, nextn, drafter=None, **flags) -> engine directory, built at most once."""
 
-    def build(model: str | Path, nextn: int, drafter: str | None = None, **flags: Any) -> Path:
+    def build(
+        model: str | Path, nextn: int | Literal["auto"], drafter: str | None = None, **flags: Any
+    ) -> Path:
         from mtpbuild.builder.pipeline import BuildRequest
         from mtpbuild.builder.pipeline import build as run_build
 

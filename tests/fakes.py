@@ -96,7 +96,8 @@ class FakePrograms:
 
     Checks what the loop promises: chunks in order and of the right size, the tokens behind a chunk,
     enough rows, no gap below a running slot. `steps` counts decode steps, `slots` notes how many
-    slots each computed, `moves` who moved where; `fail` raises in the next step.
+    slots each computed, `moves` who moved where, `told` each nextn that an adaptive engine's loop
+    chose; `fail` raises in the next step.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class FakePrograms:
         self.chunks: list[tuple[int, int, list[int]]] = []  # slot, start, tokens with lookahead
         self.slots: list[int] = []
         self.moves: list[tuple[int, int]] = []
+        self.told: list[int] = []
         self.steps = 0
         self.fail: BaseException | None = None
 
@@ -140,6 +142,11 @@ class FakePrograms:
         self.history[target], self.history[source] = self.history[source], []
         self.drafts[target], self.drafts[source] = self.drafts[source], []
         self.controls[target] = self.controls[source]
+
+    def draft(self, nextn: int) -> None:
+        self.told.append(nextn)
+        self.window = nextn + 1
+        self.drafts = [drafts[:nextn] for drafts in self.drafts]
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         if self.fail:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.builder.reference import Transformer
-from mtpbuild.runtime.programs.base import Programs
+from mtpbuild.runtime.programs.base import Adaptive, Programs
 from tests.reference.recompute import draft_logits, greedy
 
 GARBAGE = 1e30  # finite: 0 * NaN would be NaN
@@ -35,7 +35,10 @@ class Seen:
 
 @dataclass
 class Run:
-    """One request in one slot. nextn K, drafter None for an engine without drafts."""
+    """One request in one slot. nextn K, drafter None for an engine without drafts.
+
+    Of adaptive programs, each step is told some other nextn up to K.
+    """
 
     programs: Inspectable
     reference: Transformer
@@ -43,6 +46,7 @@ class Run:
     drafter: str | None
     chunk: int
     rng: np.random.Generator
+    adaptive: bool = False
 
     def prefill(self, prompt: list[int], slot: int = 0) -> None:
         ahead = self.programs.lookahead
@@ -65,6 +69,8 @@ class Run:
             self._tamper(truth[len(tokens) : len(tokens) + K], real)
             self._spoil_garbage(len(tokens) - 1)
             window = self.programs.state["window"][0].tolist()
+            made = self._adapt()
+            real = min(real, made)
             out = self.programs.step(np.array([True]), len(tokens) - 1 + T)
             n = int(out.num_tokens[0])
             assert n == 1 + matching(window[1 : 1 + real], truth[len(tokens) :])
@@ -72,7 +78,7 @@ class Run:
             assert (out.tokens[0, n:] == -1).all()
             tokens += out.tokens[0, :n].tolist()
             assert int(self.programs.state["lengths"][0]) == len(tokens) - 1
-            self._check_drafts(tokens)
+            self._check_drafts(tokens, made)
             seen.accepted.add(n)
             seen.num_drafts.add(real)
         return tokens, seen
@@ -92,12 +98,21 @@ class Run:
             if "kv." in name:
                 cache[:, :, length:] = GARBAGE
 
-    def _check_drafts(self, tokens: list[int]) -> None:
+    def _adapt(self) -> int:
+        """How many drafts the next step judges and makes."""
+        if not self.adaptive:
+            return self.nextn
+        assert isinstance(self.programs, Adaptive)
+        made = int(self.rng.integers(0, self.nextn + 1))
+        self.programs.draft(made)
+        return made
+
+    def _check_drafts(self, tokens: list[int], made: int) -> None:
         if self.drafter is None:
             return
-        drafts = self.programs.state["window"][0, 1:].tolist()
-        assert int(self.programs.state["num_drafts"][0]) == self.nextn
-        wanted = draft_logits(self.reference, tokens, self.nextn, self.drafter)
+        drafts = self.programs.state["window"][0, 1 : 1 + made].tolist()
+        assert int(self.programs.state["num_drafts"][0]) == made
+        wanted = draft_logits(self.reference, tokens, made, self.drafter)
         for draft, logits in zip(drafts, wanted, strict=True):
             if draft != int(logits.argmax()):
                 assert logits.max() - logits[draft] < TIE, (drafts, len(tokens))

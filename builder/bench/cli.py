@@ -26,7 +26,8 @@ def bench(
     nextn: Annotated[
         str | None,
         typer.Option(
-            help=f"Draft tokens per step to compare; 0 is always among them. Default: {NEXTN}."
+            help="Draft tokens per step to compare, numbers or auto; 0 is always among them. "
+            f"Default: {NEXTN}."
         ),
     ] = None,
     concurrency: Annotated[
@@ -66,11 +67,11 @@ def bench(
     from mtpbuild.builder.bench.dataset import OUTPUT_LEN, Asked
     from mtpbuild.builder.bench.engines import Wanted
     from mtpbuild.builder.bench.report import print_report
-    from mtpbuild.builder.cli import parse_numbers
+    from mtpbuild.builder.cli import parse_nextn, parse_numbers
 
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
-    numbers = None if nextn is None else parse_numbers("--nextn", nextn)
+    numbers = None if nextn is None else parse_nextn(nextn)
     settings = read_flags(
         field,
         relaxing,
@@ -79,7 +80,7 @@ def bench(
         drafter=drafter,  # type: ignore[arg-type]
     )
     if numbers is None:
-        numbers = parse_numbers("--nextn", NEXTN) if settings.nextn is None else (settings.nextn,)
+        numbers = parse_nextn(NEXTN) if settings.nextn is None else (settings.nextn,)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     request = BenchRequest(
         Wanted(model, numbers, settings.drafter, parse_numbers("--concurrency", concurrency)),

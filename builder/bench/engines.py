@@ -6,7 +6,7 @@ from pathlib import Path
 from mtpbuild.builder import package
 from mtpbuild.builder.model.config import ModelConfig, load_config
 from mtpbuild.builder.pipeline import DEFAULT_MAX_SEQ_LEN, BuildRequest, Stages, build, within
-from mtpbuild.builder.plan import DrafterName, choose_drafter
+from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
 from mtpbuild.builder.recipe import Source, find_model
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import MAX_BATCH
@@ -17,15 +17,18 @@ PRIVATE = ENGINES / ".bench"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which engines; nextn 0 is always among them. One per nextn serves every concurrency."""
+    """Which engines; nextn 0 is always among them. One per nextn serves every concurrency.
+
+    drafter: of every nextn but "auto", which is always MTP Eagle.
+    """
 
     model: str
-    nextn: tuple[int, ...]
+    nextn: tuple[Nextn, ...]
     drafter: DrafterName | None = None
     concurrency: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nextn", tuple(sorted({0, *self.nextn})))
+        object.__setattr__(self, "nextn", in_order([0, *self.nextn]))
         object.__setattr__(self, "concurrency", tuple(sorted(set(self.concurrency))))
         for size in self.concurrency:
             within(1, size, MAX_BATCH, "--concurrency")
@@ -39,12 +42,15 @@ class Wanted:
     def max_batch(self) -> int:
         return self.concurrency[-1]
 
+    def drafter_of(self, nextn: Nextn) -> DrafterName | None:
+        return None if nextn == "auto" else self.drafter
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
     """Engine directories of one nextn; the verifier is the same without drafting."""
 
-    nextn: int
+    nextn: Nextn
     folder: Path
     verifier: Path | None
 
@@ -54,22 +60,24 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
     source = find_model(wanted.model)
     config = load_config(source.folder)
     for nextn in wanted.nextn:  # before anything is built
-        choose_drafter(config, nextn, wanted.drafter)
+        choose_drafter(config, nextn, wanted.drafter_of(nextn))
     built = []
     for nextn in wanted.nextn:
         folder = place(source, config, nextn, wanted)
-        _build(wanted, nextn, wanted.drafter, folder, stages)
-        verifier = _private(source, nextn, "none", wanted.max_batch) if nextn else None
-        if verifier is not None:
+        _build(wanted, nextn, wanted.drafter_of(nextn), folder, stages)
+        verifier = None
+        if nextn not in (0, "auto"):
+            verifier = _private(source, nextn, "none", wanted.max_batch)
             _build(wanted, nextn, "none", verifier, stages)
         built.append(Built(nextn, folder, verifier))
     return built
 
 
-def place(source: Source, config: ModelConfig, nextn: int, wanted: Wanted) -> Path:
+def place(source: Source, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> Path:
     """engines/NAME_nK for what a plain `mtpbuild build` makes, unless something else is there."""
     usual = ENGINES / f"{source.engine}_n{nextn}"
-    if wanted.max_batch == 1 and wanted.drafter is None:
+    drafter = wanted.drafter_of(nextn)
+    if wanted.max_batch == 1 and drafter is None:
         if not usual.exists():
             return usual
         manifest = package.existing(usual)
@@ -84,15 +92,15 @@ def place(source: Source, config: ModelConfig, nextn: int, wanted: Wanted) -> Pa
                 plain.prefill_chunk,
             ):
                 return usual
-    return _private(source, nextn, wanted.drafter or "default", wanted.max_batch)
+    return _private(source, nextn, drafter or "default", wanted.max_batch)
 
 
-def _private(source: Source, nextn: int, drafter: str, max_batch: int) -> Path:
+def _private(source: Source, nextn: Nextn, drafter: str, max_batch: int) -> Path:
     return PRIVATE / f"{source.engine}_n{nextn}_{drafter}_b{max_batch}"
 
 
 def _build(
-    wanted: Wanted, nextn: int, drafter: DrafterName | None, out: Path, stages: Stages
+    wanted: Wanted, nextn: Nextn, drafter: DrafterName | None, out: Path, stages: Stages
 ) -> None:
     stages.watch(f"building {out}")
     request = BuildRequest(

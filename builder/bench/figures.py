@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtpbuild.builder.bench.measure import Contender, Measured, Sample, intervals
+from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
 
@@ -34,20 +35,25 @@ class Cost:
     """Medians of steps behind the same contexts, in seconds."""
 
     base: float  # nextn 0
-    verify: float  # nextn + 1 tokens, nothing drafted
+    verify: float | None  # nextn + 1 tokens, nothing drafted; None for "auto", which has no twin
     step: float
 
     @property
-    def v(self) -> float:
-        return self.verify / self.base
+    def whole(self) -> float:
+        """v + d."""
+        return self.step / self.base
 
     @property
-    def d(self) -> float:
-        return (self.step - self.verify) / self.base
+    def v(self) -> float | None:
+        return None if self.verify is None else self.verify / self.base
 
     @property
-    def draft_share(self) -> float:
-        return 1 - self.verify / self.step
+    def d(self) -> float | None:
+        return None if self.verify is None else (self.step - self.verify) / self.base
+
+    @property
+    def draft_share(self) -> float | None:
+        return None if self.verify is None else 1 - self.verify / self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ class Figures:
     tokens_per_step: float  # what was kept, the first step left out
     drafting: SpeculativeDecoding
     speedup: Ratio  # of tokens_per_s over nextn 0
-    predicted: float  # tokens_per_step / (v + d)
+    predicted: float | None  # tokens_per_step / (v + d); None for "auto", whose steps differ
     same_output: int  # requests that gave the same tokens as with nextn 0
 
 
@@ -74,7 +80,7 @@ class Figures:
 class Row:
     """Everything about one nextn."""
 
-    nextn: int
+    nextn: Nextn
     drafter: str | None
     cost: Cost
     kinds: dict[str, Figures]  # ALL first
@@ -83,8 +89,13 @@ class Row:
     def overall(self) -> Figures:
         return self.kinds[ALL]
 
+    @property
+    def most(self) -> int:
+        """Drafts of a step."""
+        return self.overall.drafting.num_spec_tokens
 
-def rows(contenders: Sequence[Contender], measured: dict[int, Measured]) -> list[Row]:
+
+def rows(contenders: Sequence[Contender], measured: dict[Nextn, Measured]) -> list[Row]:
     """One row per nextn; raises UsageError if there is nothing to time."""
     base = measured[0]
     kinds = list(dict.fromkeys(group[0].prompt.kind for group in base.groups))
@@ -93,7 +104,7 @@ def rows(contenders: Sequence[Contender], measured: dict[int, Measured]) -> list
     result = []
     for contender in contenders:
         mine = measured[contender.nextn]
-        cost = cost_of(base, mine)
+        cost = cost_of(base, mine, contender.nextn)
         figures = {
             kind: figures_of(of_kind(mine.groups, kind), of_kind(base.groups, kind), cost)
             for kind in (ALL, *kinds)
@@ -121,15 +132,16 @@ def figures_of(groups: Groups, base: Groups, cost: Cost) -> Figures:
         tokens_per_step=per_step,
         drafting=merged([s.drafting for s in samples if s.drafting is not None]),
         speedup=speedup(groups, base),
-        predicted=per_step / (cost.v + cost.d),
+        predicted=None if cost.verify is None else per_step / cost.whole,
         same_output=sum(s.token_ids == o.token_ids for s, o in zip(samples, others, strict=True)),
     )
 
 
-def cost_of(base: Measured, mine: Measured) -> Cost:
+def cost_of(base: Measured, mine: Measured, nextn: Nextn) -> Cost:
+    """nextn 0 verifies by itself."""
     step = statistics.median(mine.steps)
     verify = statistics.median(mine.verify) if mine.verify else step
-    return Cost(statistics.median(base.steps), verify, step)
+    return Cost(statistics.median(base.steps), None if nextn == "auto" else verify, step)
 
 
 def of_kind(groups: Groups, kind: str) -> Groups:
@@ -179,13 +191,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def recommendation(table: Sequence[Row]) -> tuple[int, str]:
+def recommendation(table: Sequence[Row]) -> tuple[Nextn, str]:
     """The fastest nextn, and whether MTP pays, in one line."""
     drafting = [row for row in table if row.nextn]
     if not drafting:
         return 0, "only nextn 0 was measured: give --nextn 0,1,2,3"
     best = max(drafting, key=lambda row: row.overall.speedup.value)
-    ratio, cost = best.overall.speedup, best.cost.v + best.cost.d
+    ratio, cost = best.overall.speedup, best.cost.whole
     named = f"nextn {best.nextn}, {ratio.value:.2f}x ({ratio.interval})"
     why = f"{best.overall.tokens_per_step:.2f} tokens per step at {cost:.2f} times the step's cost"
     if ratio.low is not None and ratio.low > 1:
@@ -200,7 +212,7 @@ def disagreements(table: Sequence[Row]) -> str | None:
     apart = []
     for row in table:
         measured, predicted = row.overall.speedup.value, row.overall.predicted
-        if abs(measured / predicted - 1) > AGREEMENT:
+        if predicted is not None and abs(measured / predicted - 1) > AGREEMENT:
             apart.append(f"nextn {row.nextn} {measured:.2f}x against {predicted:.2f}x")
     if not apart:
         return None

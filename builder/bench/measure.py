@@ -9,6 +9,7 @@ from typing import Any
 
 from mtpbuild.builder.bench.dataset import Group, Prompt
 from mtpbuild.builder.garbage import no_garbage_collection
+from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.manifest import MAX_SEQ_LEN
 from mtpbuild.runtime.stats import SpeculativeDecoding
@@ -32,7 +33,7 @@ STRICT: dict[str, Any] = {  # what undoes every other acceptance of a request
 class Contender:
     """The engine of one nextn, and its twin that drafts nothing."""
 
-    nextn: int
+    nextn: Nextn
     drafter: str | None
     engine: Engine
     verifier: Engine | None = None
@@ -62,11 +63,11 @@ def measure(
     contenders: Sequence[Contender],
     groups: Sequence[Group],
     watch: Callable[[int], None] = lambda done: None,
-) -> dict[int, Measured]:
+) -> dict[Nextn, Measured]:
     """By nextn. The first contender (nextn 0) says at which contexts steps are timed."""
     measured = {contender.nextn: Measured() for contender in contenders}
     capacity = contenders[0].engine.manifest.build.max_seq_len
-    most = capacity - STEPS * (max(c.nextn for c in contenders) + 1)
+    most = capacity - STEPS * max(c.engine.manifest.window for c in contenders)
     warm_up(contenders, groups[0])
     with no_garbage_collection():
         for i, group in enumerate(groups):

@@ -1,5 +1,6 @@
 """Speedup and acceptance length against nextn, as a PNG."""
 
+import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,7 +75,7 @@ def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> Non
                 ha="center",
                 fontsize=7,
             )
-        predicted = [row.kinds[kind].predicted for row in rows]
+        predicted = [row.kinds[kind].predicted or math.nan for row in rows]
         label = "predicted: L / (v + d)" if k == len(kinds) - 1 else None
         axes.plot(places, predicted, "_", color="black", markersize=14, label=label)
     axes.axhline(1, color=GREY, linewidth=0.8)
@@ -88,7 +89,7 @@ def draw_length(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None
     for k, kind in enumerate(kinds):
         lengths = [row.kinds[kind].drafting.mean_acceptance_length or 1 for row in rows]
         axes.plot(places, lengths, "o-", color=COLOURS[k % len(COLOURS)], label=kind)
-    most = [row.nextn + 1 for row in rows]
+    most = [row.most + 1 for row in rows]
     axes.plot(places, most, ":", color=GREY, label="all drafts accepted")
     axes.set_ylabel("acceptance length (tokens per step)")
     axes.set_ylim(bottom=0.9)

@@ -15,6 +15,7 @@ from mtpbuild.builder.bench.figures import (
     recommendation,
 )
 from mtpbuild.builder.bench.measure import Measured
+from mtpbuild.builder.plan import Nextn
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +28,9 @@ class Report:
     model: str
     machine: dict[str, Any]
     settings: dict[str, Any]
-    engines: dict[int, str]  # folder by nextn
+    engines: dict[Nextn, str]  # folder by nextn
     rows: list[Row]
-    measured: dict[int, Measured]
+    measured: dict[Nextn, Measured]
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def keys(row: Row, figures: Figures) -> dict[str, Any]:
         "speedup": asdict(f.speedup),
         "predicted_speedup": f.predicted,
         "step_ms": 1000 * row.cost.step,
-        "verify_step_ms": 1000 * row.cost.verify,
+        "verify_step_ms": None if row.cost.verify is None else 1000 * row.cost.verify,
         "verify_cost": row.cost.v,
         "draft_cost": row.cost.d,
         "draft_share": row.cost.draft_share,
@@ -140,20 +141,27 @@ def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
     yield "tokens/s per user", lambda row, f: f"{f.tokens_per_s:.1f}"
     yield "speedup over nextn 0", lambda row, f: f"{f.speedup.value:.2f}x"
     yield "  95 % interval", lambda row, f: f.speedup.interval if row.nextn else "-"
-    yield "  predicted, L / (v + d)", lambda row, f: f"{f.predicted:.2f}x"
+    yield "  predicted, L / (v + d)", lambda row, f: known(f.predicted, "{:.2f}x")
     yield "acceptance length", lambda row, f: f"{f.drafting.mean_acceptance_length or 0:.2f}"
     yield "  L: first step left out", lambda row, f: f"{f.tokens_per_step:.2f}"
     for i in range(nextn):
         yield f"  accepted at position {i + 1}", partial(rate_at, i)
-    yield "v: verify / nextn 0's step", lambda row, f: f"{row.cost.v:.2f}"
-    yield "d: draft / nextn 0's step", lambda row, f: f"{row.cost.d:z.2f}"
+    yield "v: verify / nextn 0's step", lambda row, f: known(row.cost.v, "{:.2f}")
+    yield "d: draft / nextn 0's step", lambda row, f: known(row.cost.d, "{:z.2f}")
     yield "ms per step, median", lambda row, f: ms(statistics.median(f.itl))
-    yield "  drafting's share", lambda row, f: f"{100 * row.cost.draft_share:z.0f} %"
+    yield (
+        "  drafting's share",
+        lambda row, f: known(row.cost.draft_share, "{:z.0%}").replace("%", " %"),
+    )
     for percent in (50, 90, 99):
         yield f"ms per output token, p{percent}", partial(tpot_at, percent)
     yield "ms to first token, p50", lambda row, f: ms(statistics.median(f.ttft))
     yield "tokens/s of all users", lambda row, f: f"{f.output_tokens / f.duration:.1f}"
     yield "same output as nextn 0", lambda row, f: f"{f.same_output} of {f.requests}"
+
+
+def known(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def ms(seconds: float) -> str:
@@ -178,7 +186,7 @@ def table(report: Report, kind: str) -> "Table":
     result.add_column("nextn", no_wrap=True)
     for row in report.rows:
         result.add_column(str(row.nextn), justify="right", no_wrap=True)
-    for name, cell in lines(max(row.nextn for row in report.rows)):
+    for name, cell in lines(max(row.most for row in report.rows)):
         result.add_row(name, *(cell(row, row.kinds[kind]) for row in report.rows))
     return result
 

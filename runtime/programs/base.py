@@ -11,19 +11,27 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
+PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
+MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
+MAX_LOGPROBS = 5  # alternatives that a row reports
+
 
 def host_type(dtype: str) -> np.dtype[Any]:
     """Of a manifest's tensor in the host's memory. NumPy has no bfloat16: that is held as bits."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
-MAX_LOGPROBS = 5  # alternatives that a row reports
+def program_name(kind: str, nextn: int, most: int) -> str:
+    """The program for steps of `nextn` drafts, in an engine for up to `most`."""
+    return kind if nextn == most else f"{kind}_{nextn}"
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One decode step of all B slots; T = nextn + 1. The arrays are reused by the next step."""
+    """One decode step of all B slots; T = nextn + 1. The arrays are reused by the next step.
+
+    Of an adaptive engine, nextn is what the step judged and made, not the most there can be.
+    """
 
     tokens: Ints  # [B, T] emitted tokens, -1 beyond num_tokens
     num_tokens: Ints  # [B] 1..T, 0 for an inactive slot
@@ -104,6 +112,18 @@ class Programs(Protocol):
 
         rows: at least lengths + T of every occupied slot, decoding or still being prefilled (the
         step writes T rows in each, and an inactive slot's go to the end of the rows in use).
+        """
+        ...
+
+
+@runtime_checkable
+class Adaptive(Programs, Protocol):
+    """Programs that need not draft nextn tokens."""
+
+    def draft(self, nextn: int) -> None:
+        """From the next step on, judge and make so many drafts at most; at first as many as can be.
+
+        Of the drafts that a slot holds, those behind the first `nextn` are dropped.
         """
         ...
 

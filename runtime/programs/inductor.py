@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 from mtpbuild.runtime.manifest import Manifest, TensorSpec
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
-from mtpbuild.runtime.programs.slots import PLAIN, Slots
+from mtpbuild.runtime.programs.base import PLAIN, Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.slots import Slots
 
 try:
     import torch

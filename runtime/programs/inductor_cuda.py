@@ -16,6 +16,8 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.base import (
     GREEDY,
+    MIXED,
+    PLAIN,
     Bools,
     Controls,
     Ints,
@@ -23,7 +25,7 @@ from mtpbuild.runtime.programs.base import (
     host_type,
 )
 from mtpbuild.runtime.programs.inductor import WEIGHTS, Package
-from mtpbuild.runtime.programs.slots import MIXED, PLAIN, ROW_STEP, padded
+from mtpbuild.runtime.programs.slots import ROW_STEP, padded
 from mtpbuild.runtime.programs.torch_cuda import Gpu, Work
 
 JUDGED = ("window", "num_drafts")  # of the state that a step was given, what it reports

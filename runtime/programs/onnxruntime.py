@@ -22,9 +22,9 @@ except ImportError as error:
     ) from error
 
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.base import MIXED, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.device_caches import DeviceCaches
-from mtpbuild.runtime.programs.slots import MIXED, PLAIN, Caches, MakeCaches, Slots
+from mtpbuild.runtime.programs.slots import Caches, MakeCaches, Slots
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -43,7 +43,9 @@ class OnnxPrograms(Slots):
         super().__init__(manifest, copies=2, caches=caches)
         self._files = {name: folder / spec.file for name, spec in manifest.programs.items()}
         self._threads, self._provider = threads, provider
-        self._sessions = {name: self._session(name) for name in ("prefill", PLAIN)}
+        self._sessions = {
+            name: self._session(name) for name in self._files if not name.startswith(MIXED)
+        }
         self._prefill_inputs = [t.name for t in manifest.programs["prefill"].inputs]
         self._slots = 0  # of the last step; from there on both copies are equal
         self._bindings: dict[tuple[str, int, int], Any] = {}
@@ -83,18 +85,23 @@ class OnnxPrograms(Slots):
         self._now = 1 - self._now
         outputs = self._outputs[program]
         outputs["tokens"][slots:], outputs["num_tokens"][slots:] = -1, 0
-        return StepOutput(window=before["window"], num_drafts=before["num_drafts"], **outputs)
+        T = outputs["tokens"].shape[1]
+        return StepOutput(
+            window=before["window"][:, :T],
+            num_drafts=np.minimum(before["num_drafts"], T - 1),
+            **outputs,
+        )
 
     def _fit(self, rows: int) -> None:
         if self._caches.fit(rows):
             self._bindings.clear()
 
     def _bind(self, program: str, now: int, slots: int) -> Any:
-        if program not in self._sessions:  # the mixed program is loaded by who first needs it
+        if program not in self._sessions:  # a mixed program is loaded by who first needs it
             self._sessions[program] = self._session(program)
         binding = self._sessions[program].io_binding()
         self._bind_caches(binding, 0, slots)
-        controls = self._controls if program == MIXED else {}
+        controls = self._controls if program.startswith(MIXED) else {}
         for name, array in (self._carries[now] | controls | {"active": self._active}).items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array[:slots]))
         outputs = {f"{k}.out": v for k, v in self._carries[1 - now].items()}

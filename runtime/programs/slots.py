@@ -8,10 +8,17 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, StateSpec, TensorSpec
-from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, host_type
+from mtpbuild.runtime.programs.base import (
+    GREEDY,
+    MIXED,
+    PLAIN,
+    Bools,
+    Controls,
+    host_type,
+    program_name,
+)
 
 ROW_STEP = 128  # a step's caches are given in multiples of this many rows
-PLAIN, MIXED = "decode", "decode_mixed"
 
 
 class Slots:
@@ -35,7 +42,10 @@ class Slots:
         self._active = np.zeros(B, np.bool_)
         self._mixed = np.zeros(B, np.bool_)  # slots that the plain program can't serve
         self._controls = _controls(manifest)
-        self._outputs = {name: _outputs(manifest, name) for name in (PLAIN, MIXED)}
+        self._outputs = {
+            name: _outputs(manifest, name) for name in manifest.programs if name != "prefill"
+        }
+        self._most = self._nextn = manifest.build.nextn
 
     @property
     def state(self) -> dict[str, NDArray[Any]]:
@@ -65,6 +75,9 @@ class Slots:
         for array in (*self._controls.values(), self._mixed):
             array[target] = array[source]
 
+    def draft(self, nextn: int) -> None:
+        self._nextn = nextn
+
     def _prefill_rows(self, end: int) -> int:
         """Rows to bind for a chunk up to position `end`; other slots may hold more."""
         return max(end, self._caches.rows if len(self._active) > 1 else 0)
@@ -76,7 +89,8 @@ class Slots:
         here, so a slot more would only cost its computation.
         """
         self._active[:] = active
-        program = MIXED if (self._mixed & active).any() else PLAIN
+        kind = MIXED if (self._mixed & active).any() else PLAIN
+        program = program_name(kind, self._nextn, self._most)
         return program, len(active) - int(active[::-1].argmax())
 
 

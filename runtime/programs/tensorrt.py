@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, ProgramSpec
-from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
+from mtpbuild.runtime.programs.base import GREEDY, MIXED, PLAIN, Bools, Controls, Ints, StepOutput
 from mtpbuild.runtime.programs.cuda import Device, DeviceArray
-from mtpbuild.runtime.programs.slots import MIXED, PLAIN, padded
+from mtpbuild.runtime.programs.slots import padded
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 from mtpbuild.runtime.programs.tensorrt_refit import WEIGHTS, refit
 

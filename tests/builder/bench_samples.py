@@ -14,6 +14,7 @@ from mtpbuild.builder.bench.figures import (
 from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, Measured, Sample
 from mtpbuild.builder.bench.report import Report
+from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
 from tests.fakes import FakePrograms, fake_manifest, fake_tokenizer
@@ -43,7 +44,7 @@ def sample(kind: str, times: Sequence[float], histogram: list[int], begun: float
     return Sample(prompt(kind), begun, list(times), list(range(tokens)), report)
 
 
-def by_hand() -> dict[int, Measured]:
+def by_hand() -> dict[Nextn, Measured]:
     """Two requests. nextn 0: 5 tokens, 2 s each. nextn 2: the same 5 in 3 steps of 3 s, and 4."""
     base = [sample("code", [3, 5, 7, 9, 11], [5]), sample("talk", [2, 4, 6, 8, 10], [5])]
     fast = [sample("code", [4, 7, 10], [1, 2, 0]), sample("talk", [3, 6, 10, 13], [3, 1, 0])]
@@ -64,7 +65,7 @@ def contender(nextn: int, **build: Any) -> Contender:
     return Contender(nextn, drafter, fake_engine(nextn, **build), verifier)
 
 
-def report_of(measured: dict[int, Measured], made: list[Row]) -> Report:
+def report_of(measured: dict[Nextn, Measured], made: list[Row]) -> Report:
     folders = {nextn: f"engines/fake_n{nextn}" for nextn in measured}
     settings = {"concurrency": 1, "sampling": asdict(SamplingParams())}
     return Report("fake", describe_machine(2), settings, folders, made, measured)

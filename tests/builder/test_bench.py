@@ -19,6 +19,7 @@ from mtpbuild.builder.bench.figures import (
 from mtpbuild.builder.bench.measure import Sample
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.pipeline import BuildRequest, Stages, build
+from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.errors import UsageError
@@ -176,7 +177,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def folders(model: Path, *nextn: int, **flags: Any) -> list[str]:
+def folders(model: Path, *nextn: Nextn, **flags: Any) -> list[str]:
     built = engines.build_engines(Wanted(str(model), nextn, **flags), Stages())
     return [str(folder) for one in built for folder in (one.folder, one.verifier) if folder]
 
@@ -192,6 +193,7 @@ def test_engines_and_their_verifiers(smallest: Path) -> None:
     folders(smallest, 2)
     assert Path("engines/small_n2/engine.json").stat().st_ino == before.st_ino  # reused
     assert folders(smallest, 0, concurrency=(2,)) == ["engines/.bench/small_n0_default_b2"]
+    assert folders(smallest, "auto") == ["engines/small_n0", "engines/small_nauto"]
     assert folders(smallest, 1, drafter="mtp-eagle") == [
         "engines/.bench/small_n0_mtp-eagle_b1",
         "engines/.bench/small_n1_mtp-eagle_b1",
@@ -259,15 +261,17 @@ def fake_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick", "fake_programs")
 def test_the_command(smallest: Path, lines_file: Path) -> None:
-    flags = ("--model", smallest, "--nextn", "1,3", "--dataset", lines_file)
+    flags = ("--model", smallest, "--nextn", "auto,1,3", "--dataset", lines_file)
     code, out, err = invoke(*flags, "--out", "results", "--concurrency", "2")
     assert (code, err) == (0, "")
     assert "small, ids: 4 requests, 12 prompt and 48 output tokens, concurrency 2" in out
     assert "same output as nextn 0" in out
-    assert out.count("4 of 4") == 3
+    assert out.count("4 of 4") == 4
     assert "wrote results/bench.json and its picture" in out
     document = json.loads(Path("results/bench.json").read_text())
-    assert [r["nextn"] for r in document["results"]] == [0, 1, 3]
+    assert [r["nextn"] for r in document["results"]] == [0, 1, 3, "auto"]
+    costs = [r["verify_cost"] is None for r in document["results"]]  # it has no verifier
+    assert costs == [False, False, False, True]
     assert document["settings"]["num_requests"] == 4
     assert Path("results/bench.png").read_bytes().startswith(b"\x89PNG")
     code, out, err = invoke(*flags, "--out", "results", "--num-requests", "1", "--json")

@@ -26,6 +26,7 @@ from mtpbuild.builder.bench.figures import (
 )
 from mtpbuild.builder.bench.measure import Measured
 from mtpbuild.builder.bench.report import Report, print_report, spread, table, to_json
+from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from tests.builder.bench_samples import (
     contender,
@@ -95,7 +96,7 @@ def test_acceptance_counts_all_steps() -> None:
 
 def test_requests_that_ran_at_once_count_once() -> None:
     group = [sample("code", [1, 2, 4], [3], begun=0), sample("code", [1, 3, 5], [3], begun=0.5)]
-    measured = {0: Measured([group], steps=[1.0])}
+    measured: dict[Nextn, Measured] = {0: Measured([group], steps=[1.0])}
     (row,) = rows([contender(0)], measured)
     assert row.overall.duration == 5
     assert row.overall.tokens_per_s == pytest.approx(4 / 7)
@@ -110,7 +111,7 @@ def test_speedup_skips_draws_without_time() -> None:
 
 
 def test_nothing_to_time() -> None:
-    measured = {0: Measured([[sample("code", [1.0], [1])]])}
+    measured: dict[Nextn, Measured] = {0: Measured([[sample("code", [1.0], [1])]])}
     with pytest.raises(UsageError, match="no request gave two tokens"):
         rows([contender(0)], measured)
 

@@ -31,22 +31,26 @@ FULL: list[tuple[str, int, DrafterName | None]] = [
 
 
 def eager(
-    shape: str, nextn: int, drafter: DrafterName | None, batch: int = 1
+    shape: str,
+    nextn: int,
+    drafter: DrafterName | None,
+    batch: int = 1,
+    adaptive: bool = False,
 ) -> tuple[EagerPrograms, Transformer]:
     reference = make_predictable(**SHAPES[shape])
-    plan = Plan(reference.config, nextn, drafter, batch, 200, CHUNK)
+    plan = Plan(reference.config, nextn, drafter, batch, 200, CHUNK, adaptive=adaptive)
     return EagerPrograms(plan, lower(reference)), reference
 
 
-def check_case(shape: str, nextn: int, drafter: DrafterName | None) -> None:
+def check_case(shape: str, nextn: int, drafter: DrafterName | None, adaptive: bool = False) -> None:
     """Every prompt length around a chunk's border; every n and every num_drafts must occur."""
     torch.set_num_threads(1)
     rng = np.random.default_rng(nextn)
     seen = Seen()
     for length in (1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 11) * (1 + nextn // 5):
-        programs, reference = eager(shape, nextn, drafter)
+        programs, reference = eager(shape, nextn, drafter, adaptive=adaptive)
         prompt = rng.integers(0, reference.config.vocab_size, length).tolist()
-        run = Run(programs, reference, nextn, drafter, CHUNK, rng)
+        run = Run(programs, reference, nextn, drafter, CHUNK, rng, adaptive)
         tokens, saw = run.steps(prompt, 10)
         seen.accepted |= saw.accepted
         seen.num_drafts |= saw.num_drafts
@@ -76,6 +80,10 @@ def test_every_step_equals_recomputation(
     shape: str, nextn: int, drafter: DrafterName | None
 ) -> None:
     check_case(shape, nextn, drafter)
+
+
+def test_any_nextn_may_follow_any_other() -> None:
+    check_case("yarn-three-modules", 3, "mtp-eagle", adaptive=True)
 
 
 @pytest.mark.full

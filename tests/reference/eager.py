@@ -8,7 +8,16 @@ from numpy.typing import NDArray
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program import make_programs
-from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
+from mtpbuild.runtime.programs.base import (
+    GREEDY,
+    MIXED,
+    PLAIN,
+    Bools,
+    Controls,
+    Ints,
+    StepOutput,
+    program_name,
+)
 
 
 class EagerPrograms:
@@ -17,7 +26,9 @@ class EagerPrograms:
     def __init__(self, plan: Plan, model: DeepseekV3) -> None:
         self.lookahead = plan.lookahead
         self.plan = plan
-        self.prefill_program, self.step_program, self.mixed_program = make_programs(plan, model)
+        self.programs = {program.name: program for program in make_programs(plan, model)}
+        self.prefill_program = self.programs["prefill"]
+        self.step_program, self.mixed_program = self.programs[PLAIN], self.programs[MIXED]
         self.tensors = {
             s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in state_specs(plan)
         }
@@ -43,6 +54,9 @@ class EagerPrograms:
         self.tensors["num_drafts"][slot] = 0
         self.tensors["window"][slot] = 0
         self.tensors["window"][slot, 0] = newest
+
+    def draft(self, nextn: int) -> None:
+        self.step_program = self.programs[program_name(PLAIN, nextn, self.plan.nextn)]
 
     def move(self, source: int, target: int) -> None:
         for tensor in self.tensors.values():

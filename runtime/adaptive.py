@@ -1,0 +1,111 @@
+"""How many tokens to draft: what pays best by the acceptance and the step times seen so far."""
+
+from collections.abc import Hashable, Sequence
+
+FORGET = 0.96  # weight of older drafts as a new one is judged: a memory of some 25
+FADE = 0.985  # the same in a step without a draft there; more patient, as trying again costs time
+DOUBT = 2.0  # drafts that a guess weighs as much as
+FIRST_GUESS = 0.7  # that a first draft is accepted
+CARRIED = 5.0  # drafts that a new request's odds weigh; they are those of the last ones
+TRIALS = 4  # steps of each nextn before times are known; the first is a session's warm-up
+DRIFT, OWN = 0.08, 0.02  # how fast all times follow a step's, and how fast its own nextn's does
+STAY = 1.01  # another nextn must be so much better
+
+
+class Odds:
+    """How likely a request's drafts are accepted, by position; recent steps count most."""
+
+    def __init__(self, nextn: int) -> None:
+        self.judged = [0.0] * nextn  # steps in which the drafts before this one were accepted
+        self.accepted = [0.0] * nextn
+
+    def add(self, accepted: int, drafted: int) -> None:
+        """One step: `accepted` of its `drafted` drafts."""
+        tried = min(accepted + 1, drafted)
+        for i in range(len(self.judged)):
+            kept = FORGET if i < tried else FADE
+            self.judged[i] = self.judged[i] * kept + (i < tried)
+            self.accepted[i] = self.accepted[i] * kept + (i < accepted)
+
+    def tokens(self) -> list[float]:
+        """[nextn + 1] expected tokens of a step that drafts 0, 1, .. nextn.
+
+        A position that was not tried for long is guessed to be as good as the one before it: so
+        it is tried again, once the evidence against it has faded.
+        """
+        chance, reached, expected = FIRST_GUESS, 1.0, [1.0]
+        for judged, accepted in zip(self.judged, self.accepted, strict=True):
+            chance = (accepted + DOUBT * chance) / (judged + DOUBT)
+            reached *= chance
+            expected.append(expected[-1] + reached)
+        return expected
+
+    def successor(self) -> "Odds":
+        """A new request's, which begins where the last ones ended, with less confidence."""
+        new = Odds(len(self.judged))
+        for i, judged in enumerate(self.judged):
+            share = min(1.0, CARRIED / judged) if judged else 0.0
+            new.judged[i], new.accepted[i] = judged * share, self.accepted[i] * share
+        return new
+
+
+class Times:
+    """Seconds of a step, by nextn. Their ratios are learned once, and corrected slowly; how fast
+    the machine is and how long the contexts are, which concerns all, is followed quickly."""
+
+    def __init__(self, nextn: int) -> None:
+        self._trials: list[list[float]] = [[] for _ in range(nextn + 1)]
+        self.seconds: list[float] = []  # of every nextn, once all were tried
+
+    def untried(self) -> int | None:
+        """The largest nextn that wants another trial."""
+        wanting = (k for k, trials in enumerate(self._trials) if len(trials) < TRIALS)
+        return max(wanting, default=None)
+
+    def add(self, nextn: int, seconds: float) -> None:
+        if not self.seconds:
+            self._trials[nextn].append(seconds)
+            if self.untried() is None:
+                self.seconds = [min(trials[1:]) for trials in self._trials]
+            return
+        ratio = min(max(seconds / self.seconds[nextn], 0.5), 2.0)  # one step may be interrupted
+        self.seconds = [s * ratio**DRIFT for s in self.seconds]
+        self.seconds[nextn] *= ratio**OWN
+
+
+class AdaptiveNextn:
+    """Chooses each step's nextn for the requests that share it.
+
+    Exact whatever it chooses: it looks at tokens that are out, never at the drafts that it drops.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self._nextn = most
+        self._odds: dict[Hashable, Odds] = {}
+        self._all = Odds(most)  # of all requests: where a new one begins
+        self._times: dict[Hashable, Times] = {}
+
+    def choose(self, requests: Sequence[Hashable], kind: Hashable) -> int:
+        """The nextn of the next step. kind: of steps that take equally long for the same nextn."""
+        self._odds = {r: self._odds.get(r) or self._all.successor() for r in requests}
+        times = self._times.setdefault(kind, Times(self._most))
+        untried = times.untried()
+        self._nextn = self._best(times.seconds) if untried is None else untried
+        return self._nextn
+
+    def took(self, kind: Hashable, seconds: float) -> None:
+        """The step that was chosen for."""
+        self._times[kind].add(self._nextn, seconds)
+
+    def add(self, request: Hashable, accepted: int, drafted: int) -> None:
+        """What became of a request's drafts in that step."""
+        for odds in (self._odds[request], self._all):
+            odds.add(accepted, drafted)
+
+    def _best(self, seconds: Sequence[float]) -> int:
+        expected = [odds.tokens() for odds in self._odds.values()]
+        speeds = [
+            sum(tokens) / s for tokens, s in zip(zip(*expected, strict=True), seconds, strict=True)
+        ]
+        speeds[self._nextn] *= STAY
+        return max(range(len(speeds)), key=speeds.__getitem__)

@@ -1,0 +1,85 @@
+"""An engine that drafts as many tokens as pay: its text is that of plain decoding all the same."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.adaptive import AdaptiveNextn
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import read_manifest
+from tests.conftest import EngineBuilder
+from tests.reference.recompute import greedy
+
+COUNT = 60
+PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+HOT = replace(PLAIN, temperature=0.8, top_p=0.95, seed=5)
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another nextn in every step."""
+    rng = np.random.default_rng(2)
+
+    def choose(self: AdaptiveNextn, seconds: object) -> int:
+        return int(rng.integers(self._most + 1))
+
+    monkeypatch.setattr(AdaptiveNextn, "_best", choose)
+    monkeypatch.setattr("mtpbuild.runtime.adaptive.TRIALS", 2)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most two drafts: seven programs to compile."""
+    for module in ("plan", "pipeline"):
+        monkeypatch.setattr(f"mtpbuild.builder.{module}.ADAPTIVE_NEXTN", 2)
+
+
+@pytest.mark.usefixtures("restless", "few")
+def test_text_is_that_of_plain_decoding(
+    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+) -> None:
+    """Greedy, sampled and rejecting requests, alone and together."""
+    folder = build_engine(predictable_folder, "auto", prefill_chunk=4, max_batch=3)
+    base = build_engine(predictable_folder, 0, None, prefill_chunk=4, max_batch=3)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(9, 61, n).tolist() for n in (11, 1, 6, 2)]
+    plain = [PLAIN] * 4
+    mixed = [PLAIN, HOT, replace(HOT, seed=6, draft_sample_method="greedy"), PLAIN]
+    with Engine.load(folder, threads=1) as engine, Engine.load(base, threads=1) as without:
+        for prompt, result in zip(prompts, engine.generate(prompts, plain), strict=True):
+            assert result.token_ids == greedy(predictable, prompt, COUNT)
+        drafting = engine.stats.speculative_decoding
+        assert min(drafting.acceptance_histogram) > 0  # from none to all accepted
+        for results in (
+            engine.generate(prompts, mixed),
+            [engine.generate(p, own) for p, own in zip(prompts, mixed, strict=True)],
+        ):
+            wanted = without.generate(prompts, mixed)
+            assert [r.token_ids for r in results] == [r.token_ids for r in wanted]
+        rejecting = replace(HOT, acceptance="rejection")
+        result = engine.generate(prompts[0], rejecting)
+        assert result.metrics.speculative_decoding.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_building_one(smallest: Path, tmp_path: Path) -> None:
+    (built,) = build(BuildRequest(str(smallest), ("auto",), out=tmp_path / "e"))
+    assert (built.manifest.build.drafts, built.manifest.build.drafter) == ("0 to 4", "mtp-eagle")
+    steps = {
+        f"{kind}{k}" for kind in ("decode", "decode_mixed") for k in ("", "_0", "_1", "_2", "_3")
+    }
+    assert set(read_manifest(built.folder).programs) == {"prefill", *steps}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"drafter": "mtp-vanilla"}, "--nextn auto drafts by mtp-eagle"),
+        ({"target": "inductor"}, "--nextn auto is for target onnxruntime, not inductor"),
+    ]
+    for wrong, says in cases:
+        with pytest.raises(UsageError, match=says):
+            build(BuildRequest(str(smallest), ("auto",), out=tmp_path / "f", **wrong))
+    assert not (tmp_path / "f").exists()

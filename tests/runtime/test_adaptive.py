@@ -1,0 +1,105 @@
+"""Choosing nextn: against the best fixed one, on drafts that are accepted by chance."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from mtpbuild.runtime import Engine, SamplingParams, adaptive
+from mtpbuild.runtime.adaptive import AdaptiveNextn, Odds, Times
+from tests.fakes import FakePrograms, continuation, fake_manifest
+
+MOST = 4
+SECONDS = (1.0, 1.5, 1.8, 2.2, 2.6)  # of a step, by nextn
+GOOD, FAIR = (0.98, 0.96, 0.95, 0.9), (0.8, 0.7, 0.65, 0.6)
+POOR, USELESS = (0.5, 0.4, 0.3, 0.2), (0.0, 0.0, 0.0, 0.0)
+Kinds = Sequence[Sequence[float]]  # chances of each draft, of texts that take turns
+
+
+def tokens_per_second(kinds: Kinds, fixed: int | None = None, requests: int = 1) -> float:
+    """Over 2,000 steps; a text of another kind begins every 100, as another request."""
+    rng, chooser = random.Random(1), AdaptiveNextn(MOST)
+    tokens, seconds, drafts = 0, 0.0, [0] * requests
+    for step in range(2000):
+        text = step // 100
+        names = [(text, i) for i in range(requests)]
+        nextn = chooser.choose(names, requests) if fixed is None else fixed
+        took = SECONDS[nextn] * rng.uniform(0.9, 1.1)
+        seconds += took
+        judged = [min(drafted, nextn) for drafted in drafts]
+        accepted = [run(rng, kinds[text % len(kinds)], count) for count in judged]
+        tokens += sum(accepted) + requests
+        if fixed is None:
+            chooser.took(requests, took)
+            for name, count, drafted in zip(names, accepted, judged, strict=True):
+                chooser.add(name, count, drafted)
+        drafts = [nextn] * requests
+    return tokens / seconds
+
+
+def run(rng: random.Random, chances: Sequence[float], drafted: int) -> int:
+    accepted = 0
+    while accepted < drafted and rng.random() < chances[accepted]:
+        accepted += 1
+    return accepted
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("kind", [GOOD, FAIR, POOR, USELESS])
+def test_hardly_slower_than_the_best_fixed_nextn(kind: Sequence[float], requests: int) -> None:
+    best = max(tokens_per_second([kind], k, requests) for k in range(MOST + 1))
+    assert tokens_per_second([kind], None, requests) > 0.95 * best
+
+
+def test_faster_than_any_fixed_nextn_where_texts_differ() -> None:
+    best = max(tokens_per_second([GOOD, POOR], k) for k in range(MOST + 1))
+    assert tokens_per_second([GOOD, POOR]) > 1.02 * best
+
+
+def test_times_follow_the_machine_and_forgive_an_interruption() -> None:
+    times = Times(2)
+    assert times.untried() == 2
+    for nextn in (2, 1, 0):
+        for trial in range(adaptive.TRIALS):
+            assert not times.seconds
+            times.add(nextn, 100.0 if trial == 0 else 1.0 + nextn)  # the first is never counted
+    assert times.untried() is None
+    assert times.seconds == [1, 2, 3]
+    times.add(1, 1e6)
+    assert times.seconds == pytest.approx([1, 2, 3], rel=0.08)
+    for _ in range(100):
+        times.add(1, 4.0)  # all steps take twice as long
+    assert times.seconds == pytest.approx([2, 4, 6], rel=0.15)
+
+
+def test_what_was_not_tried_for_long_is_tried_again() -> None:
+    odds = Odds(2)
+    for _ in range(40):
+        odds.add(1, 2)  # first drafts are right, second ones wrong
+    _, one, two = odds.tokens()
+    assert one > 1.95
+    assert two - one < 0.1
+    for _ in range(200):
+        odds.add(1, 1)
+    _, one, two = odds.tokens()
+    assert two - one > 0.5
+    assert odds.successor().tokens() == pytest.approx(odds.tokens(), abs=0.2)
+    assert max(odds.successor().judged) <= adaptive.CARRIED
+
+
+def test_an_engine_tries_every_nextn_and_counts_what_it_drafted() -> None:
+    manifest = fake_manifest(nextn=MOST, max_seq_len=400)
+    build = manifest.build.model_copy(update={"adaptive": True})
+    manifest = manifest.model_copy(update={"build": build})
+    programs = FakePrograms(manifest, draft_is_right=lambda position: position % 3 != 0)
+    engine = Engine(programs, manifest)
+    prompt = [5, 6, 7]
+    result = engine.generate(prompt, SamplingParams(max_tokens=80, ignore_eos=True))
+    assert result.token_ids == continuation(prompt, 80)
+    trials = adaptive.TRIALS * (MOST + 1)
+    assert programs.told[:trials] == sorted([*range(MOST + 1)] * adaptive.TRIALS, reverse=True)
+    drafting = result.metrics.speculative_decoding
+    assert drafting.num_spec_tokens == MOST
+    assert drafting.num_draft_tokens == sum(
+        min(before, now) for before, now in zip((0, *programs.told), programs.told, strict=False)
+    )
