@@ -78,6 +78,10 @@ def build(
     ep: Annotated[
         int, typer.Option("--ep", help="Of these, groups with routed experts of their own.")
     ] = 1,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", help="Build this rank alone, from 0; default: all that lack."),
+    ] = None,
     attention_dp: Annotated[bool, typer.Option("--attention-dp", help="Not there yet.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="Engine directory; with several nextn, their parent.")
@@ -130,6 +134,7 @@ def build(
         layers=None if layers is None else parse_layers(layers),
         tp=tp,
         ep=ep,
+        rank=rank,
         dtype=dtype,  # type: ignore[arg-type]
     )
     if dry_run:
@@ -226,6 +231,8 @@ def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from mtpbuild.runtime.manifest import ranks_here
+
     console = Console()
     table = Table("engine", "nextn", "drafter", "files", "size", "status")
     for engine in engines:
@@ -239,6 +246,11 @@ def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
             "unchanged" if engine.unchanged else "built",
         )
     console.print(table)
+    for engine in engines:
+        ranks = ranks_here(engine.folder, engine.manifest)
+        if engine.manifest.split and len(ranks) < engine.manifest.build.tp:
+            here = ", ".join(map(str, ranks))
+            console.print(f"{engine.folder}: of {engine.manifest.build.tp} ranks here: {here}")
     if stages.seconds:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())

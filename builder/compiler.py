@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import Program, make_programs
 from mtpbuild.builder.quantize.integers import Integers
 from mtpbuild.builder.trace import trace
-from mtpbuild.builder.weights_file import WEIGHTS, Placed, write_weights
+from mtpbuild.builder.weights_file import WEIGHTS, Placed, read_places, write_weights
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType, hash_file
 from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
@@ -101,14 +102,27 @@ class ModelSource:
                 f"{path}: {size} tokens, config.json has vocab_size {self.config.vocab_size}"
             )
 
-    def write_weights(self, folder: Path, siblings: Path | None, rank: int = 0) -> WrittenWeights:
-        """folder/weights.safetensors; a hard link where one of `siblings` has the same one."""
+    def write_weights(
+        self,
+        folder: Path,
+        siblings: Path | None,
+        rank: int = 0,
+        there: Mapping[str, str] | None = None,
+    ) -> WrittenWeights:
+        """folder/weights.safetensors; a hard link where one of `siblings` has the same one.
+
+        there: what an interrupted build has finished in the folder, name -> sha256.
+        """
         path, share = folder / WEIGHTS, replace(self.share, rank=rank)
         within = folder.name if share.tp > 1 else ""
 
         def shared(digest: str) -> bool:
             return siblings is not None and package.share_file(path, digest, siblings, within)
 
+        if there and WEIGHTS in there:
+            places = read_places(path)
+            self.weights[rank] = WrittenWeights(places, {WEIGHTS: there[WEIGHTS]})
+            return self.weights[rank]
         done = self.weights.get(rank)
         if done is not None and shared(done.hashes[WEIGHTS]):
             return done

@@ -6,10 +6,16 @@ from math import prod
 from pathlib import Path
 
 from mtpbuild.builder import package
-from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.generation import generation_ids
 from mtpbuild.builder.model.share import Share
-from mtpbuild.builder.pipeline import BuildRequest, Stages, find_source, make_plans, needs
+from mtpbuild.builder.pipeline import (
+    BuildRequest,
+    Stages,
+    find_source,
+    make_plans,
+    make_prints,
+    needs,
+)
 from mtpbuild.builder.plan import Plan, state_specs
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
@@ -45,8 +51,11 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     source, config = find_source(request)
     ids = generation_ids(source.folder, config)
     plans = dict(make_plans(config, request, source.engine))
+    prints = make_prints(source, plans, request)
     for out in plans:
         package.check_place(out, source.name, force=request.force)
+        if request.rank is not None:
+            package.check_ranks(out, prints[out], force=request.force)
     with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
         from mtpbuild.builder import compiler
         from mtpbuild.builder.targets import load_target
@@ -66,6 +75,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
             share=Share(request.tp, request.ep),
             dtype=request.dtype,
         )
+    ranks = range(request.tp) if request.rank is None else [request.rank]
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     return DryRun(
         checkpoint=source.folder,
@@ -81,7 +91,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
                 plan,
                 weights,
                 sum(ITEM_BYTES[s.dtype] * prod(s.shape) for s in state_specs(plan)),
-                package.same_engine(out, fingerprint(source.folder, plan, request.target)),
+                not package.lacking(out, prints[out], ranks),
             )
             for out, plan in plans.items()
         ],

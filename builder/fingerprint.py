@@ -6,11 +6,13 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.package import SIDE_FILES
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import HASH_LIMIT, hash_file
 
+SAMPLE, EVERY = 1 << 12, 1 << 23  # bytes that are read of a large file
 PACKAGES = (
     "torch",
     "onnx",
@@ -23,8 +25,11 @@ PACKAGES = (
 )
 
 
-def fingerprint(folder: Path, plan: Plan, target: str) -> str:
-    """sha256 of checkpoint, plan, target, our own sources and the compilers' versions."""
+def fingerprint(folder: Path, plan: Plan, target: str, layers: LayersSlice | None = None) -> str:
+    """sha256 of checkpoint, plan, target, our own sources and the compilers' versions.
+
+    It is the same on every machine: ranks that are built apart belong together by it.
+    """
     try:
         checkpoint = {path.name: _identity(path) for path in _checkpoint_files(folder)}
     except OSError as error:
@@ -33,6 +38,7 @@ def fingerprint(folder: Path, plan: Plan, target: str) -> str:
         "checkpoint": checkpoint,
         "plan": asdict(plan),
         "target": target,
+        "layers": None if layers is None else str(layers),
         "sources": _sources(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
@@ -47,10 +53,16 @@ def _checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _identity(path: Path) -> str:
-    stat = path.stat()
-    if stat.st_size > HASH_LIMIT:  # reading a shard of R1 for this would take longer than it saves
-        return f"{stat.st_size} {stat.st_mtime_ns}"
-    return hash_file(path)
+    """Of a large file its size and samples: reading R1 for this would take longer than it saves."""
+    size = path.stat().st_size
+    if size <= HASH_LIMIT:
+        return hash_file(path)
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb", buffering=0) as file:
+        for start in (*range(0, size, EVERY), size - SAMPLE):
+            file.seek(start)
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
 
 
 def _sources() -> str:

@@ -4,11 +4,14 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.staging import replace_folder
 from mtpbuild.runtime.errors import BuildError, EngineError, MtpbuildError
 from mtpbuild.runtime.manifest import (
     MANIFEST,
@@ -22,64 +25,14 @@ from mtpbuild.runtime.manifest import (
     WeightsType,
     check_files,
     hash_file,
-    parts,
     rank_name,
+    ranks_here,
     read_manifest,
+    read_rank,
 )
 
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
 SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "generation_config.json")
-
-
-@contextlib.contextmanager
-def staging(out: Path, what: str = "engine") -> Iterator[Path]:
-    """A temporary sibling of `out` that becomes it if the block ends well, and else vanishes."""
-    place = out.resolve()  # a link stays one
-    remove_leftovers(place)
-    folder = place.parent / f".{place.name}.building-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True)
-        yield folder
-        replace_folder(folder, place)
-    except OSError as error:
-        raise BuildError(f"{out}: can't write the {what} ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_leftovers(out: Path) -> None:
-    """Folders of builds of this engine whose process is gone (killed, power cut)."""
-    for folder in out.parent.glob(".*-*"):
-        stem, _, pid = folder.name.rpartition("-")
-        ours = stem in (f".{out.name}.building", f".{out.name}.old")
-        if ours and pid.isdecimal() and not is_running(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def is_running(pid: int) -> bool:
-    """Whether another process has this id; what has our own is an earlier one's."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except (ProcessLookupError, OverflowError):
-        return False
-    return True
-
-
-def replace_folder(new: Path, out: Path) -> None:
-    old = out.parent / f".{out.name}.old-{os.getpid()}"
-    if out.exists():
-        out.rename(old)
-    try:
-        new.rename(out)
-    except BaseException:
-        if old.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def link(old: Path, new: Path) -> None:
@@ -109,21 +62,21 @@ def share_file(path: Path, sha256: str, siblings: Path, within: str = "") -> boo
     return False
 
 
-def rank_folders(folder: Path, plan: Plan) -> list[Path]:
-    """Where weights and programs go, one per rank; the engine's folder itself if there is one."""
+def rank_folders(folder: Path, plan: Plan, ranks: Iterable[int]) -> dict[int, Path]:
+    """Where weights and programs of each rank go; the engine's own folder if there is but one."""
     if plan.tp == 1:
-        return [folder]
-    folders = [folder / rank_name(rank) for rank in range(plan.tp)]
-    for place in folders:
-        place.mkdir()
+        return {0: folder}
+    folders = {rank: folder / rank_name(rank) for rank in ranks}
+    for place in folders.values():
+        place.mkdir(exist_ok=True)
     return folders
 
 
-def share_programs(first: Path, others: list[Path]) -> None:
-    """Give the other ranks what was compiled for the first; only weights differ."""
+def share_programs(first: Path, others: Iterable[Path]) -> None:
+    """Give other ranks what was compiled for the first; only weights differ."""
     for place in others:
         for file in sorted(first.iterdir()):
-            if not (place / file.name).exists():
+            if file.name != MANIFEST and not (place / file.name).exists():
                 link(file, place / file.name)
 
 
@@ -157,6 +110,7 @@ def write_manifest(
     state: tuple[StateSpec, ...],
     weights: WeightsType,
     hashes: dict[str, str],
+    layers: LayersSlice | None = None,
     rank: int | None = None,
 ) -> None:
     """Write engine.json over everything that lies in the folder; `hashes` are known already.
@@ -179,6 +133,7 @@ def write_manifest(
             fingerprint=fingerprint,
             tp=plan.tp,
             ep=plan.ep,
+            layers=None if layers is None else str(layers),
         ),
         target=target,
         capabilities={"acceptance": ["strict", "rejection", "relaxed"], "drafter": drafters},
@@ -233,14 +188,79 @@ def model_of(out: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def same_engine(out: Path, fingerprint: str) -> bool:
-    """Whether `out` is whole and was made from exactly the same inputs."""
+def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
+    """Refuse to replace ranks of another build by a single one."""
+    manifest = existing(out)
+    if manifest is None or force or not ranks_here(out, manifest):
+        return
+    if manifest.build.fingerprint != fingerprint:
+        raise BuildError(
+            f"{out} holds ranks of another build (other flags, checkpoint or versions); use "
+            "--force to replace them, or choose another --out"
+        )
+
+
+def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
+    """Which ranks are not at `out`, whole and made from exactly these inputs.
+
+    An engine that is not split is its rank 0.
+    """
+    manifest = existing(out)
+    if manifest is None or manifest.build.fingerprint != fingerprint or not _whole(out, manifest):
+        return list(ranks)
+    return [rank for rank in ranks if manifest.split and _whole_rank(out, manifest, rank) is None]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of several, in its folder."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def whole_rank(out: Path, fingerprint: str) -> Rank | None:
+    """The first rank of a build that is at `out` and as it was built."""
     manifest = existing(out)
     if manifest is None or manifest.build.fingerprint != fingerprint:
-        return False
+        return None
+    found = (_whole_rank(out, manifest, rank) for rank in ranks_here(out, manifest))
+    return next((rank for rank in found if rank is not None), None)
+
+
+def _whole_rank(out: Path, manifest: Manifest, rank: int) -> Rank | None:
     try:
-        for folder, part in parts(out, manifest):
-            check_files(folder, part)
+        found = Rank(out / rank_name(rank), read_rank(out, manifest, rank))
+    except EngineError:
+        return None
+    return found if _whole(found.folder, found.manifest) else None
+
+
+def _whole(folder: Path, manifest: Manifest) -> bool:
+    try:
+        check_files(folder, manifest)
     except (EngineError, OSError):
         return False
     return True
+
+
+def publish(new: Path, out: Path) -> None:
+    """Put an engine at its place; some of several ranks go to others of the same build there."""
+    own = read_manifest(new)
+    ranks = ranks_here(new, own)
+    if len(ranks) == own.build.tp or not own.split:
+        replace_folder(new, out)
+        return
+    with contextlib.suppress(OSError):  # something is there, perhaps since a moment ago
+        new.rename(out)
+        return
+    there = existing(out)
+    if there is None or there.build != own.build:
+        replace_folder(new, out)
+        return
+    for rank in ranks:
+        name = rank_name(rank)
+        shutil.rmtree(out / name, ignore_errors=True)  # damaged, or not wanted
+        (new / name).rename(out / name)
+    for file in (path for path in new.iterdir() if path.is_file()):
+        file.replace(out / file.name)

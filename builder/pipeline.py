@@ -6,11 +6,11 @@ recipe -> checkpoint -> weights file -> step program -> torch.export -> target -
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from mtpbuild.builder import package
 from mtpbuild.builder.compute_capability import compiling_gpu, compute_capabilities
@@ -30,6 +30,7 @@ from mtpbuild.builder.plan import (
     state_specs,
 )
 from mtpbuild.builder.recipe import Source, find_model
+from mtpbuild.builder.staging import Staging, staging
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import (
     MAX_BATCH,
@@ -37,9 +38,16 @@ from mtpbuild.runtime.manifest import (
     MAX_SEQ_LEN,
     FloatType,
     Manifest,
+    ProgramSpec,
+    hash_file,
     parts,
+    rank_name,
     read_manifest,
 )
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.program import Program
+    from mtpbuild.builder.trace import Traced
 
 DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
 
@@ -64,6 +72,7 @@ class BuildRequest:
     device: str = "cpu"
     tp: int = 1
     ep: int = 1
+    rank: int | None = None  # to build alone; None: all of them
     layers: LayersSlice | None = None
     dtype: FloatType = "float32"
 
@@ -98,7 +107,8 @@ class Stages:
 def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngine]:
     """Build one engine directory per nextn; those that would come out the same are left alone.
 
-    Raises UsageError, CheckpointError or BuildError; nothing half-written stays on disk.
+    Raises UsageError, CheckpointError or BuildError; nothing half-written stays on disk, and what
+    was finished the next build of the same takes up (staging.py).
     """
     stages = stages or Stages()
 
@@ -106,12 +116,16 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     source, config = find_source(request)
     ids = generation_ids(source.folder, config)
     plans = dict(make_plans(config, request, source.engine))
-    prints = {out: fingerprint(source.folder, plans[out], request.target) for out in plans}
+    prints = make_prints(source, plans, request)
     for out in plans:
         package.check_place(out, source.name, force=request.force)
+        if request.rank is not None:
+            package.check_ranks(out, prints[out], force=request.force)
 
-    # 2. What is there already.
-    todo = [o for o in plans if request.force or not package.same_engine(o, prints[o])]
+    # 2. What is there already; an engine of one rank is its rank 0.
+    ranks = range(request.tp) if request.rank is None else [request.rank]
+    lacks = {o: ranks if request.force else package.lacking(o, prints[o], ranks) for o in plans}
+    todo = {out: lacking for out, lacking in lacks.items() if lacking}
     if todo:
         with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder import compiler
@@ -135,37 +149,51 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             )
             model.tell_formats()
 
-        for out in todo:
-            with package.staging(out) as folder:
+        for out, lacking in todo.items():
+            with staging(
+                out,
+                inputs=f"{prints[out]} {[*lacking]}",
+                anew=request.force,
+                part="" if request.rank is None else rank_name(request.rank),
+                put=package.publish,
+            ) as stage:
                 # 4. Weights: written once, shared by every engine that has the same ones.
                 #    Several ranks have a folder each, for their share of them.
                 #    Those that go into programs are a file of their own: onnx distrusts links.
                 embedded = target.embeds_weights and not plans[out].strip_weights
-                places = package.rank_folders(folder, plans[out])
+                places = package.rank_folders(stage.folder, plans[out], lacking)
                 siblings = None if embedded else out.parent
                 with stages("write weights"):
-                    written = [
-                        model.write_weights(place, siblings, rank)
-                        for rank, place in enumerate(places)
-                    ]
+                    for rank, place in places.items():
+                        done = stage.hashes(place)
+                        weights = model.write_weights(place, siblings, rank, done)
+                        stage.add(
+                            f"rank {rank}" if request.tp > 1 else "weights",
+                            {place / name: sha256 for name, sha256 in weights.hashes.items()},
+                        )
 
                 # 5. One graph per program: step program -> torch.export -> target.
                 #    (Graphs are cycles that live on: looking for garbage is a tenth of it.)
-                weights, programs = written[0], {}
-                with no_garbage_collection():
-                    for program in model.programs(plans[out]):
-                        with stages(f"trace {program.name}"):
-                            traced = compiler.trace(program, plans[out])
-                        with stages(f"lower {program.name}"):
-                            file = target.lower(traced, weights.places, places[0])
-                        programs[program.name] = traced.spec(file)
+                #    Ranks share them; one that is there already has them.
+                first = next(iter(places.values()))
+                ready = None if request.force else package.whole_rank(out, prints[out])
+                if ready is not None:
+                    package.share_programs(ready.folder, [first])
+                    programs = ready.manifest.programs
+                else:
+                    lower = partial(target.lower, weights=weights.places, folder=first)
+                    with no_garbage_collection():
+                        programs = {
+                            program.name: make_program(program, plans[out], lower, stage, stages)
+                            for program in model.programs(plans[out])
+                        }
 
                 # 6. The directory: tokenizer, manifest with hashes, one rename.
                 with stages("package"):
                     if embedded:
-                        weights.remove(folder)
-                    package.copy_side_files(source.folder, folder)
-                    package.share_programs(places[0], places[1:])
+                        weights.remove(stage.folder)
+                    package.copy_side_files(source.folder, stage.folder)
+                    package.share_programs(first, places.values())
                     manifest = partial(
                         package.write_manifest,
                         plan=plans[out],
@@ -175,11 +203,46 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                         programs=programs,
                         state=state_specs(plans[out]),
                         weights=model.weights_type,
+                        layers=request.layers,
                     )
-                    for rank, place in enumerate(places if len(places) > 1 else []):
-                        manifest(place, hashes=written[rank].hashes, rank=rank)
-                    manifest(folder, hashes=weights.hashes)
+                    for rank, place in (places if request.tp > 1 else {}).items():
+                        hashes = stage.hashes(first) | stage.hashes(place)
+                        manifest(place, hashes=hashes, rank=rank)
+                    manifest(stage.folder, hashes=stage.hashes(stage.folder))
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in plans]
+
+
+def make_program(
+    program: "Program",
+    plan: Plan,
+    lower: "Callable[[Traced], str]",
+    stage: Staging,
+    stages: Stages,
+) -> ProgramSpec:
+    """Trace and lower one of an engine's programs, unless an interrupted build has."""
+    from mtpbuild.builder import compiler
+
+    done = stage.parts.get(program.name)
+    if done is not None and done.program is not None:
+        return done.program
+    before = set(stage.folder.rglob("*"))
+    with stages(f"trace {program.name}"):
+        traced = compiler.trace(program, plan)
+    with stages(f"lower {program.name}"):
+        spec = traced.spec(lower(traced))
+    files = set(stage.folder.rglob("*")) - before
+    stage.add(program.name, {path: hash_file(path) for path in files}, spec)
+    return spec
+
+
+def make_prints(
+    source: Source, plans: Mapping[Path, Plan], request: BuildRequest
+) -> dict[Path, str]:
+    """Of each engine's inputs: equal, and it would come out the same."""
+    return {
+        out: fingerprint(source.folder, plan, request.target, request.layers)
+        for out, plan in plans.items()
+    }
 
 
 def find_source(request: BuildRequest) -> tuple[Source, ModelConfig]:
@@ -212,6 +275,10 @@ def make_plans(
         if (request.target, request.device) != ("inductor", "cpu"):
             raise UsageError("--tp and --ep are for target inductor on the CPU")
         check_share(config, request.tp, request.ep)
+    if request.rank is not None:
+        if request.tp == 1:
+            raise UsageError("--rank is one of several: say --tp, how many they are")
+        within(0, request.rank, request.tp - 1, "--rank")
     capabilities = compute_capabilities(request.target, request.compute_capability)
     with needs("build", "torch"):
         gpu = compiling_gpu(request.target, request.device)

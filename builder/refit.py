@@ -13,6 +13,7 @@ from mtpbuild.builder.compiler import ModelSource
 from mtpbuild.builder.generation import generation_ids
 from mtpbuild.builder.model.config import ModelConfig, load_config
 from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.staging import staging
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, UsageError
@@ -62,7 +63,8 @@ def refit(
         refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
     new.tell_formats()
 
-    with package.staging(engine) as folder:
+    with staging(engine) as stage:
+        folder = stage.folder
         watch("write weights")
         weights = new.write_weights(folder, siblings=engine.resolve().parent)
         refuse(engine, source.folder, list(tensor_differences(engine, folder)))

@@ -89,6 +89,7 @@ class BuildInfo(_Record):
     fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
     tp: int = Field(default=1, ge=1, le=MAX_RANKS, description="ranks that share the model")
     ep: int = Field(default=1, ge=1, le=MAX_RANKS, description="parts of the routed experts")
+    layers: str | None = Field(default=None, description="main layers of its model, 0-3; all")
 
     @property
     def drafts(self) -> str:
@@ -179,10 +180,16 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
     return own
 
 
+def ranks_here(folder: Path, manifest: Manifest) -> list[int]:
+    """Which ranks' folders are there: they may be built one by one, on several machines."""
+    ranks = range(manifest.build.tp if manifest.split else 0)
+    return [rank for rank in ranks if (folder / rank_name(rank)).is_dir()]
+
+
 def parts(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
-    """The engine's folder, then those of all its ranks, with their manifests."""
+    """The engine's folder, then those of the ranks that are there, with their manifests."""
     yield folder, manifest
-    for rank in range(manifest.build.tp if manifest.split else 0):
+    for rank in ranks_here(folder, manifest):
         yield folder / rank_name(rank), read_rank(folder, manifest, rank)
 
 

@@ -12,13 +12,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mtpbuild.runtime.errors import EngineError, MtpbuildError, RankError, UsageError
-from mtpbuild.runtime.manifest import Manifest, parts, rank_name, read_manifest, read_rank
+from mtpbuild.runtime.errors import (
+    EngineError,
+    EngineFileError,
+    MtpbuildError,
+    RankError,
+    UsageError,
+)
+from mtpbuild.runtime.manifest import (
+    Manifest,
+    parts,
+    rank_name,
+    ranks_here,
+    read_manifest,
+    read_rank,
+)
 
 GROUP = "mtpbuild"  # the process group that compiled programs name
 LISTENER = "MTPBUILD_RANKS_LISTENER"  # in the environment: a socket of rank 0, if it `started` them
@@ -64,7 +77,42 @@ def own_parts(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest
     yield folder, manifest
     if manifest.split:
         rank = own_rank(folder, manifest)
+        require_ranks(folder, manifest, [rank])
         yield folder / rank_name(rank), read_rank(folder, manifest, rank)
+
+
+def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> None:
+    """Raise EngineFileError that names those which are not here, and the command that helps."""
+    missing = sorted(set(ranks) - set(ranks_here(folder, manifest)))
+    if missing:
+        names = ", ".join(map(str, missing))
+        which = f"rank {names} is" if len(missing) == 1 else f"ranks {names} are"
+        command = build_command(folder, manifest, missing[0] if len(missing) == 1 else None)
+        raise EngineFileError(
+            f"{folder}: {which} missing (of {manifest.build.tp}): copy what was built elsewhere, "
+            f"or `{command}`"
+        )
+
+
+def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
+    """Which builds one rank of an engine, or all that are missing."""
+    build, name = manifest.build, manifest.model.name
+    flags = {
+        "model": name if build.layers is None else name.removesuffix(f"-layers{build.layers}"),
+        "layers": build.layers,
+        "nextn": build.nextn,
+        "drafter": build.drafter,
+        "max-batch": build.max_batch,
+        "max-seq-len": build.max_seq_len,
+        "prefill-chunk": build.prefill_chunk,
+        "target": manifest.target.name,
+        "tp": build.tp,
+        "ep": build.ep,
+        "rank": rank,
+        "out": folder,
+    }
+    given = (f"--{flag} {value}" for flag, value in flags.items() if value is not None)
+    return " ".join(["mtpbuild build", *given])
 
 
 def follow(folder: Path, threads: int | None = None) -> None:
@@ -125,6 +173,7 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
             "spread them over machines with torchrun"
         )
     time_limit()
+    require_ranks(folder, manifest, range(tp))
     for _ in parts(folder, manifest):  # a folder of another build is seen before anything runs
         pass
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as undo:

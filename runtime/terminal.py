@@ -15,7 +15,7 @@ from rich.table import Table
 
 from mtpbuild.runtime.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
-from mtpbuild.runtime.manifest import HASH_LIMIT, Manifest, TensorSpec
+from mtpbuild.runtime.manifest import HASH_LIMIT, Manifest, TensorSpec, ranks_here
 from mtpbuild.runtime.request import Chunk, Observer, Result
 from mtpbuild.runtime.sampling import SamplingParams
 
@@ -111,7 +111,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
     """The manifest for people."""
     console = Console(highlight=False)
     facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
-    for name, value in _facts(manifest).items():
+    for name, value in _facts(folder, manifest).items():
         facts.add_row(name, value)
     state = {s.name: s for s in manifest.state}
     programs = Table("program", "inputs", "outputs", "state")
@@ -127,7 +127,7 @@ def describe(folder: Path, manifest: Manifest) -> None:
         console.print(table)
 
 
-def _facts(manifest: Manifest) -> dict[str, str]:
+def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
     model, build, target = manifest.model, manifest.build, manifest.target
     versions = ", ".join(f"{name} {version}" for name, version in target.versions.items())
     size = sum(file.size for file in manifest.files.values())
@@ -139,7 +139,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "vocabulary": f"{model.vocab_size:,}",
         "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}",
         "capacity": f"{build.max_batch} slots of {build.max_seq_len:,} tokens",
-        "ranks": str(build.tp) + (f", experts in {build.ep} groups" if build.ep > 1 else ""),
+        "ranks": _ranks(folder, manifest),
         "weights": build.weights,
         "caches": f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none",
         "prefill chunk": str(build.prefill_chunk),
@@ -148,6 +148,13 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         "built by": f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}",
         "size": f"{size / 1e6:,.1f} MB, all files present, {checked} as built",
     }
+
+
+def _ranks(folder: Path, manifest: Manifest) -> str:
+    build, here = manifest.build, ranks_here(folder, manifest)
+    groups = f", experts in {build.ep} groups" if build.ep > 1 else ""
+    some = f"; here: {', '.join(map(str, here)) or 'none'}" if manifest.split else ""
+    return f"{build.tp}{groups}{some if len(here) < build.tp else ''}"
 
 
 def _list(tensors: Iterable[TensorSpec]) -> str:

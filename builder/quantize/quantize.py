@@ -13,13 +13,14 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint
 from mtpbuild.builder.model.config import ModelConfig, load_config
 from mtpbuild.builder.model.weights import Source, duplicates
-from mtpbuild.builder.package import SIDE_FILES, staging
+from mtpbuild.builder.package import SIDE_FILES
 from mtpbuild.builder.quantize.files import nbytes, split, tensors_of, write_shards
 from mtpbuild.builder.quantize.format import Format, Part
 from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK
 from mtpbuild.builder.quantize.nvfp4 import GROUP
 from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
 from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.staging import staging
 from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
 from mtpbuild.runtime.errors import BuildError
 
@@ -84,10 +85,10 @@ def quantize(
             parts[name + suffix] = part
             share = done.shares.setdefault(format.name if format else part.dtype.lower(), Share())
             share.bytes += nbytes(part)
-    with staging(request.out, "checkpoint") as folder:
+    with staging(request.out, "checkpoint") as stage:
         weights = encode_all(checkpoint, formats, done, watch)
-        write_shards(folder, split(parts), tensors_of(weights))
-        write_configuration(source.folder, folder, config, request.scheme)
+        write_shards(stage.folder, split(parts), tensors_of(weights))
+        write_configuration(source.folder, stage.folder, config, request.scheme)
     return done
 
 

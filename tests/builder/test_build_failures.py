@@ -1,10 +1,15 @@
-"""Builds that die: nothing that looks like an engine stays, and what stood there still stands."""
+"""Builds that die: nothing that looks like an engine stays, and what stood there still stands.
 
-import os
+What they had finished stays hidden, for the next build of the same inputs.
+"""
+
+import contextlib
+import fcntl
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +44,7 @@ def trace(*args):
     time.sleep(60)
 
 compiler.trace = trace
-build(BuildRequest(sys.argv[1], (0,), out=Path(sys.argv[2]), force=True))
+build(BuildRequest(sys.argv[1], (0,), max_batch=2, out=Path(sys.argv[2])))
 """
 
 
@@ -48,36 +53,104 @@ def run(checkpoint: Path, out: Path, stages: Stages | None = None, **flags: Any)
     return engine
 
 
-def assert_alone_and_whole(engine: BuiltEngine) -> None:
-    assert list(engine.folder.parent.iterdir()) == [engine.folder]
+def assert_whole(engine: BuiltEngine) -> None:
     assert read_manifest(engine.folder) == engine.manifest
     check_files(engine.folder, engine.manifest, verify_hashes=True)
 
 
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+def assert_alone_and_whole(engine: BuiltEngine) -> None:
+    assert list(engine.folder.parent.iterdir()) == [engine.folder]
+    assert_whole(engine)
+
+
+def stop(
+    stage: str,
+    checkpoint: Path,
+    out: Path,
+    error: type[BaseException] = KeyboardInterrupt,
+    **flags: Any,
+) -> Path:
+    """A build that ends in `stage`; returns the folder that it leaves."""
+
+    def watch(name: str) -> None:
+        if name == stage:
+            raise error
+
+    with pytest.raises(error):
+        run(checkpoint, out, Stages(watch), **flags)
+    return out.parent / f".{out.name}.building"
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_stopped_in_a_stage(
-    stage: str, error: type[BaseException], smallest: Path, tmp_path: Path
+    stage: str,
+    error: type[BaseException],
+    smallest: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def watch(name: str) -> None:
-        if name == stage:
-            raise error
-
-    new = tmp_path / "none" / "engine"
-    with pytest.raises(error):
-        run(smallest, new, Stages(watch))
-    assert not new.parent.exists() or not list(new.parent.iterdir())
+    """The same build goes on from what was finished, and from nothing else."""
+    new, place = tmp_path / "none" / "engine", STAGES.index(stage)
+    left = stop(stage, smallest, new, error) / "engine"
+    assert not new.exists()
+    finished = (["weights"] if place > 1 else []) + [
+        program for program in ("prefill", "decode") if place > STAGES.index(f"lower {program}")
+    ]
+    if stage == "package":
+        finished.append("decode_mixed")
+    files = [path for path in left.rglob("*") if path.is_file()]
+    assert len(files) == len(finished)
+    inodes = {path.name: path.stat().st_ino for path in files}
+    caplog.clear()
+    stages = Stages()
+    engine = run(smallest, new, stages)
+    assert_alone_and_whole(engine)
+    assert {name: (new / name).stat().st_ino for name in inodes} == inodes
+    traced = [name.removeprefix("trace ") for name in stages.seconds if name.startswith("trace ")]
+    assert traced == [p for p in ("prefill", "decode", "decode_mixed") if p not in finished]
+    wanted = [f"resuming {new}: {', '.join(finished)} done"] if finished else []
+    assert [record.getMessage() for record in caplog.records] == wanted
 
     old = run(smallest, tmp_path / "old" / "engine")
-    with pytest.raises(error):
-        run(smallest, old.folder, Stages(watch), max_batch=2)
-    assert_alone_and_whole(old)
+    stop(stage, smallest, old.folder, error, max_batch=2)
+    assert_whole(old)
+
+
+def test_parts_of_other_inputs_are_never_used(
+    smallest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "engine"
+    for flags in ({"max_batch": 3}, {"force": True}):
+        stop("package", smallest, out, max_batch=2)
+        stages = Stages()
+        caplog.clear()
+        assert_alone_and_whole(run(smallest, out, stages, **{"max_batch": 2} | flags))
+        assert {"trace prefill", "trace decode", "trace decode_mixed"} <= set(stages.seconds)
+        assert not caplog.records
+        shutil.rmtree(out)
+
+
+def test_parts_that_are_not_as_they_were(
+    smallest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cut short by a power cut, say; and the journal's last line with them."""
+    out = tmp_path / "engine"
+    left = stop("package", smallest, out)
+    (left / "engine" / "weights.safetensors").write_bytes(b"half")
+    journal = (left / "parts.jsonl").read_text()
+    (left / "parts.jsonl").write_text(journal[:-9])
+    caplog.clear()
+    assert_alone_and_whole(run(smallest, out))
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"resuming {out}: prefill, decode done"]
+    for garbage in (b"", b"\xff\xfe\n{", journal.partition("\n")[0].encode() + b"\n[1]\n"):
+        shutil.rmtree(out)
+        left = stop("package", smallest, out)
+        (left / "parts.jsonl").write_bytes(garbage)
+        caplog.clear()
+        assert_alone_and_whole(run(smallest, out))
+        assert not caplog.records
 
 
 def no_weights(patch: pytest.MonkeyPatch) -> None:
@@ -117,7 +190,7 @@ def no_rename(patch: pytest.MonkeyPatch) -> None:
     rename = Path.rename
 
     def wrong(self: Path, target: Path) -> Path:
-        if ".building-" in self.name:
+        if self.parent.name.endswith(".building"):
             raise OSError(28, "No space left on device")
         return rename(self, target)
 
@@ -135,13 +208,16 @@ def test_disk_full(full: Any, smallest: Path, tmp_path: Path) -> None:
         full(patch)
         with pytest.raises(BuildError) as caught:
             run(model, tmp_path / "new" / "engine")
-        assert not list((tmp_path / "new").iterdir())
+        assert not (tmp_path / "new" / "engine").exists()
+        assert full is not no_weights or not list((tmp_path / "new").iterdir())
         assert str(caught.value) == (
             f"{tmp_path / 'new' / 'engine'}: can't write the engine (No space left on device)"
         )
         with pytest.raises(BuildError, match="No space left on device"):
             run(other, old.folder, force=True)  # other weights: nothing to share
-    assert_alone_and_whole(old)
+    assert_whole(old)
+    assert_alone_and_whole(run(model, tmp_path / "new" / "engine"))
+    assert_alone_and_whole(run(other, old.folder, force=True))
 
 
 def test_weights_that_turn_out_bad_while_written(smallest: Path, tmp_path: Path) -> None:
@@ -154,45 +230,66 @@ def test_weights_that_turn_out_bad_while_written(smallest: Path, tmp_path: Path)
     assert not list((tmp_path / "engines").iterdir())
 
 
-def test_killed(smallest: Path, tmp_path: Path) -> None:
-    """SIGKILL leaves a hidden folder without a manifest; the next build removes it."""
-    old = run(smallest, tmp_path / "engine")
+@contextlib.contextmanager
+def blocked(checkpoint: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process in the middle of a build with --max-batch 2."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BLOCKED, str(smallest), str(old.folder)],
+        [sys.executable, "-c", BLOCKED, str(checkpoint), str(out)],
         stdout=subprocess.PIPE,
         text=True,
     )
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "in the middle\n"
+        yield process
         process.send_signal(signal.SIGKILL)
-    left = tmp_path / f".engine.building-{process.pid}"
+
+
+def test_killed(smallest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While it runs no other one builds the same; after SIGKILL the next one goes on."""
+    old = run(smallest, tmp_path / "engine")
+    left = tmp_path / ".engine.building"
+    with blocked(smallest, old.folder):
+        for force in (False, True):
+            with pytest.raises(BuildError, match=r"engine: another build of it is at work$"):
+                run(smallest, old.folder, max_batch=2, force=force)
+        assert run(smallest, old.folder).unchanged
     assert sorted(tmp_path.iterdir()) == [left, old.folder]
-    assert [path.name for path in left.iterdir()] == ["weights.safetensors"]
-    assert package.existing(left) is None
-    assert_alone_and_whole(run(smallest, old.folder, force=True))
+    assert sorted(path.name for path in left.rglob("*") if path.is_file()) == [
+        "parts.jsonl",
+        "weights.safetensors",
+    ]
+    assert package.existing(left) is package.existing(left / "engine") is None
+    assert_whole(old)
+    assert not caplog.records
+    assert_alone_and_whole(run(smallest, old.folder, max_batch=2))
+    (record,) = caplog.records
+    assert record.getMessage() == f"resuming {old.folder}: weights done"
 
 
-def test_a_process_id_that_comes_again(smallest: Path, tmp_path: Path) -> None:
-    """In a container every build may have the same process id."""
-    left = tmp_path / f".engine.building-{os.getpid()}"
-    left.mkdir()
-    (left / "weights.safetensors").write_bytes(b"half")
-    assert_alone_and_whole(run(smallest, tmp_path / "engine"))
+def test_killed_between_two_renames(smallest: Path, tmp_path: Path) -> None:
+    """The old engine has made room, the new one has not come: it is put back, then replaced."""
+    old = run(smallest, tmp_path / "engine")
+    old.folder.rename(tmp_path / ".engine.old")
+    stop("trace prefill", smallest, old.folder, max_batch=2)
+    assert_whole(old)
+    shutil.copytree(old.folder, tmp_path / ".engine.old")
+    assert_alone_and_whole(run(smallest, old.folder, max_batch=2))
 
 
-def test_only_our_own_leftovers_are_removed(smallest: Path, tmp_path: Path) -> None:
-    pid, names = dead_pid(), set[str]()
-    for name in (
-        f".engine.backup-{pid}",
-        f".other.building-{pid}",
-        f"engine.building-{pid}",
-        f".engine.building-{os.getppid()}",  # still at work
-        ".engine.building-x",
-    ):
+def test_nothing_else_is_removed(smallest: Path, tmp_path: Path) -> None:
+    names = {".engine.backup", ".other.building", "engine.building", ".engine.building-7"}
+    for name in names:
         (tmp_path / name).mkdir()
-        names.add(name)
-    for kind in ("building", "old"):
-        (tmp_path / f".engine.{kind}-{pid}").mkdir()
     run(smallest, tmp_path / "engine")
     assert {path.name for path in tmp_path.iterdir()} == names | {"engine"}
+
+
+def test_a_file_system_without_locks(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*args: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert_alone_and_whole(run(smallest, tmp_path / "engine"))

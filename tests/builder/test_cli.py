@@ -74,6 +74,7 @@ def test_frozen_flags() -> None:
         "--nextn",
         "--out",
         "--prefill-chunk",
+        "--rank",
         "--spec-decode-algo",
         "--spec-decode-max-draft-len",
         "--spec-decode-nextn",
@@ -213,8 +214,10 @@ def test_interrupted(smallest: Path, tmp_path: Path) -> None:
     assert process.stdout.readline() == "in the middle\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
-    assert (process.returncode, out, err) == (130, "", "\ninterrupted\n")
-    assert not any(tmp_path.iterdir())
+    left, note = tmp_path / ".engine.building", "goes on from what is finished: weights, in"
+    note = f"note: the same build of {tmp_path / 'engine'} {note} {left}"
+    assert (process.returncode, out, err) == (130, "", f"{note}\n\ninterrupted\n")
+    assert list(tmp_path.iterdir()) == [left]
 
 
 def test_the_command_line_is_light() -> None:

@@ -1,0 +1,279 @@
+"""Ranks that are built one at a time, also on several machines, belong together by their inputs."""
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpbuild.builder import fingerprint as fingerprint_module
+from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.model.layers_slice import parse_layers
+from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages, build
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.targets.inductor import InductorTarget
+from mtpbuild.builder.trace import Traced
+from mtpbuild.builder.weights_file import WEIGHTS, Placed
+from mtpbuild.runtime.errors import BuildError, EngineFileError
+from mtpbuild.runtime.manifest import MANIFEST, check_files, parts, rank_name, read_manifest
+from mtpbuild.runtime.ranks import own_parts, started
+from tests.builder.test_cli import invoke
+from tests.checkpoints import random_checkpoint
+
+pytestmark = pytest.mark.usefixtures("quick")
+TP = 4
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `quick`, for the target that ranks have."""
+
+    def lower(
+        self: InductorTarget, traced: Traced, weights: Mapping[str, Placed], folder: Path
+    ) -> str:
+        assert len(weights) > 10
+        (folder / f"{traced.name}.constants.safetensors").write_bytes(b"constants")
+        (folder / f"{traced.name}.pt2").write_bytes(b"program")
+        return f"{traced.name}.pt2"
+
+    monkeypatch.setattr(InductorTarget, "lower", lower)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("ranks") / "wide", **SHAPE)
+
+
+def run(
+    checkpoint: Path, out: Path, rank: int | None, stages: Stages | None = None, **flags: Any
+) -> BuiltEngine:
+    request = BuildRequest(str(checkpoint), (1,), target="inductor", tp=TP, rank=rank, out=out)
+    (engine,) = build(replace(request, **flags), stages)
+    return engine
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.*")}
+
+
+def assert_whole(folder: Path, *ranks: int) -> None:
+    """These ranks are there, all as it was built, and nothing else is."""
+    manifest = read_manifest(folder)
+    found = list(parts(folder, manifest))
+    assert [own.rank for _, own in found] == [None, *ranks]
+    for part, own in found:
+        check_files(part, own, verify_hashes=True)
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_on_several_machines(checkpoint: Path, tmp_path: Path) -> None:
+    """Each with a copy of the checkpoint: their folders, copied together, are the whole engine."""
+    whole = run(checkpoint, tmp_path / "here" / "engine", None)
+    together = tmp_path / "there" / "engine"
+    for rank in (2, 0, 3, 1):
+        machine = tmp_path / f"machine{rank}"
+        copy = shutil.copytree(checkpoint, machine / "data" / "wide", copy_function=shutil.copyfile)
+        built = run(copy, machine / "out" / "engine", rank)
+        assert_whole(built.folder, rank)
+        shutil.copytree(built.folder, together, dirs_exist_ok=True)
+    assert_whole(together, *range(TP))
+    assert contents(together) == contents(whole.folder)
+
+
+def test_one_after_another(checkpoint: Path, tmp_path: Path) -> None:
+    """Later ranks take the programs of the first; what is there already is left alone."""
+    out, stages = tmp_path / "out" / "engine", Stages()
+    first = run(checkpoint, out, 2, stages)
+    assert "lower decode" in stages.seconds
+    assert not first.unchanged
+    stages = Stages()
+    run(checkpoint, out, 0, stages)
+    assert "trace prefill" not in stages.seconds
+    assert_whole(out, 0, 2)
+    assert (out / "rank0" / "decode.pt2").samefile(out / "rank2" / "decode.pt2")
+    before = {path: path.stat().st_mtime_ns for path in [out, *out.rglob("*")]}
+    assert run(checkpoint, out, 0).unchanged
+    assert {path: path.stat().st_mtime_ns for path in [out, *out.rglob("*")]} == before
+    request = BuildRequest(str(checkpoint), (1,), target="inductor", tp=TP, out=out)
+    assert dry_run(replace(request, rank=0), Stages()).engines[0].unchanged
+    assert not dry_run(request, Stages()).engines[0].unchanged
+    assert not run(checkpoint, out, None).unchanged  # the other two
+    assert_whole(out, *range(TP))
+    for path, mtime in before.items():
+        if path.parent.name in ("rank0", "rank2"):
+            assert path.stat().st_mtime_ns == mtime
+    assert contents(out) == contents(run(checkpoint, tmp_path / "b" / "engine", None).folder)
+
+
+def test_at_the_same_time(checkpoint: Path, tmp_path: Path) -> None:
+    """Rank 3 finds no engine; when it is done, rank 1 has made one."""
+    out = tmp_path / "out" / "engine"
+
+    def watch(stage: str) -> None:
+        if stage == "package":
+            run(checkpoint, out, 1)
+
+    run(checkpoint, out, 3, Stages(watch))
+    assert_whole(out, 1, 3)
+
+
+def test_an_interrupted_rank(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out" / "engine"
+
+    def watch(stage: str) -> None:
+        if stage == "lower decode":
+            raise KeyboardInterrupt
+
+    every = ", ".join(f"rank {rank}" for rank in range(TP))
+    for rank, finished in ((1, "rank 1, prefill"), (None, f"{every}, prefill")):
+        with pytest.raises(KeyboardInterrupt):
+            run(checkpoint, out, rank, Stages(watch))
+        assert not out.exists()
+        caplog.clear()
+        run(checkpoint, out, rank)
+        assert [r.getMessage() for r in caplog.records] == [f"resuming {out}: {finished} done"]
+        assert_whole(out, *(range(TP) if rank is None else [rank]))
+        shutil.rmtree(out)
+
+
+def test_a_damaged_rank_is_built_again(checkpoint: Path, tmp_path: Path) -> None:
+    out = run(checkpoint, tmp_path / "out" / "engine", None).folder
+    sound = contents(out)
+    (out / "rank1" / WEIGHTS).write_bytes(b"half")
+    shutil.copyfile(out / "rank3" / MANIFEST, out / "rank2" / MANIFEST)
+    (out / "config.json").write_text("{}")
+    for rank in (1, 2):
+        assert not run(checkpoint, out, rank).unchanged
+    assert contents(out) == sound
+    assert run(checkpoint, out, None).unchanged
+
+
+def test_what_is_not_there(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line names it, and the command that builds it; that command does."""
+    monkeypatch.chdir(checkpoint.parent)
+    out = tmp_path / "out" / "engine"
+    flags: dict[str, Any] = {"max_batch": 2, "ep": 2, "layers": parse_layers("1-1")}
+    run(checkpoint, out, 3, **flags)
+    code, text, err = invoke("inspect", out)
+    assert (code, err) == (0, "")
+    assert re.search(r"ranks +4, experts in 2 groups; here: 3 *\n", text)
+    for which in ("ranks 0, 1, 2 are", "rank 2 is"):
+        code, text, err = invoke("run", "--engine", out, "--prompt-ids", "5")
+        assert (code, text) == (1, "")
+        assert err.startswith(f"error: {out}: {which} missing (of 4): copy what was built else")
+        assert err.count("\n") == 1
+        found = re.search("`mtpbuild (.*)`", err)
+        assert found is not None
+        code, text, err = invoke(*shlex.split(found[1]))
+        assert (code, err) == (0, "")
+        assert_whole(out, *range(TP))
+        assert "of 4 ranks" not in text
+        shutil.rmtree(out / rank_name(2))
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(EngineFileError, match=r"engine: rank 2 is missing \(of 4\)"):
+        list(own_parts(out, read_manifest(out)))
+
+
+def test_ranks_of_another_build(checkpoint: Path, tmp_path: Path) -> None:
+    """They are neither replaced by a single rank, nor taken for its own."""
+    out = run(checkpoint, tmp_path / "out" / "engine", 0).folder
+    before = contents(out)
+    with pytest.raises(BuildError, match=r"holds ranks of another build .* use --force"):
+        run(checkpoint, out, 1, max_batch=2)
+    with pytest.raises(BuildError, match="holds ranks of another build"):
+        dry_run(
+            BuildRequest(
+                str(checkpoint), (1,), target="inductor", tp=TP, rank=1, out=out, max_batch=2
+            ),
+            Stages(),
+        )
+    assert contents(out) == before
+    other = run(checkpoint, tmp_path / "other" / "engine", 1, max_batch=2).folder
+    shutil.copytree(other / "rank1", out / "rank1")
+    code, _, err = invoke("inspect", out)
+    assert (code, err) == (
+        1,
+        f"error: {out}/rank1: rank 1 of another build; rebuild the engine\n",
+    )
+    assert not run(checkpoint, out, 1).unchanged
+    assert_whole(out, 0, 1)
+    run(checkpoint, out, 1, max_batch=2, force=True)
+    assert_whole(out, 1)
+    with pytest.raises(EngineFileError, match="ranks 0, 2, 3 are missing"):
+        started(out, read_manifest(out)).__enter__()
+
+
+def test_slices_are_different_builds(checkpoint: Path, tmp_path: Path) -> None:
+    """Also where their shapes are the same."""
+    config = parse_layers("0-0").of(load_config(checkpoint))
+    plan = Plan(config, 1, "mtp-eagle", 1, 64, 16)
+    prints = {fingerprint(checkpoint, plan, "x", parse_layers(text)) for text in ("0-0", "1-1")}
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--rank", "0"), "--rank is one of several: say --tp, how many they are"),
+        (("--tp", "4", "--rank", "4"), "--rank 4 is outside 0..3"),
+        (("--tp", "4", "--rank", "-1"), "--rank -1 is outside 0..3"),
+    ],
+)
+def test_usage(flags: tuple[str, ...], says: str, checkpoint: Path, tmp_path: Path) -> None:
+    given = ("--model", checkpoint, "--target", "inductor", "--out", tmp_path / "engine")
+    assert invoke("build", *given, *flags) == (2, "", f"error: {says}\n")
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_report(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "engine"
+    flags = ("--model", checkpoint, "--target", "inductor", "--tp", "4", "--out", out)
+    code, text, err = invoke("build", *flags, "--rank", "2")
+    assert (code, err) == (0, "")
+    assert f"{out}: of 4 ranks here: 2\n" in text
+
+
+def test_large_files_are_known_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any machine: neither time stamps nor places matter."""
+    monkeypatch.setattr(fingerprint_module, "HASH_LIMIT", 1 << 20)
+    file = tmp_path / "a" / "model.safetensors"
+    file.parent.mkdir()
+    size = 2 * EVERY + 5 * SAMPLE
+    file.touch()
+    os.truncate(file, size)  # a file of holes
+
+    def of(folder: Path) -> str:
+        identities = {p.name: fingerprint_module._identity(p) for p in folder.iterdir()}
+        return identities["model.safetensors"]
+
+    first = of(file.parent)
+    copy = shutil.copytree(file.parent, tmp_path / "b")
+    os.utime(copy / file.name, (1, 1))
+    assert of(copy) == first
+    seen = {first}
+    for place in (0, EVERY + SAMPLE - 1, 2 * EVERY, size - 1):
+        with file.open("r+b") as opened:
+            opened.seek(place)
+            opened.write(b"x")
+        seen.add(of(file.parent))
+    os.truncate(file, size + 1)
+    seen.add(of(file.parent))
+    assert len(seen) == 6
