@@ -53,7 +53,7 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
     drafter = make_drafter(plan, most)
     prefill = PrefillProgram(model, drafter)
     acceptance = KernelAcceptance if plan.plugins else MixedAcceptance
-    if plan.plugins:
+    if plan.plugins or plan.gpu:
         use_kernels(model)
     names = tuple(s.name for s in state_specs(plan))
     filled = tuple(name for name in names if name not in OWN)

@@ -57,16 +57,18 @@ def route(
 
 
 @triton.jit
-def members(
-    ids, pair, count,
+def pairs_of_tokens(
+    count,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Each token's pair [BLOCK_M] with the expert of `pair`, count if it has none."""
+    """The pairs of each token [BLOCK_M, WIDE], filled up with count.
+
+    (Ids are loaded by the kernels: the compiler takes a pointer that a function gets, and whose
+    result is part of an address, for one that is written to, and copies what is there.)
+    """
     m, k = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDE)[None, :]
     p = m * CHOSEN + k
-    there = (p < count) & (k < CHOSEN)
-    same = there & (tl.load(ids + p, there, -1) == tl.load(ids + pair))
-    return tl.min(tl.where(same, p, count), 1)
+    return tl.where((p < count) & (k < CHOSEN), p, count)
 
 
 @triton.jit
@@ -79,10 +81,12 @@ def gate_and_up(
 ):  # fmt: skip
     """Program (p, i): BLOCK_N columns of silu(x gate) * (x up) for the expert of pair p."""
     pair = tl.program_id(0)
-    pairs = members(ids, pair, count, CHOSEN, WIDE, BLOCK_M)
+    expert = tl.load(ids + pair).to(tl.int64)
+    every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
+    same = tl.load(ids + every, every < count, -1) == expert
+    pairs = tl.min(tl.where(same, every, count), 1)  # each token's with this expert, or count
     if tl.min(pairs, 0) == pair:
         some = (pairs < count)[:, None]
-        expert = tl.load(ids + pair).to(tl.int64)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         right = (n < INNER)[None, :]
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -111,10 +115,12 @@ def down(
 ):  # fmt: skip
     """Program (p, i): BLOCK_N columns of the weighted outputs of the expert of pair p."""
     pair = tl.program_id(0)
-    pairs = members(ids, pair, count, CHOSEN, WIDE, BLOCK_M)
+    expert = tl.load(ids + pair).to(tl.int64)
+    every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
+    same = tl.load(ids + every, every < count, -1) == expert
+    pairs = tl.min(tl.where(same, every, count), 1)
     if tl.min(pairs, 0) == pair:
         some = pairs < count
-        expert = tl.load(ids + pair).to(tl.int64)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         right = (n < HIDDEN)[None, :]
         value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

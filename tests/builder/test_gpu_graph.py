@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 
 NEXTN, LAYERS, MODULES = 2, 1, 1
+MANY = {"first_k_dense_replace": 0, "n_routed_experts": 24, "num_experts_per_tok": 3}
 TRACE = f"""
 import json
 from dataclasses import replace
@@ -27,6 +28,7 @@ from torch.utils import _pytree as pytree
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from mtpbuild.builder.model.precision import FLOATS, hold_in
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import make_programs
 from mtpbuild.builder.targets.gpu_graph import for_gpu
@@ -45,29 +47,37 @@ def see(module, inputs, **settings):
     for node in module.graph.nodes:
         written = node.kwargs.get("tensors_to_clone")
         shape = node.meta["val"].shape if hasattr(node.meta.get("val"), "shape") else ()
-        print(json.dumps([node.op, str(node.target), written, [str(size) for size in shape]]))
+        dtype = str(getattr(node.meta.get("val"), "dtype", ""))
+        size = [str(size) for size in shape]
+        print(json.dumps([case, node.op, str(node.target), written, size, dtype]))
     raise Seen
 
 driver.set_active(Pretended())
 torch.set_num_threads(1)
-model = make_model(
-    num_hidden_layers={LAYERS}, first_k_dense_replace=1, num_nextn_predict_layers={MODULES}
-)
-plan = Plan(model.config, {NEXTN}, "mtp-eagle", 4, 200, 4, gpu="9.0")
-decode = make_programs(plan, lower(model))[1]
-traced = trace(decode, plan)
-traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
-examples = tuple(pytree.tree_leaves(traced.exported.example_inputs))
-try:
-    compile_fx.compile_fx_aot(in_place(traced), examples, inner_compile=see)
-except Seen:
-    pass
+for case, slots, dtype, experts in (("batch", 4, "float32", {{}}), ("one", 1, "bfloat16", {MANY})):
+    model = make_model(
+        num_hidden_layers={LAYERS}, num_nextn_predict_layers={MODULES}, **experts
+    )
+    plan = Plan(model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, gpu="9.0", dtype=dtype)
+    lowered = lower(model)
+    hold_in(lowered, FLOATS[dtype])
+    decode = make_programs(plan, lowered)[1]
+    traced = trace(decode, plan)
+    traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
+    examples = tuple(pytree.tree_leaves(traced.exported.example_inputs))
+    try:
+        compile_fx.compile_fx_aot(in_place(traced), examples, inner_compile=see)
+    except Seen:
+        pass
 """
 
 
+Node = tuple[str, str, Any, list[str], str]
+
+
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, Any, list[str]]]:
-    """Of the graph: kind, what is called, what a kernel writes, shape of the result."""
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Node]]:
+    """Of each graph: kind, what is called, what a kernel writes, shape and type of the result."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
@@ -77,26 +87,51 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str, Any,
     command = [sys.executable, "-W", "ignore", "-c", TRACE]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+    found: dict[str, list[Node]] = {}
+    for line in done.stdout.splitlines():
+        case, *node = json.loads(line)
+        found.setdefault(case, []).append((*node,))
+    return found
 
 
-def test_the_graph_of_a_step(nodes: list[tuple[str, str, Any, list[str]]]) -> None:
-    calls = Counter(target for _, target, _, _ in nodes)
-    written = [names for _, target, names, _ in nodes if "triton_kernel" in target]
+def kernels(nodes: list[Node]) -> list[list[str]]:
+    """What each of them writes."""
+    return sorted(names for _, target, names, *_ in nodes if "triton_kernel" in target)
+
+
+def test_the_graph_of_a_step(graphs: dict[str, list[Node]]) -> None:
+    nodes = graphs["batch"]
+    calls = Counter(target for _, target, *_ in nodes)
     passes = LAYERS + NEXTN  # one attention each
-    assert sorted(written) == sorted(
+    assert kernels(nodes) == sorted(
         [["out", "lse"]] * passes
         + [["best", "ids"], ["tokens", "num_tokens", "new_lengths", "logprobs", "margins"]]
     )
     assert not any("mtpbuild" in target or "cond" in target for target in calls)
 
-    caches = [shape for kind, _, _, shape in nodes if kind == "placeholder" and len(shape) == 4]
+    caches = [shape for kind, *_, shape, _ in nodes if kind == "placeholder" and len(shape) == 4]
     assert len(caches) == LAYERS + MODULES
     assert all(shape[0].startswith("s") for shape in caches), "the number of slots is open"
     assert all(shape[2] == "256" for shape in caches), "the capacity is not"
     made = Counter(
-        target for kind, target, _, shape in nodes if shape == caches[0] and kind != "placeholder"
+        target
+        for kind, target, _, shape, _ in nodes
+        if shape == caches[0] and kind != "placeholder"
     )
     assert made == {"aten.index_put.default": len(caches)}, "and the copy back makes it in place"
     changed = ("lengths", "window", "num_drafts")
     assert calls["aten.copy_.default"] == len(caches) + len(changed)
+
+
+def test_one_request_in_bfloat16(graphs: dict[str, list[Node]]) -> None:
+    """Its experts are kernels too; caches and what goes to the experts stay narrow."""
+    nodes = graphs["one"]
+    passes = LAYERS + NEXTN
+    assert kernels(nodes) == sorted(
+        [["out", "lse"], ["inner"], ["parts"]] * passes
+        + [["best", "ids"], ["tokens", "num_tokens", "new_lengths", "logprobs", "margins"]]
+    )
+    given = {(*shape,): dtype for kind, *_, shape, dtype in nodes if kind == "placeholder"}
+    assert given["1", "1", "256", "20"] == "torch.bfloat16"
+    wide = [shape for *_, shape, dtype in nodes if dtype == "torch.float32" and len(shape) == 4]
+    assert not [shape for shape in wide if shape[2] == "256"], "no cache is widened"

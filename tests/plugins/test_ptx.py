@@ -175,13 +175,13 @@ for node in graph(*example).graph.nodes:
 def test_export_sees_the_kernels(tmp_path: Path) -> None:
     """What AOTInductor is given holds launches, not opaque ops; each writes its outputs alone."""
     written = run("-W", "ignore", "-c", TRACE, cache=tmp_path).splitlines()
-    assert sorted(written) == sorted(  # "ids": the stores' addresses are traced back to it
+    assert sorted(written) == sorted(
         [
             "cache",  # kv_copy
             "out lse",  # mla_partial; a lone split needs no combination
             "weights ids",  # route
-            "ids inner",  # gate_and_up
-            "ids parts",  # down
+            "inner",  # gate_and_up
+            "parts",  # down
             "best ids",  # best_of_block
             "tokens num_tokens new_lengths logprobs margins",  # verdict_of_slot
         ]
