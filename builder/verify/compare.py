@@ -29,29 +29,39 @@ class Difference:
     margin: float  # the larger one of the two
 
 
-def compare(ours: Sequence[Played], theirs: Sequence[Played], replay: Replay) -> Finding:
-    """Behind a near-tie our engine goes on with their token, so every token is compared."""
+def compare(
+    ours: Sequence[Played],
+    theirs: Sequence[Played],
+    replay: Replay,
+    most: float = MOST,
+    parted: float = PARTED,
+) -> Finding:
+    """Behind a near-tie our engine goes on with their token, so every token is compared.
+
+    most, parted: what engines that round more may do.
+    """
     noise = largest_but_jumps(n for pair in zip(ours, theirs, strict=True) for n in apart(*pair))
     limit = TIE * max(noise, LEAST)
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs), "noise": noise}
-    if not noise <= MOST:
+    if not noise <= most:
         return Finding(
             False,
             f"log-probabilities of the same tokens are up to {noise:.2g} apart: other weights, or "
             "a wrong cache",
             figures,
         )
-    parted = 0
+    apart_at_ties = 0
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for difference in differences(number, mine, other, replay):
             if difference.margin > limit:
                 return Finding(False, named(number, difference, limit), figures)
-        parted += mine.token_ids != other.token_ids
-    figures["near_ties"] = parted
-    said = f"{len(ours) - parted} of {len(ours)} texts equal, {figures['tokens']} tokens"
-    if parted > max(1, PARTED * len(ours)):
+        apart_at_ties += mine.token_ids != other.token_ids
+    figures["near_ties"] = apart_at_ties
+    said = f"{len(ours) - apart_at_ties} of {len(ours)} texts equal, {figures['tokens']} tokens"
+    if apart_at_ties > max(1, parted * len(ours)):
         return Finding(False, f"{said}: too many part, if only at near-ties", figures)
-    return Finding(True, said + (f", {parted} parts at a near-tie" if parted else ""), figures)
+    near = f", {apart_at_ties} parts at a near-tie" if apart_at_ties else ""
+    return Finding(True, said + near, figures)
 
 
 def differences(number: int, ours: Played, theirs: Played, replay: Replay) -> Iterator[Difference]:

@@ -137,6 +137,8 @@ def find_baseline(
         return request.against
     if manifest.build.nextn == 0:
         return "this is a nextn 0 engine: give --against to compare it with another"
+    if manifest.build.dtype != "float32":
+        return f"no nextn 0 engine in {manifest.build.dtype} is built for this: give --against"
     try:
         (built,) = build_engines(Wanted(request.model or manifest.model.name, ()), Stages(watch))
     except UnknownRecipeError:

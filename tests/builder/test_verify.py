@@ -34,6 +34,7 @@ from tests.builder.toy import (
     OtherSeeds,
     OtherWeights,
     ReusesANumber,
+    Rounded,
     Toy,
     V,
     WrongOnce,
@@ -119,6 +120,26 @@ def test_a_recipe_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "deepseek-r1 has no weights here: `hf download" in found.detail
     request = module.VerifyRequest(Path("e"), model="deepseek-r1")
     assert module.find_baseline(request, without.engine.manifest, print) == found.detail
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounding_of_bfloat16(dtype: str) -> None:
+    """Near-ties are many there; a wrong token is found all the same."""
+
+    def asked(kind: type[Toy]) -> Case:
+        made = case(kind)
+        build = made.engine.manifest.build.model_copy(update={"dtype": dtype})
+        made.engine.manifest = made.engine.manifest.model_copy(update={"build": build})
+        return made
+
+    found = check(GREEDY, asked(Rounded))
+    assert found.verdict == ("failed" if dtype == "float32" else "passed"), found.detail
+    wrong = check(GREEDY, asked(WrongOnce))
+    assert (wrong.verdict, wrong.detail[:17]) == ("failed", "text 0, token 11:")
+    request = module.VerifyRequest(Path("e"))
+    if dtype == "bfloat16":
+        said = module.find_baseline(request, asked(Toy).engine.manifest, print)
+        assert said == "no nextn 0 engine in bfloat16 is built for this: give --against"
 
 
 # The arithmetic

@@ -193,6 +193,14 @@ class OtherWeights(Toy):
         return 1.1 * self.logits[last]
 
 
+class Rounded(Toy):
+    """Rounds every logit to 5 bits: what is left of bfloat16's 8 behind some layers."""
+
+    def said(self, b: int, last: int) -> Law:
+        step = np.exp2(np.floor(np.log2(np.abs(self.logits[last]))) - 4)
+        return np.round(self.logits[last] / step) * step
+
+
 class Damaged(Toy):
     """Its modules draft what is never right."""
 
