@@ -22,17 +22,34 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_smoke() -> None:
     done = run("--smoke")
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("│")]
-    kernels = [line.split()[1] for line in rows]
-    assert kernels == ["mla_attention"] * 2 + ["accept_rewind"] * 2 + ["moe"] * 2
+    kernels = [cells[0] for cells in rows(done.stdout)]
+    assert kernels[:6] == ["mla_attention"] * 2 + ["accept_rewind"] * 2 + ["moe"] * 2
+    verified = ["R1 dense layer", "R1 MoE layer", "R1 head", "R1 acceptance"]
+    drafted = ["R1 first draft", "R1 head of a draft", "R1 further draft"]
+    assert kernels[6:] == [*verified, *verified, *drafted, *["R1 61 layers"] * 2, "R1 slice"]
+
+
+def rows(table: str) -> list[list[str]]:
+    lines = (line for line in table.splitlines() if line.startswith("│"))
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+@pytest.mark.full
+def test_the_slice_compiled() -> None:
+    """Each part as target inductor lowers it, on the CPU."""
+    done = run("--smoke", "--only", "slice", "--compiled")
+    assert done.returncode == 0, done.stderr
+    found = rows(done.stdout)
+    assert [cells[1] for cells in found][-2:] == ["nextn 2, eager", "nextn 2, engine"]
+    assert sum(float(cells[2]) > 0 for cells in found) > 5, "other code rounds otherwise"
 
 
 @pytest.mark.full
 def test_the_engine_and_eager_pytorch(tiny_engine: Callable[..., Path]) -> None:
     done = run("--smoke", "--only", "engine", "--engine", str(tiny_engine(3)))
     assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("│")]
-    assert [(row[5], row[7]) for row in rows] == [("eager", "0.0e+00"), ("engine", "0.0e+00")]
+    found = [(cells[1], cells[2]) for cells in rows(done.stdout)]
+    assert found == [("nextn 3, eager", "0.0e+00"), ("nextn 3, engine", "0.0e+00")]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""A decode step of deepseek-tiny, one request: eagerly, as an engine, with graph and overlap."""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mtpbuild.builder.compiler import load_model
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.program import make_programs
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, Programs, StepOutput
+from mtpbuild.runtime.tokenizer import load_tokenizer
+from on_gpu.machine import Machine, Row
+
+PROMPT = "def fibonacci(n):"
+
+
+class Eager:
+    """The step program, one greedy slot, as PyTorch runs it: an operator at a time."""
+
+    def __init__(self, manifest: Manifest, device: str) -> None:
+        built, folder = manifest.build, find_model(manifest.model.name).folder
+        config = load_config(folder)
+        sizes = built.max_batch, built.max_seq_len, built.prefill_chunk
+        plan = Plan(config, built.nextn, built.drafter, *sizes, dtype=built.dtype)
+        model = load_model(folder, config, built.dtype).to(device)
+        self.lookahead, self.device = plan.lookahead, device
+        self.prefill_program, self.step_program, _ = make_programs(plan, model)
+        self.state = {
+            s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype), device=device)
+            for s in state_specs(plan)
+        }
+
+    @torch.no_grad()
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        given = torch.from_numpy(tokens)[None].to(self.device)
+        chunk = given.shape[1] - self.lookahead
+        state = {name: self.state[name] for name in self.prefill_program.state}
+        ahead = (given[:, chunk:],) if self.lookahead else ()
+        first = torch.tensor([start], device=self.device)
+        self.state |= self.prefill_program.module(state, given[:, :chunk], first, *ahead)
+
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        assert controls.plain, "greedy alone"
+        self.state["lengths"][:], self.state["num_drafts"][:] = length, 0
+        self.state["window"][:, 0] = newest
+
+    def move(self, source: int, target: int) -> None:
+        raise AssertionError("there is one slot")
+
+    @torch.no_grad()
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        judged = {name: self.state[name] for name in ("window", "num_drafts")}
+        ready = torch.from_numpy(active).to(self.device)
+        self.state, outputs = self.step_program.module(self.state, ready)
+        arrays = {name: tensor.cpu().numpy() for name, tensor in (judged | outputs).items()}
+        return StepOutput(**arrays)
+
+
+def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
+    """folder: an engine of deepseek-tiny for one request; None builds it for this GPU."""
+    with tempfile.TemporaryDirectory() as scratch:
+        if folder is None:
+            asked = BuildRequest("deepseek-tiny", (3,), target="inductor", device="cuda")
+            folder = build(replace(asked, out=Path(scratch) / "engine"))[0].folder
+        manifest = read_manifest(folder)
+        if manifest.build.max_batch > 1:
+            sys.exit(f"--engine {folder}: built for {manifest.build.max_batch} requests, not one")
+        tokenizer = load_tokenizer(folder, manifest)
+        wanted: list[int] = []
+        first = None
+        for name, make, overlap in variants(folder, manifest, machine):
+            with Engine(make(), manifest, tokenizer, overlap=overlap) as loaded:
+                tokens, each = decode(loaded, machine)
+            wanted, first = wanted or tokens, first or each
+            wrong = sum(a != b for a, b in zip(tokens, wanted, strict=True))
+            row = Row("step", f"nextn {manifest.build.nextn}, {name}", wrong, each)
+            row.beside = [f"{first / each:.2f}x eager"]
+            yield row
+
+
+def variants(
+    folder: Path, manifest: Manifest, machine: Machine
+) -> Iterator[tuple[str, Callable[[], Programs], bool]]:
+    """Name, programs, and whether steps overlap."""
+    yield "eager", partial(Eager, manifest, machine.device), False
+    if machine.device == "cpu":
+        yield "engine", partial(load_programs, folder, manifest), False
+        return
+    from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
+    from mtpbuild.runtime.programs.torch_cuda import Gpu
+
+    def load(graphs: bool) -> Programs:
+        return CudaPrograms(folder, manifest, Gpu(), graphs=graphs)
+
+    yield "engine", partial(load, graphs=False), False
+    yield "+ CUDA graph", partial(load, graphs=True), False
+    yield "+ overlap", partial(load, graphs=True), True
+
+
+def decode(loaded: Engine, machine: Machine) -> tuple[list[int], float]:
+    """A prompt's tokens, and the microseconds of a step behind the first one: the best of some."""
+    count, repeats = (12, 1) if machine.device == "cpu" else (256, 3)
+    best, tokens = float("inf"), list[int]()
+    for _ in range(repeats):
+        result = loaded.generate(PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))
+        tokens, metrics = result.token_ids, result.metrics
+        assert metrics.tpot_s is not None
+        seconds = metrics.tpot_s * (len(tokens) - 1)
+        best = min(best, 1e6 * seconds / (metrics.speculative_decoding.num_spec_steps - 1))
+    return tokens, best

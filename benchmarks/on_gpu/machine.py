@@ -1,0 +1,81 @@
+"""What a GPU was measured to do, how calls on it are timed, and a row of the table."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], Any]
+COLD = 256 << 20  # bytes that pass through a GPU's cache before a call's operands are used again
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this GPU was measured to do; zeros where nothing is timed."""
+
+    device: str
+    bandwidth: float = 0.0  # bytes per second, copying 1 GiB
+    rate: float = 0.0  # operations per second of a bf16 product of 8,192
+
+
+@dataclass
+class Row:
+    kernel: str
+    shape: str
+    error: float
+    microseconds: float | None = None
+    bound: float | None = None
+    beside: list[str] = field(default_factory=list)  # what others take
+    limit: float = 5e-2  # of the error
+
+
+def measure_machine() -> Machine:
+    data = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(data)
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    copying = microseconds([lambda: other.copy_(data)]) / 1e6
+    multiplying = microseconds([lambda: square @ square]) / 1e6
+    return Machine("cuda", 2 * data.numel() / copying, 2 * 8192**3 / multiplying)
+
+
+def microseconds(calls: Sequence[Call]) -> float:
+    """Per call, of all calls in one CUDA graph; the median of 7 replays."""
+    for call in calls:
+        call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times) / len(calls)
+
+
+def repeats(nbytes: int) -> int:
+    """Sets of operands, so that a set has left the cache when its turn comes again."""
+    return max(2, min(64, COLD // nbytes + 1))
+
+
+def difference(got: Tensor, wanted: Tensor) -> float:
+    return float((got.float().cpu() - wanted.float().cpu()).abs().max())
+
+
+def cells(row: Row) -> list[str]:
+    figures = ["-", "-", "-"]
+    if row.microseconds is not None:
+        figures[0] = f"{row.microseconds:.1f}"
+        if row.bound is not None:
+            figures[1:] = f"{row.bound:.1f}", f"{row.bound / row.microseconds:.0%}"
+    beside = ", ".join(row.beside) or "-"
+    return [row.kernel, row.shape, f"{row.error:.1e}", *figures, beside]

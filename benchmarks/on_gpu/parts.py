@@ -1,0 +1,267 @@
+"""The parts of a step as programs of their own, on a model of random weights, and what they cost.
+
+E hidden size, T tokens, V vocabulary; one request.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mtpbuild.builder.forecast.step import distinct_experts
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.deepseek_v3 import DeepseekV3, MTPModule
+from mtpbuild.builder.model.layers import DecoderLayer, GatheredMoE, Rope
+from mtpbuild.builder.model.precision import FLOATS, hold_in
+from mtpbuild.builder.program import Program
+from mtpbuild.plugins import accept_rewind
+from mtpbuild.runtime.manifest import FloatType
+from on_gpu.machine import Machine
+
+State = dict[str, Tensor]
+MTP_CACHE = "mtp_kv.0"
+
+
+def random_model(c: ModelConfig, dtype: FloatType, device: str) -> DeepseekV3:
+    """Every product keeps its input's scale; norms are 1, no expert is preferred."""
+    with torch.device("meta"):
+        model = DeepseekV3(c)
+        hold_in(model, FLOATS[dtype])
+    for name, weight in list(model.named_parameters()):
+        values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        if weight.dim() > 1:
+            values.normal_(std=weight.shape[-2] ** -0.5)
+        else:
+            values.fill_(0.0 if name.endswith("_bias") else 1.0)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))
+    model.rope = Rope(c).to(device)
+    return model.eval()
+
+
+class Layer(nn.Module):
+    """One layer of the main model; x [1, T, E], start [1]."""
+
+    def __init__(self, model: DeepseekV3, index: int) -> None:
+        super().__init__()
+        self.model, self.index = model, index
+
+    def forward(self, state: State, x: Tensor, start: Tensor) -> tuple[State, State]:
+        name, rows = f"kv.{self.index}", self.model.rope(start, x.shape[1])
+        y, cache = self.model.layers[self.index](x, state[name], rows)
+        return {name: cache}, {"y": y}
+
+
+class Head(nn.Module):
+    """What follows the last layer, up to logits; x [1, T, E]."""
+
+    def __init__(self, model: DeepseekV3) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, state: State, x: Tensor) -> tuple[State, State]:
+        hidden = self.model.norm(x)
+        return {}, {"hidden": hidden, "logits": self.model.logits(hidden)}
+
+
+class Accept(nn.Module):
+    """logits [1, T, V], window [1, T]; the others [1]."""
+
+    def forward(
+        self,
+        state: State,
+        logits: Tensor,
+        window: Tensor,
+        num_drafts: Tensor,
+        lengths: Tensor,
+        active: Tensor,
+    ) -> tuple[State, State]:
+        tokens, n, _, logprobs, _ = accept_rewind(logits, window, num_drafts, lengths, active)
+        return {}, {"tokens": tokens, "num_tokens": n, "logprobs": logprobs}
+
+
+class FirstDraft(nn.Module):
+    """The module over the window: following [1, T] are the emitted tokens, hidden [1, T, E]."""
+
+    def __init__(self, model: DeepseekV3) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, state: State, following: Tensor, hidden: Tensor, start: Tensor, at: Tensor
+    ) -> tuple[State, State]:
+        module = module_of(self.model)
+        x = module.join(self.model.embed(following), hidden)
+        rows = self.model.rope(start, hidden.shape[1])
+        x, cache = module.last(x, state[MTP_CACHE], rows, at)
+        return {MTP_CACHE: cache}, {"hidden": module.norm(x)}
+
+
+class FurtherDraft(nn.Module):
+    """The module over one slot behind the newest, at `start` + `side`'s rows; following [1, 1].
+
+    side [1, 1, k, C]: rows of the drafts before this one, C values each; `cache` is not written.
+    """
+
+    def __init__(self, model: DeepseekV3) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        state: State,
+        cache: Tensor,
+        following: Tensor,
+        hidden: Tensor,
+        start: Tensor,
+        side: Tensor,
+    ) -> tuple[State, State]:
+        module, before = module_of(self.model), side.shape[2]
+        rows = self.model.rope(start + before, 1, base=start)
+        x = module.join(self.model.embed(following), hidden)
+        q, row = module.self_attn.project(module.input_layernorm(x), rows)
+        side = torch.cat([side, row], dim=2)
+        x = module.finish(x, q, rows, cache, side, start, torch.full_like(start, before))
+        return {}, {"hidden": module.norm(x), "side": side}
+
+
+class DraftHead(nn.Module):
+    """hidden [1, 1, E], which the module's pass has normed -> the draft [1, 1]."""
+
+    def __init__(self, model: DeepseekV3) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, state: State, hidden: Tensor) -> tuple[State, State]:
+        return {}, {"draft": self.model.logits(hidden).argmax(-1)}
+
+
+def module_of(model: DeepseekV3) -> MTPModule:
+    module = model.mtp[0]
+    assert isinstance(module, MTPModule)
+    return module
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that are read, and operations."""
+
+    nbytes: float
+    operations: float
+
+    def bound(self, machine: Machine) -> float:
+        """Microseconds."""
+        return 1e6 * max(self.nbytes / machine.bandwidth, self.operations / machine.rate)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program of T tokens with random operands: what it is timed, and compared, with."""
+
+    name: str
+    tokens: int
+    program: Program
+    cost: Cost
+
+
+class Parts:
+    """Of one model behind `context` cached tokens."""
+
+    def __init__(self, model: DeepseekV3, context: int, vocabulary: int) -> None:
+        self.model, self.context, self.vocabulary = model, context, vocabulary
+        self.device = model.embed_tokens.device
+        self.start = torch.tensor([context], device=self.device)
+
+    def layer(self, name: str, index: int, tokens: int) -> Part:
+        arguments = {"x": self._hidden(tokens), "start": self.start}
+        kv = (f"kv.{index}",)
+        return self._part(name, tokens, Layer(self.model, index), arguments, ("y",), kv)
+
+    def head(self, tokens: int) -> Part:
+        outputs = ("hidden", "logits")
+        return self._part("head", tokens, Head(self.model), {"x": self._hidden(tokens)}, outputs)
+
+    def acceptance(self, tokens: int) -> Part:
+        """Over the whole vocabulary: each rank has gathered it."""
+        arguments = {
+            "logits": torch.randn(1, tokens, self.vocabulary, device=self.device),
+            "window": self._tokens(tokens),
+            "num_drafts": torch.tensor([tokens - 1], device=self.device),
+            "lengths": self.start,
+            "active": torch.ones(1, dtype=torch.bool, device=self.device),
+        }
+        outputs = ("tokens", "num_tokens", "logprobs")
+        return self._part("acceptance", tokens, Accept(), arguments, outputs)
+
+    def first_draft(self, tokens: int) -> Part:
+        arguments = {
+            "following": self._tokens(tokens),
+            "hidden": self._hidden(tokens),
+            "start": self.start,
+            "at": torch.tensor([tokens - 1], device=self.device),
+        }
+        module = FirstDraft(self.model)
+        return self._part("first draft", tokens, module, arguments, ("hidden",), (MTP_CACHE,))
+
+    def further_draft(self, cache: Tensor) -> Part:
+        """The second one."""
+        arguments = {
+            "cache": cache,
+            "following": self._tokens(1),
+            "hidden": self._hidden(1),
+            "start": self.start,
+            "side": cache[:, :, :1].clone(),
+        }
+        module = FurtherDraft(self.model)
+        return self._part("further draft", 1, module, arguments, ("hidden", "side"))
+
+    def draft_head(self) -> Part:
+        arguments = {"hidden": self._hidden(1)}
+        return self._part("head of a draft", 1, DraftHead(self.model), arguments, ("draft",))
+
+    def _part(
+        self,
+        name: str,
+        tokens: int,
+        module: nn.Module,
+        arguments: State,
+        outputs: tuple[str, ...],
+        state: tuple[str, ...] = (),
+    ) -> Part:
+        given = (*(f"{cache}.out" for cache in state), *outputs)
+        program = Program(name.replace(" ", "_"), module, state, arguments, given, whole=True)
+        return Part(name, tokens, program, self._cost(module, tokens))
+
+    def _hidden(self, tokens: int) -> Tensor:
+        size, dtype = self.model.config.hidden_size, self.model.embed_tokens.dtype
+        return torch.randn(1, tokens, size, device=self.device, dtype=dtype)
+
+    def _tokens(self, count: int) -> Tensor:
+        high = self.model.embed_tokens.shape[0]
+        return torch.randint(0, high, (1, count), device=self.device)
+
+    def _cost(self, module: nn.Module, tokens: int) -> Cost:
+        if isinstance(module, Layer):
+            layer = self.model.layers[module.index]
+            assert isinstance(layer, DecoderLayer)
+            return self._layer_cost(layer, tokens)
+        if isinstance(module, FirstDraft | FurtherDraft):
+            return self._layer_cost(module_of(self.model), tokens)
+        if isinstance(module, Accept):
+            return Cost(4.0 * tokens * self.vocabulary, 0.0)
+        head = self.model.lm_head
+        return Cost(head.nbytes, 2.0 * head.numel() * tokens)
+
+    def _layer_cost(self, layer: DecoderLayer, tokens: int) -> Cost:
+        """Weights once, of the routed experts those that random tokens choose; the cache once."""
+        c, nbytes, operations = self.model.config, 0.0, 0.0
+        for name, weight in layer.named_parameters():
+            read = used = 1.0
+            if isinstance(layer.mlp, GatheredMoE) and name in ("mlp.gate_up_proj", "mlp.down_proj"):
+                read = distinct_experts(c, tokens) / c.n_routed_experts
+                used = c.num_experts_per_tok / c.n_routed_experts
+            nbytes += read * weight.nbytes
+            operations += used * 2 * weight.numel() * tokens
+        nbytes += self.context * c.cache_dim * self.model.embed_tokens.element_size()
+        per_row = c.num_attention_heads * (c.cache_dim + c.kv_lora_rank)
+        return Cost(nbytes, operations + 2.0 * tokens * self.context * per_row)

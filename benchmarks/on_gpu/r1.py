@@ -1,0 +1,164 @@
+"""Section `slice`: R1's step part by part against the roofline, and put together from its parts.
+
+There is no other rank here: all-reduces and the gathering of logits are in no figure.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from on_gpu.machine import Machine, Row, difference, microseconds
+from on_gpu.parts import (
+    MTP_CACHE,
+    Accept,
+    DraftHead,
+    FirstDraft,
+    FurtherDraft,
+    Head,
+    Layer,
+    Part,
+    State,
+)
+from on_gpu.slice_bench import Bench, Eagerly
+from on_gpu.slice_step import own_step
+from on_gpu.slices import Slice
+
+SETS = 4  # of operands: other tokens choose other experts
+
+
+def r1_slice(case: Slice, machine: Machine, compiled: bool) -> Iterator[Row]:
+    """Parts, then steps of the whole model that they add up to, then the slice's own step."""
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(case, machine, compiled, Path(scratch))
+        found: dict[tuple[str, int], Row] = {}
+        for part in needed(bench):
+            found[part.name, part.tokens] = row = timed(bench, part)
+            yield row
+        for nextn in case.nextn:
+            yield whole_step(bench, nextn, found)
+        yield from own_step(bench)
+
+
+def needed(bench: Bench) -> Iterator[Part]:
+    parts = bench.parts
+    for nextn in bench.case.nextn:
+        T = nextn + 1
+        yield parts.layer("dense layer", 0, T)
+        yield parts.layer("MoE layer", bench.case.config.first_k_dense_replace, T)
+        yield parts.head(T)
+        yield parts.acceptance(T)
+        if nextn:
+            yield parts.first_draft(T)
+    if bench.most:
+        yield parts.draft_head()
+        yield parts.further_draft(bench.state(bench.most)[MTP_CACHE])
+
+
+def counts(case: Slice, nextn: int) -> dict[tuple[str, int], int]:
+    """(name, tokens) of each part -> how often a step of the whole model runs it."""
+    T = nextn + 1
+    verifying = {
+        ("dense layer", T): case.dense,
+        ("MoE layer", T): case.moe,
+        ("head", T): 1,
+        ("acceptance", T): 1,
+    }
+    drafting = {("first draft", T): 1, ("head of a draft", 1): nextn}
+    if nextn > 1:
+        drafting["further draft", 1] = nextn - 1
+    return verifying | drafting if nextn else verifying
+
+
+def timed(bench: Bench, part: Part) -> Row:
+    """error: of the median token from the eager program, over the largest value.
+
+    (Not of the worst one: where two experts score the same, either may be taken.)
+    """
+    program, runner = part.program, bench.runner(part.program)
+    state = bench.state(bench.most)
+    caches = [state[name] for name in program.state]
+    given = list(program.arguments.values())
+    sets = [[*caches, *given], *([*caches, *map(other, given)] for _ in range(SETS - 1))]
+    eager, errors = Eagerly(program), list[float]()
+    for operands in sets:
+        wanted = [x.clone() for x in eager.run(operands)]
+        for a, b in zip(wanted, runner.run(operands), strict=True):
+            if a.is_floating_point():
+                errors += token_errors(a.float(), b.float())
+    row = Row(f"R1 {part.name}", f"T {part.tokens} S {bench.case.context}", 0.0)
+    row.error = float(torch.tensor(errors).median()) if errors else 0.0
+    if bench.machine.bandwidth:
+        row.microseconds = microseconds([partial(runner.run, operands) for operands in sets])
+        row.bound = part.cost.bound(bench.machine)
+    return row
+
+
+def other(operand: Tensor) -> Tensor:
+    """Other values, if they are a step's floats; a cache stays."""
+    cache = operand.dim() == 4
+    return torch.randn_like(operand) if operand.is_floating_point() and not cache else operand
+
+
+def token_errors(wanted: Tensor, got: Tensor) -> list[float]:
+    """Of each row [.., values], over the largest wanted value."""
+    error = (got - wanted).abs().flatten(0, -2).amax(-1)
+    return (error / wanted.abs().max()).tolist()
+
+
+def whole_step(bench: Bench, nextn: int, found: dict[tuple[str, int], Row]) -> Row:
+    """The sum of its parts. error: of the slice's step made of them, from the step program."""
+    case = bench.case
+    row = Row(
+        f"R1 {case.dense + case.moe} layers",
+        f"nextn {nextn} S {case.context}, sum of parts",
+        composition_error(bench, nextn),
+    )
+    if bench.machine.bandwidth:
+        row.microseconds = row.bound = 0.0
+        for key, times in counts(case, nextn).items():
+            part = found[key]
+            assert part.microseconds is not None
+            assert part.bound is not None
+            row.microseconds += times * part.microseconds
+            row.bound += times * part.bound
+    return row
+
+
+@torch.no_grad()
+def composition_error(bench: Bench, nextn: int) -> float:
+    """The largest difference of log-probabilities, or how many drafts differ."""
+    active = torch.ones(1, dtype=torch.bool, device=bench.machine.device)
+    new, outputs = bench.step(nextn).module(bench.state(nextn), active)
+    logprobs, drafts = from_parts(bench.model, bench.state(nextn), nextn, active)
+    wrong = (new["window"][:, 1:] != drafts).sum()
+    return max(difference(logprobs, outputs["logprobs"]), float(wrong))
+
+
+def from_parts(
+    model: DeepseekV3, state: State, nextn: int, active: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and drafts of the slice's step, MTP Eagle."""
+    start, x = state["lengths"], model.embed(state["window"])
+    for index in range(model.config.num_hidden_layers):
+        x = Layer(model, index)(state, x, start)[1]["y"]
+    head = Head(model)(state, x)[1]
+    verdict = Accept()(state, head["logits"], state["window"], state["num_drafts"], start, active)[
+        1
+    ]
+    n, tokens = verdict["num_tokens"], verdict["tokens"]
+    if nextn == 0:
+        return verdict["logprobs"], tokens[:, :0]
+    first, further, choose = FirstDraft(model), FurtherDraft(model), DraftHead(model)
+    new, made = first(state, tokens.clamp(min=0), head["hidden"], start, n - 1)
+    cache = new[MTP_CACHE]
+    side, drafts = cache[:, :, :0], [choose(state, made["hidden"])[1]["draft"]]
+    for _ in range(1, nextn):
+        made = further(state, cache, drafts[-1], made["hidden"], start + n, side)[1]
+        side = made["side"]
+        drafts.append(choose(state, made["hidden"])[1]["draft"])
+    return verdict["logprobs"], torch.cat(drafts, dim=1)

@@ -1,0 +1,100 @@
+"""A slice's model and state on a device, and its programs: run eagerly, or compiled as engines."""
+
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.model.layers import use_kernels
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.program import Program, make_programs
+from mtpbuild.builder.trace import trace
+from mtpbuild.builder.weights_file import Placed
+from mtpbuild.runtime.programs.inductor import Package
+from mtpbuild.runtime.programs.torch_cuda import Gpu
+from on_gpu.machine import Machine
+from on_gpu.parts import Parts, State, random_model
+from on_gpu.slices import Slice
+
+ROOM = 256  # tokens behind the context
+
+
+class Runner(Protocol):
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """State, which is written over, and arguments; returns the other outputs."""
+        ...
+
+
+class Eagerly:
+    """A program as PyTorch runs it, an operator at a time."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    @torch.no_grad()
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        count = len(self.program.state)
+        state = dict(zip(self.program.state, inputs[:count], strict=True))
+        new, outputs = self.program.module(state, *inputs[count:])
+        for name, tensor in state.items():
+            tensor.copy_(new[name])
+        return list(outputs.values())
+
+
+class Bench:
+    """compiled: programs are lowered into `folder`, on the weights that are there already."""
+
+    def __init__(self, case: Slice, machine: Machine, compiled: bool, folder: Path) -> None:
+        self.case, self.machine = case, machine
+        self.compiled, self.folder = compiled, folder
+        self.most = max(case.nextn)
+        self.model = random_model(case.config, case.dtype, machine.device)
+        if machine.device == "cuda":
+            use_kernels(self.model)
+        self.weights = dict(self.model.named_parameters())
+        self.parts = Parts(self.model, case.context, case.vocabulary)
+        self._state = self._fill()
+
+    def plan(self, nextn: int) -> Plan:
+        gpu = Gpu().compute_capability if self.machine.device == "cuda" else None
+        length, drafter = self.case.context + ROOM, "mtp-eagle" if nextn else None
+        config, dtype = self.case.config, self.case.dtype
+        return Plan(config, nextn, drafter, 1, length, 8, gpu=gpu, dtype=dtype)  # type: ignore[arg-type]
+
+    def _fill(self) -> State:
+        """Caches of random rows, `context` of them committed; the window is full of drafts."""
+        made: State = {}
+        for spec in state_specs(self.plan(self.most)):
+            dtype = getattr(torch, spec.dtype)
+            tensor = torch.zeros(spec.shape, dtype=dtype, device=self.machine.device)
+            made[spec.name] = tensor.normal_() if spec.kind == "cache" else tensor
+        made["lengths"].fill_(self.case.context)
+        made["num_drafts"].fill_(self.most)
+        made["window"].random_(self.case.config.vocab_size)
+        return made
+
+    def state(self, nextn: int) -> State:
+        """A copy for steps of so many drafts."""
+        kept = {spec.name: self._state[spec.name] for spec in state_specs(self.plan(nextn))}
+        kept["window"] = kept["window"][:, : nextn + 1]
+        kept["num_drafts"] = kept["num_drafts"].clamp(max=nextn)
+        if nextn:
+            kept["draft_probs"] = kept["draft_probs"][:, :nextn]
+        return {name: tensor.clone() for name, tensor in kept.items()}
+
+    def step(self, nextn: int) -> Program:
+        return make_programs(self.plan(nextn), self.model)[1]
+
+    def runner(self, program: Program) -> Runner:
+        """Of a program for caches as the state of `most` drafts has them."""
+        if not self.compiled:
+            return Eagerly(program)
+        from mtpbuild.builder.targets.inductor import TARGET  # loads the compiler
+
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        with torch.device(self.machine.device):
+            traced = trace(program, self.plan(self.most))
+        file = TARGET.lower(traced, dict.fromkeys(self.weights, Placed(0, 0)), folder)
+        return Package(folder / file, self.weights, self.machine.device)

@@ -1,0 +1,113 @@
+"""The slice's own step: eagerly, compiled, as one CUDA graph, and with the next one queued early.
+
+No figure of it is a speedup of R1: head and MTP module outweigh four layers.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.program import Program
+from mtpbuild.runtime.programs.torch_cuda import Gpu
+from on_gpu.machine import Row, difference
+from on_gpu.parts import State
+from on_gpu.slice_bench import Bench, Eagerly, Runner
+
+STEPS = 32  # of a timed run; each may emit nextn + 1 tokens
+OFF = 0.5  # of a log-probability; where two experts score the same, either may be taken
+Launch = Callable[[], Callable[[], Tensor]]  # queues a step; the result waits for its tokens
+
+
+def own_step(bench: Bench) -> Iterator[Row]:
+    """error: of the first step's log-probabilities, from the eager ones."""
+    nextn = bench.most
+    wanted: Tensor | None = None
+    first: float | None = None
+    for name, launch, state, overlap in variants(bench, bench.step(nextn), nextn):
+        beginning = {key: tensor.clone() for key, tensor in state.items()}
+        logprobs = launch()()
+        wanted = logprobs if wanted is None else wanted
+        row = Row("R1 slice", f"nextn {nextn}, {name}", difference(logprobs, wanted), limit=OFF)
+        if bench.machine.bandwidth:
+            row.microseconds = min(paced(launch, state, beginning, overlap) for _ in range(3))
+            first = first or row.microseconds
+            row.beside = [f"{first / row.microseconds:.2f}x eager"]
+        yield row
+
+
+def paced(launch: Launch, state: State, beginning: State, overlap: bool) -> float:
+    """Microseconds per step; overlap: the next step is queued before the last one is read."""
+    restore(state, beginning)
+    begin = time.perf_counter()
+    wait = launch()
+    for _ in range(STEPS - 1):
+        if overlap:
+            last, wait = wait, launch()
+            last()
+        else:
+            wait()
+            wait = launch()
+    wait()
+    return 1e6 * (time.perf_counter() - begin) / STEPS
+
+
+def restore(state: State, beginning: State) -> None:
+    for name, tensor in state.items():
+        tensor.copy_(beginning[name])
+    torch.cuda.synchronize()
+
+
+def variants(
+    bench: Bench, program: Program, nextn: int
+) -> Iterator[tuple[str, Launch, State, bool]]:
+    """Name, step, the state that it works on, and whether steps overlap."""
+    where = program.outputs.index("logprobs") - len(program.state)
+    state = bench.state(nextn)
+    inputs = operands(program, state)
+    yield "eager", partial(at_once, Eagerly(program), inputs, where), state, False
+    if not bench.compiled:
+        return
+    state = bench.state(nextn)
+    inputs, runner = operands(program, state), bench.runner(program)
+    if bench.machine.device == "cpu":
+        yield "engine", partial(at_once, runner, inputs, where), state, False
+        return
+    gpu = Gpu()
+    report = gpu.zeros((1, nextn + 1), torch.float32)
+    page = gpu.pinned(report.nbytes)
+
+    def work() -> None:
+        report.copy_(runner.run(inputs)[where])
+
+    def queued(run: Callable[[], object]) -> Callable[[], Tensor]:
+        run()
+        gpu.copy(report.view(torch.uint8).flatten(), page)
+        wait = gpu.mark()
+
+        def read() -> Tensor:
+            wait()
+            return page.view(torch.float32).clone()[None]
+
+        return read
+
+    yield "engine", partial(queued, partial(gpu.run, work)), state, False
+    restore(state, bench.state(nextn))
+    graph = gpu.capture(work)
+    yield "+ CUDA graph", partial(queued, graph), state, False
+    restore(state, bench.state(nextn))
+    yield "+ overlap", partial(queued, graph), state, True
+
+
+def operands(program: Program, state: State) -> list[Tensor]:
+    device = state["lengths"].device
+    arguments = (tensor.to(device) for tensor in program.arguments.values())
+    return [*(state[name] for name in program.state), *arguments]
+
+
+def at_once(runner: Runner, inputs: list[Tensor], where: int) -> Callable[[], Tensor]:
+    """A step that is waited for; `where`: its log-probabilities among its outputs."""
+    logprobs = runner.run(inputs)[where].cpu()
+    return lambda: logprobs

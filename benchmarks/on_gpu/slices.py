@@ -1,0 +1,92 @@
+"""What slice is measured: a rank's share of some of DeepSeek-R1's layers, and a small stand-in."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mtpbuild.builder.model.config import ModelConfig, RopeConfig, load_config
+from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.model.share import check_share
+from mtpbuild.builder.recipe import recipe_folder
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import FloatType
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`config`: what the rank holds. dense, moe: main layers of the whole model."""
+
+    config: ModelConfig
+    dense: int
+    moe: int
+    vocabulary: int  # of all ranks
+    context: int  # cached tokens
+    nextn: tuple[int, ...]
+    dtype: FloatType
+
+
+def r1_share(tp: int, nextn: tuple[int, ...]) -> Slice:
+    """A dense layer, three MoE layers, the MTP module, embedding and head of one of `tp` ranks.
+
+    Heads, inner columns and vocabulary are divided; norms, router, projections to latents and
+    `eh_proj` are whole. Raises UsageError that names the numbers that `tp` can be.
+    """
+    whole = load_config(recipe_folder() / "deepseek_v3")
+    check_share(whole, tp, 1)
+    config = replace(
+        whole,
+        num_hidden_layers=4,
+        first_k_dense_replace=1,
+        num_attention_heads=whole.num_attention_heads // tp,
+        intermediate_size=whole.intermediate_size // tp,
+        moe_intermediate_size=whole.moe_intermediate_size // tp,
+        vocab_size=whole.vocab_size // tp,
+    )
+    dense = whole.first_k_dense_replace
+    moe = whole.num_hidden_layers - dense
+    return Slice(config, dense, moe, whole.vocab_size, 4096, nextn, "bfloat16")
+
+
+def small(nextn: tuple[int, ...]) -> Slice:
+    """For a machine without a GPU: the same kinds of layers."""
+    config = ModelConfig(
+        vocab_size=80,
+        hidden_size=48,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=24,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        num_nextn_predict_layers=1,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=1024,
+        rope_interleave=True,
+        tie_word_embeddings=False,
+        rope=RopeConfig(),
+    )
+    return Slice(config, 3, 58, 160, 40, nextn, "float32")
+
+
+def check_memory(case: Slice) -> None:
+    """Raise UsageError if the GPU can't hold the slice."""
+    with torch.device("meta"):
+        values = sum(weight.numel() for weight in DeepseekV3(case.config).parameters())
+    needed, free = 2 * values + (4 << 30), torch.cuda.mem_get_info()[0]
+    if needed > free:
+        raise UsageError(
+            f"the slice needs {needed / 1e9:.0f} GB of GPU memory, {free / 1e9:.0f} GB are free: "
+            "give a larger --tp"
+        )

@@ -1,0 +1,130 @@
+"""The slice of R1 that `benchmarks/gpu.py` measures: what a rank holds, what its parts cost."""
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mtpbuild.runtime.errors import UsageError
+
+pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+CONTEXT, BF16, FP32 = 4096, 2, 4
+
+
+def on_gpu(name: str) -> ModuleType:
+    """A module of `benchmarks/on_gpu`, as the script imports it."""
+    if str(SCRIPTS) not in sys.path:
+        sys.path.insert(0, str(SCRIPTS))
+    return import_module(f"on_gpu.{name}")
+
+
+@pytest.fixture
+def section() -> ModuleType:
+    return on_gpu("r1")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Any:
+    torch.manual_seed(0)
+    case, machine = on_gpu("slices").small((0, 2, 3)), on_gpu("machine").Machine("cpu")
+    return on_gpu("slice_bench").Bench(case, machine, False, tmp_path)
+
+
+@pytest.mark.parametrize("nextn", [0, 2, 3])
+def test_the_parts_make_up_a_step(
+    nextn: int, section: ModuleType, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert section.composition_error(bench, nextn) < 1e-4
+    monkeypatch.setattr(section.Head, "forward", without_norm)
+    assert section.composition_error(bench, nextn) > 0.1, "a part that is left out shows"
+
+
+def without_norm(self: Any, state: Any, x: torch.Tensor) -> tuple[Any, Any]:
+    return {}, {"hidden": x, "logits": self.model.logits(x)}
+
+
+def test_drafts_are_compared(
+    section: ModuleType, bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shuffled(model: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, drafts = whole(model, *rest)
+        return logprobs, drafts + 1
+
+    whole = section.from_parts
+    monkeypatch.setattr(section, "from_parts", shuffled)
+    assert section.composition_error(bench, 3) == 3
+
+
+def test_every_counted_part_is_timed(section: ModuleType, bench: Any) -> None:
+    timed = {(part.name, part.tokens) for part in section.needed(bench)}
+    counted = [section.counts(bench.case, nextn) for nextn in bench.case.nextn]
+    assert set().union(*counted) == timed
+    assert counted[0] == {
+        ("dense layer", 1): 3,
+        ("MoE layer", 1): 58,
+        ("head", 1): 1,
+        ("acceptance", 1): 1,
+    }
+    assert counted[2]["further draft", 1] == 2
+    assert counted[2]["head of a draft", 1] == 3
+
+
+def test_a_step_is_the_sum_of_its_parts(section: ModuleType, bench: Any) -> None:
+    Row = on_gpu("machine").Row
+    bench.machine = replace(bench.machine, bandwidth=1.0)
+    found = {
+        (part.name, part.tokens): Row(part.name, "", 0.0, 2.0, 1.0)
+        for part in section.needed(bench)
+    }
+    row = section.whole_step(bench, 2, found)
+    assert (row.microseconds, row.bound) == (2.0 * 67, 67.0)
+
+
+def test_what_a_rank_of_eight_holds_and_reads() -> None:
+    """Bytes by hand, at R1's widths; nothing is allocated."""
+    case, module = on_gpu("slices").r1_share(8, (0, 3)), on_gpu("parts")
+    model = module.random_model(case.config, case.dtype, "meta")
+    parts = module.Parts(model, CONTEXT, case.vocabulary)
+    E, experts = 7168, 256
+    attention = E * (1536 + 576) + 1536 * 16 * 192 + 16 * 256 * 512 + 16 * 128 * E
+    norms = 2 * E + 1536 + 512
+    cache = BF16 * CONTEXT * 576
+    expert = 3 * E * 256
+    router = FP32 * (E * experts + experts)
+
+    dense = parts.layer("dense layer", 0, 1).cost
+    assert dense.nbytes == BF16 * (attention + norms + 3 * E * 2304) + cache
+    one = parts.layer("MoE layer", 1, 1).cost
+    shared = BF16 * (attention + norms + expert) + router + cache
+    assert one.nbytes == pytest.approx(shared + 8 * BF16 * expert)
+    four = parts.layer("MoE layer", 1, 4).cost
+    chosen = experts * (1 - (1 - 8 / experts) ** 4)
+    assert four.nbytes == pytest.approx(shared + chosen * BF16 * expert)
+    scores = 2 * 16 * CONTEXT * (576 + 512)
+    used = attention + norms + 9 * expert + (E + 1) * experts
+    assert one.operations == pytest.approx(2 * used + scores)
+
+    draft = parts.further_draft(torch.empty(1, 1, CONTEXT, 576, device="meta")).cost
+    own = BF16 * (2 * E * E + 3 * E)  # eh_proj, and three norms
+    assert draft.nbytes == pytest.approx(one.nbytes + own)
+    assert parts.head(4).cost.nbytes == FP32 * E * 16160
+    assert parts.acceptance(4).cost.nbytes == FP32 * 4 * 129280
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = on_gpu("slices")
+    r1_share, check_memory = slices.r1_share, slices.check_memory
+    with pytest.raises(UsageError, match="--tp 3") as caught:
+        r1_share(3, (0,))
+    assert "\n" not in str(caught.value)
+    free = SimpleNamespace(mem_get_info=lambda: (80 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch, "cuda", free)
+    check_memory(r1_share(8, (0, 3)))
+    with pytest.raises(UsageError, match=r"needs 1\d\d GB of GPU memory, 80 GB are free") as caught:
+        check_memory(r1_share(1, (0, 3)))
