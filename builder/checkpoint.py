@@ -2,6 +2,8 @@
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -72,7 +74,7 @@ class Checkpoint:
         return tensor
 
     def _refuse_not_finite(self, name: str, tensor: Tensor) -> None:
-        if tensor.numel() and not bool(tensor.abs().max().isfinite()):  # max keeps a NaN
+        if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # or NaN
             raise CheckpointError(f"{self.files[name]}: tensor {name} holds NaN or Inf")
 
     def check(self, config: ModelConfig) -> list[Weight]:
@@ -191,11 +193,32 @@ def stream_weights(
     In fp32, but those in `kept` as the values and scales of their blocks. share: the table's.
     """
     for weight in table:
-        if weight.name in kept and weight.rows is not None:
-            parts = [checkpoint.parts(source.name) for source in weight.sources]
-            for name, suffix in (("values", ""), ("scales", "_scale")):
-                joined = weight.rows(*(part[suffix] for part in parts))
-                yield f"{weight.name}.{name}", joined.contiguous()
-            continue
-        tensors = [share.cut(s.name, s.axis, checkpoint.read(s.name)) for s in weight.sources]
+        pieces = _pieces(checkpoint, weight, kept, share)
+        for name, named in groupby(pieces, itemgetter(0)):
+            first, *others = (piece for _, piece in named)
+            yield name, torch.cat([first, *others]) if others else first
+
+
+def stream_pieces(
+    checkpoint: Checkpoint,
+    table: list[Weight],
+    kept: Container[str] = (),
+    share: Share = WHOLE,
+) -> Iterator[tuple[str, Tensor]]:
+    """`stream_weights`, but stacked experts come one by one, as rows [1, ..] of the same name."""
+    for weight in table:
+        yield from _pieces(checkpoint, weight, kept, share)
+
+
+def _pieces(
+    checkpoint: Checkpoint, weight: Weight, kept: Container[str], share: Share
+) -> Iterator[tuple[str, Tensor]]:
+    if weight.name in kept and weight.rows is not None:
+        parts = [checkpoint.parts(source.name) for source in weight.sources]
+        for name, suffix in (("values", ""), ("scales", "_scale")):
+            joined = weight.rows(*(part[suffix] for part in parts))
+            yield f"{weight.name}.{name}", joined.contiguous()
+        return
+    for group in weight.groups:
+        tensors = [share.cut(s.name, s.axis, checkpoint.read(s.name)) for s in group]
         yield weight.name, weight.transform(*tensors).contiguous()

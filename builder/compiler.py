@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mtpbuild.builder import package
-from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_weights
+from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_pieces, stream_weights
 from mtpbuild.builder.generation import GenerationIds
 from mtpbuild.builder.model.blocks import use_blocks
 from mtpbuild.builder.model.config import ModelConfig, load_config
@@ -139,7 +139,7 @@ class ModelSource:
         shapes = {name: tuple(parameters[name].shape) for name in names}
         dtypes = {name: parameters[name].dtype for name in names}
         table = weight_table(self.config, share)
-        tensors = stream_weights(self.checkpoint, table, self.kept, share)
+        tensors = stream_pieces(self.checkpoint, table, self.kept, share)
         places = write_weights(path, shapes, tensors, dtypes)
         digest = hash_file(path)
         shared(digest)

@@ -3,8 +3,11 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ def write_weights(
 ) -> dict[str, Placed]:
     """Stream tensors, in the order of `shapes`, into one safetensors file.
 
+    One may come as several of the same name, which are its rows in turn.
     dtypes: what they become in it, if not fp32.
     """
     kinds = {name: (dtypes or {}).get(name, torch.float32) for name in shapes}
@@ -45,12 +49,20 @@ def write_weights(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         start = file.tell()
-        for (name, shape), (given, tensor) in zip(shapes.items(), tensors, strict=True):
+        named = groupby(tensors, itemgetter(0))
+        for (name, shape), (given, pieces) in zip(shapes.items(), named, strict=True):
             assert name == given, f"{given} comes where {name} should"
-            assert tuple(tensor.shape) == tuple(shape), f"{name}: {tuple(tensor.shape)} != {shape}"
-            stored = tensor.to(kinds[name])
-            file.write(stored.reshape(-1).view(torch.uint8).numpy().data)
+            rows = 0
+            for _, piece in pieces:
+                assert piece.shape[1:] == shape[1:], f"{name}: {piece.shape} of {shape}"
+                rows += len(piece)
+                _write(file, piece.to(kinds[name]))
+            assert rows == shape[0], f"{name}: {rows} rows of {shape}"
     return {name: Placed(start + begin, size) for name, (begin, size) in places.items()}
+
+
+def _write(file: IO[bytes], tensor: Tensor) -> None:
+    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def read_places(path: Path) -> dict[str, Placed]:

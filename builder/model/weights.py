@@ -30,6 +30,13 @@ class Weight:
     sources: tuple[Source, ...]
     transform: Transform
     rows: Transform | None = None  # of a product: as transform, but [out, ..], also for blocks
+    slices: int = 1  # of what is stacked along a first axis
+
+    @property
+    def groups(self) -> Iterator[tuple[Source, ...]]:
+        """The sources of each slice; their transform is [1, ..] of the whole."""
+        size = len(self.sources) // self.slices
+        return (self.sources[i : i + size] for i in range(0, len(self.sources), size))
 
 
 def weight_table(c: ModelConfig, share: Share = WHOLE) -> list[Weight]:
@@ -147,13 +154,16 @@ def _dense_moe(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
 def _gathered_moe(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     yield from _gate(c, at, to)
     gate, up, down = (_experts(c, s, at, p) for p in ("gate", "up", "down"))
+    pairs = tuple(source for pair in zip(gate, up, strict=True) for source in pair)
 
     def gate_up(*w: Tensor) -> Tensor:
-        half = len(w) // 2
-        return torch.stack([torch.cat(pair).T for pair in zip(w[:half], w[half:], strict=True)])
+        return torch.stack([torch.cat(pair).T for pair in zip(w[::2], w[1::2], strict=True)])
 
-    yield Weight(f"{to}.gate_up_proj", gate + up, gate_up)
-    yield Weight(f"{to}.down_proj", down, lambda *w: torch.stack([x.T for x in w]))
+    def downs(*w: Tensor) -> Tensor:
+        return torch.stack([x.T for x in w])
+
+    yield Weight(f"{to}.gate_up_proj", pairs, gate_up, slices=len(gate))
+    yield Weight(f"{to}.down_proj", down, downs, slices=len(down))
     if c.n_shared_experts:
         inner = c.moe_intermediate_size * c.n_shared_experts
         shared = f"{at}.shared_experts"

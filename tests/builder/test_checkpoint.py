@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder import checkpoint as module
-from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_weights
+from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_pieces, stream_weights
 from mtpbuild.builder.compiler import load_model
 from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
@@ -144,7 +144,7 @@ def test_weights_are_read_one_by_one(
         return read(self, name)
 
     monkeypatch.setattr(Checkpoint, "read", watched)
-    write_weights(tmp_path / "again", shapes, stream_weights(checkpoint, table))
+    write_weights(tmp_path / "again", shapes, stream_pieces(checkpoint, table))
     assert set(seen) == set(checkpoint.files)
     assert (tmp_path / "again").read_bytes() == (tmp_path / "all").read_bytes()
 

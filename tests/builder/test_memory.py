@@ -1,0 +1,74 @@
+"""Writing an engine's weights takes a few times the memory of the largest tensor, not the model's.
+
+The checkpoint is of true headers and holes; the engine is 26 times its largest tensor.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mtpbuild.builder.model.config import parse_config
+from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.quantize.files import Shard, nbytes
+from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.shards import SINGLE
+from mtpbuild.builder.weights_file import WEIGHTS
+from tests.checkpoints import BASE
+
+SHAPE = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 128,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,
+}
+LARGEST = 8192 * 256 * 4  # bytes of the embedding, in fp32
+WRITE = """
+import re, sys
+from pathlib import Path
+from mtpbuild.builder.compiler import ModelSource
+from mtpbuild.builder.generation import generation_ids
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.model.share import Share
+
+folder, out, (tp, rank) = Path(sys.argv[1]), Path(sys.argv[2]), map(int, sys.argv[3:])
+config = load_config(folder)
+source = ModelSource("x", folder, config, generation_ids(folder, config), share=Share(tp))
+
+def resident(name):
+    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = resident("VmRSS")
+source.write_weights(out, None, rank)
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("holes")
+    (folder / "config.json").write_text(json.dumps(BASE | SHAPE))
+    table = weight_table(parse_config(BASE | SHAPE))
+    tensors = {s.name: Part("BF16", s.shape) for weight in table for s in weight.sources}
+    assert max(map(nbytes, tensors.values())) * 2 == LARGEST
+    shard = Shard(SINGLE, tensors)
+    with (folder / shard.file).open("wb") as file:
+        file.write(shard.header())
+        file.truncate(file.tell() + shard.nbytes)
+    return folder
+
+
+@pytest.mark.parametrize(("tp", "rank"), [(1, 0), (4, 3)])
+def test_the_peak_is_bounded(tp: int, rank: int, checkpoint: Path, tmp_path: Path) -> None:
+    run = [sys.executable, "-c", WRITE, str(checkpoint), str(tmp_path), str(tp), str(rank)]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    written = (tmp_path / WEIGHTS).stat().st_size
+    assert written > 24 * LARGEST / tp
+    assert 0 < int(done.stdout) < 5 * LARGEST
+    (tmp_path / WEIGHTS).unlink()
