@@ -85,7 +85,8 @@ class Bench:
         return {name: tensor.clone() for name, tensor in kept.items()}
 
     def step(self, nextn: int) -> Program:
-        return make_programs(self.plan(nextn), self.model)[1]
+        with torch.device(self.machine.device):
+            return make_programs(self.plan(nextn), self.model)[1]
 
     def runner(self, program: Program) -> Runner:
         """Of a program for caches as the state of `most` drafts has them."""

@@ -28,6 +28,8 @@ def own_step(bench: Bench) -> Iterator[Row]:
     first: float | None = None
     for name, launch, state, overlap in variants(bench, bench.step(nextn), nextn):
         beginning = {key: tensor.clone() for key, tensor in state.items()}
+        if bench.machine.device == "cuda":
+            torch.cuda.synchronize()  # steps have a stream of their own
         logprobs = launch()()
         wanted = logprobs if wanted is None else wanted
         row = Row("R1 slice", f"nextn {nextn}, {name}", difference(logprobs, wanted), limit=OFF)

@@ -55,11 +55,14 @@ Run = Callable[..., list[Played]]
 def model() -> Transformer:
     """Of weights that bfloat16 holds exactly; computed in fp32."""
     torch.set_num_threads(1)
-    made = make_predictable()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.copy_(parameter.bfloat16())
-    return made
+    return rounded(make_predictable())
+
+
+@torch.no_grad()
+def rounded(model: Transformer) -> Transformer:
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+    return model
 
 
 def narrow(model: Transformer) -> DeepseekV3:

@@ -9,11 +9,13 @@ import torch
 
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms, load
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from mtpbuild.runtime.tokenizer import load_tokenizer
+from tests.builder.test_bfloat16 import check, check_logprobs, rounded
 from tests.builder.test_inductor_engine import CHUNK, ENGINES, GREEDY, HOT, check_texts, prompts
 from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
@@ -68,6 +70,22 @@ def test_the_same_tokens_as_onnxruntime(
         with Engine(programs, manifest, tokenizer, overlap=overlap) as engine:
             got = [result.token_ids for result in engine.generate(TEXTS, asked)]
         assert got == wanted, (graphs, overlap)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+def test_bfloat16(
+    nextn: int, drafter: DrafterName | None, slots: int, build_engine: EngineBuilder, tmp_path: Path
+) -> None:
+    """Many experts: with one slot they are a kernel."""
+    shape = {"n_routed_experts": 24, "num_experts_per_tok": 3}
+    exact = rounded(make_predictable(**shape))
+    folder = save_checkpoint(tmp_path / "exact", exact, **shape)
+    flags = {"target": "inductor", "device": "cuda", "prefill_chunk": CHUNK, "max_batch": slots}
+    asked = prompts(140, 1, 6, 11)
+    with Engine.load(build_engine(folder, nextn, drafter, dtype="bfloat16", **flags)) as engine:
+        check(exact, asked, play(engine, asked, [GREEDY] * len(asked), together=True))
+        check_logprobs(exact, asked, play(engine, asked, [HOT] * len(asked)))
 
 
 @pytest.fixture
