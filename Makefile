@@ -41,4 +41,4 @@ bench-check: venv  ## a few ratios beside the recorded ones; under 5 minutes, on
 	$(BIN)/python benchmarks/check.py
 
 clean:
-	rm -rf .venv .venv-rtx .venv-peers engines/*_n* build dist *.egg-info
+	rm -rf .venv .venv-rtx .venv-peers engines/*_n* engines/.*.building build dist *.egg-info

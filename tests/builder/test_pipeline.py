@@ -101,6 +101,22 @@ def test_builds_are_reproducible(engines: Path, smallest: Path, tmp_path: Path) 
     assert contents(tmp_path / "again") == contents(engines / "small_n1")
 
 
+@pytest.mark.full
+def test_a_build_that_goes_on_ends_the_same(engines: Path, smallest: Path, tmp_path: Path) -> None:
+    """A graph does not depend on whether those before it were traced by the same process."""
+
+    def watch(stage: str) -> None:
+        if stage == "lower decode":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(request(smallest, 1, out=tmp_path / "again"), Stages(watch))
+    stages = Stages()
+    build(request(smallest, 1, out=tmp_path / "again"), stages)
+    assert "trace prefill" not in stages.seconds
+    assert contents(tmp_path / "again") == contents(engines / "small_n1")
+
+
 def test_unchanged_is_left_alone_without_torch(engines: Path, smallest: Path) -> None:
     before = stamps(engines)
     code = (
