@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import Source, Weight, duplicates, weight_table
 from mtpbuild.builder.quantize.format import Format, Shape
@@ -180,6 +181,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if index is not None:
         index.check(where)
     return Checkpoint(folder, where, shapes, dtypes)
+
+
+def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
+    """The tensors of some layers, under the names that a model of these has; None: of all."""
+    checkpoint = open_checkpoint(folder)
+    if layers is None:
+        return checkpoint
+    count = load_config(folder).num_hidden_layers
+    names = {name: layers.rename(name, count) for name in checkpoint.files}
+    return checkpoint.renamed({old: new for old, new in names.items() if new is not None})
 
 
 def stream_weights(

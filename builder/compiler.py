@@ -9,10 +9,16 @@ from pathlib import Path
 import torch
 
 from mtpbuild.builder import package
-from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_pieces, stream_weights
+from mtpbuild.builder.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+    open_slice,
+    stream_pieces,
+    stream_weights,
+)
 from mtpbuild.builder.generation import GenerationIds
 from mtpbuild.builder.model.blocks import use_blocks
-from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.model.precision import FLOATS, hold_in
@@ -62,7 +68,7 @@ class ModelSource:
 
     def __post_init__(self) -> None:
         self._check_tokenizer()
-        self.checkpoint = self._open_checkpoint()
+        self.checkpoint = open_slice(self.folder, self.layers)
         self.table = self.checkpoint.check(self.config)
         with torch.device(self.device):
             # Uninitialised: its memory is never touched.
@@ -80,14 +86,6 @@ class ModelSource:
         }
         with torch.device(self.device):
             use_blocks(self.model, self.kept.items())
-
-    def _open_checkpoint(self) -> Checkpoint:
-        checkpoint = open_checkpoint(self.folder)
-        if self.layers is None:
-            return checkpoint
-        layers = load_config(self.folder).num_hidden_layers
-        names = {name: self.layers.rename(name, layers) for name in checkpoint.files}
-        return checkpoint.renamed({old: new for old, new in names.items() if new is not None})
 
     def _check_tokenizer(self) -> None:
         path = self.folder / TOKENIZER

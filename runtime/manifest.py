@@ -89,7 +89,9 @@ class BuildInfo(_Record):
     fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
     tp: int = Field(default=1, ge=1, le=MAX_RANKS, description="ranks that share the model")
     ep: int = Field(default=1, ge=1, le=MAX_RANKS, description="parts of the routed experts")
-    layers: str | None = Field(default=None, description="main layers of its model, 0-3; all")
+    layers: str | None = Field(
+        default=None, pattern=r"^\d{1,6}-\d{1,6}$", description="main layers of its model; all"
+    )
 
     @property
     def drafts(self) -> str:
@@ -122,6 +124,12 @@ class Manifest(_Record):
     state: tuple[StateSpec, ...]
     files: dict[str, FileSpec]
     rank: int | None = Field(default=None, description="of a rank's folder in an engine of several")
+
+    @property
+    def whole_model(self) -> str:
+        """Name of the model, also if the engine is some of its layers."""
+        layers = self.build.layers
+        return self.model.name.removesuffix(f"-layers{layers}") if layers else self.model.name
 
     @property
     def split(self) -> bool:

@@ -96,9 +96,9 @@ def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> Non
 
 def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
     """Which builds one rank of an engine, or all that are missing."""
-    build, name = manifest.build, manifest.model.name
+    build = manifest.build
     flags = {
-        "model": name if build.layers is None else name.removesuffix(f"-layers{build.layers}"),
+        "model": manifest.whole_model,
         "layers": build.layers,
         "nextn": build.nextn,
         "drafter": build.drafter,

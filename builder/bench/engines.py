@@ -4,10 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpbuild.builder import package
-from mtpbuild.builder.model.config import ModelConfig, load_config
-from mtpbuild.builder.pipeline import DEFAULT_MAX_SEQ_LEN, BuildRequest, Stages, build, within
+from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.model.layers_slice import LayersSlice
+from mtpbuild.builder.pipeline import (
+    DEFAULT_MAX_SEQ_LEN,
+    BuildRequest,
+    Stages,
+    build,
+    find_source,
+    within,
+)
 from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
-from mtpbuild.builder.recipe import Source, find_model
+from mtpbuild.builder.recipe import Source
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import MAX_BATCH
 
@@ -26,6 +34,7 @@ class Wanted:
     nextn: tuple[Nextn, ...]
     drafter: DrafterName | None = None
     concurrency: tuple[int, ...] = (1,)
+    layers: LayersSlice | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nextn", in_order([0, *self.nextn]))
@@ -57,8 +66,7 @@ class Built:
 
 def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
     """One engine and one verifier per nextn; those that are there already are left alone."""
-    source = find_model(wanted.model)
-    config = load_config(source.folder)
+    source, config = find_source(BuildRequest(wanted.model, layers=wanted.layers))
     for nextn in wanted.nextn:  # before anything is built
         choose_drafter(config, nextn, wanted.drafter_of(nextn))
     built = []
@@ -104,6 +112,11 @@ def _build(
 ) -> None:
     stages.watch(f"building {out}")
     request = BuildRequest(
-        wanted.model, (nextn,), drafter=drafter, max_batch=wanted.max_batch, out=out
+        wanted.model,
+        (nextn,),
+        drafter=drafter,
+        max_batch=wanted.max_batch,
+        out=out,
+        layers=wanted.layers,
     )
     build(request, stages)

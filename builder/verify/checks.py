@@ -6,13 +6,14 @@ from functools import cached_property
 from typing import Any
 
 from mtpbuild.builder.bench.figures import merged
+from mtpbuild.builder.model.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.pipeline import needs
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.verify.compare import MOST, Replay, compare
 from mtpbuild.builder.verify.finding import Finding, NotChecked
 from mtpbuild.builder.verify.law import fit, known_prefixes, survival
 from mtpbuild.builder.verify.play import Played, play
-from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.errors import (
     MissingDependencyError,
     MissingWeightsError,
@@ -85,22 +86,29 @@ def greedy_text(case: Case) -> Finding:
 
 def plain_text(case: Case) -> Finding:
     """Against PyTorch, if it and the checkpoint are there."""
-    model = case.engine.manifest.model
+    manifest = case.engine.manifest
+    model = manifest.model
     if model.parameters > PLAIN_LIMIT:
         raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
     try:
-        source = find_model(case.checkpoint or model.name)
+        source = find_model(case.checkpoint or manifest.whole_model)
         with needs("build", "torch"):
             from mtpbuild.builder.verify.plain import judge, load_plain
     except UnknownRecipeError:
-        raise NotChecked(f"no recipe is called {model.name}: give --model") from None
+        name = manifest.whole_model
+        raise NotChecked(f"no recipe is called {name}: give --model") from None
     except MissingWeightsError as error:
         raise NotChecked(str(error)) from None
     except MissingDependencyError:
         raise NotChecked("PyTorch is not installed: pip install 'mtpbuild[build]'") from None
-    exact = case.engine.manifest.build.weights == "float32"
-    most = MOST if exact else ROUNDED
-    return judge(load_plain(source.folder), case.prompts, case.greedy, most)
+    most = MOST if manifest.build.weights == "float32" else ROUNDED
+    plain = load_plain(source.folder, layers_of(manifest))
+    return judge(plain, case.prompts, case.greedy, most)
+
+
+def layers_of(manifest: Manifest) -> LayersSlice | None:
+    """Which layers of its model an engine is, if not all."""
+    return None if manifest.build.layers is None else parse_layers(manifest.build.layers)
 
 
 def sampled_text(case: Case) -> Finding:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
-from mtpbuild.builder.checkpoint import open_checkpoint
+from mtpbuild.builder.checkpoint import open_slice
 from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.model.weights import duplicates
 from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, largest_but_jumps
@@ -14,10 +15,15 @@ from mtpbuild.builder.verify.finding import Finding
 from mtpbuild.builder.verify.play import Played
 
 
-def load_plain(folder: Path) -> Transformer:
-    """A checkpoint's weights in fp32, all of them at once; raises CheckpointError."""
+def load_plain(folder: Path, layers: LayersSlice | None = None) -> Transformer:
+    """A checkpoint's weights in fp32, all of them at once; raises CheckpointError.
+
+    layers: to leave out the other main layers.
+    """
     config = load_config(folder)
-    checkpoint = open_checkpoint(folder)
+    if layers is not None:
+        config = layers.of(config)
+    checkpoint = open_slice(folder, layers)
     checkpoint.check(config)
     model, same = Transformer(config), duplicates(config)
     weights = {name: checkpoint.read(same.get(name, name)) for name in model.state_dict()}

@@ -10,7 +10,7 @@ from mtpbuild.builder.bench.dataset import BUILT_IN, FOLDER
 from mtpbuild.builder.bench.engines import Wanted, build_engines
 from mtpbuild.builder.pipeline import Stages, within
 from mtpbuild.builder.recipe import find_model, recipe_folder
-from mtpbuild.builder.verify.checks import CHECKS, Case
+from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of
 from mtpbuild.builder.verify.finding import NotChecked, Verdict
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.errors import (
@@ -140,9 +140,10 @@ def find_baseline(
     if manifest.build.dtype != "float32":
         return f"no nextn 0 engine in {manifest.build.dtype} is built for this: give --against"
     try:
-        (built,) = build_engines(Wanted(request.model or manifest.model.name, ()), Stages(watch))
+        model, layers = request.model or manifest.whole_model, layers_of(manifest)
+        (built,) = build_engines(Wanted(model, (), layers=layers), Stages(watch))
     except UnknownRecipeError:
-        return f"no recipe is called {manifest.model.name}: give --against or --model"
+        return f"no recipe is called {manifest.whole_model}: give --against or --model"
     except MissingWeightsError as error:
         return str(error)
     except MissingDependencyError as error:

@@ -181,8 +181,24 @@ def test_json() -> None:
     assert found["weights_bytes_per_rank"] == pytest.approx(51.39e9 + 2.93e9, rel=1e-3)
     assert found["kv_bytes_per_token_per_rank"] == 71424
     assert found["fits"]
-    for key in ("roofline_tokens_per_s", "predicted_tokens_per_s", "bytes_per_step", "limits"):
-        assert len(found[key]) == 6
+    lists = {key for key, value in found.items() if isinstance(value, list)} - {"classes"}
+    assert lists == {
+        "acceptance_lengths",
+        "bytes_per_step",
+        "distinct_experts",
+        "limits",
+        "nextn",
+        "operations_per_step",
+        "parts",
+        "predicted_step_s",
+        "predicted_tokens_per_s",
+        "roofline_step_s",
+        "roofline_tokens_per_s",
+    }
+    assert all(len(found[key]) == 6 for key in lists)
+    one: dict[str, Any] = json.loads(plan("--nextn 3 --json")[1])
+    assert one["nextn"] == [3]
+    assert all(one[key] == [found[key][3]] for key in lists)
 
 
 def test_tables(tmp_path: Path) -> None:

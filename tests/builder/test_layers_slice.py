@@ -1,5 +1,6 @@
 """A slice of a checkpoint is the model whose layers these are."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.model.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.pipeline import BuildRequest, Stages, build
 from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime.errors import BuildError, UsageError
+from tests.builder.test_cli import invoke
 from tests.checkpoints import lower, make_model, save_checkpoint
 
 SHAPE = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 2}
@@ -55,6 +58,25 @@ def test_its_weights_are_those_layers(
     assert set(found) <= set(wanted)
     for name, tensor in found.items():
         assert torch.equal(tensor, wanted[name]), name
+    plain = load_plain(folder, cut).state_dict()
+    assert plain.keys() == own.state_dict().keys()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in own.state_dict().items())
+
+
+@pytest.mark.full
+def test_it_is_verified(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against its nextn 0 engine, which is built, and the plain model of these layers."""
+    monkeypatch.chdir(tmp_path)
+    build(BuildRequest(str(folder), (2,), layers=parse_layers("1-2"), max_batch=2))
+    (tmp_path / "prompts.jsonl").write_text('{"input_ids": [9, 10, 11, 12]}\n')
+    engine = ("--engine", "engines/five-layers1-2_n2", "--model", folder)
+    flags = ("--prompts", "prompts.jsonl", "--output-len", "16", "--seeds", "20", "--threads", "1")
+    code, out, err = invoke("verify", *engine, *flags, "--json")
+    verdicts = {c["check"]: c["verdict"] for c in json.loads(out)["checks"]}
+    greedy, plain, sampled, *_ = verdicts
+    assert (code, err) == (0, "")
+    assert [verdicts[name] for name in (greedy, plain, sampled)] == ["passed"] * 3
+    assert Path("engines/five-layers1-2_n0").is_dir()
 
 
 @pytest.mark.usefixtures("quick")
@@ -67,6 +89,7 @@ def test_it_is_an_engine_of_its_own(
     assert built.folder == Path("engines/five-layers1-2_n1")
     assert built.manifest.model.name == "five-layers1-2"
     assert built.manifest.model.num_hidden_layers == 2
+    assert (built.manifest.build.layers, built.manifest.whole_model) == ("1-2", "five")
     assert build(request)[0].unchanged
     foreseen = dry_run(request, Stages())
     assert foreseen.parameters == built.manifest.model.parameters

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from mtpbuild.builder.bench.engines import Built, Wanted
 from mtpbuild.builder.cli import app
+from mtpbuild.builder.model.layers_slice import LayersSlice
 from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.verify import verify as module
 from mtpbuild.builder.verify.checks import CHECKS, Case
@@ -338,7 +339,14 @@ def test_a_baseline_is_built(predictable_folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "build_engines", build_engines)
     request = module.VerifyRequest(Path("e"), model=str(predictable_folder))
     assert module.find_baseline(request, manifest, print) == Path("engines/x_n0")
-    assert seen == [Wanted(str(predictable_folder), ())]
+    assert seen.pop() == Wanted(str(predictable_folder), ())
+    model = manifest.model.model_copy(update={"name": "deepseek-tiny-layers1-2"})
+    build = manifest.build.model_copy(update={"layers": "1-2"})
+    some = manifest.model_copy(update={"model": model, "build": build})
+    assert module.find_baseline(module.VerifyRequest(Path("e")), some, print) == Path(
+        "engines/x_n0"
+    )
+    assert seen == [Wanted("deepseek-tiny", (), layers=LayersSlice(1, 2))]
 
 
 @pytest.mark.parametrize(
