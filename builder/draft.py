@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3, MTPModule
 from mtpbuild.builder.model.layers import Rows, pick
+from mtpbuild.builder.model.precision import cast
 
 State = dict[str, Tensor]
 
@@ -160,7 +161,8 @@ class Idle:
         self.nextn = nextn
 
     def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
-        logits = step.rows.cos.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
+        zeros = step.hidden.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
+        logits = cast(zeros, torch.float32)
         drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
         return torch.cat(drafts, dim=1), {}
 

@@ -22,7 +22,7 @@ from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.model.precision import hold_in
 from mtpbuild.builder.pipeline import BuildRequest, Stages, build
-from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program import make_programs
 from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.refit import refit
@@ -175,6 +175,26 @@ def test_on_a_gpu(eagerly: MakePrograms, model: Transformer, tmp_path: Path) -> 
     inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("nextn", "drafter"), [*ENGINES, (2, "none")])
+def test_state_keeps_its_types(nextn: int, drafter: DrafterName | None, model: Transformer) -> None:
+    """What a target writes over a state tensor must be of its type."""
+    plan = Plan(model.config, nextn, drafter, SLOTS, 60, CHUNK, dtype="bfloat16")
+    specs = {spec.name: spec for spec in state_specs(plan)}
+    for program in make_programs(plan, narrow(model)):
+        slots = 1 if program.name == "prefill" else len(program.arguments["active"])
+        state = {
+            name: torch.zeros(slots, *spec.shape[1:], dtype=getattr(torch, spec.dtype))
+            for name, spec in specs.items()
+            if name in program.state
+        }
+        wanted = {name: tensor.dtype for name, tensor in state.items()}
+        given = list(program.arguments.values())
+        for arguments in (given, [torch.zeros_like(each) for each in given]):  # sampled, greedy
+            result = program.module(state, *arguments)
+            new = result[0] if isinstance(result, tuple) else result
+            assert {name: tensor.dtype for name, tensor in new.items()} == wanted
+
+
 def test_logits_are_not_rounded(model: Transformer) -> None:
     made = narrow(model)
     hidden = torch.randn(1, 50, model.config.hidden_size).bfloat16()
@@ -272,7 +292,9 @@ def test_compiled(
     model: Transformer,
     build_engine: EngineBuilder,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(target.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
     folder = save_checkpoint(tmp_path / "exact", model)
     flags: dict[str, Any] = {"target": "inductor", "dtype": "bfloat16", "prefill_chunk": CHUNK}
     built = build_engine(folder, nextn, drafter, **flags)
