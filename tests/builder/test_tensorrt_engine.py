@@ -348,7 +348,7 @@ class TestWeightsPutBack:
 
 @pytest.fixture
 def place(folder: Path, tmp_path: Path, trt: FakeTensorRt) -> Iterator[BuildRequest]:
-    """A build that is to fail, and to leave nothing."""
+    """A build that is to fail, and to leave no engine."""
     yield BuildRequest(
         str(folder),
         (0,),
@@ -356,7 +356,7 @@ def place(folder: Path, tmp_path: Path, trt: FakeTensorRt) -> Iterator[BuildRequ
         target="tensorrt-rtx",
         compute_capability=("sm120",),
     )
-    assert not any(tmp_path.iterdir())
+    assert not (tmp_path / "engine").exists()
 
 
 class TestWhatCanNotBeBuilt:
