@@ -1,5 +1,7 @@
 """The slice of R1 that `benchmarks/gpu.py` measures: what a rank holds, what its parts cost."""
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -15,6 +17,53 @@ from mtpbuild.runtime.errors import UsageError
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 CONTEXT, BF16, FP32 = 4096, 2, 4
+LOWER = f"""
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch._inductor import compile_fx
+from torch.utils import _pytree as pytree
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+sys.path.insert(0, {str(SCRIPTS)!r})
+from on_gpu import machine, r1, slice_bench, slices
+from mtpbuild.builder.model.layers import use_kernels
+from mtpbuild.builder.targets.gpu_graph import for_gpu
+from mtpbuild.builder.targets.inductor import in_place
+from mtpbuild.builder.trace import trace
+
+class Pretended:  # a GPU, for what is asked while tracing
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+class Seen(Exception):
+    pass
+
+def see(module, inputs, **settings):
+    nodes = module.graph.nodes
+    written = [n.kwargs["tensors_to_clone"] for n in nodes if "triton_kernel" in str(n.target)]
+    print(name, *sorted(" ".join(names) for names in written), sep="; ")
+    raise Seen
+
+driver.set_active(Pretended())
+torch.set_num_threads(1)
+case = replace(slices.small((0, 2)), dtype="bfloat16")
+bench = slice_bench.Bench(case, machine.Machine("cpu"), True, Path("none"))
+use_kernels(bench.model)
+plan = replace(bench.plan(2), gpu="9.0")
+programs = [(part.name, part.program) for part in r1.needed(bench)]
+for name, program in [*programs[4:], ("step", bench.step(2))]:
+    traced = trace(program, plan)
+    traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
+    examples = tuple(pytree.tree_leaves(traced.exported.example_inputs))
+    try:
+        compile_fx.compile_fx_aot(in_place(traced), examples, inner_compile=see)
+    except Seen:
+        pass
+"""
 
 
 def on_gpu(name: str) -> ModuleType:
@@ -115,6 +164,30 @@ def test_what_a_rank_of_eight_holds_and_reads() -> None:
     assert draft.nbytes == pytest.approx(one.nbytes + own)
     assert parts.head(4).cost.nbytes == FP32 * E * 16160
     assert parts.acceptance(4).cost.nbytes == FP32 * 4 * 129280
+
+
+@pytest.mark.full
+def test_what_a_gpus_compiler_is_given(tmp_path: Path) -> None:
+    """Each part has its kernels, and the step has the kernels of its parts."""
+    compiling = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    compiling |= {"TRITON_CACHE_DIR": str(tmp_path), "TORCH_LOGS": "-all"}
+    command = [sys.executable, "-W", "ignore", "-c", LOWER]
+    done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {name: kernels for name, *kernels in (x.split("; ") for x in done.stdout.splitlines())}
+    attention, experts = ["out lse"], ["inner", "parts"]
+    expert_layer = sorted(attention + experts)
+    judging = ["best ids", "tokens num_tokens new_lengths logprobs margins"]
+    assert found == {
+        "dense layer": attention,
+        "MoE layer": expert_layer,
+        "head": [],
+        "acceptance": judging,
+        "first draft": expert_layer,
+        "head of a draft": [],
+        "further draft": expert_layer,
+        "step": sorted(attention * 4 + experts * 3 + judging),
+    }
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
