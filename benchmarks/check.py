@@ -101,6 +101,8 @@ def figures(threads: int) -> dict[str, float]:
         wanted = Wanted(MODEL, (0, NEXTN))
         (report,) = bench(BenchRequest(wanted, asked, threads, Path(folder)))
     row, engine = report.rows[-1], report.engines[NEXTN]
+    assert row.cost.v is not None  # only "auto" has none
+    assert row.cost.d is not None
     return {
         "reasoning": row.kinds["reasoning"].speedup.value,
         "code": row.kinds["code"].speedup.value,
