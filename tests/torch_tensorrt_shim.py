@@ -1,12 +1,13 @@
 """Target tensorrt on a machine without a GPU: Torch-TensorRT over TensorRT-RTX's library.
 
     python -m tests.torch_tensorrt_shim CHECKPOINT
+    python -m tests.torch_tensorrt_shim r1
 
 lists, as JSON, what the programs of an engine become: the network's tensors, kinds of layers,
 writes of caches, plugins and names of weights. Networks are compiled for sm120, with constants in
 place of the plugins and with their weights, as stripping needs a GPU; nothing can be loaded here.
-It answers for CUDA, so it wants a process of its own, and patches internals of Torch-TensorRT
-2.13.0.
+`r1`: of four layers of DeepSeek-R1, what one of 8 ranks holds; not compiled. It answers for CUDA,
+so it wants a process of its own, and patches internals of Torch-TensorRT 2.13.0.
 """
 
 import json
@@ -17,6 +18,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
@@ -130,6 +132,51 @@ def listing(folder: Path) -> dict[str, Any]:
     return found
 
 
+def r1_listing() -> dict[str, Any]:
+    """Layers 0 to 3 (three dense, one of experts) and the module, MTP Eagle, nextn 3.
+
+    The network is the same for all ranks: which one it is on is a weight. Weights are zeros that
+    take no memory.
+    """
+    trt = install()
+    plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
+
+    from mtpbuild.builder import compiler
+    from mtpbuild.builder.model.config import load_config
+    from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+    from mtpbuild.builder.model.layers_slice import parse_layers
+    from mtpbuild.builder.model.share import Share
+    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.program import make_programs
+    from mtpbuild.builder.recipe import recipe_folder
+    from mtpbuild.builder.targets.tensorrt import convert
+
+    config = parse_layers("0-3").of(load_config(recipe_folder() / "deepseek_v3"))
+    plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, ("10.0",), plugins=True, tp=8)
+    model = DeepseekV3(config, Share(8))
+    weights = {
+        name: torch.from_numpy(np.zeros(weight.shape, str(weight.dtype).removeprefix("torch.")))
+        for name, weight in model.named_parameters()
+    }
+    found: dict[str, Any] = {}
+    for program in make_programs(plan, model):
+        network = convert(compiler.trace(program, plan), weights).ctx.net
+        found[program.name] = describe(trt, network) | {
+            "totals": totals(trt, network),
+            "plugins": plugins.copy(),
+        }
+        plugins.clear()
+    found["weights"] = {name: list(weight.shape) for name, weight in weights.items()}
+    return found
+
+
+def totals(trt: Any, network: Any) -> list[str]:
+    """Of each all-reduce, what is summed and over how many ranks."""
+    layers = (network.get_layer(i) for i in range(network.num_layers))
+    found = (layer for layer in layers if layer.type == trt.LayerType.DIST_COLLECTIVE)
+    return [f"{list(layer.get_input(0).shape)} of {layer.num_ranks} ranks" for layer in found]
+
+
 def describe(trt: Any, network: Any) -> dict[str, Any]:
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
@@ -146,6 +193,6 @@ def describe(trt: Any, network: Any) -> dict[str, Any]:
 if __name__ == "__main__":
     stdout = os.dup(1)
     os.dup2(2, 1)  # TensorRT's own words
-    found = listing(Path(sys.argv[1]))
+    found = r1_listing() if sys.argv[1] == "r1" else listing(Path(sys.argv[1]))
     os.dup2(stdout, 1)
     print(json.dumps(found, indent=1))

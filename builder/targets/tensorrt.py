@@ -30,6 +30,7 @@ from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS
 
 NAME: Final = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
+GATHER = torch.ops.aten.gather.default
 DTYPES = {
     torch.bool: "bool",
     torch.int32: "int32",
@@ -82,7 +83,8 @@ def torch_tensorrt() -> ModuleType:
         raise MissingDependencyError(_needs((error.name or "").partition(".")[0])) from None
     registry = import_module("torch_tensorrt.dynamo.conversion")
     first = registry.ConverterPriority.HIGH
-    for op, converter in (tensorrt_converters() | {CUMSUM: cumsum}).items():
+    own = {CUMSUM: cumsum, GATHER: gather, torch.ops.tensorrt.fused_nccl_all_reduce.default: total}
+    for op, converter in (tensorrt_converters() | own).items():
         register = registry.dynamo_tensorrt_converter
         register(op, supports_dynamic_shapes=True, priority=first)(converter)
     return dynamo
@@ -104,6 +106,24 @@ def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
     constant = utils.get_trt_tensor(ctx, last, f"{name}_axis")  # held until the network is compiled
     total = trt.CumulativeOperation.SUM
     return ctx.net.add_cumulative(values, constant, total, False, False).get_output(0)
+
+
+def gather(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """One layer; Torch-TensorRT's own converter does the same, but for fixed sizes alone."""
+    values, axis, ids = args
+    layer = ctx.net.add_gather_v2(values, ids, tensorrt_api(NAME).GatherMode.ELEMENT)
+    layer.axis = axis % len(values.shape)
+    return layer.get_output(0)
+
+
+def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """An all-reduce, as Torch-TensorRT's lowering fuses it with the wait for it."""
+    trt = tensorrt_api(NAME)
+    what, how = trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM
+    everyone = torch.arange(ctx.ranks).numpy()
+    layer = ctx.net.add_dist_collective(args[0], what, how, -1, everyone)
+    layer.num_ranks = ctx.ranks
+    return layer.get_output(0)
 
 
 def compile_program(
@@ -170,6 +190,7 @@ def _interpret(exported: ExportedProgram, traced: Traced) -> Any:
     module = lowering.post_lowering(exported.module(), settings)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
     interpreter = _interpreter_class()(module, inputs, compilation_settings=settings)
+    interpreter.ctx.ranks = traced.plan.tp  # for `total`
     interpreter._construct_trt_network_def()
     return interpreter
 
