@@ -1,6 +1,7 @@
 """Compiled engines of several ranks say what the engine of one rank says: O2 and O7."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,6 +65,20 @@ def test_the_same_tokens_as_one_rank(
         with running(make(drafter=drafter, tp=tp, ep=ep)) as loaded:
             results = loaded.generate(prompts(), PARAMS)
         assert [r.token_ids for r in results] == wanted
+
+
+def test_ranks_that_were_built_apart(make: Callable[..., Path], tmp_path: Path) -> None:
+    """Each compiles programs of its own, and they agree: other tokens on a rank would end the run."""
+    together = tmp_path / "together"
+    for rank in (1, 0):
+        alone = make(drafter="mtp-vanilla", tp=2, ep=1, rank=rank)
+        shutil.copytree(alone, together, dirs_exist_ok=True)
+    files = [together / f"rank{rank}" / "decode.pt2" for rank in range(2)]
+    assert not files[0].samefile(files[1])
+    with Engine.load(make(drafter="mtp-vanilla"), threads=1) as loaded:
+        wanted = [r.token_ids for r in loaded.generate(prompts(), PARAMS)]
+    with running(together) as loaded:
+        assert [r.token_ids for r in loaded.generate(prompts(), PARAMS)] == wanted
 
 
 def test_torchrun(make: Callable[..., Path]) -> None:
