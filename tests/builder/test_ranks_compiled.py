@@ -68,7 +68,7 @@ def test_the_same_tokens_as_one_rank(
 
 
 def test_ranks_that_were_built_apart(make: Callable[..., Path], tmp_path: Path) -> None:
-    """Each compiles programs of its own, and they agree: other tokens on a rank would end the run."""
+    """Each compiles its own programs, and they agree: other tokens on a rank would end the run."""
     together = tmp_path / "together"
     for rank in (1, 0):
         alone = make(drafter="mtp-vanilla", tp=2, ep=1, rank=rank)
