@@ -89,7 +89,7 @@ class MixedAcceptance:
             return {}
         unused = state["draft_probs"][:, len(self.probs) :]  # of an adaptive engine
         laws = [*self.probs, unused] if unused.shape[1] else self.probs
-        return {"draft_probs": torch.cat(laws, dim=1)}
+        return {"draft_probs": torch.cat(laws, dim=1)} if laws else {}
 
 
 def _sampled_draft(

@@ -123,6 +123,11 @@ def near(rng: random.Random, number: int) -> int:
     return int(number // (step * 10) * step * 10 + rng.randrange(step * 10))
 
 
+def compared(p: str, q: str) -> str:
+    verdict = "the same" if p == q else f"{max(p, q)} is more"
+    return f"{p} and {q}, {verdict}"
+
+
 def larger(rng: random.Random) -> Problem:
     a = b = rng.randrange(10 ** rng.randint(1, 4))
     while a == b:
@@ -134,8 +139,7 @@ def larger(rng: random.Random) -> Problem:
         lines.append(f"{max(len(x), len(y))} digits are more than {min(len(x), len(y))}.")
     else:
         for place, (p, q) in zip(reversed(PLACES[: len(x)]), zip(x, y, strict=True), strict=True):
-            verdict = "the same" if p == q else f"{max(p, q)} is more"
-            lines.append(f"{place}: {p} and {q}, {verdict}")
+            lines.append(f"{place}: {compared(p, q)}")
             if p != q:
                 break
     openings = ("", "Compare the lengths first.", f"I compare {a} and {b}.")
@@ -174,6 +178,12 @@ def some_word(rng: random.Random, words: Sequence[str]) -> str:
     return "".join(rng.choice(letters) for _ in range(rng.randint(3, 10)))
 
 
+def in_turn(rng: random.Random, steps: Sequence[str]) -> list[str]:
+    """Each on its line, or all on one. Every step begins with a space, so its letters are tokens
+    of one kind: equality of two of them is all that has to be seen."""
+    return [f"- {s}" for s in steps] if rng.random() < 0.5 else [f"Each: {', '.join(steps)}"]
+
+
 def counting(rng: random.Random, words: Sequence[str]) -> Problem:
     word = some_word(rng, words)
     letter = rng.choice(word) if rng.random() < 0.8 else rng.choice(string.ascii_lowercase)
@@ -181,8 +191,7 @@ def counting(rng: random.Random, words: Sequence[str]) -> Problem:
     for each in word:
         count += each == letter
         steps.append(f"{each} {letter} {'yes' if each == letter else 'no'} {count}")
-    steps = steps if rng.random() < 0.5 else [", ".join(steps)]
-    lines = [f"The letters of {word} are {spaced(word)}.", *steps]
+    lines = [f"The letters of {word} are {spaced(word)}.", *in_turn(rng, steps)]
     openings = ("", "Spell the word.", f"I look for {letter}.")
     times = "once" if count == 1 else f"{count} times"
     end = rng.choice((f"So {letter} occurs {times}.", f"The count is {count}."))
@@ -198,11 +207,35 @@ def blended(rng: random.Random, words: Sequence[str]) -> str:
 
 def spelling(rng: random.Random, words: Sequence[str]) -> Problem:
     """Not asked for by itself: it teaches which letters a token has."""
-    kinds = rng.choices((some_word, blended), k=rng.randint(1, 3))
+    kinds = rng.choices((some_word, blended), k=rng.randint(1, 5))
     some = [make(rng, words) for make in kinds]
     working = "\n".join(f"The letters of {word} are {spaced(word)}." for word in some)
     question = f"Spell the word{'s' * (len(some) > 1)} {', '.join(some)}."
     return Problem("spelling", question, working, ", ".join(map(spaced, some)))
+
+
+def matching(rng: random.Random) -> Problem:
+    """Not asked for by itself: it teaches to see that two letters are the same, as often as not."""
+    pairs, steps, count = [], [], 0
+    for _ in range(rng.randint(6, 14)):
+        a = b = rng.choice(string.ascii_lowercase)
+        if rng.random() < 0.5:
+            b = rng.choice(string.ascii_lowercase)
+        count += a == b
+        pairs.append(f"{a} {b}")
+        steps.append(f"{a} {b} {'yes' if a == b else 'no'} {count}")
+    question = f"How many of these pairs are equal: {', '.join(pairs)}?"
+    return Problem("matching", question, "\n".join(in_turn(rng, steps)), str(count))
+
+
+def digits(rng: random.Random) -> Problem:
+    """Not asked for by itself: the steps of `larger`, densely."""
+    pairs = [rng.choices("0123456789", k=2) for _ in range(rng.randint(4, 10))]
+    pairs = [(p, p if rng.random() < 0.4 else q) for p, q in pairs]
+    lines = [f"{rng.choice(PLACES)}: {compared(p, q)}" for p, q in pairs]
+    question = f"Compare these digits: {', '.join(f'{p} {q}' for p, q in pairs)}"
+    same = sum(p == q for p, q in pairs)
+    return Problem("digits", question, "\n".join(lines), f"{same} the same")
 
 
 def copying(rng: random.Random, words: Sequence[str]) -> Problem:
@@ -220,7 +253,7 @@ def copying(rng: random.Random, words: Sequence[str]) -> Problem:
 
 
 Maker = Callable[[random.Random], Problem]
-AUXILIARY = ("spelling", "copying")  # trained on, not evaluated
+AUXILIARY = ("spelling", "copying", "matching", "digits")  # trained on, not evaluated
 
 
 def makers(words: Sequence[str]) -> dict[str, Maker]:
@@ -234,18 +267,22 @@ def makers(words: Sequence[str]) -> dict[str, Maker]:
         "counting": lambda rng: counting(rng, words),
         "spelling": lambda rng: spelling(rng, words),
         "copying": lambda rng: copying(rng, words),
+        "matching": matching,
+        "digits": digits,
     }
 
 
 SHARES = {
-    "addition": 0.08,
-    "subtraction": 0.12,
-    "multiplication": 0.08,
+    "addition": 0.04,
+    "subtraction": 0.06,
+    "multiplication": 0.04,
     "larger": 0.12,
-    "sorting": 0.18,
-    "counting": 0.22,
-    "spelling": 0.14,
-    "copying": 0.06,
+    "sorting": 0.14,
+    "counting": 0.20,
+    "spelling": 0.16,
+    "copying": 0.02,
+    "matching": 0.14,
+    "digits": 0.08,
 }
 
 

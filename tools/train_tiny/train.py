@@ -53,7 +53,8 @@ class Phase:
 PHASES: tuple[Phase, ...] = (
     Phase(0.45, (8, 256), (8, 256), mtp=False),
     Phase(0.75, (8, 256), (8, 256), mtp=True),
-    Phase(1.00, (4, 512), (8, 256), mtp=True, long_every=8),
+    Phase(0.92, (4, 512), (8, 256), mtp=True, long_every=8),
+    Phase(1.00, (2, 512), (14, 256), mtp=True),
 )
 SMOKE_PHASES = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256), mtp=True))
 SMOKE_SHAPE = Shape(
