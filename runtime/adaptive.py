@@ -2,14 +2,15 @@
 
 from collections.abc import Hashable, Sequence
 
-FORGET = 0.96  # weight of older drafts as a new one is judged: a memory of some 25
-FADE = 0.985  # the same in a step without a draft there; more patient, as trying again costs time
+FORGET = 0.98  # weight of older drafts as a new one is judged: a memory of some 50
+FADE = 0.995  # the same in a step without a draft there; more patient, as trying again costs time
 DOUBT = 2.0  # drafts that a guess weighs as much as
 FIRST_GUESS = 0.7  # that a first draft is accepted
 CARRIED = 5.0  # drafts that a new request's odds weigh; they are those of the last ones
-TRIALS = 4  # steps of each nextn before times are known; the first is a session's warm-up
+SETTLING = 16  # steps of a program that find cold caches after another one ran: not timed
+TRIALS = 4  # timed steps of each nextn before times are known
 DRIFT, OWN = 0.08, 0.02  # how fast all times follow a step's, and how fast its own nextn's does
-STAY = 1.01  # another nextn must be so much better
+STAY = 1.03  # another nextn must be so much better, for its program has to settle first
 
 
 class Odds:
@@ -66,7 +67,7 @@ class Times:
         if not self.seconds:
             self._trials[nextn].append(seconds)
             if self.untried() is None:
-                self.seconds = [min(trials[1:]) for trials in self._trials]
+                self.seconds = [min(trials) for trials in self._trials]
             return
         ratio = min(max(seconds / self.seconds[nextn], 0.5), 2.0)  # one step may be interrupted
         self.seconds = [s * ratio**DRIFT for s in self.seconds]
@@ -81,6 +82,7 @@ class AdaptiveNextn:
 
     def __init__(self, most: int) -> None:
         self._most = self._nextn = most
+        self._settled = 0  # steps of this nextn in a row
         self._odds: dict[Hashable, Odds] = {}
         self._all = Odds(most)  # of all requests: where a new one begins
         self._times: dict[Hashable, Times] = {}
@@ -90,12 +92,15 @@ class AdaptiveNextn:
         self._odds = {r: self._odds.get(r) or self._all.successor() for r in requests}
         times = self._times.setdefault(kind, Times(self._most))
         untried = times.untried()
-        self._nextn = self._best(times.seconds) if untried is None else untried
-        return self._nextn
+        nextn = self._best(times.seconds) if untried is None else untried
+        self._settled = self._settled + 1 if nextn == self._nextn else 0
+        self._nextn = nextn
+        return nextn
 
     def took(self, kind: Hashable, seconds: float) -> None:
         """The step that was chosen for."""
-        self._times[kind].add(self._nextn, seconds)
+        if self._settled >= SETTLING:
+            self._times[kind].add(self._nextn, seconds)
 
     def add(self, request: Hashable, accepted: int, drafted: int) -> None:
         """What became of a request's drafts in that step."""
