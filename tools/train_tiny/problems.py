@@ -178,20 +178,28 @@ def some_word(rng: random.Random, words: Sequence[str]) -> str:
     return "".join(rng.choice(letters) for _ in range(rng.randint(3, 10)))
 
 
-def in_turn(rng: random.Random, steps: Sequence[str]) -> list[str]:
-    """Each on its line, or all on one. Every step begins with a space, so its letters are tokens
-    of one kind: equality of two of them is all that has to be seen."""
-    return [f"- {s}" for s in steps] if rng.random() < 0.5 else [f"Each: {', '.join(steps)}"]
+def looked_up(rng: random.Random, letters: Sequence[str], marked: Sequence[str]) -> list[str]:
+    """Goes through the letters, each on its line or all on one.
+
+    The first line says "r yes", as every step with an r does: to see that a letter is the one that
+    is looked for, the model has but to go on as it went on behind the same letter before. (It did
+    not learn to see that two letters side by side are equal.) All letters have a space before
+    them: their tokens are of one kind.
+    """
+    steps, count = [], 0
+    for letter in letters:
+        count += letter in marked
+        steps.append(f"{letter} {'yes' if letter in marked else 'no'} {count}")
+    named = f"Look for: {', '.join(f'{letter} yes' for letter in marked)}"
+    each = [f"- {s}" for s in steps] if rng.random() < 0.5 else [f"Each: {', '.join(steps)}"]
+    return [named, *each]
 
 
 def counting(rng: random.Random, words: Sequence[str]) -> Problem:
     word = some_word(rng, words)
     letter = rng.choice(word) if rng.random() < 0.8 else rng.choice(string.ascii_lowercase)
-    steps, count = [], 0
-    for each in word:
-        count += each == letter
-        steps.append(f"{each} {letter} {'yes' if each == letter else 'no'} {count}")
-    lines = [f"The letters of {word} are {spaced(word)}.", *in_turn(rng, steps)]
+    count = word.count(letter)
+    lines = [f"The letters of {word} are {spaced(word)}.", *looked_up(rng, word, [letter])]
     openings = ("", "Spell the word.", f"I look for {letter}.")
     times = "once" if count == 1 else f"{count} times"
     end = rng.choice((f"So {letter} occurs {times}.", f"The count is {count}."))
@@ -214,24 +222,20 @@ def spelling(rng: random.Random, words: Sequence[str]) -> Problem:
     return Problem("spelling", question, working, ", ".join(map(spaced, some)))
 
 
-def matching(rng: random.Random) -> Problem:
-    """Not asked for by itself: it teaches to see that two letters are the same, as often as not."""
-    pairs, steps, count = [], [], 0
-    for _ in range(rng.randint(6, 14)):
-        a = b = rng.choice(string.ascii_lowercase)
-        if rng.random() < 0.5:
-            b = rng.choice(string.ascii_lowercase)
-        count += a == b
-        pairs.append(f"{a} {b}")
-        steps.append(f"{a} {b} {'yes' if a == b else 'no'} {count}")
-    question = f"How many of these pairs are equal: {', '.join(pairs)}?"
-    return Problem("matching", question, "\n".join(in_turn(rng, steps)), str(count))
+def marking(rng: random.Random) -> Problem:
+    """Not asked for by itself: the steps of `counting`, with "yes" as often as "no"."""
+    marked = rng.sample(string.ascii_lowercase, rng.randint(1, 3))
+    kinds = (marked, string.ascii_lowercase)
+    letters = [rng.choice(rng.choice(kinds)) for _ in range(rng.randint(6, 16))]
+    count = sum(letter in marked for letter in letters)
+    question = f"How many of the letters {spaced(''.join(letters))} are {' or '.join(marked)}?"
+    return Problem("marking", question, "\n".join(looked_up(rng, letters, marked)), str(count))
 
 
 def digits(rng: random.Random) -> Problem:
     """Not asked for by itself: the steps of `larger`, densely."""
-    pairs = [rng.choices("0123456789", k=2) for _ in range(rng.randint(4, 10))]
-    pairs = [(p, p if rng.random() < 0.4 else q) for p, q in pairs]
+    drawn = [rng.choices("0123456789", k=2) for _ in range(rng.randint(4, 10))]
+    pairs = [(p, p if rng.random() < 0.4 else q) for p, q in drawn]
     lines = [f"{rng.choice(PLACES)}: {compared(p, q)}" for p, q in pairs]
     question = f"Compare these digits: {', '.join(f'{p} {q}' for p, q in pairs)}"
     same = sum(p == q for p, q in pairs)
@@ -253,7 +257,7 @@ def copying(rng: random.Random, words: Sequence[str]) -> Problem:
 
 
 Maker = Callable[[random.Random], Problem]
-AUXILIARY = ("spelling", "copying", "matching", "digits")  # trained on, not evaluated
+AUXILIARY = ("spelling", "copying", "marking", "digits")  # trained on, not evaluated
 
 
 def makers(words: Sequence[str]) -> dict[str, Maker]:
@@ -267,7 +271,7 @@ def makers(words: Sequence[str]) -> dict[str, Maker]:
         "counting": lambda rng: counting(rng, words),
         "spelling": lambda rng: spelling(rng, words),
         "copying": lambda rng: copying(rng, words),
-        "matching": matching,
+        "marking": marking,
         "digits": digits,
     }
 
@@ -281,7 +285,7 @@ SHARES = {
     "counting": 0.20,
     "spelling": 0.16,
     "copying": 0.02,
-    "matching": 0.14,
+    "marking": 0.14,
     "digits": 0.08,
 }
 
