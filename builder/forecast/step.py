@@ -14,7 +14,7 @@ from mtpbuild.builder.forecast.weights import Class
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.plan import choose_drafter
 
-CACHE_BYTES = {"bf16": 2, "fp8": 1}
+CACHE_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}
 
 
 @dataclass(frozen=True)

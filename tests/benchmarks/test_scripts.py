@@ -137,3 +137,17 @@ def test_what_got_worse() -> None:
     grid, worse = check.report(then, {})
     assert worse == []
     assert ">= 2.2" in text(grid)
+
+
+def test_a_steps_bound_counts_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    roofline = script("roofline")
+    gpu = roofline.Gpu("", 0.0, 1e9, {"bf16": 1e9})
+    monkeypatch.setattr(roofline, "machine", lambda step_bytes: gpu)
+    _, parts = roofline.bound("deepseek-tiny", 0, 100)
+    found = {part.name: part for part in parts}
+    assert found["caches"].bytes == 4 * 100 * 20 * 80  # rows, layers, latent and rotary part
+    assert found["head"].bytes == 4 * 2048 * 192
+    assert found["experts"].bytes == pytest.approx(4 * 2 * 2 * 3 * 64 * 192)  # 2 layers, 2 of 8
+    assert all(part.seconds == max(part.bytes, part.operations) / 1e9 for part in parts)
+    shown = roofline.row("n0", gpu, parts, 2 * sum(part.seconds for part in parts))
+    assert shown[-1] == "2.00"

@@ -237,7 +237,7 @@ def test_tables(tmp_path: Path) -> None:
         ("--calibrate 1=5,1=6", "give tokens/s at two different nextn"),
         ("--calibrate 0=5000,1=9000", "beyond the machine's memory and arithmetic (nextn 0: 0.20"),
         ("--nextn 0,1 --calibrate 0=111,3=250", "--calibrate: nextn 3 is not among --nextn"),
-        ("--kv-cache int8", "--kv-cache int8 is unknown; supported: bf16, fp8"),
+        ("--kv-cache int8", "--kv-cache int8 is unknown; supported: bf16, fp8, fp32"),
         ("--max-batch 0", "--max-batch 0 must be at least 1"),
     ],
 )

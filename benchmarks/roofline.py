@@ -1,0 +1,115 @@
+"""How far a step is from what this machine's memory and arithmetic allow.
+
+    python benchmarks/roofline.py engines/tiny_n0 engines/tiny_n3 [--tokens 256] [--rounds 5]
+
+For each engine (target onnxruntime, fp32): the median step of one request of so many tokens, taken
+in turn with the others, beside the sum of its parts' bounds. A part is bound by its bytes over the
+bandwidth of reading as many bytes as the whole step reads, again and again (so caches count as they
+do in the step), or by its operations over the rate of a product of matrices of 1,024, whichever
+takes longer: both measured here, with as many threads. Bytes and operations are those of
+`mtpbuild plan`, in fp32: weights once per pass, of the routed experts those that random tokens
+choose, caches as long as in the middle of the request.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from loop_overhead import PROMPT, measure
+from rich.console import Console
+from rich.table import Table
+
+from mtpbuild.builder.forecast.machines import Gpu
+from mtpbuild.builder.forecast.ranks import Ranks
+from mtpbuild.builder.forecast.step import Load, Model, Part
+from mtpbuild.builder.forecast.weights import classes, find_layout
+from mtpbuild.runtime import Engine
+
+FP32 = 4  # bytes
+REPEATS = 30
+
+
+def fastest(work: Callable[[], object]) -> float:
+    """Seconds of a call: the median of the faster half, for a bound should not be too low."""
+    work()
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(sorted(seconds)[: REPEATS // 2])
+
+
+def machine(step_bytes: float) -> Gpu:
+    """Bandwidth of reading `step_bytes` again and again, and the rate of fp32 products."""
+    read = torch.ones(int(step_bytes) // FP32)
+    one, other = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    bandwidth = FP32 * read.numel() / fastest(read.sum)
+    rate = 2 * 1024**3 / fastest(lambda: one @ other)
+    return Gpu("this machine", 0.0, bandwidth, {"bf16": rate})
+
+
+def bound(model: str, nextn: int, context: int) -> tuple[Gpu, list[Part]]:
+    """The machine as it is for this step, and the step's parts."""
+    layout = find_layout(model, None)
+    found = classes(layout, Ranks())
+    for one in found:
+        one.bytes = one.parameters * FP32
+        one.per_rank, one.formats = float(one.bytes), {"fp32": one.bytes}
+    load = Load(1, context, "fp32")
+    unknown = Gpu("", 0.0, 1.0, {"bf16": 1.0})
+    shape = Model(layout.config, found, Ranks(), unknown)
+    gpu = machine(sum(part.bytes for part in shape.step(nextn, load)))
+    return gpu, replace(shape, gpu=gpu).step(nextn, load)
+
+
+def row(name: str, gpu: Gpu, parts: list[Part], seconds: float) -> list[str]:
+    least = sum(part.seconds for part in parts)
+    slow = max(parts, key=lambda part: part.seconds)
+    return [
+        name,
+        f"{1e3 * seconds:.2f}",
+        f"{sum(part.bytes for part in parts) / 1e6:.1f}",
+        f"{sum(part.operations for part in parts) / 1e6:.1f}",
+        f"{gpu.bandwidth / 1e9:.0f}",
+        f"{gpu.peak('bf16') / 1e9:.0f}",
+        f"{1e3 * least:.2f}",
+        f"{slow.name} ({slow.limit})",
+        f"{seconds / least:.2f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engines", nargs="+", type=Path)
+    parser.add_argument("--model", default="deepseek-tiny", help="that the engines are of")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    engines = [
+        Engine.load(path, threads=arguments.threads, overlap=False) for path in arguments.engines
+    ]
+    steps: list[list[float]] = [[] for _ in engines]
+    for i in range(arguments.rounds + 1):
+        for engine, seconds in zip(engines, steps, strict=True):
+            inside, _, _ = measure(engine, arguments.tokens)
+            seconds += inside if i else []  # the first round warms up
+    columns = ["engine", "step\nms", "MB", "million\noperations", "GB/s", "Gop/s", "bound\nms"]
+    grid = Table(*columns, "largest part", "step over\nbound")
+    for path, engine, seconds in zip(arguments.engines, engines, steps, strict=True):
+        prompt = len(engine.encode(PROMPT)) if engine.tokenizer else 3
+        nextn = engine.manifest.build.nextn
+        gpu, parts = bound(arguments.model, nextn, prompt + arguments.tokens // 2)
+        grid.add_row(*row(path.name, gpu, parts, statistics.median(seconds)))
+        engine.close()
+    Console(width=120).print(grid)
+
+
+if __name__ == "__main__":
+    main()
