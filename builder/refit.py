@@ -12,6 +12,8 @@ from mtpbuild.builder import package
 from mtpbuild.builder.compiler import ModelSource
 from mtpbuild.builder.generation import generation_ids
 from mtpbuild.builder.model.config import ModelConfig, load_config
+from mtpbuild.builder.model.layers_slice import parse_layers
+from mtpbuild.builder.pipeline import BuildRequest, find_source
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.staging import staging
 from mtpbuild.builder.targets import load_target
@@ -27,9 +29,10 @@ def refit(
 ) -> tuple[Manifest, Manifest]:
     """Replace the weights of `engine` by those of `model`, a checkpoint folder or a recipe's name.
 
-    Returns the manifests before and after. Raises UsageError with the differences if the
-    checkpoint has another architecture or other number formats, CheckpointError or BuildError; the
-    engine is then as it was. Programs that are loaded keep the weights that they were loaded with.
+    Of an engine with some of its model's layers, by the same layers of `model`. Returns the
+    manifests before and after. Raises UsageError with the differences if the checkpoint has another
+    architecture or other number formats, CheckpointError or BuildError; the engine is then as it
+    was. Programs that are loaded keep the weights that they were loaded with.
     """
     watch("check engine")
     old = read_manifest(engine)
@@ -45,11 +48,10 @@ def refit(
         raise UsageError(f"{engine}: has no {package.CONFIG} to compare with: rebuild it")
 
     watch("check checkpoint")
-    source = find_model(model)
-    config = load_config(source.folder)
-    if old.model.num_hidden_layers != load_config(engine).num_hidden_layers:
-        raise UsageError(f"{engine}: has only some of its model's layers: rebuild it")
-    refuse(engine, source.folder, differences(load_config(engine), config))
+    whole = find_model(model)
+    refuse(engine, whole.folder, differences(load_config(engine), load_config(whole.folder)))
+    layers = None if old.build.layers is None else parse_layers(old.build.layers)
+    source, config = find_source(BuildRequest(model, layers=layers))
     ids = generation_ids(source.folder, config)
     new = ModelSource(
         source.name,
@@ -57,6 +59,7 @@ def refit(
         config,
         ids,
         integers=target.integers,
+        layers=layers,
         dtype=old.build.dtype,
     )
     if new.weights_type != old.build.weights:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,19 @@ class TestQuick:
         self.refused(engine, model, "programs of target tensorrt-rtx hold their weights")
 
     def test_a_slice_of_a_model(self, tmp_path: Path) -> None:
-        shape = {"num_hidden_layers": 2}
-        model = checkpoint(tmp_path / "two", 0, **shape)
-        request = BuildRequest(str(model), (1,), layers=LayersSlice(0, 0), out=tmp_path / "engine")
-        self.refused(build(request)[0].folder, model, "has only some of its model's layers")
+        """Takes the same layers of the new one, of which there must be as many."""
+        shape = {"num_hidden_layers": 3}
+        first, other = (checkpoint(tmp_path / f"three{seed}", seed, **shape) for seed in (0, 1))
+        request = BuildRequest(str(first), (1,), layers=LayersSlice(1, 2), out=tmp_path / "engine")
+        engine = build(request)[0].folder
+        self.refused(engine, checkpoint(tmp_path / "one", 1), "num_hidden_layers 3 -> 1")
+        _, new = refit(engine, str(other))
+        (anew,) = build(replace(request, model=str(other), out=tmp_path / "anew"))
+        got, wanted = contents(engine), contents(anew.folder)
+        del got[MANIFEST], wanted[MANIFEST]
+        assert got == wanted
+        assert new.model == anew.manifest.model
+        assert (new.build.layers, new.whole_model) == ("1-2", "three1")
 
     def test_a_full_disk(
         self, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
