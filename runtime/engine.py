@@ -1,6 +1,5 @@
 """The engine as its users see it: load a directory, then generate or stream."""
 
-import asyncio
 import contextlib
 import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -115,6 +114,8 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for asyncio; cancelling the task or closing the generator ends the request."""
+        import asyncio  # here: every program would wait for it, few use it
+
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def listener() -> None:
