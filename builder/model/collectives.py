@@ -33,6 +33,17 @@ def all_gather(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
     return all_reduce(torch.where(own, x[..., None, :], 0.0).flatten(-2))
 
 
+def every_rank(x: Tensor, rank: Tensor, ranks: int) -> Tensor:
+    """All ranks' x [..], in their order: [ranks, ..]; a sum with zeros, as in `all_gather`."""
+    own = torch.arange(ranks, device=x.device) == rank
+    return all_reduce(torch.where(own.view(-1, *[1] * x.dim()), x, 0.0))
+
+
+def own_sum(x: Tensor, rank: Tensor) -> Tensor:
+    """x [ranks, ..], a part of each rank's terms -> this rank's, summed over all: [..]."""
+    return all_reduce(x).index_select(0, rank)[0]
+
+
 def own_part(x: Tensor, part: Tensor, parts: int) -> Tensor:
     """x [.., parts * N] -> the part [.., N] of number `part` [1]."""
     return x.unflatten(-1, (parts, -1)).index_select(-2, part).squeeze(-2)

@@ -17,17 +17,17 @@ class MTPModule(DecoderLayer):
         super().__init__(c, layer, share)
         self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.eh_proj = parameter(2 * c.hidden_size // share.tp, c.hidden_size)
-        if share.tp > 1:
+        self.eh_proj = parameter(2 * c.hidden_size // share.parts, c.hidden_size)
+        if share.parts > 1:
             self.rank = rank_constant()
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
 
     def join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         """Emb(t_{p+k}) and the hidden of slot p, both normed; the embedding's half comes first."""
         both = torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1)
-        if self.share.tp == 1:
+        if self.share.parts == 1:
             return both @ self.eh_proj
-        return all_reduce(own_part(both, self.rank, self.share.tp) @ self.eh_proj)
+        return all_reduce(own_part(both, self.rank, self.share.parts) @ self.eh_proj)
 
     def norm(self, x: Tensor) -> Tensor:
         """What the head reads, and what the next module or draft step is given."""
@@ -37,12 +37,13 @@ class MTPModule(DecoderLayer):
 class DeepseekV3(nn.Module):
     """Main model and MTP modules; embedding and head are shared by all.
 
-    A rank of several holds its share: of the vocabulary, the rows that begin at its number.
+    A rank of several holds its share: of a vocabulary that is split, the rows that begin at its
+    number.
     """
 
     def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
-        L, D, V = c.num_hidden_layers, c.num_nextn_predict_layers, c.vocab_size // share.tp
+        L, D, V = c.num_hidden_layers, c.num_nextn_predict_layers, c.vocab_size // share.parts
         self.config, self.share = c, share
         self.embed_tokens = parameter(V, c.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(c, i, share) for i in range(L))
@@ -50,11 +51,11 @@ class DeepseekV3(nn.Module):
         self.mtp = nn.ModuleList(MTPModule(c, L + j, share) for j in range(D))
         self.lm_head = parameter(c.hidden_size, V)
         self.rope = Rope(c)
-        if share.tp > 1:
+        if share.parts > 1:
             self.rank = rank_constant()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        if self.share.tp == 1:
+        if self.share.parts == 1:
             return nn.functional.embedding(tokens, self.embed_tokens)
         rows = self.embed_tokens.shape[0]
         own = (tokens // rows == self.rank)[..., None]
@@ -84,4 +85,4 @@ class DeepseekV3(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32: bf16 logits tie."""
         logits = (cast(hidden, torch.float32) @ self.lm_head).float()
-        return logits if self.share.tp == 1 else all_gather(logits, self.rank, self.share.tp)
+        return logits if self.share.parts == 1 else all_gather(logits, self.rank, self.share.parts)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.model.collectives import all_reduce, rank_constant
+from mtpbuild.builder.model.collectives import all_reduce, every_rank, own_sum, rank_constant
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.precision import cast
 from mtpbuild.builder.model.rope import inverse_frequencies, softmax_scale, table_scale
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
     def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
-        H, n, R = c.num_attention_heads // share.tp, c.qk_nope_head_dim, c.qk_rope_head_dim
+        H, n, R = c.num_attention_heads // share.parts, c.qk_nope_head_dim, c.qk_rope_head_dim
         self.config, self.heads, self.scale = c, H, softmax_scale(c)
         queries = H * (n + R)
         if c.q_lora_rank is None:
@@ -170,36 +170,65 @@ class Gate(nn.Module):
         return weights * c.routed_scaling_factor, ids
 
 
-class DenseMoE(nn.Module):
-    """Few experts: all are computed in two products, the unchosen weigh 0, shared ones weigh 1."""
+class MoE(nn.Module):
+    """A rank of several computes a part of the sum.
 
-    def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
+    With attention-DP all of it, of its own tokens: routed experts see those of all ranks, so ranks
+    must have equally many.
+    """
+
+    def __init__(self, c: ModelConfig, share: Share) -> None:
         super().__init__()
         self.config, self.share = c, share
-        inner = (c.n_routed_experts + c.n_shared_experts) * c.moe_intermediate_size // share.tp
         self.gate = Gate(c)
-        self.experts = MLP(c.hidden_size, inner)
-        if share.ep > 1:
+        self.shared_experts: MLP | None = None  # those that `routed` leaves out
+        if share.ep > 1 or share.attention_dp:
             self.rank = rank_constant()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.share.attention_dp:
+            every = every_rank(x, self.rank, self.share.tp)
+            y = own_sum(self.routed(every), self.rank)
+        else:
+            y = self.routed(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+    def routed(self, x: Tensor) -> Tensor:
+        """x [.., E] -> [.., E]."""
+        raise NotImplementedError
+
+
+class DenseMoE(MoE):
+    """Few experts: all are computed in two products, the unchosen weigh 0, shared ones weigh 1."""
+
+    def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
+        super().__init__(c, share)
+        self.always = 0 if share.attention_dp else c.n_shared_experts
+        inner = (c.n_routed_experts + self.always) * c.moe_intermediate_size // share.tp
+        self.experts = MLP(c.hidden_size, inner)
+        if share.attention_dp:
+            self.shared_experts = shared_experts(c, share)
+
+    def routed(self, x: Tensor) -> Tensor:
         c = self.config
         weights, ids = self.gate(x)
         every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts)
         every = every.scatter(-1, ids, weights)
-        if (ep := self.share.ep) > 1:  # own experts are ep times as wide as a shared one's part
+        if (ep := self.share.ep) > 1:
             # Rank r's is group r % ep; not by `rank % ep`, which the compiler would fold.
-            groups = every.unflatten(-1, (ep, -1)).repeat_interleave(ep, dim=-1)
+            groups = every.unflatten(-1, (ep, -1))
+            if self.always:  # own experts are ep times as wide as a shared one's part
+                groups = groups.repeat_interleave(ep, dim=-1)
             repeated = torch.cat([groups] * (self.share.tp // ep), dim=-2)
             every = repeated.index_select(-2, self.rank).squeeze(-2)
-        if c.n_shared_experts:
-            every = torch.cat([every, every.new_ones(*x.shape[:-1], c.n_shared_experts)], dim=-1)
+        if self.always:
+            every = torch.cat([every, every.new_ones(*x.shape[:-1], self.always)], dim=-1)
         gate, up = (x @ self.experts.gate_up_proj).chunk(2, dim=-1)
         inner = (F.silu(gate) * up).unflatten(-1, (every.shape[-1], -1))
         return cast(inner * every[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
 
 
-class GatheredMoE(nn.Module):
+class GatheredMoE(MoE):
     """Many experts: only the chosen ones' weights are read.
 
     By an op if `use_kernels` said so, where a step has few tokens and their number is fixed; else
@@ -209,19 +238,13 @@ class GatheredMoE(nn.Module):
     kernels = False
 
     def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
-        super().__init__()
-        self.share = share
+        super().__init__(c, share)
         experts, inner = len(share.experts(c)), share.expert_inner(c)
-        self.gate = Gate(c)
         self.gate_up_proj = parameter(experts, c.hidden_size, 2 * inner)
         self.down_proj = parameter(experts, inner, c.hidden_size)
-        if c.n_shared_experts:
-            inner = c.n_shared_experts * c.moe_intermediate_size // share.tp
-            self.shared_experts = MLP(c.hidden_size, inner)
-        if share.ep > 1:
-            self.rank = rank_constant()
+        self.shared_experts = shared_experts(c, share)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x)
         if (ep := self.share.ep) > 1:  # another group's expert: any of ours, which weighs 0
             experts = self.gate_up_proj.shape[0]
@@ -229,10 +252,8 @@ class GatheredMoE(nn.Module):
             weights, ids = torch.where(own, weights, 0.0), ids % experts
         if self.kernels and is_few(math.prod(x.shape[:-1])):
             flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
-            y = moe(*flat, self.gate_up_proj, self.down_proj).reshape(x.shape)
-        else:
-            y = self.gathered(x, weights, ids)
-        return y + self.shared_experts(x) if hasattr(self, "shared_experts") else y
+            return moe(*flat, self.gate_up_proj, self.down_proj).reshape(x.shape)
+        return self.gathered(x, weights, ids)
 
     def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         chosen = ids.flatten()
@@ -241,6 +262,11 @@ class GatheredMoE(nn.Module):
         gate, up = (rows @ self.gate_up_proj.index_select(0, chosen)).chunk(2, dim=-1)
         y = (F.silu(gate) * up) @ self.down_proj.index_select(0, chosen)
         return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
+
+
+def shared_experts(c: ModelConfig, share: Share) -> MLP | None:
+    inner = c.n_shared_experts * c.moe_intermediate_size // share.parts
+    return MLP(c.hidden_size, inner) if inner else None
 
 
 def is_few(tokens: int) -> bool:
@@ -260,14 +286,15 @@ DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering 
 
 def feed_forward(c: ModelConfig, layer: int, share: Share = WHOLE) -> nn.Module:
     if not c.is_moe(layer):
-        return MLP(c.hidden_size, c.intermediate_size // share.tp)
+        return MLP(c.hidden_size, c.intermediate_size // share.parts)
     return DenseMoE(c, share) if c.n_routed_experts <= DENSE_EXPERTS else GatheredMoE(c, share)
 
 
 class DecoderLayer(nn.Module):
     """Pre-norm block: x += attention(norm(x)); x += feed_forward(norm(x)).
 
-    A rank of several computes a part of both terms, and what is added is the ranks' sum.
+    A rank of several computes a part of both terms, and what is added is the ranks' sum; with
+    attention-DP it computes both, and `MoE` meets the others.
     """
 
     def __init__(self, c: ModelConfig, layer: int, share: Share = WHOLE) -> None:
@@ -311,7 +338,7 @@ class DecoderLayer(nn.Module):
         return x + self.summed(self.mlp(self.post_attention_layernorm(x)))
 
     def summed(self, part: Tensor) -> Tensor:
-        return part if self.share.tp == 1 else all_reduce(part)
+        return part if self.share.parts == 1 else all_reduce(part)
 
 
 def pick(x: Tensor, at: Tensor) -> Tensor:

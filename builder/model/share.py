@@ -17,12 +17,19 @@ class Share:
     """One of `tp` ranks; tp 1 holds the whole.
 
     The ranks form `ep` groups: those of group g hold only the g-th part of the routed experts, and
-    of each of these one of tp / ep column parts. Everything else is split tp ways or replicated.
+    of each of these one of tp / ep column parts. Everything else is split tp ways or replicated;
+    with attention-DP it is whole on each, which has requests of its own.
     """
 
     tp: int = 1
     ep: int = 1
     rank: int = 0  # matters to weights alone: the graph is the same for all ranks
+    attention_dp: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Of all that is split, but for the routed experts."""
+        return 1 if self.attention_dp else self.tp
 
     @property
     def group(self) -> int:
@@ -43,11 +50,11 @@ class Share:
 
         An expert that is not among `experts` must not be asked for.
         """
-        if axis is None or self.tp == 1:
-            return tensor
-        parts, part = self.tp, self.rank
+        parts, part = self.parts, self.rank
         if ".mlp.experts." in name:
             parts, part = self.tp // self.ep, self.rank // self.ep
+        if axis is None or parts == 1:
+            return tensor
         size = tensor.shape[axis] // parts
         return tensor.narrow(axis, part * size, size)
 
@@ -55,12 +62,12 @@ class Share:
 WHOLE = Share()
 
 
-def check_share(c: ModelConfig, tp: int, ep: int) -> None:
+def check_share(c: ModelConfig, tp: int, ep: int, attention_dp: bool = False) -> None:
     """Raise UsageError unless so many ranks can share the model; it names the numbers that can."""
     for flag, value in (("--tp", tp), ("--ep", ep)):
         if not 1 <= value <= MAX_RANKS:
             raise UsageError(f"{flag} {value} is outside 1..{MAX_RANKS}")
-    share, experts = Share(tp, ep), c.n_routed_experts
+    share, experts = Share(tp, ep, attention_dp=attention_dp), c.n_routed_experts
     splits = [n for n in range(1, tp + 1) if tp % n == 0 and max(experts, 1) % n == 0]
     if ep not in splits:
         raise UsageError(
@@ -87,7 +94,7 @@ def _obstacles(c: ModelConfig, share: Share) -> Iterator[str]:
             c.moe_intermediate_size * c.n_shared_experts
         )
     for name, size in sizes.items():
-        if size % share.tp:
+        if size % share.parts:
             yield f"{name} {size}"
     if c.n_routed_experts and c.moe_intermediate_size * share.ep % share.tp:
         yield f"moe_intermediate_size {c.moe_intermediate_size}" + (

@@ -88,7 +88,7 @@ def _layer(c: ModelConfig, s: Share, index: int, to: str) -> Iterator[Weight]:
 def _attention(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     E, H, r = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
     n, R, v = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-    own = H // s.tp
+    own = H // s.parts
     kv_a = Source(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
 
     def by_part(q: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ def _experts(c: ModelConfig, s: Share, at: str, proj: str) -> tuple[Source, ...]
     return tuple(_projection(f"{at}.experts.{e}", proj, E, inner) for e in s.experts(c))
 
 
-def _shared(c: ModelConfig, at: str, proj: str) -> tuple[Source, ...]:
-    if not c.n_shared_experts:
+def _shared(c: ModelConfig, s: Share, at: str, proj: str) -> tuple[Source, ...]:
+    if not c.n_shared_experts or s.attention_dp:  # then they are apart, and whole
         return ()
     inner = c.moe_intermediate_size * c.n_shared_experts
     return (_projection(f"{at}.shared_experts", proj, c.hidden_size, inner),)
@@ -146,9 +146,11 @@ def _projection(at: str, proj: str, hidden: int, inner: int) -> Source:
 
 def _dense_moe(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     yield from _gate(c, at, to)
-    gate, up, down = (_experts(c, s, at, p) + _shared(c, at, p) for p in ("gate", "up", "down"))
+    gate, up, down = (_experts(c, s, at, p) + _shared(c, s, at, p) for p in ("gate", "up", "down"))
     yield _product(f"{to}.experts.gate_up_proj", gate + up, stack_rows)
     yield _product(f"{to}.experts.down_proj", down, lambda *w: torch.cat(w, dim=1))
+    if s.attention_dp:
+        yield from _shared_mlp(c, at, to)
 
 
 def _gathered_moe(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
@@ -164,6 +166,10 @@ def _gathered_moe(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight
 
     yield Weight(f"{to}.gate_up_proj", pairs, gate_up, slices=len(gate))
     yield Weight(f"{to}.down_proj", down, downs, slices=len(down))
+    yield from _shared_mlp(c, at, to)
+
+
+def _shared_mlp(c: ModelConfig, at: str, to: str) -> Iterator[Weight]:
     if c.n_shared_experts:
         inner = c.moe_intermediate_size * c.n_shared_experts
         shared = f"{at}.shared_experts"

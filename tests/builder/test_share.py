@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.model import deepseek_v3, layers
+from mtpbuild.builder.model import collectives, deepseek_v3, layers
 from mtpbuild.builder.model.config import load_config, parse_config
 from mtpbuild.builder.model.share import Share, check_share
 from mtpbuild.builder.model.weights import weight_table
@@ -83,6 +83,37 @@ def test_tokens_and_state(
             np.testing.assert_array_equal(tensor, results[0][1][name])
 
 
+@pytest.mark.parametrize(
+    ("tp", "ep", "shape", "drafter"),
+    [
+        (2, 1, "yarn-three-modules", "mtp-eagle"),
+        (2, 2, "yarn-three-modules", "mtp-vanilla"),
+        (4, 2, "yarn-three-modules", "mtp-eagle"),
+        (2, 1, "no-q-lora-one-module", "mtp-eagle"),  # gathered experts
+        (4, 2, "no-q-lora-one-module", "mtp-eagle"),
+        (3, 3, "ragged-no-interleave", "mtp-vanilla"),  # 3 heads, no vocabulary of 3 parts
+    ],
+)
+def test_attention_dp(
+    tp: int, ep: int, shape: str, drafter: DrafterName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a request of its own; they meet in the routed experts alone."""
+    torch.set_num_threads(1)
+    reference, meeting = make_predictable(**SHAPES[shape]), Meeting(tp)
+    monkeypatch.setattr(collectives, "all_reduce", meeting.all_reduce)
+    prompts = np.random.default_rng(tp).integers(0, 61, (tp, 7)).tolist()
+
+    def rank(number: int) -> list[int]:
+        meeting.here.rank = number
+        model = lower(reference, Share(tp, ep, number, attention_dp=True))
+        programs = EagerPrograms(Plan(reference.config, 2, drafter, 1, 200, CHUNK), model)
+        return generate(programs, reference, prompts[number], 12)
+
+    with ThreadPoolExecutor(tp) as pool:
+        for prompt, tokens in zip(prompts, pool.map(rank, range(tp)), strict=True):
+            assert tokens == greedy(reference, prompt, len(tokens))
+
+
 def generate(
     programs: EagerPrograms, reference: Transformer, prompt: list[int], steps: int
 ) -> list[int]:
@@ -133,6 +164,33 @@ def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
         "self_attn.q_a_proj.weight",
         "shared_head.norm.weight",
     }
+
+
+@pytest.mark.parametrize("experts", [8, 24])
+def test_with_attention_dp_only_routed_experts_are_cut(experts: int) -> None:
+    c = parse_config(BASE | {"n_routed_experts": experts})
+    share = Share(4, 2, 3, attention_dp=True)
+    cut, seen = set[str](), set[str]()
+    for source in (s for weight in weight_table(c, share) for s in weight.sources):
+        tensor = torch.empty(source.shape, device="meta")
+        seen.add(source.name)
+        if share.cut(source.name, source.axis, tensor).shape != source.shape:
+            cut.add(source.name)
+    everything = {s.name for weight in weight_table(c) for s in weight.sources}
+    routed = {name for name in everything if ".mlp.experts." in name}
+    assert cut == {n for n in routed if int(n.split(".")[5]) in share.experts(c)}
+    assert seen == everything - routed | cut
+
+
+def test_what_attention_dp_can_share() -> None:
+    """Heads and vocabulary set no limit."""
+    c = parse_config(BASE | {"n_routed_experts": 6, "n_group": 1, "topk_group": 1})
+    check_share(c, 3, 3, attention_dp=True)
+    check_share(c, 16, 1, attention_dp=True)
+    with pytest.raises(UsageError, match="--tp 3 does not divide moe_intermediate_size 16; poss"):
+        check_share(c, 3, 1, attention_dp=True)
+    with pytest.raises(UsageError, match="--ep 4 does not divide both --tp 4 and the 6 routed"):
+        check_share(c, 4, 4, attention_dp=True)
 
 
 @pytest.mark.parametrize(

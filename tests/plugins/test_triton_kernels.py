@@ -160,6 +160,7 @@ def test_the_experts_are_the_models() -> None:
         c.routed_scaling_factor,
     )
     y = moe(x, weights, ids, model.gate_up_proj, model.down_proj)
+    assert model.shared_experts is not None
     torch.testing.assert_close(y + model.shared_experts(x), model(x))
 
 
