@@ -1,6 +1,6 @@
 """Reads a Hugging Face safetensors checkpoint tensor by tensor, checked against the table."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -16,6 +16,7 @@ from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import Source, Weight, duplicates, weight_table
 from mtpbuild.builder.quantize.format import Format, Shape
 from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, stored_format
+from mtpbuild.builder.quantize.kept import NONE, Kept
 from mtpbuild.builder.shards import find_shards
 from mtpbuild.runtime.errors import CheckpointError
 
@@ -59,11 +60,14 @@ class Checkpoint:
         """A quantised weight as it is stored; raises CheckpointError if a scale is not finite."""
         format = self.format(name)
         assert format is not None, f"{name} is not quantised"
-        parts = {suffix: self.stored(name + suffix) for suffix in format.parts((1, 1))}
-        for suffix, part in parts.items():
-            if suffix:
-                self._refuse_not_finite(name + suffix, part.float())
-        return parts
+        return {suffix: self.part(name, suffix) for suffix in format.parts((1, 1))}
+
+    def part(self, name: str, suffix: str) -> Tensor:
+        """One of them; raises CheckpointError if what are floats are not all finite."""
+        part = self.stored(name + suffix)
+        if part.is_floating_point():
+            self._refuse_not_finite(name + suffix, part.float())
+        return part
 
     def stored(self, name: str) -> Tensor:
         """One tensor as it is in its file."""
@@ -117,7 +121,7 @@ class Checkpoint:
     def format_of(self, weight: Weight) -> Format | None:
         """The format that all sources of a product are in, so that it can stay in it."""
         formats = {self.format(source.name) for source in weight.sources}
-        return formats.pop() if len(formats) == 1 and weight.rows is not None else None
+        return formats.pop() if len(formats) == 1 else None
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
         first, *rest = [*sorted(names), None]
@@ -196,12 +200,12 @@ def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
 def stream_weights(
     checkpoint: Checkpoint,
     table: list[Weight],
-    kept: Container[str] = (),
+    kept: Mapping[str, Kept] = NONE,
     share: Share = WHOLE,
 ) -> Iterator[tuple[str, Tensor]]:
     """Each weight of the table in its program's layout, contiguous; one at a time.
 
-    In fp32, but those in `kept` as the values and scales of their blocks. share: the table's.
+    In fp32, but those in `kept` as values and scales. share: the table's.
     """
     for weight in table:
         pieces = _pieces(checkpoint, weight, kept, share)
@@ -213,7 +217,7 @@ def stream_weights(
 def stream_pieces(
     checkpoint: Checkpoint,
     table: list[Weight],
-    kept: Container[str] = (),
+    kept: Mapping[str, Kept] = NONE,
     share: Share = WHOLE,
 ) -> Iterator[tuple[str, Tensor]]:
     """`stream_weights`, but stacked experts come one by one, as rows [1, ..] of the same name."""
@@ -222,13 +226,13 @@ def stream_pieces(
 
 
 def _pieces(
-    checkpoint: Checkpoint, weight: Weight, kept: Container[str], share: Share
+    checkpoint: Checkpoint, weight: Weight, kept: Mapping[str, Kept], share: Share
 ) -> Iterator[tuple[str, Tensor]]:
-    if weight.name in kept and weight.rows is not None:
-        parts = [checkpoint.parts(source.name) for source in weight.sources]
-        for name, suffix in (("values", ""), ("scales", "_scale")):
-            joined = weight.rows(*(part[suffix] for part in parts))
-            yield f"{weight.name}.{name}", joined.contiguous()
+    if (own := kept.get(weight.name)) is not None:
+        for name, suffix in own.stored.items():
+            for group in weight.groups:
+                parts = [checkpoint.part(source.name, suffix) for source in group]
+                yield name, own.join(suffix, group, parts)
         return
     for group in weight.groups:
         tensors = [share.cut(s.name, s.axis, checkpoint.read(s.name)) for s in group]

@@ -1,8 +1,9 @@
 """The heavy half of the pipeline, imported when there is something to build: it needs torch."""
 
 import logging
+import typing
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from mtpbuild.builder.checkpoint import (
     stream_weights,
 )
 from mtpbuild.builder.generation import GenerationIds
-from mtpbuild.builder.model.blocks import use_blocks
+from mtpbuild.builder.model.blocks import put
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.model.layers_slice import LayersSlice
@@ -26,7 +27,7 @@ from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import Weight, weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import Program, make_programs
-from mtpbuild.builder.quantize.integers import Integers
+from mtpbuild.builder.quantize.kept import Kept, can_stay
 from mtpbuild.builder.trace import trace
 from mtpbuild.builder.weights_file import WEIGHTS, Placed, read_places, write_weights
 from mtpbuild.runtime.errors import CheckpointError
@@ -58,12 +59,12 @@ class ModelSource:
     table: list[Weight] = field(init=False)
     model: DeepseekV3 = field(init=False)
     device: str = "cpu"  # meta: only to look at
-    integers: tuple[str, ...] = ()  # formats that the target runs as they are
+    formats: tuple[str, ...] = ()  # that the target runs as they are
     layers: LayersSlice | None = None  # `config` is then the slice's
     share: Share = WHOLE  # of a rank: the model is its part, the same for all ranks
     dtype: FloatType = "float32"
     parameters: int = field(init=False)
-    kept: dict[str, int] = field(init=False)  # weights that stay in them -> bits
+    kept: dict[str, Kept] = field(init=False)  # by weight, what stays in them
     weights: dict[int, WrittenWeights] = field(default_factory=dict)  # by rank
 
     def __post_init__(self) -> None:
@@ -78,14 +79,16 @@ class ModelSource:
         if self.share.tp > 1:
             with torch.device("meta"):
                 self.parameters = sum(p.numel() for p in DeepseekV3(self.config).parameters())
-        formats = {weight.name: self.checkpoint.format_of(weight) for weight in self.table}
-        self.kept = {
-            name: format.bits
-            for name, format in formats.items()
-            if isinstance(format, Integers) and format.name in self.integers
-        }
+        self.kept = {} if self.share.tp > 1 else dict(self._keep())
         with torch.device(self.device):
-            use_blocks(self.model, self.kept.items())
+            for name, kept in self.kept.items():
+                put(self.model, name, kept.module(self.model.get_parameter(name).shape))
+
+    def _keep(self) -> Iterator[tuple[str, Kept]]:
+        for weight in self.table:
+            format = self.checkpoint.format_of(weight)
+            if format is not None and format.name in self.formats and can_stay(weight, format):
+                yield weight.name, Kept(weight, format)
 
     def _check_tokenizer(self) -> None:
         path = self.folder / TOKENIZER
@@ -125,18 +128,16 @@ class ModelSource:
         if done is not None and shared(done.hashes[WEIGHTS]):
             return done
         parameters = dict(self.model.named_parameters())
+        table = weight_table(self.config, share)
         names = [
             name
-            for weight in self.table
+            for weight in table
             for name in (
-                (f"{weight.name}.values", f"{weight.name}.scales")
-                if weight.name in self.kept
-                else (weight.name,)
+                self.kept[weight.name].stored if weight.name in self.kept else (weight.name,)
             )
         ]
         shapes = {name: tuple(parameters[name].shape) for name in names}
         dtypes = {name: parameters[name].dtype for name in names}
-        table = weight_table(self.config, share)
         tensors = stream_pieces(self.checkpoint, table, self.kept, share)
         places = write_weights(path, shapes, tensors, dtypes)
         digest = hash_file(path)
@@ -164,8 +165,8 @@ class ModelSource:
     @property
     def weights_type(self) -> WeightsType:
         """What most of the products hold."""
-        bits = Counter(self.kept.values()).most_common(1)
-        return self.dtype if not bits else "int4" if bits[0][0] == 4 else "int8"
+        formats = Counter(kept.format.name for kept in self.kept.values()).most_common(1)
+        return typing.cast(WeightsType, formats[0][0]) if formats else self.dtype
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)

@@ -70,7 +70,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
             config,
             ids,
             device="meta",
-            integers=target.integers,
+            formats=target.formats,
             layers=request.layers,
             share=Share(request.tp, request.ep),
             dtype=request.dtype,

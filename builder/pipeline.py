@@ -142,7 +142,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 source.folder,
                 config,
                 ids,
-                integers=target.integers,
+                formats=target.formats,
                 layers=request.layers,
                 share=Share(request.tp, request.ep),
                 dtype=request.dtype,

@@ -58,7 +58,7 @@ def refit(
         source.folder,
         config,
         ids,
-        integers=target.integers,
+        formats=target.formats,
         layers=layers,
         dtype=old.build.dtype,
     )

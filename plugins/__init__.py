@@ -11,6 +11,7 @@ from mtpbuild.plugins.accept_rewind.mixed_op import accept_mixed_op, shaped_prob
 from mtpbuild.plugins.accept_rewind.op import accept_rewind
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.matmul_nbits.op import matmul_nbits
+from mtpbuild.plugins.matmul_scaled.op import dequantise_scaled, matmul_scaled
 from mtpbuild.plugins.mla_attention.op import mla_attention
 from mtpbuild.plugins.moe.op import moe, moe_route
 from mtpbuild.plugins.rope.op import rope
@@ -22,9 +23,11 @@ __all__ = [
     "accept_mixed_op",
     "accept_rewind",
     "cuda_facets",
+    "dequantise_scaled",
     "inductor_facets",
     "kv_write",
     "matmul_nbits",
+    "matmul_scaled",
     "mla_attention",
     "moe",
     "moe_route",
@@ -62,8 +65,8 @@ def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
     from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
 
     references = (
-        *(accept_mixed_op, accept_rewind, shaped_probs_op),
-        *(matmul_nbits, moe, moe_route, rope),
+        *(accept_mixed_op, accept_rewind, shaped_probs_op, rope),
+        *(dequantise_scaled, matmul_nbits, matmul_scaled, moe, moe_route),
     )
     plain = {op._opoverload: op._init_fn for op in references}
     return plain | {

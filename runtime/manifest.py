@@ -17,7 +17,7 @@ MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK, MAX_RANKS = 1024, 1 << 24, 1 << 16, 64
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 FloatType = Literal["float32", "bfloat16"]
-WeightsType = Literal["float32", "bfloat16", "int8", "int4"]
+WeightsType = Literal["float32", "bfloat16", "int8", "int4", "fp8", "nvfp4"]
 Dimension = int | str  # a number, or the name of a size that varies between calls
 
 

@@ -1,33 +1,67 @@
-"""Integer weights inside the model: `x @ weight` as with a plain parameter."""
-
-from collections.abc import Iterable
+"""Quantised weights inside the model: `x @ weight` as with a plain parameter."""
 
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.plugins import matmul_nbits
+from mtpbuild.plugins import dequantise_scaled, matmul_nbits, matmul_scaled
 from mtpbuild.plugins.matmul_nbits.op import BLOCK
+
+Parts = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def held(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 class Blocks(nn.Module):
-    """A weight [in, out] in blocks of 32 inputs; what is in it is stored [out, in / 32]."""
+    """An integer weight [in, out] in blocks of 32 inputs; in it they are stored [out, in / 32]."""
 
     def __init__(self, inputs: int, outputs: int, bits: int) -> None:
         super().__init__()
-        values = torch.empty(outputs, inputs // BLOCK, BLOCK * bits // 8, dtype=torch.uint8)
-        scales = torch.empty(outputs, inputs // BLOCK)
-        self.values = nn.Parameter(values, requires_grad=False)
-        self.scales = nn.Parameter(scales, requires_grad=False)
+        self.values = held((outputs, inputs // BLOCK, BLOCK * bits // 8), torch.uint8)
+        self.scales = held((outputs, inputs // BLOCK), torch.float32)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return matmul_nbits(x, self.values, self.scales)
 
 
-def use_blocks(model: nn.Module, bits: Iterable[tuple[str, int]]) -> None:
-    """Replace the named parameters [in, out] by blocks of so many bits."""
-    for name, width in bits:
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        inputs, outputs = module.get_parameter(leaf).shape
-        delattr(module, leaf)
-        module.add_module(leaf, Blocks(inputs, outputs, width))
+class Scaled(nn.Module):
+    """An fp8 or nvfp4 weight [in, out], or experts [X, in, out], as `matmul_scaled` takes it.
+
+    group: inputs that share a scale. scales_2 is nvfp4's alone; its shape without the experts.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], group: int, scales_2: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        *stack, K, N = shape
+        packed = K if scales_2 is None else K // 2
+        self.values = held((*stack, packed, N), torch.uint8)
+        kind = torch.float32 if scales_2 is None else torch.uint8
+        self.scales = held((*stack, -(-K // group), N), kind)
+        self.scales_2 = None if scales_2 is None else held((*stack, *scales_2), torch.float32)
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        return matmul_scaled(x, self.values, self.scales, self.scales_2)
+
+    @property
+    def parts(self) -> Parts:
+        return self.values, self.scales, self.scales_2
+
+    def index_select(self, axis: int, ids: Tensor) -> Tensor:
+        """The chosen experts in fp32."""
+        chosen = (part if part is None else part.index_select(axis, ids) for part in self.parts)
+        return dequantise_scaled(*chosen)
+
+
+def parts_of(weight: Tensor | Scaled) -> Parts:
+    return weight.parts if isinstance(weight, Scaled) else (weight, None, None)
+
+
+def put(model: nn.Module, name: str, weight: nn.Module) -> None:
+    """In the place of the parameter of that name."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    delattr(module, leaf)
+    module.add_module(leaf, weight)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpbuild.builder.model.blocks import parts_of
 from mtpbuild.builder.model.collectives import all_reduce, every_rank, own_sum, rank_constant
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.precision import cast
@@ -252,15 +253,17 @@ class GatheredMoE(MoE):
             weights, ids = torch.where(own, weights, 0.0), ids % experts
         if self.kernels and is_few(math.prod(x.shape[:-1])):
             flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
-            return moe(*flat, self.gate_up_proj, self.down_proj).reshape(x.shape)
+            (gate_up, *scales), (down, *others) = map(parts_of, (self.gate_up_proj, self.down_proj))
+            return moe(*flat, gate_up, down, *scales, *others).reshape(x.shape)
         return self.gathered(x, weights, ids)
 
     def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         chosen = ids.flatten()
         k = ids.shape[-1]
         rows = x.unsqueeze(-2).expand(*x.shape[:-1], k, -1).reshape(-1, 1, x.shape[-1])
-        gate, up = (rows @ self.gate_up_proj.index_select(0, chosen)).chunk(2, dim=-1)
-        y = (F.silu(gate) * up) @ self.down_proj.index_select(0, chosen)
+        gate_up = cast(self.gate_up_proj.index_select(0, chosen), x.dtype)
+        gate, up = (rows @ gate_up).chunk(2, dim=-1)
+        y = (F.silu(gate) * up) @ cast(self.down_proj.index_select(0, chosen), x.dtype)
         return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
 
 

@@ -31,6 +31,7 @@ class Weight:
     transform: Transform
     rows: Transform | None = None  # of a product: as transform, but [out, ..], also for blocks
     slices: int = 1  # of what is stacked along a first axis
+    joined: int | None = None  # of products: the sources' axis along which they are one
 
     @property
     def groups(self) -> Iterator[tuple[Source, ...]]:
@@ -148,7 +149,7 @@ def _dense_moe(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     yield from _gate(c, at, to)
     gate, up, down = (_experts(c, s, at, p) + _shared(c, s, at, p) for p in ("gate", "up", "down"))
     yield _product(f"{to}.experts.gate_up_proj", gate + up, stack_rows)
-    yield _product(f"{to}.experts.down_proj", down, lambda *w: torch.cat(w, dim=1))
+    yield _product(f"{to}.experts.down_proj", down, lambda *w: torch.cat(w, dim=1), joined=1)
     if s.attention_dp:
         yield from _shared_mlp(c, at, to)
 
@@ -164,8 +165,8 @@ def _gathered_moe(c: ModelConfig, s: Share, at: str, to: str) -> Iterator[Weight
     def downs(*w: Tensor) -> Tensor:
         return torch.stack([x.T for x in w])
 
-    yield Weight(f"{to}.gate_up_proj", pairs, gate_up, slices=len(gate))
-    yield Weight(f"{to}.down_proj", down, downs, slices=len(down))
+    yield Weight(f"{to}.gate_up_proj", pairs, gate_up, slices=len(gate), joined=0)
+    yield Weight(f"{to}.down_proj", down, downs, slices=len(down), joined=0)
     yield from _shared_mlp(c, at, to)
 
 
@@ -185,9 +186,9 @@ def _mtp(c: ModelConfig, s: Share, index: int, to: str) -> Iterator[Weight]:
     yield from _layer(c, s, index, to)
 
 
-def _product(to: str, sources: tuple[Source, ...], rows: Transform) -> Weight:
+def _product(to: str, sources: tuple[Source, ...], rows: Transform, joined: int = 0) -> Weight:
     """Checkpoint [out, in] -> program [in, out]: the graph is `x @ w` without a Transpose."""
-    return Weight(to, sources, lambda *w: rows(*w).T, rows)
+    return Weight(to, sources, lambda *w: rows(*w).T, rows, joined=joined)
 
 
 def _vector(to: str, name: str, size: int) -> Weight:

@@ -20,7 +20,7 @@ TARGETS = {
 
 
 class Target(Protocol):
-    integers: tuple[str, ...]  # number formats of weights that stay as they are: int8, int4
+    formats: tuple[str, ...]  # of quantised weights that stay as they are
     embeds_weights: bool  # programs hold them: the engine needs no weights file beside
 
     def check(self, plan: Plan) -> None:

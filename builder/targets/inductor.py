@@ -59,7 +59,7 @@ fast_random_decomps.cache_clear()  # the table that compiling takes, if somethin
 
 
 class InductorTarget:
-    integers: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
     embeds_weights = False
 
     def check(self, plan: Plan) -> None:

@@ -80,7 +80,7 @@ PASSES = ir.passes.Sequential(
 
 
 class OnnxRuntimeTarget:
-    integers = ("int8", "int4")
+    formats = ("int8", "int4")
     embeds_weights = False
 
     def check(self, plan: Plan) -> None:

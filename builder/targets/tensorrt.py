@@ -42,7 +42,7 @@ LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 class TensorRtTarget:
     embeds_weights = True
-    integers: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
 
     def check(self, plan: Plan) -> None:
         tensorrt_api(NAME)

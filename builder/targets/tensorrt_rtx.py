@@ -18,7 +18,7 @@ SORTED = 3840  # values that TopK takes; filters of decode_mixed sort the vocabu
 
 
 class TensorRtRtxTarget:
-    integers: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
     embeds_weights = True  # taking them out again (REFIT, STRIP_PLAN) needs a GPU
 
     def check(self, plan: Plan) -> None:

@@ -101,7 +101,8 @@ def plain_text(case: Case) -> Finding:
         raise NotChecked(str(error)) from None
     except MissingDependencyError:
         raise NotChecked("PyTorch is not installed: pip install 'mtpbuild[build]'") from None
-    most = MOST if manifest.build.weights == "float32" else ROUNDED
+    rounds = manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
+    most = ROUNDED if rounds else MOST
     plain = load_plain(source.folder, layers_of(manifest))
     return judge(plain, case.prompts, case.greedy, most)
 

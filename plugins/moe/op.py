@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtpbuild.plugins.matmul_scaled.op import dequantise
+
 MAX_TOKENS = 64
 
 
@@ -68,26 +70,67 @@ def _(
 
 
 @torch.library.custom_op("mtpbuild::moe", mutates_args=())
-def moe(x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+def moe(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_scales: Tensor | None = None,
+    gate_up_scales_2: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    down_scales_2: Tensor | None = None,
+) -> Tensor:
     """x [N, E], weights and ids [N, k] of the chosen experts -> their weighted sum [N, E].
 
     gate_up_proj [X, E, 2 I] (gate, then up), down_proj [X, I, E]; an id occurs once per token.
-    Shared experts are not its business. The kernel takes up to 64 tokens.
+    With scales they are what `matmul_scaled` takes, and are rounded to x's type. Shared experts are
+    not its business. The kernel takes up to 64 tokens.
     """
     chosen = ids.flatten()
+    gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
     rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]  # [N k, 1, E]
-    gate, up = (rows @ gate_up_proj.index_select(0, chosen)).chunk(2, dim=-1)
-    y = (F.silu(gate) * up) @ down_proj.index_select(0, chosen)
+    gate, up = (rows @ gate_up.type_as(x)).chunk(2, dim=-1)
+    down = _chosen(chosen, down_proj, down_scales, down_scales_2)
+    y = (F.silu(gate) * up) @ down.type_as(x)
     return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(1).type_as(x)
 
 
+def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:
+    """Some experts' weights, dequantised if they have scales."""
+    values, *scales = (part if part is None else part.index_select(0, ids) for part in weight)
+    assert values is not None
+    return values if scales[0] is None else dequantise(values, scales[0], scales[1])
+
+
 @moe.register_fake
-def _(x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+def _(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_scales: Tensor | None = None,
+    gate_up_scales_2: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    down_scales_2: Tensor | None = None,
+) -> Tensor:
     return torch.empty_like(x)
 
 
 @moe.register_kernel("cuda")
-def _(x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+def _(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_scales: Tensor | None = None,
+    gate_up_scales_2: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    down_scales_2: Tensor | None = None,
+) -> Tensor:
     from mtpbuild.plugins.moe.triton import moe_triton
 
-    return moe_triton(x, weights, ids, gate_up_proj, down_proj)
+    scales = (gate_up_scales, gate_up_scales_2, down_scales, down_scales_2)
+    return moe_triton(x, weights, ids, gate_up_proj, down_proj, *scales)

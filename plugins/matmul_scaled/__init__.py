@@ -1,0 +1,1 @@
+"""Products with fp8 and nvfp4 weights that stay so."""

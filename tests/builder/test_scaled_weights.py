@@ -1,0 +1,185 @@
+"""fp8 and nvfp4 weights that stay so: their numbers are the dequantised model's, bit for bit."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtpbuild.builder import compiler
+from mtpbuild.builder.compiler import ModelSource, load_model
+from mtpbuild.builder.generation import GenerationIds
+from mtpbuild.builder.model.blocks import Scaled
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.model.share import Share
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program import make_programs
+from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
+from mtpbuild.builder.shards import SINGLE
+from mtpbuild.builder.weights_file import WEIGHTS
+from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_scaled
+from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.manifest import FloatType
+from tests.builder.test_quantize import SHAPE
+from tests.checkpoints import make_predictable, save_checkpoint
+
+IDS = GenerationIds(bos=None, eos=(), thinking=None)
+BOTH = ("fp8", "nvfp4")
+MANY = SHAPE | {"n_routed_experts": 24, "n_group": 4, "num_experts_per_tok": 3}  # gathered
+SCALED: dict[str, tuple[dict[str, Any], Scheme]] = {
+    "fp8": (SHAPE, SCHEMES["fp8"]),
+    "nvfp4": (SHAPE, Scheme("nvfp4", "nvfp4", ("*.kv_b_proj",))),
+    "fp8-experts": (MANY, SCHEMES["fp8"]),
+    "nvfp4-experts": (MANY, SCHEMES["nvfp4"]),
+    "mixed": (MANY, Scheme("fp8", "nvfp4", ("*.mlp.experts.*.down_proj",))),
+}
+MakeFolder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> MakeFolder:
+    """folder(name) -> the checkpoint of `SCALED`."""
+    torch.set_num_threads(1)
+    place, made = tmp_path_factory.mktemp("scaled"), dict[str, Path]()
+
+    def make(name: str) -> Path:
+        if name not in made:
+            shape, scheme = SCALED[name]
+            plain = place / f"{name}-plain"
+            save_checkpoint(plain, make_predictable(**shape), **shape)
+            quantize(QuantizeRequest(str(plain), scheme, place / name))
+            made[name] = place / name
+        return made[name]
+
+    return make
+
+
+def source(folder: Path, formats: tuple[str, ...] = BOTH, **how: Any) -> ModelSource:
+    return ModelSource("x", folder, load_config(folder), IDS, formats=formats, **how)
+
+
+def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> DeepseekV3:
+    """With the weights that an engine would have."""
+    kept = source(folder, dtype=dtype)
+    kept.write_weights(to, siblings=None)
+    kept.model.load_state_dict(load_file(to / WEIGHTS), assign=True)
+    return kept.model.eval()
+
+
+def logits(model: DeepseekV3) -> list[Tensor]:
+    """Of the main model, and of a module."""
+    tokens, start = torch.tensor([[5, 17, 3, 60, 9]]), torch.zeros(1, dtype=torch.int64)
+    kind = model.embed_tokens.dtype
+    caches = [torch.zeros(1, 1, 9, model.config.cache_dim, dtype=kind) for _ in range(3)]
+    rows = model.rope(start, 5)
+    hidden, _ = model(tokens, caches[:2], rows)
+    module: Any = model.mtp[0]
+    drafted, _ = module(module.join(model.embed(tokens), hidden), caches[2], rows)
+    return [model.logits(hidden), model.logits(module.norm(drafted))]
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@torch.no_grad()
+def test_the_dequantised_models_numbers(
+    name: str, dtype: FloatType, folder: MakeFolder, tmp_path: Path
+) -> None:
+    """Joined, permuted and stacked, in either precision: what is multiplied is the same."""
+    kept = kept_model(folder(name), tmp_path, dtype)
+    whole = load_model(folder(name), kept.config, dtype)
+    for ours, theirs in zip(logits(kept), logits(whole), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> None:
+    fp8, nvfp4 = source(folder("fp8")), source(folder("nvfp4-experts"))
+    assert (fp8.weights_type, nvfp4.weights_type) == BOTH
+    attention = {"qkv_a_proj", "q_b_proj", "o_proj"}
+    mlp = {"gate_up_proj", "down_proj"}
+    names = {f"self_attn.{leaf}" for leaf in attention} | {f"mlp.{leaf}" for leaf in mlp}
+    assert {n for n in fp8.kept if n.startswith("layers.0.")} == {f"layers.0.{n}" for n in names}
+    experts = {f"layers.1.mlp.{at}{leaf}" for at in ("", "shared_experts.") for leaf in mlp}
+    assert set(nvfp4.kept) == experts | {f"layers.0.mlp.{leaf}" for leaf in mlp}
+    assert source(folder("fp8"), ("nvfp4",)).kept == {}
+    assert caplog.text == ""
+    fp8.tell_formats()
+    assert "note: quantised weights (3 in fp8) are dequantised" in caplog.text  # kv_b_proj
+    ranks = source(folder("fp8"), share=Share(2, 1))
+    assert (ranks.kept, ranks.weights_type) == ({}, "float32")
+
+
+def test_bytes_of_an_engine(folder: MakeFolder, tmp_path: Path) -> None:
+    """A value takes a byte or half of one; fp8's scales are one per output and 128 inputs."""
+    for name, parts in {"fp8-experts": 2, "nvfp4-experts": 3}.items():
+        layer: Any = kept_model(folder(name), tmp_path).layers[1]
+        weight = layer.mlp.gate_up_proj
+        assert isinstance(weight, Scaled)
+        assert len(list(weight.parameters())) == parts
+        assert weight.values.shape == (24, 160 // (parts - 1), 128)
+        assert weight.scales.shape == (24, 2 if parts == 2 else 10, 128)
+
+
+def test_an_fp8_value_that_is_none(folder: MakeFolder, tmp_path: Path) -> None:
+    tensors = load_file(folder("fp8") / SINGLE)
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name].view(torch.uint8)[3, 5] = 0x7F
+    (tmp_path / "config.json").write_bytes((folder("fp8") / "config.json").read_bytes())
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or Inf"):
+        source(tmp_path).write_weights(tmp_path, siblings=None)
+
+
+@pytest.mark.parametrize("name", ["fp8-experts", "nvfp4"])
+def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
+    """Prefill and a step as they are exported."""
+    kept = kept_model(folder(name), tmp_path)
+    whole = load_model(folder(name), kept.config)
+    plan = Plan(kept.config, 1, "mtp-eagle", 1, 64, 8)
+    pairs = zip(make_programs(plan, kept), make_programs(plan, whole), strict=True)
+    for ours, theirs in list(pairs)[:2]:
+        found = [compiler.trace(program, plan) for program in (ours, theirs)]
+        used = {str(node.target) for node in found[0].exported.graph.nodes}
+        assert "mtpbuild.matmul_scaled.default" in used
+        assert ("mtpbuild.dequantise_scaled.default" in used) == (name == "fp8-experts")
+        state, *given = found[0].exported.example_inputs[0]
+        state |= {n: torch.zeros(1, 1, 20, t.shape[3]) for n, t in state.items() if "kv." in n}
+        results = [each.exported.module()(copy.deepcopy(state), *given) for each in found]
+        for a, b in zip(*map(torch.utils._pytree.tree_leaves, results), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_every_code() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = (codes & 0x7F) != 0x7F
+    assert torch.equal(e4m3(codes)[finite], codes.view(torch.float8_e4m3fn).float()[finite])
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert e2m1(codes[:16]).tolist() == magnitudes + [-size for size in magnitudes]
+
+
+@pytest.mark.parametrize("format", [FP8, NVFP4], ids=BOTH)
+@pytest.mark.parametrize("shape", [(3, 16), (130, 288), (5, 128), (256, 400)])
+def test_a_lone_weight(format: Any, shape: tuple[int, int]) -> None:
+    """As it is kept it decodes to what the format says; the op multiplies with that."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    parts = format.encode(weight, weight.abs().max())
+    values = parts[""].view(torch.uint8).T.contiguous()
+    if format is FP8:
+        tall = parts["_scale_inv"].repeat_interleave(128, dim=0)[: shape[0]]
+        operands: tuple[Tensor, ...] = (values, tall.T.contiguous())
+    else:
+        scales = parts["_scale"].view(torch.uint8).T.contiguous()
+        operands = (values, scales, parts["_scale_2"].expand(1, shape[0]))
+    decoded = FORMATS[format.name].decode(parts).T
+    assert torch.equal(dequantise(*operands), decoded)
+    x = torch.randn(2, 4, shape[1])
+    torch.testing.assert_close(matmul_scaled(x, *operands), x @ decoded, rtol=1e-4, atol=1e-4)
+    narrow = matmul_scaled(x.bfloat16(), *operands)
+    assert torch.equal(narrow, x.bfloat16() @ decoded.bfloat16().contiguous())
