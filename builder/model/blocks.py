@@ -39,7 +39,7 @@ class Scaled(nn.Module):
         packed = K if scales_2 is None else K // 2
         self.values = held((*stack, packed, N), torch.uint8)
         kind = torch.float32 if scales_2 is None else torch.uint8
-        self.scales = held((*stack, -(-K // group), N), kind)
+        self.scales = held((*stack, K // group, N), kind)
         self.scales_2 = None if scales_2 is None else held((*stack, *scales_2), torch.float32)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:

@@ -32,11 +32,10 @@ class Kept:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale; sources that are joined by them may cut blocks in pieces."""
+        """Inputs that share a scale; what does not end with a block cuts all of them in pieces."""
         if isinstance(self.format, Nvfp4):
             return GROUP
-        widths = [source.shape[1] for source in self.weight.sources]
-        return gcd(BLOCK, *widths) if self.weight.joined == 1 else BLOCK
+        return gcd(BLOCK, *(source.shape[1] for source in self.weight.sources))
 
     def module(self, shape: tuple[int, ...]) -> nn.Module:
         """In the place of a parameter of this shape."""
@@ -62,13 +61,15 @@ class Kept:
         if suffix == "_scale_inv":
             tall = part.repeat_interleave(BLOCK, dim=0)[:outputs]
             wide = tall.repeat_interleave(BLOCK // self.group, dim=1)
-            return wide[:, : -(-inputs // self.group)]
+            return wide[:, : inputs // self.group]
         return part.view(torch.uint8)
 
 
 def can_stay(weight: Weight, format: Format) -> bool:
     """Integers in what is one product, the others in experts of which some are chosen too."""
-    return (weight.rows if isinstance(format, Integers) else weight.joined) is not None
+    if isinstance(format, Integers):
+        return weight.rows is not None
+    return weight.joined is not None and Kept(weight, format).group >= GROUP
 
 
 NONE: Mapping[str, Kept] = {}
