@@ -83,6 +83,7 @@ def tensorrt_converters() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
         shaped_probs_tensorrt,
     )
     from mtpbuild.plugins.kv_write.tensorrt import kv_write_tensorrt
+    from mtpbuild.plugins.matmul_scaled.tensorrt import matmul_scaled_tensorrt
     from mtpbuild.plugins.mla_attention.tensorrt import mla_attention_tensorrt
     from mtpbuild.plugins.moe.tensorrt import moe_tensorrt
 
@@ -90,6 +91,7 @@ def tensorrt_converters() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
         accept_mixed_op._opoverload: accept_mixed_tensorrt,
         accept_rewind._opoverload: accept_rewind_tensorrt,
         kv_write._opoverload: kv_write_tensorrt,
+        matmul_scaled._opoverload: matmul_scaled_tensorrt,
         mla_attention._opoverload: mla_attention_tensorrt,
         moe._opoverload: moe_tensorrt,
         shaped_probs_op._opoverload: shaped_probs_tensorrt,
@@ -106,12 +108,14 @@ def cuda_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Torch op -> its Triton kernels in a form that export can trace; needs triton."""
     from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
     from mtpbuild.plugins.kv_write.triton import kv_write_triton
+    from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_cuda
     from mtpbuild.plugins.mla_attention.triton import mla_attention_triton
     from mtpbuild.plugins.moe.triton import moe_route_triton, moe_triton
 
     return {
         accept_rewind._opoverload: accept_rewind_triton,
         kv_write._opoverload: kv_write_triton,
+        matmul_scaled._opoverload: matmul_scaled_cuda,
         mla_attention._opoverload: mla_attention_triton,
         moe._opoverload: moe_triton,
         moe_route._opoverload: moe_route_triton,

@@ -8,7 +8,9 @@ prints what each kernel needs. The process must not run Triton's interpreter (TR
 import argparse
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from math import gcd
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ PTX_VERSION = 87  # Triton's own is newer than what drivers of CUDA 12.8 take
 TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
@@ -143,18 +146,19 @@ SHAPES = {
     "deepseek-v3-fp32": Shape(
         8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.float32
     ),
-    "small": Shape(2, 3, 4, 40, 8, 1000, 48, 24, 8, 4, 2, 2, torch.float32),
+    "small": Shape(2, 3, 4, 40, 8, 1000, 48, 32, 8, 4, 2, 2, torch.float32),
 }  # fmt: skip
 
 
 def launches(s: Shape) -> tuple[Launch, ...]:
-    """Every kernel once, on meta tensors."""
+    """Every kernel, on meta tensors; those of weights in each form that these have."""
     from mtpbuild.plugins.accept_rewind.distribution import Shaping
     from mtpbuild.plugins.accept_rewind.mixed import Judging
     from mtpbuild.plugins.accept_rewind.triton import greedy_launches
     from mtpbuild.plugins.accept_rewind.triton_law import law_launch
     from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
     from mtpbuild.plugins.kv_write.triton import kv_launch
+    from mtpbuild.plugins.matmul_scaled.triton import product_launch
     from mtpbuild.plugins.mla_attention.triton import mla_launches
     from mtpbuild.plugins.moe.triton import moe_launches, route_launch
 
@@ -189,6 +193,22 @@ def launches(s: Shape) -> tuple[Launch, ...]:
         empty(X, s.hidden, 2 * s.inner, dtype=compute),
         empty(X, s.inner, s.hidden, dtype=compute),
     )
+    x, shares = empty(N, s.hidden, dtype=compute), empty(N, s.chosen)
+
+    def fp8(K: int, N: int, *stack: int) -> tuple[Tensor | None, ...]:
+        scales = empty(*stack, K // gcd(128, K), N)
+        return empty(*stack, K, N, dtype=torch.uint8), scales, None
+
+    def nvfp4(K: int, N: int, *stack: int) -> tuple[Tensor | None, ...]:
+        scales = empty(*stack, K // 16, N, dtype=torch.uint8)
+        return empty(*stack, K // 2, N, dtype=torch.uint8), scales, empty(*stack, 1, N)
+
+    def scaled(form: Callable[..., tuple[Any, ...]]) -> Iterator[Launch]:
+        gate_up, *scales = form(s.hidden, 2 * s.inner, X)
+        down, *others = form(s.inner, s.hidden, X)
+        yield product_launch(x, *form(s.hidden, 2 * s.inner))
+        yield from moe_launches(x, shares, ids, gate_up, down, *scales, *others)
+
     return (
         kv_launch(cache, fresh, slots),
         *mla_launches(q, cache, fresh, slots, slots, 0.1, s.rank, k_scale, splits=4),
@@ -196,7 +216,9 @@ def launches(s: Shape) -> tuple[Launch, ...]:
         *mixed_launches(logits, window, slots, slots, on, on, probs, judging),
         law_launch(logits, floats, slots, floats, floats),
         route_launch(empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5),
-        *moe_launches(empty(N, s.hidden, dtype=compute), empty(N, s.chosen), ids, *experts),
+        *scaled(fp8),
+        *scaled(nvfp4),
+        *moe_launches(x, shares, ids, *experts),
     )
 
 

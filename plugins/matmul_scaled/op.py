@@ -24,6 +24,13 @@ def _(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None)
     return x.new_empty(*x.shape[:-1], values.shape[-1])
 
 
+@matmul_scaled.register_kernel("cuda")
+def _(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
+    from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_cuda
+
+    return matmul_scaled_cuda(x, values, scales, scales_2)
+
+
 @torch.library.custom_op("mtpbuild::dequantise_scaled", mutates_args=())
 def dequantise_scaled(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
     """A weight in fp32; rounded once."""

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.launch import Launch, cdiv, tile
+from mtpbuild.plugins.matmul_scaled.triton import scaled_tile
 from mtpbuild.plugins.moe.op import MAX_TOKENS
 
 
@@ -73,11 +74,11 @@ def pairs_of_tokens(
 
 @triton.jit
 def gate_and_up(
-    x, ids, gate_up,
+    x, ids, gate_up, scales, scales_2,
     count,
     inner,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (p, i): BLOCK_N columns of silu(x gate) * (x up) for the expert of pair p."""
     pair = tl.program_id(0)
@@ -88,7 +89,7 @@ def gate_and_up(
     if tl.min(pairs, 0) == pair:
         some = (pairs < count)[:, None]
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        right = (n < INNER)[None, :]
+        right = n < INNER
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for begin in range(0, HIDDEN, BLOCK_K):
@@ -96,22 +97,33 @@ def gate_and_up(
             deep = k < HIDDEN
             at = x + (pairs // CHOSEN)[:, None] * HIDDEN + k[None, :]
             rows = tl.load(at, some & deep[None, :], 0.0)
-            of = gate_up + (expert * HIDDEN + k)[:, None] * (2 * INNER) + n[None, :]
-            there = deep[:, None] & right
-            gate = tl.dot(rows, tl.load(of, there, 0.0), gate, input_precision="ieee")
-            up = tl.dot(rows, tl.load(of + INNER, there, 0.0), up, input_precision="ieee")
+            if scales is None:
+                of = gate_up + (expert * HIDDEN + k)[:, None] * (2 * INNER) + n[None, :]
+                there = deep[:, None] & right[None, :]
+                gates, ups = tl.load(of, there, 0.0), tl.load(of + INNER, there, 0.0)
+            else:
+                gates = scaled_tile(
+                    gate_up, scales, scales_2, expert, begin, k, n, deep, right,
+                    HIDDEN, 2 * INNER, BLOCK, False, BLOCK_K,
+                ).to(rows.dtype)  # fmt: skip
+                ups = scaled_tile(
+                    gate_up, scales, scales_2, expert, begin, k, n + INNER, deep, right,
+                    HIDDEN, 2 * INNER, BLOCK, False, BLOCK_K,
+                ).to(rows.dtype)  # fmt: skip
+            gate = tl.dot(rows, gates, gate, input_precision="ieee")
+            up = tl.dot(rows, ups, up, input_precision="ieee")
         value = gate * tl.sigmoid(gate) * up
         to = inner + pairs[:, None] * INNER + n[None, :]
-        tl.store(to, value.to(inner.dtype.element_ty), some & right)
+        tl.store(to, value.to(inner.dtype.element_ty), some & right[None, :])
 
 
 @triton.jit
 def down(
-    inner, weights, ids, down_proj,
+    inner, weights, ids, down_proj, scales, scales_2,
     count,
     parts,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (p, i): BLOCK_N columns of the weighted outputs of the expert of pair p."""
     pair = tl.program_id(0)
@@ -122,18 +134,25 @@ def down(
     if tl.min(pairs, 0) == pair:
         some = pairs < count
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        right = (n < HIDDEN)[None, :]
+        right = n < HIDDEN
         value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for begin in range(0, INNER, BLOCK_K):
             k = begin + tl.arange(0, BLOCK_K)
             deep = k < INNER
             at = inner + pairs[:, None] * INNER + k[None, :]
             rows = tl.load(at, some[:, None] & deep[None, :], 0.0)
-            of = down_proj + (expert * INNER + k)[:, None] * HIDDEN + n[None, :]
-            columns = tl.load(of, deep[:, None] & right, 0.0)
+            if scales is None:
+                of = down_proj + (expert * INNER + k)[:, None] * HIDDEN + n[None, :]
+                columns = tl.load(of, deep[:, None] & right[None, :], 0.0)
+            else:
+                columns = scaled_tile(
+                    down_proj, scales, scales_2, expert, begin, k, n, deep, right,
+                    INNER, HIDDEN, BLOCK, False, BLOCK_K,
+                ).to(rows.dtype)  # fmt: skip
             value = tl.dot(rows, columns, value, input_precision="ieee")
         value = value * tl.load(weights + pairs, some, 0.0)[:, None]
-        tl.store(parts + pairs[:, None] * HIDDEN + n[None, :], value, some[:, None] & right)
+        to = parts + pairs[:, None] * HIDDEN + n[None, :]
+        tl.store(to, value, some[:, None] & right[None, :])
 
 
 def route_launch(
@@ -163,13 +182,21 @@ def route_launch(
 
 
 def moe_launches(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_scales: Tensor | None = None,
+    gate_up_scales_2: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    down_scales_2: Tensor | None = None,
 ) -> tuple[Launch, Launch]:
     """Operands as of the op; its result is the second one's output [N, k, E], summed over k."""
-    (N, k), (_, E, double) = ids.shape, gate_up_proj.shape
+    (N, k), E, width = ids.shape, x.shape[1], gate_up_proj.shape[2] // 2
     if N > MAX_TOKENS:
         raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {N}")
-    count, width = N * k, double // 2
+    count = N * k
     inner = x.new_empty(count, width)
     parts = weights.new_empty(N, k, E)
     shape = {
@@ -184,20 +211,25 @@ def moe_launches(
     first = Launch(
         gate_and_up,
         (count, cdiv(width, 64)),
-        (x, ids, gate_up_proj),
+        (x, ids, gate_up_proj, gate_up_scales, gate_up_scales_2),
         (count,),
         (inner,),
-        shape,
+        shape | {"BLOCK": block_size(E, gate_up_scales)},
     )
     second = Launch(
         down,
         (count, cdiv(E, 64)),
-        (inner, weights, ids, down_proj),
+        (inner, weights, ids, down_proj, down_scales, down_scales_2),
         (count,),
         (parts,),
-        shape,
+        shape | {"BLOCK": block_size(width, down_scales)},
     )
     return first, second
+
+
+def block_size(inputs: int, scales: Tensor | None) -> int:
+    """Inputs per scale; all of them without."""
+    return inputs if scales is None else inputs // scales.shape[1]
 
 
 @torch.library.triton_op("mtpbuild_triton::moe_route", mutates_args=())
@@ -219,10 +251,19 @@ def moe_route_triton(
 
 @torch.library.triton_op("mtpbuild_triton::moe", mutates_args=())
 def moe_triton(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up_proj: Tensor, down_proj: Tensor
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_scales: Tensor | None = None,
+    gate_up_scales_2: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    down_scales_2: Tensor | None = None,
 ) -> Tensor:
     """moe on a GPU."""
-    launches = moe_launches(x, weights, ids, gate_up_proj, down_proj)
+    scales = (gate_up_scales, gate_up_scales_2, down_scales, down_scales_2)
+    launches = moe_launches(x, weights, ids, gate_up_proj, down_proj, *scales)
     for launch in launches:
         launch.run()
     return launches[-1].outputs[0].sum(1).type_as(x)

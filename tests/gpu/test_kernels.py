@@ -72,6 +72,18 @@ def test_laws(seed: int) -> None:
 
 
 @RANDOM
+@given(case=kernels.products())
+def test_matmul_scaled(case: kernels.Product) -> None:
+    kernels.check_product(case, "cuda")
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_experts(form: str, dtype: torch.dtype) -> None:
+    kernels.check_scaled_moe(0, (form, form), dtype, "cuda")
+
+
+@RANDOM
 @given(case=kernels.expert_choices())
 def test_moe(case: Experts) -> None:
     kernels.check_moe(case, "cuda")
@@ -111,8 +123,8 @@ def test_ops_pick_their_kernels() -> None:
 
 
 DEVICE_SHAPES = {
-    "bf16": Shape(2, 3, 16, 64, 16, 1000, 48, 24, 8, 4, 2, 2, torch.bfloat16),
-    "fp32": Shape(2, 3, 4, 40, 8, 1000, 48, 24, 8, 4, 2, 2, torch.float32),
+    "bf16": Shape(2, 3, 16, 64, 16, 1000, 48, 32, 8, 4, 2, 2, torch.bfloat16),
+    "fp32": Shape(2, 3, 4, 40, 8, 1000, 48, 32, 8, 4, 2, 2, torch.float32),
 }
 
 

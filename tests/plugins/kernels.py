@@ -5,6 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/con
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from mtpbuild.plugins import (
     accept_rewind,
     kv_write,
+    matmul_scaled,
     mla_attention,
     moe,
     moe_route,
@@ -329,3 +331,93 @@ def check_moe(case: Experts, device: str) -> None:
     assert y.dtype == case.dtype
     tolerance = 1e-4 if case.dtype == torch.float32 else 5e-2
     torch.testing.assert_close(y.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+Scaled = tuple[Tensor, Tensor, Tensor | None]
+
+
+def random_scaled(
+    g: torch.Generator, form: str, *shape: int, by_input: bool = False, size: float = 1.0
+) -> Scaled:
+    """Every code occurs; values are about as large as `size`."""
+    *stack, K, N = shape
+
+    def codes(rows: int, low: int, high: int) -> Tensor:
+        return torch.randint(low, high, (*stack, rows, N), generator=g).to(torch.uint8)
+
+    def factors(*of: int, typical: float) -> Tensor:
+        return (0.5 + torch.rand(*stack, *of, generator=g)) * size / typical
+
+    if form == "fp8":
+        values = codes(K, 0, 256)
+        values[(values & 0x7F) == 0x7F] = 0x07  # NaN -> a subnormal
+        return values, factors(K // gcd(128, K), N, typical=100), None
+    second = factors(K // 16, 1, typical=10) if by_input else factors(1, N, typical=10)
+    return codes(K // 2, 0, 256), codes(K // 16, 0, 0x48), second
+
+
+@dataclass(frozen=True)
+class Product:
+    form: str
+    tokens: int
+    inputs: int
+    outputs: int
+    by_input: bool
+    dtype: torch.dtype
+    seed: int
+
+
+@st.composite
+def products(draw: Draw) -> Product:
+    return Product(
+        form=draw(st.sampled_from(["fp8", "nvfp4"])),
+        tokens=draw(st.sampled_from([1, 3, 17, 64])),
+        inputs=draw(st.sampled_from([16, 48, 144, 256])),
+        outputs=draw(st.sampled_from([1, 20, 70])),
+        by_input=draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        seed=draw(st.integers(0, 1 << 20)),
+    )
+
+
+def check_product(case: Product, device: str) -> None:
+    from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_cuda
+
+    g = torch.Generator().manual_seed(case.seed)
+    K, N = case.inputs, case.outputs
+    x = torch.randn(1, case.tokens, K, generator=g).to(case.dtype)
+    weight = random_scaled(g, case.form, K, N, by_input=case.by_input, size=K**-0.5)
+    wanted = matmul_scaled(x, *weight)
+    y = matmul_scaled_cuda(*(t if t is None else t.to(device) for t in (x, *weight)))
+    assert y.dtype == case.dtype
+    assert y.shape == wanted.shape
+    tolerance = 1e-4 if case.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(y.cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def check_scaled_moe(seed: int, forms: tuple[str, str], dtype: torch.dtype, device: str) -> None:
+    """Experts whose two products are in the formats `forms`."""
+    from mtpbuild.plugins.moe.triton import moe_triton
+
+    g = torch.Generator().manual_seed(seed)
+    N, X, E, inner = 5, 6, 80, 48
+    x = torch.randn(N, E, generator=g).to(dtype)
+    weights = torch.rand(N, 2, generator=g)
+    ids = torch.randn(N, X, generator=g).topk(2).indices.int()
+    gate_up, *scales = scaled_or_plain(g, forms[0], dtype, X, E, 2 * inner)
+    down, *others = scaled_or_plain(g, forms[1], dtype, X, inner, E)
+    operands = (x, weights, ids, gate_up, down, *scales, *others)
+    wanted = moe(*operands)
+    y = moe_triton(*(t if t is None else t.to(device) for t in operands))
+    assert y.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(y.cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def scaled_or_plain(
+    g: torch.Generator, form: str, dtype: torch.dtype, *shape: int
+) -> tuple[Any, Any, Any]:
+    size = shape[-2] ** -0.5
+    if form == "plain":
+        return (torch.randn(*shape, generator=g) * size).to(dtype), None, None
+    return random_scaled(g, form, *shape, size=size)

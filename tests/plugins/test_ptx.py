@@ -32,6 +32,7 @@ KERNELS = {
     "route",
     "gate_and_up",
     "down",
+    "scaled_product",
 }
 
 
@@ -133,7 +134,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mtpbuild.plugins import accept_rewind, cuda_facets, kv_write, mla_attention, moe, moe_route
+from mtpbuild.plugins import accept_rewind, cuda_facets, kv_write, matmul_scaled, mla_attention
+from mtpbuild.plugins import moe, moe_route
 
 
 class Pretended:  # a GPU, for what is asked while tracing
@@ -145,11 +147,13 @@ driver.set_active(Pretended())
 
 
 class Step(torch.nn.Module):
-    def forward(self, q, cache, fresh, base, logits, window, active, x, scores, bias, up, down):
+    def forward(
+        self, q, cache, fresh, base, logits, window, active, x, scores, bias, up, down, codes, by
+    ):
         cache = kv_write(cache, fresh, base)
         o = mla_attention(q, cache, fresh, base, torch.zeros_like(base), 0.1, 16)
         weights, ids = moe_route(scores, bias, 2, 1, 2, True, 2.5)
-        y = moe(x, weights, ids, up, down)
+        y = matmul_scaled(moe(x, weights, ids, up, down), codes, by)
         return o, cache, y, accept_rewind(logits, window, base, base, active)
 
 
@@ -159,7 +163,7 @@ example = (
     torch.randn(B, 4, T, 24), torch.randn(B, 1, 64, 24), torch.randn(B, 1, T, 24), base,
     torch.randn(B, T, 99), torch.zeros(B, T, dtype=torch.int64), torch.ones(B, dtype=torch.bool),
     torch.randn(6, 20), torch.randn(6, 8), torch.randn(8), torch.randn(8, 20, 24),
-    torch.randn(8, 12, 20),
+    torch.randn(8, 12, 20), torch.zeros(20, 10, dtype=torch.uint8), torch.randn(5, 10),
 )
 exported = torch.export.export(Step(), example).run_decompositions(cuda_facets())
 module = exported.module()
@@ -182,6 +186,7 @@ def test_export_sees_the_kernels(tmp_path: Path) -> None:
             "weights ids",  # route
             "inner",  # gate_and_up
             "parts",  # down
+            "parts",  # scaled_product
             "best ids",  # best_of_block
             "tokens num_tokens new_lengths logprobs margins",  # verdict_of_slot
         ]

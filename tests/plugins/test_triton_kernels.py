@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mtpbuild.builder.model.config import ModelConfig, RopeConfig
 from mtpbuild.builder.model.layers import GatheredMoE
-from mtpbuild.plugins import moe, moe_route
+from mtpbuild.plugins import matmul_scaled, moe, moe_route
 from tests.plugins import kernels
-from tests.plugins.kernels import Attention, Experts, Mixed
+from tests.plugins.kernels import Attention, Experts, Mixed, Product
 from tests.plugins.test_modes import BANNED, BLOCK, REJECTION, RELAXED, SAMPLED, SYNTHETIC, operands
 
 triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
@@ -139,6 +139,36 @@ def test_mixed_acceptance_in_full(seed: int, vocab: int, drafts: int) -> None:
 @given(case=kernels.expert_choices())
 def test_moe(case: Experts) -> None:
     kernels.check_moe(case, "cpu")
+
+
+@settings(parent=FEW, max_examples=20)
+@given(case=kernels.products())
+def test_matmul_scaled(case: Product) -> None:
+    kernels.check_product(case, "cpu")
+
+
+@pytest.mark.parametrize("forms", [("fp8", "fp8"), ("nvfp4", "nvfp4"), ("nvfp4", "plain")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_experts(forms: tuple[str, str], dtype: torch.dtype) -> None:
+    kernels.check_scaled_moe(0, forms, dtype, "cpu")
+
+
+def test_splits_of_the_inputs() -> None:
+    """As wide a weight has several programs per column block; a row's sum is its own."""
+    from mtpbuild.plugins.matmul_scaled.triton import product_launch
+
+    g = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(4, 1600, generator=g), kernels.random_scaled(g, "fp8", 1600, 20)
+    sums = []
+    for rows in (x, x[1:2]):
+        launch = product_launch(rows.contiguous(), *weight)
+        assert launch.grid == (1, 3)
+        launch.run()
+        sums.append(launch.outputs[0].sum(0))
+    torch.testing.assert_close(sums[0], matmul_scaled(x, *weight), rtol=1e-4, atol=1e-3)
+    assert torch.equal(sums[0][1:2], sums[1])
+    with pytest.raises(NotImplementedError, match="matmul_scaled takes up to 64 tokens, not 65"):
+        product_launch(torch.zeros(65, 1600), *weight)
 
 
 def test_the_experts_are_the_models() -> None:

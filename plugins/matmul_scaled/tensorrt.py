@@ -1,0 +1,12 @@
+"""matmul_scaled in TensorRT: a product with a constant that the network dequantises."""
+
+from importlib import import_module
+from typing import Any
+
+
+def matmul_scaled_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """A converter of Torch-TensorRT; `ctx.constants` are the network's `Constants`."""
+    x, values, scales, scales_2 = *args, *[None] * (4 - len(args))
+    weight = ctx.constants.weight(x.dtype, values, scales, scales_2, name)
+    matmul = import_module("torch_tensorrt.dynamo.conversion.impl").matmul
+    return matmul.matrix_multiply(ctx, target, None, name, x, weight)

@@ -1,0 +1,136 @@
+"""matmul_scaled in Triton: tiles of the weight are dequantised in registers, then multiplied."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch, cdiv, tile
+from mtpbuild.plugins.matmul_scaled.op import dequantise
+
+MAX_TOKENS = 64  # more of them pay for a weight that is dequantised in memory
+PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
+SPLIT_INPUTS = 512  # a split of fewer inputs costs more than it saves
+BLOCK_N, BLOCK_K = 64, 64
+
+
+@triton.jit
+def float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """e4m3 or e2m1 -> fp32 by its bits: sm_80 has neither type."""
+    bits: tl.constexpr = EXPONENT + MANTISSA
+    bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
+    least: tl.constexpr = 2.0 ** (1 - bias - MANTISSA)
+    codes = codes.to(tl.int32)
+    size = codes & ((1 << bits) - 1)
+    normal = ((size << (23 - MANTISSA)) + ((127 - bias) << 23)).to(tl.float32, bitcast=True)
+    magnitude = tl.where(size < (1 << MANTISSA), size.to(tl.float32) * least, normal)
+    return tl.where(codes < (1 << bits), magnitude, -magnitude)
+
+
+@triton.jit
+def scaled_tile(
+    values, scales, scales_2, expert, begin, k, n, deep, right,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows k from `begin` on and columns n of a weight [DEPTH, WIDTH] in fp32; others are 0.
+
+    expert: which one of a stack. BLOCK: inputs per scale. BY_INPUT: scales_2 are too.
+    """
+    there = deep[:, None] & right[None, :]
+    block = expert * (DEPTH // BLOCK) + k // BLOCK
+    if scales_2 is None:
+        of = values + (expert * DEPTH + k)[:, None] * WIDTH + n[None, :]
+        value = float_of(tl.load(of, there, 0), 4, 3)
+        if BLOCK % BLOCK_K == 0:
+            of_all = scales + (expert * (DEPTH // BLOCK) + begin // BLOCK) * WIDTH + n
+            scale = tl.load(of_all, right, 0.0)[None, :]
+        else:
+            scale = tl.load(scales + block[:, None] * WIDTH + n[None, :], there, 0.0)
+        value = value * scale
+    else:
+        of = values + (expert * (DEPTH // 2) + k // 2)[:, None] * WIDTH + n[None, :]
+        nibble = (k % 2 * 4)[:, None]
+        value = float_of((tl.load(of, there, 0).to(tl.int32) >> nibble) & 15, 2, 1)
+        scale = tl.load(scales + block[:, None] * WIDTH + n[None, :], there, 0)
+        value = value * float_of(scale, 4, 3)
+        if BY_INPUT:
+            value = value * tl.load(scales_2 + block, deep, 0.0)[:, None]
+        else:
+            value = value * tl.load(scales_2 + expert * WIDTH + n, right, 0.0)[None, :]
+    return value
+
+
+@triton.jit
+def scaled_product(
+    x, values, scales, scales_2,
+    rows,
+    parts,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (i, s): BLOCK_N columns of all rows' products over split s of the inputs."""
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    some, right = m < rows, n < WIDTH
+    share = tl.cdiv(tl.cdiv(DEPTH, splits), BLOCK_K) * BLOCK_K
+    first = split * share
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for begin in range(first, tl.minimum(first + share, DEPTH), BLOCK_K):
+        k = begin + tl.arange(0, BLOCK_K)
+        deep = k < DEPTH
+        given = tl.load(x + m[:, None] * DEPTH + k[None, :], some[:, None] & deep[None, :], 0.0)
+        weight = scaled_tile(
+            values, scales, scales_2, 0, begin, k, n, deep, right,
+            DEPTH, WIDTH, BLOCK, BY_INPUT, BLOCK_K,
+        )  # fmt: skip
+        total = tl.dot(given, weight.to(given.dtype), total, input_precision="ieee")
+    to = parts + (split * rows + m)[:, None] * WIDTH + n[None, :]
+    tl.store(to, total, some[:, None] & right[None, :])
+
+
+def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None) -> Launch:
+    """x [rows, K]; the result is the sum of its output [splits, rows, N] over the splits.
+
+    How a row is summed does not depend on the rows beside it.
+    """
+    (rows, K), N = x.shape, values.shape[1]
+    if rows > MAX_TOKENS:
+        raise NotImplementedError(f"matmul_scaled takes up to {MAX_TOKENS} tokens, not {rows}")
+    columns = cdiv(N, BLOCK_N)
+    splits = max(1, min(PROGRAMS // columns, K // SPLIT_INPUTS))
+    parts = x.new_empty(splits, rows, N, dtype=torch.float32)
+    constants = {
+        "DEPTH": K,
+        "WIDTH": N,
+        "BLOCK": K // scales.shape[0],
+        "BY_INPUT": scales_2 is not None and scales_2.shape != (1, N),
+        "BLOCK_M": tile(rows),
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": BLOCK_K,
+    }
+    inputs = (x, values, scales, scales_2)
+    return Launch(scaled_product, (columns, splits), inputs, (rows,), (parts,), constants)
+
+
+@torch.library.triton_op("mtpbuild_triton::matmul_scaled", mutates_args=())
+def matmul_scaled_triton(
+    x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
+) -> Tensor:
+    """matmul_scaled on a GPU, of few tokens."""
+    launch = product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)
+    launch.run()
+    return launch.outputs[0].sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
+
+
+def matmul_scaled_cuda(
+    x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
+) -> Tensor:
+    """matmul_scaled on a GPU. A prompt's chunk is a symbol while it is traced."""
+    tokens = math.prod(x.shape[:-1])
+    if isinstance(tokens, int) and tokens <= MAX_TOKENS:
+        return matmul_scaled_triton(x, values, scales, scales_2)
+    return x @ dequantise(values, scales, scales_2).to(x.dtype)
