@@ -82,7 +82,13 @@ def build(
         int | None,
         typer.Option("--rank", help="Build this rank alone, from 0; default: all that lack."),
     ] = None,
-    attention_dp: Annotated[bool, typer.Option("--attention-dp", help="Not there yet.")] = False,
+    attention_dp: Annotated[
+        bool,
+        typer.Option(
+            "--attention-dp",
+            help="Ranks share the routed experts alone; each has max-batch requests of its own.",
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Engine directory; with several nextn, their parent.")
     ] = None,
@@ -106,8 +112,6 @@ def build(
     from mtpbuild.builder.pipeline import BuildRequest
     from mtpbuild.runtime.field_config import sampling_settings
 
-    if attention_dp:
-        raise UsageError("--attention-dp is not there yet: --tp cuts attention by heads")
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
         raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
     numbers = None if nextn is None else parse_nextn(nextn)
@@ -134,6 +138,7 @@ def build(
         layers=None if layers is None else parse_layers(layers),
         tp=tp,
         ep=ep,
+        attention_dp=attention_dp,
         rank=rank,
         dtype=dtype,  # type: ignore[arg-type]
     )

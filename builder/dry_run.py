@@ -7,7 +7,6 @@ from pathlib import Path
 
 from mtpbuild.builder import package
 from mtpbuild.builder.generation import generation_ids
-from mtpbuild.builder.model.share import Share
 from mtpbuild.builder.pipeline import (
     BuildRequest,
     Stages,
@@ -72,7 +71,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
             device="meta",
             formats=target.formats,
             layers=request.layers,
-            share=Share(request.tp, request.ep),
+            share=request.share,
             dtype=request.dtype,
         )
     ranks = range(request.tp) if request.rank is None else [request.rank]

@@ -133,6 +133,7 @@ def write_manifest(
             fingerprint=fingerprint,
             tp=plan.tp,
             ep=plan.ep,
+            attention_dp=plan.attention_dp,
             layers=None if layers is None else str(layers),
         ),
         target=target,

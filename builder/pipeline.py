@@ -72,9 +72,15 @@ class BuildRequest:
     device: str = "cpu"
     tp: int = 1
     ep: int = 1
+    attention_dp: bool = False
     rank: int | None = None  # to build alone; None: all of them
     layers: LayersSlice | None = None
     dtype: FloatType = "float32"
+
+    @property
+    def share(self) -> Share:
+        """Of rank 0; the graph is the same for all."""
+        return Share(self.tp, self.ep, attention_dp=self.attention_dp)
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 ids,
                 formats=target.formats,
                 layers=request.layers,
-                share=Share(request.tp, request.ep),
+                share=request.share,
                 dtype=request.dtype,
             )
             model.tell_formats()
@@ -274,7 +280,9 @@ def make_plans(
     if (request.tp, request.ep) != (1, 1):
         if (request.target, request.device) != ("inductor", "cpu"):
             raise UsageError("--tp and --ep are for target inductor on the CPU")
-        check_share(config, request.tp, request.ep)
+        check_share(config, request.tp, request.ep, request.attention_dp)
+    if request.attention_dp and request.tp == 1:
+        raise UsageError("--attention-dp is for several ranks: say --tp, how many they are")
     if request.rank is not None:
         if request.tp == 1:
             raise UsageError("--rank is one of several: say --tp, how many they are")
@@ -313,6 +321,7 @@ def make_plans(
                 gpu=gpu,
                 tp=request.tp,
                 ep=request.ep,
+                attention_dp=request.attention_dp,
                 dtype=request.dtype,
                 adaptive=asked == "auto",
             ),
@@ -335,7 +344,8 @@ def check_dtype(request: BuildRequest) -> None:
 def _suffix(request: BuildRequest) -> str:
     dtype = "" if request.dtype == "float32" else "_bf16"
     tp = f"_tp{request.tp}" if request.tp > 1 else ""
-    return dtype + tp + (f"_ep{request.ep}" if request.ep > 1 else "")
+    ep = f"_ep{request.ep}" if request.ep > 1 else ""
+    return dtype + tp + ep + ("_adp" if request.attention_dp else "")
 
 
 def within(least: int, value: int, most: int, flag: str) -> int:

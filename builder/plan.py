@@ -33,6 +33,7 @@ class Plan:
     gpu: str | None = None  # compute capability that target inductor compiles on and for; None: CPU
     tp: int = 1  # ranks that share the model
     ep: int = 1  # parts of the routed experts
+    attention_dp: bool = False  # all else is whole on each rank, which has its own max_batch slots
     dtype: FloatType = "float32"  # of weights, caches and hidden states (model/precision.py)
     adaptive: bool = False  # nextn is the most: each step drafts as many as the run time says
 

@@ -77,7 +77,7 @@ def generate_all(
     def generate(request: FileRequest, observer: Observer | None) -> Result:
         return engine.stream(request.token_ids, request.params, observer=observer).result()
 
-    with ThreadPoolExecutor(engine.manifest.build.max_batch) as pool:
+    with ThreadPoolExecutor(engine.manifest.build.slots) as pool:
         try:
             yield from zip(requests, pool.map(generate, requests, observers), strict=True)
         except BaseException:

@@ -34,7 +34,7 @@ class Loop:
 
     def __init__(self, programs: Programs, manifest: Manifest, *, overlap: bool = True) -> None:
         self.programs = programs
-        self.scheduler = Scheduler(manifest.build.max_batch)
+        self.scheduler = Scheduler(manifest.build.slots, manifest.build.serving)
         self.acceptance = Acceptance(manifest.build.nextn)
         self.requests = self.prompt_tokens = 0
         nothing_drafted = manifest.build.drafter == "none"

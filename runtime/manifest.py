@@ -89,6 +89,9 @@ class BuildInfo(_Record):
     fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
     tp: int = Field(default=1, ge=1, le=MAX_RANKS, description="ranks that share the model")
     ep: int = Field(default=1, ge=1, le=MAX_RANKS, description="parts of the routed experts")
+    attention_dp: bool = Field(
+        default=False, description="each rank has requests of its own, max_batch at once"
+    )
     layers: str | None = Field(
         default=None, pattern=r"^\d{1,6}-\d{1,6}$", description="main layers of its model; all"
     )
@@ -97,6 +100,16 @@ class BuildInfo(_Record):
     def drafts(self) -> str:
         """How many a step makes, in words."""
         return f"0 to {self.nextn}" if self.adaptive else str(self.nextn)
+
+    @property
+    def serving(self) -> int:
+        """Ranks that have requests of their own; those that share all of the model are one."""
+        return self.tp if self.attention_dp else 1
+
+    @property
+    def slots(self) -> int:
+        """Requests that run at once, on all ranks."""
+        return self.max_batch * self.serving
 
 
 class TargetInfo(_Record):

@@ -111,7 +111,9 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
         "rank": rank,
         "out": folder,
     }
-    given = (f"--{flag} {value}" for flag, value in flags.items() if value is not None)
+    given = [f"--{flag} {value}" for flag, value in flags.items() if value is not None]
+    if build.attention_dp:
+        given.append("--attention-dp")
     return " ".join(["mtpbuild build", *given])
 
 

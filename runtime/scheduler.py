@@ -12,10 +12,16 @@ from mtpbuild.runtime.request import Request
 
 
 class Scheduler:
-    """B slots and a queue. Any thread may `add` and `cancel`; only the loop does the rest."""
+    """B slots and a queue. Any thread may `add` and `cancel`; only the loop does the rest.
 
-    def __init__(self, slots: int) -> None:
+    ranks: that have requests of their own; the slots are theirs in equal parts, one behind the
+    other, and a request stays where it began.
+    """
+
+    def __init__(self, slots: int, ranks: int = 1) -> None:
         self.slots: list[Request | None] = [None] * slots
+        own = slots // ranks
+        self._ranks = [range(first, first + own) for first in range(0, slots, own)]
         self.waiting: deque[Request] = deque()
         self.active: Bools = np.zeros(slots, np.bool_)  # [B]
         self._cancelled: deque[Request] = deque()
@@ -38,24 +44,26 @@ class Scheduler:
         """Free the slots of requests that have ended; yield the waiting ones that move in."""
         self._end_cancelled()
         for slot, request in enumerate(self.slots):
-            if request is None or request.ended:
-                self.slots[slot] = self.waiting.popleft() if self.waiting else None
-                if newcomer := self.slots[slot]:
-                    yield slot, newcomer
-            self.active[slot] = self.slots[slot] is not None
+            if request is not None and request.ended:
+                self.slots[slot] = None
+        while self.waiting and (free := self._free_slot()) is not None:
+            self.slots[free] = newcomer = self.waiting.popleft()
+            yield free, newcomer
+        self.active[:] = [request is not None for request in self.slots]
 
     def close_ranks(self) -> Iterator[tuple[int, int]]:
-        """Yield moves (source, target) that leave no free slot below a request.
+        """Yield moves (source, target) that leave a rank no free slot below a request.
 
         A step computes every slot up to the last one, so a move pays for itself in a step or two.
         """
-        taken = [slot for slot, request in enumerate(self.slots) if request is not None]
-        for target in range(len(taken)):
-            if self.slots[target] is None:
-                source = taken.pop()
-                self.slots[target], self.slots[source] = self.slots[source], None
-                self.active[target], self.active[source] = True, False
-                yield source, target
+        for rank in self._ranks:
+            taken = [slot for slot in rank if self.slots[slot] is not None]
+            for target in rank[: len(taken)]:
+                if self.slots[target] is None:
+                    source = taken.pop()
+                    self.slots[target], self.slots[source] = self.slots[source], None
+                    self.active[target], self.active[source] = True, False
+                    yield source, target
 
     def fail(self, error: EngineError) -> None:
         """End all requests, running and waiting, with an error."""
@@ -66,6 +74,12 @@ class Scheduler:
         self._cancelled.clear()
         for request in failed:
             request.fail(error)
+
+    def _free_slot(self) -> int | None:
+        """The lowest of the rank with the fewest requests; None if all are taken."""
+        free = [[slot for slot in rank if self.slots[slot] is None] for rank in self._ranks]
+        most = max(free, key=len)
+        return most[0] if most else None
 
     def _end_cancelled(self) -> None:
         while self._cancelled:

@@ -138,7 +138,7 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "layers": f"{model.num_hidden_layers} + {model.num_nextn_predict_layers} MTP",
         "vocabulary": f"{model.vocab_size:,}",
         "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}",
-        "capacity": f"{build.max_batch} slots of {build.max_seq_len:,} tokens",
+        "capacity": f"{build.slots} slots of {build.max_seq_len:,} tokens",
         "ranks": _ranks(folder, manifest),
         "weights": build.weights,
         "caches": f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none",
@@ -153,8 +153,9 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
 def _ranks(folder: Path, manifest: Manifest) -> str:
     build, here = manifest.build, ranks_here(folder, manifest)
     groups = f", experts in {build.ep} groups" if build.ep > 1 else ""
+    dp = ", attention data-parallel" if build.attention_dp else ""
     some = f"; here: {', '.join(map(str, here)) or 'none'}" if manifest.split else ""
-    return f"{build.tp}{groups}{some if len(here) < build.tp else ''}"
+    return f"{build.tp}{groups}{dp}{some if len(here) < build.tp else ''}"
 
 
 def _list(tensors: Iterable[TensorSpec]) -> str:

@@ -4,8 +4,9 @@ All else of an engine of several ranks is real: weights, processes, torch.distri
 takes a minute of a core. `python -m tests.eager_ranks` is a rank that another process started.
 """
 
+import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,19 @@ def use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(inductor, "Package", EagerPackage)
     patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.eager_ranks"))
     patch.setenv("PYTHONPATH", str(ROOT))
+
+
+@contextlib.contextmanager
+def in_place_of_the_compiler() -> Iterator[None]:
+    """Build and load engines this way while the block runs."""
+    from mtpbuild.builder.targets.inductor import InductorTarget
+
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch)
+        patch.setattr(InductorTarget, "lower", lower)
+        patch.setenv(ranks.TIMEOUT, "30")
+        yield
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def fake_manifest(
     vocab_size: int = 320,
     eos: tuple[int, ...] = (EOS,),
     lookahead: int = 1,
+    ranks: int = 1,
 ) -> Manifest:
+    """ranks: that have requests of their own."""
     return Manifest(
         mtpbuild="0",
         model=ModelInfo(
@@ -63,6 +65,8 @@ def fake_manifest(
             prefill_chunk=prefill_chunk,
             weights="float32",
             fingerprint="0",
+            tp=ranks,
+            attention_dp=ranks > 1,
         ),
         target=TargetInfo(name="onnxruntime", hardware="cpu", versions={}),
         capabilities={},
@@ -95,9 +99,10 @@ class FakePrograms:
     """Says what `next_token` says; `draft_is_right` decides per absolute position of a draft.
 
     Checks what the loop promises: chunks in order and of the right size, the tokens behind a chunk,
-    enough rows, no gap below a running slot. `steps` counts decode steps, `slots` notes how many
-    slots each computed, `moves` who moved where, `told` each nextn that an adaptive engine's loop
-    chose; `fail` raises in the next step.
+    enough rows, no gap below a running slot of a rank, no move to another rank. `steps` counts
+    decode steps, `slots` notes how many slots each computed (on the fullest rank), `moves` who
+    moved where, `told` each nextn that an adaptive engine's loop chose; `fail` raises in the next
+    step.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class FakePrograms:
         self.next_token, self.draft_is_right, self.step_s = next_token, draft_is_right, step_s
         self.build, self.window = manifest.build, manifest.window
         self.capacity = manifest.build.max_seq_len + manifest.window  # cache rows
-        B = manifest.build.max_batch
+        B = manifest.build.slots
         self.history: list[list[int]] = [[] for _ in range(B)]  # all known tokens of a slot
         self.drafts: list[list[int]] = [[] for _ in range(B)]
         self.controls = [GREEDY] * B
@@ -139,6 +144,7 @@ class FakePrograms:
 
     def move(self, source: int, target: int) -> None:
         self.moves.append((source, target))
+        assert source // self.build.max_batch == target // self.build.max_batch
         self.history[target], self.history[source] = self.history[source], []
         self.drafts[target], self.drafts[source] = self.drafts[source], []
         self.controls[target] = self.controls[source]
@@ -155,8 +161,10 @@ class FakePrograms:
         self.steps += 1
         B, T = len(self.history), self.window
         assert active.shape == (B,)
-        self.slots.append(int(active.sum()))
-        assert active[: self.slots[-1]].all(), "running slots are the lowest"
+        ranks = active.reshape(self.build.serving, -1)
+        self.slots.append(int(ranks.sum(1).max()))
+        for rank in ranks:
+            assert rank[: rank.sum()].all(), "running slots are the lowest"
         assert rows <= self.capacity
         tokens, window = np.full((B, T), -1), np.zeros((B, T), np.int64)
         counts, num_drafts = np.zeros(B, np.int64), np.zeros(B, np.int64)

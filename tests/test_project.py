@@ -47,7 +47,13 @@ OUTSIDE = {
 # Loaded for engines of its target alone.
 ONLY_HERE = {
     f"mtpbuild.runtime.programs.{name}": {"safetensors", "torch"}
-    for name in ("inductor", "inductor_cuda", "inductor_ranks", "torch_cuda")
+    for name in (
+        "inductor",
+        "inductor_attention_dp",
+        "inductor_cuda",
+        "inductor_ranks",
+        "torch_cuda",
+    )
 }
 
 

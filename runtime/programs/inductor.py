@@ -24,6 +24,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
+    from mtpbuild.runtime.programs.inductor_ranks import LeadingPrograms
 
 HARDWARE = "x86-64 CPU with AVX2"  # all that the compiled code needs
 TORCH = ".".join(torch.__version__.split(".")[:2])  # AOTInductor packages are bound to it
@@ -136,7 +137,7 @@ def this_machine() -> str:
 
 def load(
     folder: Path, manifest: Manifest, threads: int | None
-) -> "InductorPrograms | CudaPrograms":
+) -> "InductorPrograms | CudaPrograms | LeadingPrograms":
     """Entry point named in `runtime/programs/__init__.py`; refuses what can't run here.
 
     threads: of the CPU's programs.

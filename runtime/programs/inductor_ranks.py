@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import (
     TCPStore,
     _register_process_group,
@@ -91,6 +92,17 @@ class Channel:
                 f"rank {self.rank} got other tokens than rank 0: do they have the same kind of CPU?"
             )
         return name, arguments
+
+    def note(self, output: StepOutput) -> None:
+        """What this rank got: the next message tells, or checks it."""
+        self.digest = zlib.crc32(output.tokens.tobytes())
+
+    def gather(self, own: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """All ranks' rows, one rank's behind the other's; between programs, on all ranks."""
+        every = torch.empty(self.ranks, *own.shape, dtype=torch.uint8)
+        with self.unbroken():
+            dist.all_gather([*every], torch.from_numpy(own), group=self._groups[1])
+        return every.flatten(0, 1).numpy()
 
     def close(self) -> None:
         """Send the others home, unless something went wrong; leave the group."""
@@ -173,23 +185,17 @@ class RankPrograms(InductorPrograms):
         super().__init__(folder, manifest, threads)
         self._channel = channel
 
-    def step(self, active: Bools, rows: int) -> StepOutput:
-        output = super().step(active, rows)
-        self._channel.digest = zlib.crc32(output.tokens.tobytes())
-        return output
-
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         with self._channel.unbroken(), _silent():
             return super()._run(program, inputs)
 
 
-class LeadingPrograms(RankPrograms):
+class LeadingPrograms:
     """Rank 0's: the others do the same."""
 
-    def __init__(
-        self, folder: Path, manifest: Manifest, threads: int | None, channel: Channel
-    ) -> None:
-        super().__init__(folder, manifest, threads, channel)
+    def __init__(self, own: RankPrograms, channel: Channel) -> None:
+        self.lookahead = own.lookahead
+        self._own, self._channel = own, channel
         channel.ready()
         self._end = weakref.finalize(self, channel.close)  # at the latest
 
@@ -199,40 +205,39 @@ class LeadingPrograms(RankPrograms):
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         with self._channel.unbroken():
             self._channel.send("prefill", slot, start, tokens.tolist())
-            super().prefill(slot, start, tokens)
+            self._own.prefill(slot, start, tokens)
 
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
         with self._channel.unbroken():
             self._channel.send("begin", slot, length, newest, asdict(controls))
-            super().begin(slot, length, newest, controls)
+            self._own.begin(slot, length, newest, controls)
 
     def move(self, source: int, target: int) -> None:
         with self._channel.unbroken():
             self._channel.send("move", source, target)
-            super().move(source, target)
+            self._own.move(source, target)
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         with self._channel.unbroken():
             self._channel.send("step", active.tolist(), rows)
-            return super().step(active, rows)
+            output = self._own.step(active, rows)
+            self._channel.note(output)
+            return output
 
 
-class FollowingPrograms(RankPrograms):
-    """Those of any other rank."""
-
-    def follow(self) -> None:
-        """Do what rank 0 does, until it ends."""
-        self._channel.ready()
-        while (call := self._channel.receive())[0] != "end":
-            match call:
-                case "prefill", [slot, start, tokens]:
-                    self.prefill(slot, start, np.array(tokens, np.int64))
-                case "begin", [slot, length, newest, controls]:
-                    self.begin(slot, length, newest, _controls(controls))
-                case "move", [source, target]:
-                    self.move(source, target)
-                case "step", [active, rows]:
-                    self.step(np.array(active, np.bool_), rows)
+def _follow(own: RankPrograms, channel: Channel) -> None:
+    """Do what rank 0 does, until it ends."""
+    channel.ready()
+    while (call := channel.receive())[0] != "end":
+        match call:
+            case "prefill", [slot, start, tokens]:
+                own.prefill(slot, start, np.array(tokens, np.int64))
+            case "begin", [slot, length, newest, controls]:
+                own.begin(slot, length, newest, _controls(controls))
+            case "move", [source, target]:
+                own.move(source, target)
+            case "step", [active, rows]:
+                channel.note(own.step(np.array(active, np.bool_), rows))
 
 
 def _store(listener: str, limit: timedelta) -> TCPStore:
@@ -267,13 +272,23 @@ def _silent() -> Iterator[None]:
         os.close(nothing)
 
 
+def _programs(
+    folder: Path, manifest: Manifest, threads: int | None, channel: Channel
+) -> RankPrograms:
+    if not manifest.build.attention_dp:
+        return RankPrograms(folder, manifest, threads, channel)
+    from mtpbuild.runtime.programs.inductor_attention_dp import AttentionDPPrograms
+
+    return AttentionDPPrograms(folder, manifest, threads, channel)
+
+
 def load(folder: Path, manifest: Manifest, threads: int | None) -> LeadingPrograms:
     """Rank 0's programs, of an engine whose files were checked."""
     if rank := own_rank(folder, manifest):
         raise EngineError(f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.ranks.follow)")
     own, channel = read_rank(folder, manifest, 0), Channel(0, manifest.build.tp)
     try:
-        return LeadingPrograms(folder / rank_name(0), own, threads, channel)
+        return LeadingPrograms(_programs(folder / rank_name(0), own, threads, channel), channel)
     except BaseException:
         channel.close()
         raise
@@ -285,6 +300,6 @@ def follow(folder: Path, manifest: Manifest, threads: int | None) -> None:
     try:
         for part, own in own_parts(folder, manifest):  # in the group: a failure is noticed
             check_files(part, own)
-        FollowingPrograms(part, own, threads, channel).follow()
+        _follow(_programs(part, own, threads, channel), channel)
     finally:
         channel.close()

@@ -89,7 +89,10 @@ class Slots:
         here, so a slot more would only cost its computation.
         """
         self._active[:] = active
-        kind = MIXED if (self._mixed & active).any() else PLAIN
+        return self._covering(active, self._mixed)
+
+    def _covering(self, active: Bools, mixed: Bools) -> tuple[str, int]:
+        kind = MIXED if (mixed & active).any() else PLAIN
         program = program_name(kind, self._nextn, self._most)
         return program, len(active) - int(active[::-1].argmax())
 

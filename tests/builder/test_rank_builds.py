@@ -169,11 +169,13 @@ def test_what_is_not_there(
     """One line names it, and the command that builds it; that command does."""
     monkeypatch.chdir(checkpoint.parent)
     out = tmp_path / "out" / "engine"
-    flags: dict[str, Any] = {"max_batch": 2, "ep": 2, "layers": parse_layers("1-1")}
+    flags: dict[str, Any] = {"max_batch": 2, "ep": 2, "attention_dp": True}
+    flags["layers"] = parse_layers("1-1")
     run(checkpoint, out, 3, **flags)
     code, text, err = invoke("inspect", out)
     assert (code, err) == (0, "")
-    assert re.search(r"ranks +4, experts in 2 groups; here: 3 *\n", text)
+    assert re.search(r"capacity +8 slots of", text)
+    assert re.search(r"ranks +4, experts in 2 groups, attention data-parallel; here: 3 *\n", text)
     for which in ("ranks 0, 1, 2 are", "rank 2 is"):
         code, text, err = invoke("run", "--engine", out, "--prompt-ids", "5")
         assert (code, text) == (1, "")

@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mtpbuild.builder import package
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages, build
 from mtpbuild.builder.reference import Transformer
-from mtpbuild.builder.targets.inductor import InductorTarget
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime import ranks as ranks_module
 from mtpbuild.runtime.errors import RankError, UsageError
@@ -63,11 +61,7 @@ PROMPT = [62, 7, 9, 11, 13, 2]
 
 @pytest.fixture(scope="module")
 def eagerly() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        eager_ranks.use(patch)
-        patch.setattr(InductorTarget, "lower", eager_ranks.lower)
-        patch.setenv(ranks_module.TIMEOUT, "30")
+    with eager_ranks.in_place_of_the_compiler():
         yield
 
 
@@ -251,7 +245,7 @@ def test_a_failed_engine_stays_failed(engine: Path, monkeypatch: pytest.MonkeyPa
     """An interrupted step leaves the ranks apart; closing waits for nobody."""
     begin = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt), running(engine) as loaded:
-        programs = loaded._loop.programs
+        programs = loaded._loop.programs._own  # type: ignore[attr-defined]
 
         def interrupted(*args: object) -> None:
             raise KeyboardInterrupt
@@ -341,7 +335,7 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
         (("--tp", 2, "--target", "inductor", "--device", "cuda"), "--tp and --ep are for target"),
         (("--tp", 3, "--target", "inductor"), "--tp 3 does not divide num_attention_heads 4;"),
         (("--tp", 2, "--ep", 8, "--target", "inductor"), "--ep 8 does not divide both --tp 2 and"),
-        (("--attention-dp",), "--attention-dp is not there yet"),
+        (("--attention-dp",), "--attention-dp is for several ranks: say --tp, how many they are"),
     ],
 )
 def test_what_can_not_be_built(

@@ -137,6 +137,22 @@ def test_who_runs_longest_ends_in_the_first_slot() -> None:
         assert result.token_ids == continuation([prompt], count)
 
 
+def test_ranks_share_the_requests() -> None:
+    """Each newcomer goes to the rank with the fewest; who runs stays where it is."""
+    manifest = fake_manifest(max_batch=2, nextn=0, ranks=3)
+    programs = FakePrograms(manifest)
+    counts = (9, 3, 9, 9, 9, 3, 5, 5)
+    params = [SamplingParams(max_tokens=n) for n in counts]
+    prompts = [[n, n] for n in range(5, 13)]
+    results = Engine(programs, manifest).generate(prompts, params)
+    began = {tokens[0]: slot for slot, _, tokens in programs.chunks}
+    assert began == {5: 0, 6: 2, 7: 4, 8: 1, 9: 3, 10: 5, 11: 2, 12: 5}
+    assert programs.steps == 9
+    assert programs.moves == [(3, 2)]  # its neighbour has ended after 3 + 5 steps
+    for prompt, count, result in zip(prompts, counts, results, strict=True):
+        assert result.token_ids == continuation(prompt, count)
+
+
 def test_a_lone_request_pays_for_itself() -> None:
     manifest = fake_manifest(max_batch=8)
     programs = FakePrograms(manifest)

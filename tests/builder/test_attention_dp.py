@@ -1,0 +1,161 @@
+"""Attention-DP: each rank has requests of its own, and says of each what one rank alone says.
+
+Programs run eagerly (`tests/eager_ranks.py`); compiled ones are in `test_ranks_compiled.py`.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.pipeline import BuildRequest, Stages
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime import ranks as ranks_module
+from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs.base import Controls
+from tests import eager_ranks
+from tests.builder.test_ranks import (
+    GREEDY,
+    HOT,
+    NEXTN,
+    PROMPT,
+    RELAXED,
+    SHAPE,
+    followers,
+    make,
+    running,
+)
+from tests.checkpoints import make_predictable, save_checkpoint
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+
+pytestmark = [
+    pytest.mark.xdist_group("inductor"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+TWO_MODULES: dict[str, Any] = SHAPE | {"num_nextn_predict_layers": 2}
+DRAWN = Controls(temperature=0.8, top_p=0.95, seed=5)  # as HOT
+OTHER, LONG = [40, 3], [11, 50, 7, 7, 31, 8, 22, 19, 4, 60, 2]  # no, one and three chunks
+
+
+@pytest.fixture(scope="module")
+def eagerly() -> Iterator[None]:
+    with eager_ranks.in_place_of_the_compiler():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return make_predictable(**TWO_MODULES)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("dp") / "two", model, **TWO_MODULES)
+
+
+@pytest.fixture(scope="module")
+def engine(eagerly: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("engines") / "engine"
+    return make(checkpoint, out, tp=2, attention_dp=True)
+
+
+def tokens(
+    loaded: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[list[int]]:
+    return [result.token_ids for result in loaded.generate(prompts, params)]
+
+
+def check(folder: Path, model: Transformer) -> None:
+    """O2 for idle ranks, uneven numbers, and more requests than slots; twice the same."""
+    params = [GREEDY, HOT, RELAXED]
+    crowd = [PROMPT, [5], LONG, OTHER, PROMPT, [9], LONG, OTHER]
+    counts = [16, 3, 9, 5, 12, 16, 4, 8]
+    many = [replace(GREEDY, max_tokens=count) for count in counts]
+    with running(folder) as loaded:
+        alone = [tokens(loaded, [prompt], [GREEDY])[0] for prompt in (PROMPT, [5], LONG)]
+        (relaxed,) = tokens(loaded, [PROMPT], [RELAXED])
+        uneven = tokens(loaded, [LONG, PROMPT, PROMPT], params)
+        turned = tokens(loaded, [PROMPT, LONG, PROMPT], [params[i] for i in (2, 0, 1)])
+        crowded = tokens(loaded, crowd, many)
+        again = tokens(loaded, [LONG, PROMPT, PROMPT], params)
+    assert alone == [greedy(model, prompt, 16) for prompt in (PROMPT, [5], LONG)]
+    assert uneven == [alone[2], sample(model, PROMPT, 16, DRAWN), relaxed]
+    assert turned == [relaxed, uneven[0], uneven[1]], "on the other rank"
+    assert crowded == [greedy(model, p, n) for p, n in zip(crowd, counts, strict=True)]
+    assert again == uneven
+    assert not followers()
+
+
+def test_tokens(engine: Path, model: Transformer) -> None:
+    check(engine, model)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("drafter", "tp", "ep", "slots"),
+    [("mtp-vanilla", 2, 1, 2), ("mtp-vanilla", 4, 2, 1), ("mtp-eagle", 2, 2, 3)],
+)
+def test_more_of_them(
+    drafter: str,
+    tp: int,
+    ep: int,
+    slots: int,
+    eagerly: None,
+    checkpoint: Path,
+    model: Transformer,
+    tmp_path: Path,
+) -> None:
+    """Ranks, slots on each, and both drafters."""
+    flags: dict[str, Any] = {"tp": tp, "ep": ep, "max_batch": slots, "attention_dp": True}
+    check(make(checkpoint, tmp_path / "engine", drafter=drafter, **flags), model)
+
+
+def test_the_folder(engine: Path, checkpoint: Path) -> None:
+    """Each rank holds all but a part of the experts, and caches for its own requests."""
+    manifest = read_manifest(engine)
+    assert manifest.build.attention_dp
+    assert (manifest.build.max_batch, manifest.build.slots) == (1, 2)
+    assert all(spec.shape[0] == 1 for spec in manifest.state)
+    model = make_predictable(**TWO_MODULES)
+    routed = sum(p.numel() for name, p in model.named_parameters() if ".mlp.experts." in name)
+    whole = sum(p.numel() for p in model.parameters())
+    done = dry_run(
+        BuildRequest(str(checkpoint), (NEXTN,), target="inductor", tp=2, attention_dp=True),
+        Stages(),
+    )
+    assert done.engines[0].folder == Path("engines/two_n2_tp2_adp")
+    assert done.engines[0].weights / 4 == pytest.approx(whole - routed / 2, rel=0.02)
+    for rank in range(2):
+        size = (engine / f"rank{rank}" / "weights.safetensors").stat().st_size
+        assert size == pytest.approx(done.engines[0].weights, rel=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs(
+    engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that has nothing to do."""
+    monkeypatch.setenv(ranks_module.TIMEOUT, "4")
+    says = {
+        signal.SIGKILL: "^rank 1 was killed by signal 9$",
+        signal.SIGSTOP: "^rank 0 of 2: another rank has not answered for 4 s$",
+    }
+
+    def generate(loaded: Engine) -> None:
+        stream = loaded.stream(PROMPT, replace(GREEDY, max_tokens=200))
+        next(stream)
+        os.kill(followers()[0], number)
+        stream.result()
+
+    with pytest.raises(RankError, match=says[number]), running(engine) as loaded:
+        generate(loaded)
+    assert not followers()
