@@ -228,7 +228,8 @@ def stream_pieces(
 def _pieces(
     checkpoint: Checkpoint, weight: Weight, kept: Mapping[str, Kept], share: Share
 ) -> Iterator[tuple[str, Tensor]]:
-    if (own := kept.get(weight.name)) is not None:
+    if weight.name in kept:
+        own = replace(kept[weight.name], weight=weight, share=share)
         for name, suffix in own.stored.items():
             for group in weight.groups:
                 parts = [checkpoint.part(source.name, suffix) for source in group]

@@ -79,16 +79,18 @@ class ModelSource:
         if self.share.tp > 1:
             with torch.device("meta"):
                 self.parameters = sum(p.numel() for p in DeepseekV3(self.config).parameters())
-        self.kept = {} if self.share.tp > 1 else dict(self._keep())
+        self.kept = dict(self._keep())
         with torch.device(self.device):
             for name, kept in self.kept.items():
                 put(self.model, name, kept.module(self.model.get_parameter(name).shape))
 
     def _keep(self) -> Iterator[tuple[str, Kept]]:
-        for weight in self.table:
-            format = self.checkpoint.format_of(weight)
-            if format is not None and format.name in self.formats and can_stay(weight, format):
-                yield weight.name, Kept(weight, format)
+        for whole, weight in zip(self.table, weight_table(self.config, self.share), strict=True):
+            format = self.checkpoint.format_of(whole)  # of all ranks' experts
+            if format is not None and format.name in self.formats:
+                kept = Kept(weight, format, self.share)
+                if can_stay(kept):
+                    yield weight.name, kept
 
     def _check_tokenizer(self) -> None:
         path = self.folder / TOKENIZER

@@ -248,7 +248,7 @@ class GatheredMoE(MoE):
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x)
         if (ep := self.share.ep) > 1:  # another group's expert: any of ours, which weighs 0
-            experts = self.gate_up_proj.shape[0]
+            experts = len(self.share.experts(self.config))
             own = (self.rank - ids // experts) % ep == 0
             weights, ids = torch.where(own, weights, 0.0), ids % experts
         if self.kernels and is_few(math.prod(x.shape[:-1])):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.model.blocks import Blocks, Scaled
+from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import Source, Weight
 from mtpbuild.builder.quantize.format import Format
 from mtpbuild.builder.quantize.fp8 import BLOCK
@@ -19,10 +20,14 @@ NAMES = ("values", "scales", "scales_2")  # of a format's parts, in their order
 
 @dataclass(frozen=True)
 class Kept:
-    """A weight of the program whose sources are all in one format, and stay in it."""
+    """A weight of the program whose sources are all in one format, and stay in it.
+
+    share: the weight's, whose sources are cut along their own axes.
+    """
 
     weight: Weight
     format: Format
+    share: Share = WHOLE
 
     @property
     def stored(self) -> dict[str, str]:
@@ -33,9 +38,8 @@ class Kept:
     @property
     def group(self) -> int:
         """Inputs that share a scale; what does not end with a block cuts all of them in pieces."""
-        if isinstance(self.format, Nvfp4):
-            return GROUP
-        return gcd(BLOCK, *(source.shape[1] for source in self.weight.sources))
+        widths = (self._own_shape(source)[1] for source in self.weight.sources)
+        return gcd(GROUP if isinstance(self.format, Nvfp4) else BLOCK, *widths)
 
     def module(self, shape: tuple[int, ...]) -> nn.Module:
         """In the place of a parameter of this shape."""
@@ -54,22 +58,26 @@ class Kept:
 
     def _rows(self, suffix: str, source: Source, part: Tensor) -> Tensor:
         """A part as [out, ..], so that outputs can be permuted and joined as the weight's are."""
-        outputs, inputs = source.shape
         if suffix == "_scale_2":
-            shape = (1, inputs // GROUP) if self.weight.joined == 1 else (outputs, 1)
-            return part.expand(shape)
+            outputs, inputs = self._own_shape(source)
+            return part.expand((1, inputs // GROUP) if self.weight.joined == 1 else (outputs, 1))
         if suffix == "_scale_inv":
+            outputs, inputs = source.shape
             tall = part.repeat_interleave(BLOCK, dim=0)[:outputs]
-            wide = tall.repeat_interleave(BLOCK // self.group, dim=1)
-            return wide[:, : inputs // self.group]
-        return part.view(torch.uint8)
+            wide = tall.repeat_interleave(BLOCK // self.group, dim=1)[:, : inputs // self.group]
+            return self.share.cut(source.name, source.axis, wide)
+        return self.share.cut(source.name, source.axis, part.view(torch.uint8))
 
-
-def can_stay(weight: Weight, format: Format) -> bool:
-    """Integers in what is one product, the others in experts of which some are chosen too."""
-    if isinstance(format, Integers):
-        return weight.rows is not None
-    return weight.joined is not None and Kept(weight, format).group >= GROUP
+    def _own_shape(self, source: Source) -> tuple[int, ...]:
+        whole = torch.empty(source.shape, device="meta")
+        return self.share.cut(source.name, source.axis, whole).shape
 
 
 NONE: Mapping[str, Kept] = {}
+
+
+def can_stay(kept: Kept) -> bool:
+    """Integers in what is one product, the others in experts of which some are chosen too."""
+    if isinstance(kept.format, Integers):
+        return kept.weight.rows is not None and kept.share.tp == 1
+    return kept.weight.joined is not None and kept.group >= GROUP

@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder import compiler
+from mtpbuild.builder.checkpoint import stream_weights
 from mtpbuild.builder.compiler import ModelSource, load_model
 from mtpbuild.builder.generation import GenerationIds
 from mtpbuild.builder.model.blocks import Scaled
 from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.model.share import Share
+from mtpbuild.builder.model.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import make_programs
 from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
@@ -112,8 +114,32 @@ def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> Non
     assert caplog.text == ""
     fp8.tell_formats()
     assert "note: quantised weights (3 in fp8) are dequantised" in caplog.text  # kv_b_proj
-    ranks = source(folder("fp8"), share=Share(2, 1))
-    assert (ranks.kept, ranks.weights_type) == ({}, "float32")
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("split", [(1, 1), (2, 1), (4, 2)])
+def test_ranks_hold_their_part(name: str, split: tuple[int, int], folder: MakeFolder) -> None:
+    """Of values and scales, cut so that they decode to what a rank would hold in fp32."""
+    for rank in range(split[0]):
+        share = Share(*split, rank=rank)
+        kept = source(folder(name), share=share)
+        table, checkpoint = weight_table(kept.config, share), kept.checkpoint
+        plain = dict(stream_weights(checkpoint, table, share=share))
+        stored = dict(stream_weights(checkpoint, table, kept.kept, share))
+        assert kept.kept
+        for weight in kept.kept:
+            parts = (stored.get(f"{weight}.{part}") for part in ("values", "scales", "scales_2"))
+            assert torch.equal(dequantise(*parts), plain[weight])  # type: ignore[arg-type]
+        parameters = dict(kept.model.named_parameters())
+        assert all(tensor.shape == parameters[name].shape for name, tensor in stored.items())
+
+
+def test_what_does_not_split(folder: MakeFolder) -> None:
+    """A rank of 4 has 48 of a dense MLP's 192 columns, and 16 of an expert's 64; of 8 but 8."""
+    places = {"gate_up_proj", "down_proj"}
+    for tp, there in ((4, places), (8, {"gate_up_proj"})):
+        names = source(folder("nvfp4"), share=Share(tp, 1)).kept
+        assert {n.rpartition(".")[2] for n in names if ".experts." in n} == there
 
 
 def test_bytes_of_an_engine(folder: MakeFolder, tmp_path: Path) -> None:

@@ -388,7 +388,9 @@ def check_product(case: Product, device: str) -> None:
     x = torch.randn(1, case.tokens, K, generator=g).to(case.dtype)
     weight = random_scaled(g, case.form, K, N, by_input=case.by_input, size=K**-0.5)
     wanted = matmul_scaled(x, *weight)
-    y = matmul_scaled_cuda(*(t if t is None else t.to(device) for t in (x, *weight)))
+    values, scales, second = weight
+    moved = (values.to(device), scales.to(device), None if second is None else second.to(device))
+    y = matmul_scaled_cuda(x.to(device), *moved)
     assert y.dtype == case.dtype
     assert y.shape == wanted.shape
     tolerance = 1e-4 if case.dtype == torch.float32 else 3e-2
