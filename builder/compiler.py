@@ -56,7 +56,7 @@ class ModelSource:
     config: ModelConfig
     ids: GenerationIds
     checkpoint: Checkpoint = field(init=False)
-    table: list[Weight] = field(init=False)
+    table: list[Weight] = field(init=False)  # as the share's, but of all ranks' experts
     model: DeepseekV3 = field(init=False)
     device: str = "cpu"  # meta: only to look at
     formats: tuple[str, ...] = ()  # that the target runs as they are
@@ -70,7 +70,8 @@ class ModelSource:
     def __post_init__(self) -> None:
         self._check_tokenizer()
         self.checkpoint = open_slice(self.folder, self.layers)
-        self.table = self.checkpoint.check(self.config)
+        self.checkpoint.check(self.config)
+        self.table = weight_table(self.config, replace(self.share, tp=1, ep=1))
         with torch.device(self.device):
             # Uninitialised: its memory is never touched.
             self.model = DeepseekV3(self.config, self.share)

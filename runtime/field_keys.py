@@ -252,7 +252,7 @@ TRTLLM = Vocabulary(
         batch_wait_max_tokens_ratio batch_wait_timeout_iters batch_wait_timeout_ms
         cache_transceiver_config checkpoint_format cuda_graph_batch_sizes cuda_graph_config
         cuda_graph_max_batch_size cuda_graph_padding_enabled disable_overlap_scheduler dtype
-        enable_attention_dp enable_autotuner enable_iter_perf_stats enable_iter_req_stats
+        enable_autotuner enable_iter_perf_stats enable_iter_req_stats
         enable_layerwise_nvtx_marker enable_lm_head_tp_in_adp enable_min_latency
         enable_mixed_sampler enable_trtllm_sampler fail_fast_on_attention_window_too_large
         force_dynamic_quantization garbage_collection_gen0_threshold gather_generation_logits
@@ -264,6 +264,7 @@ TRTLLM = Vocabulary(
         request_stats_max_iterations return_perf_metrics revision sampler_type scheduler_config
         skip_tokenizer_init stream_interval telemetry_config tokenizer_mode tokenizer_revision
         torch_compile_config trust_remote_code use_cuda_graph""",
+        enable_attention_dp="use --attention-dp",
         enable_chunked_prefill="prefill is always chunked, see --prefill-chunk",
         max_batch_size="use --max-batch",
         max_input_len="use --max-seq-len",

@@ -4,6 +4,7 @@ Experts see the tokens of all ranks at once, equally many of each. So all ranks 
 for the slots of all, which are numbered rank by rank; what is another's is padding here.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -29,14 +30,13 @@ class AttentionDPPrograms(RankPrograms):
         super().__init__(folder, manifest, threads, channel)
         self._slots = manifest.build.max_batch
         self._every_mixed = np.zeros((manifest.build.tp, self._slots), np.bool_)
+        self._chunks = [deque[tuple[int, int, Ints]]() for _ in range(manifest.build.tp)]
         self._capacity = manifest.state[0].shape[2]
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        """Before the next step or move, so that ranks fill in their prompts together."""
         rank, own = divmod(slot, self._slots)
-        if rank == self._rank:
-            super().prefill(own, start, tokens)
-        else:
-            self._run("prefill", self._padding(len(tokens) - self.lookahead))
+        self._chunks[rank].append((own, start, tokens))
 
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
         rank, own = divmod(slot, self._slots)
@@ -45,6 +45,7 @@ class AttentionDPPrograms(RankPrograms):
             super().begin(own, length, newest, controls)
 
     def move(self, source: int, target: int) -> None:
+        self._fill()
         rank, to = divmod(target, self._slots)
         assert source // self._slots == rank, "a request stays on its rank"
         self._every_mixed[rank, to] = self._every_mixed[rank, source % self._slots]
@@ -53,11 +54,25 @@ class AttentionDPPrograms(RankPrograms):
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         """Of all ranks' slots."""
+        self._fill()
         own = super().step(active, rows)
         given = {f.name: getattr(own, f.name) for f in fields(own)}
         arrays = {name: array for name, array in given.items() if array is not None}
         every = _unpacked(self._channel.gather(_packed(arrays.values())), arrays)
         return StepOutput(**every)
+
+    def _fill(self) -> None:
+        """Run the chunks that wait: at once those of one length, of each rank its next."""
+        while any(self._chunks):
+            size = max(len(chunks[0][2]) for chunks in self._chunks if chunks)
+            for rank, chunks in enumerate(self._chunks):
+                chunk = chunks.popleft() if chunks and len(chunks[0][2]) == size else None
+                if rank != self._rank:
+                    continue
+                if chunk is None:
+                    self._run("prefill", self._padding(size - self.lookahead))
+                else:
+                    super().prefill(*chunk)
 
     def _activate(self, active: Bools) -> tuple[str, int]:
         """Of a step in which some rank's slots are active: the same on all ranks."""

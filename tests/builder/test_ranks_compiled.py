@@ -26,11 +26,13 @@ pytestmark = [
 ]
 DEEPER = SHAPE | {"num_hidden_layers": 2, "num_nextn_predict_layers": 2}
 PARAMS = [GREEDY, HOT, replace(HOT, acceptance="rejection"), RELAXED]
-MATRIX: list[tuple[int, int, DrafterName]] = [
-    (2, 1, "mtp-vanilla"),
-    (4, 2, "mtp-vanilla"),
-    (4, 1, "mtp-eagle"),
-    (2, 2, "mtp-eagle"),
+MATRIX: list[tuple[int, int, bool, DrafterName]] = [
+    (2, 1, False, "mtp-vanilla"),
+    (4, 2, False, "mtp-vanilla"),
+    (4, 1, False, "mtp-eagle"),
+    (2, 2, False, "mtp-eagle"),
+    (2, 1, True, "mtp-vanilla"),
+    (2, 2, True, "mtp-eagle"),
 ]
 
 
@@ -54,15 +56,15 @@ def prompts() -> list[list[int]]:
     return [[62, *rng.integers(0, 62, n).tolist()] for n in (5, 1, 9, 20)]
 
 
-@pytest.mark.parametrize(("tp", "ep", "drafter"), MATRIX)
+@pytest.mark.parametrize(("tp", "ep", "attention_dp", "drafter"), MATRIX)
 def test_the_same_tokens_as_one_rank(
-    tp: int, ep: int, drafter: DrafterName, make: Callable[..., Path]
+    tp: int, ep: int, attention_dp: bool, drafter: DrafterName, make: Callable[..., Path]
 ) -> None:
     """A batch of greedy, sampled, rejecting and relaxed requests; twice the same."""
     with Engine.load(make(drafter=drafter), threads=1) as loaded:
         wanted = [r.token_ids for r in loaded.generate(prompts(), PARAMS)]
     for _ in range(2):
-        with running(make(drafter=drafter, tp=tp, ep=ep)) as loaded:
+        with running(make(drafter=drafter, tp=tp, ep=ep, attention_dp=attention_dp)) as loaded:
             results = loaded.generate(prompts(), PARAMS)
         assert [r.token_ids for r in results] == wanted
 

@@ -1,0 +1,179 @@
+"""What a rank runs with attention-DP: the programs of all ranks, on its own slots."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from mtpbuild.runtime.manifest import Dimension, Manifest, ProgramSpec, StateSpec, TensorSpec
+from mtpbuild.runtime.programs import inductor
+from mtpbuild.runtime.programs.base import Controls, StepOutput
+from mtpbuild.runtime.programs.inductor_attention_dp import AttentionDPPrograms
+from mtpbuild.runtime.programs.inductor_ranks import Channel
+from tests.fakes import fake_manifest
+
+SLOTS, RANKS, WINDOW = 2, 2, 2
+STATE = (
+    StateSpec(name="kv.0", kind="cache", dtype="float32", shape=(SLOTS, 1, 66, 3)),
+    StateSpec(name="lengths", kind="carry", dtype="int64", shape=(SLOTS,)),
+    StateSpec(name="window", kind="carry", dtype="int64", shape=(SLOTS, WINDOW)),
+    StateSpec(name="num_drafts", kind="carry", dtype="int64", shape=(SLOTS,)),
+    StateSpec(name="thinking", kind="carry", dtype="bool", shape=(SLOTS,)),
+)
+
+
+def ints(name: str, *shape: Dimension) -> TensorSpec:
+    return TensorSpec(name=name, dtype="int64", shape=shape)
+
+
+def floats(name: str, *shape: Dimension) -> TensorSpec:
+    return TensorSpec(name=name, dtype="float32", shape=shape)
+
+
+CACHE = floats("kv.0", "batch", 1, "rows", 3)
+CARRIES = tuple(TensorSpec(name=s.name, dtype=s.dtype, shape=s.shape) for s in STATE[1:])
+ACTIVE = TensorSpec(name="active", dtype="bool", shape=("batch",))
+OUT = (ints("tokens", "batch", 2), ints("num_tokens", "batch"))
+OUT += (floats("logprobs", "batch", 2), floats("margins", "batch", 2))
+TOP = (ints("top_ids", "batch", 2, 5), floats("top_logprobs", "batch", 2, 5))
+PROMPT = (ints("tokens", 1, "chunk"), ints("start", 1), ints("ahead", 1, 1))
+PROGRAMS: dict[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
+    "prefill": ((floats("kv.0", 1, 1, "rows", 3), *PROMPT), ()),
+    "decode": ((CACHE, *CARRIES, ACTIVE), OUT),
+    "decode_mixed": ((CACHE, *CARRIES, ACTIVE, floats("temperature", "batch")), OUT + TOP),
+}
+
+
+class Recorded:
+    """A compiled program's place: notes what it ran on; a slot's next token is the next number."""
+
+    ran: tuple[list[tuple[str | int, ...]], ...]
+
+    def __init__(
+        self, path: Path, weights: Mapping[str, torch.Tensor], device: str, rank: int = 0
+    ) -> None:
+        self.name, self.rank = path.stem, rank
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        names = [spec.name for spec in PROGRAMS[self.name][0]]
+        given = dict(zip(names, inputs, strict=True))
+        if self.name == "prefill":
+            first, count = int(given["start"]), given["tokens"].shape[1]
+            given["kv.0"][0, 0, first : first + count, 0] = given["tokens"][0].float()
+            self.ran[self.rank].append((self.name, count))
+            return []
+        window, active = given["window"], given["active"]
+        self.ran[self.rank].append((self.name, len(window)))
+        window[:, 0] += active
+        emitted = torch.where(active, window[:, 0], -1)
+        zeros = torch.zeros(window.shape)
+        outputs = [
+            torch.stack([emitted, -torch.ones_like(emitted)], 1),
+            active.long(),
+            zeros,
+            zeros,
+        ]
+        tops = torch.zeros(len(window), WINDOW, 5)
+        return [*outputs, tops.long(), tops] if self.name == "decode_mixed" else outputs
+
+
+class Alone:
+    """A channel to ranks that say nothing."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def unbroken(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def gather(self, own: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        every = np.zeros((RANKS, *own.shape), np.uint8)
+        every[self.rank] = own
+        return every.reshape(-1, own.shape[1])
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[AttentionDPPrograms]]:
+    monkeypatch.setattr(inductor, "Package", Recorded)
+    Recorded.ran = tuple([] for _ in range(RANKS))
+    save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    made = {
+        name: ProgramSpec(file=f"{name}.pt2", inputs=inputs, outputs=outputs)
+        for name, (inputs, outputs) in PROGRAMS.items()
+    }
+    manifest = fake_manifest(nextn=1, max_batch=SLOTS, ranks=RANKS)
+    update: dict[str, Any] = {"programs": made, "state": STATE}
+
+    def programs(rank: int) -> AttentionDPPrograms:
+        own: Manifest = manifest.model_copy(update=update | {"rank": rank})
+        return AttentionDPPrograms(tmp_path, own, 1, cast(Channel, Alone(rank)))
+
+    yield [programs(rank) for rank in range(RANKS)]
+    assert Recorded.ran[0] == Recorded.ran[1], "the same programs of the same sizes"
+
+
+def fill(programs: AttentionDPPrograms, slot: int, prompt: range, chunk: int = 4) -> None:
+    """All tokens but the last, then begin."""
+    tokens = np.array([*prompt, 0], np.int64)
+    last = len(prompt) - 1
+    for start in range(0, last, chunk):
+        end = min(start + chunk, last)
+        programs.prefill(slot, start, tokens[start : end + 1])
+    programs.begin(slot, last, prompt[-1])
+
+
+def step(programs: AttentionDPPrograms, *slots: int) -> StepOutput:
+    return programs.step(np.isin(np.arange(SLOTS * RANKS), slots), 16)
+
+
+def test_prompts_are_filled_in_together(ranks: list[AttentionDPPrograms]) -> None:
+    """Chunks of one length at once, a short one by itself; nothing of it reaches another's slot."""
+    for programs in ranks:
+        fill(programs, 0, range(100, 111))  # 4 + 4 + 2 tokens, on rank 0
+        fill(programs, 2, range(200, 206))  # 4 + 1, on rank 1
+        fill(programs, 3, range(300, 305))  # 4, on rank 1
+    assert Recorded.ran[0] == [], "they wait for the step"
+    for programs in ranks:
+        step(programs, 0, 2, 3)
+    chunks = [count for name, count in Recorded.ran[0] if name == "prefill"]
+    assert chunks == [4, 4, 2, 1, 4]
+    caches = [programs.state["kv.0"][:, 0, :, 0] for programs in ranks]
+    assert caches[0][0, :10].tolist() == [*range(100, 110)]
+    assert not caches[0][0, 10:].any()
+    assert not caches[0][1].any()
+    assert caches[1][0, :5].tolist() == [*range(200, 205)]
+    assert caches[1][1, :4].tolist() == [*range(300, 304)]
+    assert not caches[1][1, 4:].any()
+
+
+def test_steps(ranks: list[AttentionDPPrograms]) -> None:
+    """One request on any rank decides for all which program runs, and on how many slots."""
+    sampled = Controls(temperature=1.0, seed=3)
+    for rank, programs in enumerate(ranks):
+        programs.begin(0, 0, 10)
+        programs.begin(2, 0, 30, sampled)
+        programs.begin(3, 0, 40)
+        own = slice(rank * SLOTS, rank * SLOTS + SLOTS)
+        said = [
+            step(programs, *slots).tokens[own, 0].tolist()
+            for slots in ([0], [0, 2], [0, 2, 3], [0, 3])
+        ]
+        assert said == (
+            [[-1, -1], [31, -1], [32, 41], [-1, 42]]
+            if rank
+            else [[11, -1], [12, -1], [13, -1], [14, -1]]
+        )
+        programs.move(3, 2)
+        output = step(programs, 0, 2)
+        assert output.tokens[own].tolist() == [[[15, -1], [-1, -1]], [[43, -1], [-1, -1]]][rank]
+        assert output.num_tokens[own].tolist() == [1, 0]
+        assert output.num_drafts.shape == (SLOTS * RANKS,)
+        assert output.top_ids is None
+    mixed = "decode_mixed"
+    assert Recorded.ran[0] == [("decode", 1), (mixed, 1), (mixed, 2), ("decode", 2), ("decode", 1)]
