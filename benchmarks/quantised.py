@@ -1,12 +1,13 @@
 """What number formats do to a model: size, loss, acceptance length, right answers, speed.
 
     python benchmarks/quantised.py [--model deepseek-tiny] [--nextn 3] [--problems 60] \
-        [--work runs/quantised]
+        [--target onnxruntime] [--only fp8 nvfp4] [--work runs/quantised]
 
 Writes a checkpoint and an engine per row into --work (they are reused), asks the built-in reasoning
 problems greedily and prints a table in Markdown. Loss: nats per token that the dequantised weights
 give to the texts of the first row. MTP modules in another format than the main model are rows of
-their own: they change acceptance and speed, never a greedy answer.
+their own: they change acceptance and speed, never a greedy answer. What a target does not keep as
+it is (fp8 and nvfp4 on onnxruntime, int8 and int4 on inductor) is fp32 in its engine, and as fast.
 """
 
 import argparse
@@ -27,7 +28,9 @@ from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.shards import SINGLE
 from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.manifest import read_manifest
 
 SOURCE = "bf16"
 VARIANTS = {
@@ -42,7 +45,7 @@ VARIANTS = {
 HEADER = (
     "weights",
     "checkpoint MB",
-    "engine MB",
+    "engine's weights MB",
     "loss",
     "right answers (95 %)",
     "acceptance length",
@@ -52,11 +55,15 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One model: bytes of its files, nats per token, and figures of its answers."""
+    """One model: bytes of its weights, nats per token, and figures of its answers.
+
+    held: the format that products are in, as far as the engine keeps it.
+    """
 
     name: str
     checkpoint: int
     engine: int
+    held: str
     loss: float
     figures: Figures
 
@@ -65,7 +72,7 @@ class Row:
         return [
             self.name,
             f"{self.checkpoint / 1e6:.1f}",
-            f"{self.engine / 1e6:.1f}",
+            f"{self.engine / 1e6:.1f} {self.held}",
             f"{self.loss:.4f}",
             f"{share.value:.1%} ({low:.1%}-{high:.1%})",
             f"{self.figures.acceptance_length:.2f}",
@@ -73,14 +80,14 @@ class Row:
         ]
 
 
-def prepare(name: str, source: Path, work: Path, nextn: int) -> tuple[Path, Path]:
+def prepare(name: str, source: Path, work: Path, nextn: int, target: str) -> tuple[Path, Path]:
     """The checkpoint and the engine of one row."""
     slug = name.replace(", ", "_").replace(" ", "_")
-    checkpoint, engine = source, work / f"{slug}_n{nextn}"
+    checkpoint, engine = source, work / f"{slug}_{target}_n{nextn}"
     if name != SOURCE:
         checkpoint = work / slug
         quantize(QuantizeRequest(str(source), VARIANTS[name], checkpoint, force=True))
-    build(BuildRequest(str(checkpoint), nextn=(nextn,), out=engine))
+    build(BuildRequest(str(checkpoint), nextn=(nextn,), out=engine, target=target))
     return checkpoint, engine
 
 
@@ -104,10 +111,6 @@ def loss(checkpoint: Path, texts: Sequence[Answered]) -> float:
     return total / count
 
 
-def size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
-
-
 def markdown(table: Sequence[Sequence[str]]) -> str:
     rule = ["---"] * len(HEADER)
     return "\n".join(f"| {' | '.join(row)} |" for row in (HEADER, rule, *table))
@@ -119,20 +122,25 @@ def main() -> None:
     parser.add_argument("--nextn", type=int, default=3)
     parser.add_argument("--problems", type=int, default=60)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--target", choices=("onnxruntime", "inductor"), default="onnxruntime")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=[*VARIANTS], metavar="ROW")
     parser.add_argument("--work", type=Path, default=Path("runs/quantised"))
     arguments = parser.parse_args()
     source = find_model(arguments.model).folder
     texts: list[Answered] = []
     table = []
-    for name in (SOURCE, *VARIANTS):
-        checkpoint, engine = prepare(name, source, arguments.work, arguments.nextn)
+    for name in (SOURCE, *arguments.only):
+        how = (arguments.work, arguments.nextn, arguments.target)
+        checkpoint, engine = prepare(name, source, *how)
         answered = answers(engine, arguments.problems, arguments.threads)
         texts = texts or answered
         (found,) = rows({STRICT.name: answered})
+        manifest = read_manifest(engine)
         row = Row(
             name,
             (checkpoint / SINGLE).stat().st_size,
-            size(engine),
+            manifest.files[WEIGHTS].size,
+            manifest.build.weights,
             loss(checkpoint, texts),
             found.forms[ALL],
         )

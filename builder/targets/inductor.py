@@ -59,7 +59,7 @@ fast_random_decomps.cache_clear()  # the table that compiling takes, if somethin
 
 
 class InductorTarget:
-    formats: tuple[str, ...] = ()
+    formats = ("fp8", "nvfp4")
     embeds_weights = False
 
     def check(self, plan: Plan) -> None:

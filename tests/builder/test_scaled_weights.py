@@ -20,21 +20,29 @@ from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
 from mtpbuild.builder.model.share import Share
 from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import make_programs
 from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.shards import SINGLE
+from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.verify.compare import MOST
+from mtpbuild.builder.verify.plain import judge, load_plain
+from mtpbuild.builder.verify.play import play
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_scaled
+from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.manifest import FloatType
+from mtpbuild.runtime.manifest import FloatType, read_manifest
 from tests.builder.test_quantize import SHAPE
 from tests.checkpoints import make_predictable, save_checkpoint
+from tests.reference.recompute import greedy
 
 IDS = GenerationIds(bos=None, eos=(), thinking=None)
 BOTH = ("fp8", "nvfp4")
+PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 MANY = SHAPE | {"n_routed_experts": 24, "n_group": 4, "num_experts_per_tok": 3}  # gathered
 SCALED: dict[str, tuple[dict[str, Any], Scheme]] = {
     "fp8": (SHAPE, SCHEMES["fp8"]),
@@ -212,3 +220,25 @@ def test_a_lone_weight(format: Any, shape: tuple[int, int]) -> None:
     torch.testing.assert_close(matmul_scaled(x, *operands), x @ decoded, rtol=1e-4, atol=1e-4)
     narrow = matmul_scaled(x.bfloat16(), *operands)
     assert torch.equal(narrow, x.bfloat16() @ decoded.bfloat16().contiguous())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["fp8", "nvfp4-experts", "mixed"])
+def test_an_engine(
+    name: str, folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled for the CPU: the dequantised model's text, with its log-probabilities."""
+    monkeypatch.setitem(target.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
+    build(BuildRequest(str(folder(name)), (1,), max_seq_len=64, out=tmp_path, target="inductor"))
+    manifest, plain = read_manifest(tmp_path), load_plain(folder(name))
+    assert manifest.build.weights == ("nvfp4" if name.startswith("nvfp4") else "fp8")
+    sources = (folder(name) / SINGLE).stat().st_size
+    assert manifest.files[WEIGHTS].size < 1.5 * sources, "spread scales, embedding and head in fp32"
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
+    with Engine.load(tmp_path, threads=1) as engine:
+        played = play(engine, PROMPTS, params)
+    for prompt, text in zip(PROMPTS, played, strict=True):
+        assert text.token_ids == greedy(plain, prompt, 40)
+    found = judge(plain, PROMPTS, played, MOST)
+    assert found.passed, found.detail
+    assert sum(text.drafting.num_accepted_draft_tokens for text in played) > 0
