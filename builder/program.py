@@ -32,6 +32,11 @@ class Program:
     whole: bool = False  # takes the caches whole, not just the rows in use
 
 
+def most_tokens(plan: Plan) -> int:
+    """Of a prompt's chunk, as it is traced."""
+    return max(plan.prefill_chunk, EXAMPLE_CHUNK)
+
+
 def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
     drafters: dict[str, Callable[[int], Drafter]]
     drafters = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
@@ -54,7 +59,7 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
     prefill = PrefillProgram(model, drafter)
     acceptance = KernelAcceptance if plan.plugins else MixedAcceptance
     if plan.plugins or plan.gpu:
-        use_kernels(model)
+        use_kernels(model, most_tokens(plan) if plan.plugins else None)
     names = tuple(s.name for s in state_specs(plan))
     filled = tuple(name for name in names if name not in OWN)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}

@@ -7,7 +7,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.program import EXAMPLE_BATCH, EXAMPLE_CHUNK, Program
+from mtpbuild.builder.program import EXAMPLE_BATCH, Program, most_tokens
 from mtpbuild.runtime.manifest import ProgramSpec, TensorSpec
 
 
@@ -32,7 +32,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     Of a fixed plan, nothing but the chunk varies; a GPU's decode steps take the caches whole."""
     least = 2 * plan.window + 2
     rows = Dim("rows", min=least, max=plan.capacity)
-    chunk = Dim("chunk", min=1, max=max(plan.prefill_chunk, EXAMPLE_CHUNK))
+    chunk = Dim("chunk", min=1, max=most_tokens(plan))
     slots: dict[int, Any] = {}
     if program.batch > 1 and not plan.fixed:
         slots = {0: Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))}

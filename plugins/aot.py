@@ -26,7 +26,8 @@ TORCH = {  # a plugin takes and gives no BOOL
     "FLOAT": torch.float32,
     "FP8": torch.float8_e4m3fn,
 }
-TENSORRT = {dtype: name for name, dtype in TORCH.items()}
+# There are no constants of bytes, but of FP8, which a kernel is free to read as such.
+TENSORRT = {dtype: name for name, dtype in TORCH.items()} | {torch.uint8: "FP8"}
 
 Launches = Callable[..., Sequence[Launch]]
 Converter = Callable[..., Any]
@@ -61,15 +62,20 @@ def as_plugins(
 
 def _operand(ctx: Any, arg: Any, name: str, there: dict[int, Any]) -> Any:
     """A meta tensor like the network's, int32 for bool; what is no tensor stays as it is."""
-    if isinstance(arg, int | float):
+    if arg is None or isinstance(arg, int | float):
         return arg
-    utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
-    given = utils.get_trt_tensor(ctx, arg, name)
-    if given.dtype.name == "BOOL":
-        given = ctx.net.add_cast(given, import_module("tensorrt").int32).get_output(0)
-    shape = tuple(given.shape)
-    assert -1 not in shape, "a plugin has fixed shapes"
-    tensor = torch.empty(shape, dtype=TORCH[given.dtype.name], device="meta")
+    trt = import_module("tensorrt")
+    if isinstance(arg, Tensor) and arg.dtype in TENSORRT:  # a weight
+        given = ctx.constants.constant(arg, getattr(trt.DataType, TENSORRT[arg.dtype]), name)
+        tensor = torch.empty_like(arg, device="meta")
+    else:
+        utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
+        given = utils.get_trt_tensor(ctx, arg, name)
+        if given.dtype.name == "BOOL":
+            given = ctx.net.add_cast(given, trt.int32).get_output(0)
+        shape = tuple(given.shape)
+        assert -1 not in shape, "a plugin has fixed shapes"
+        tensor = torch.empty(shape, dtype=TORCH[given.dtype.name], device="meta")
     there[id(tensor)] = given
     return tensor
 

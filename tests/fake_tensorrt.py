@@ -8,6 +8,7 @@ memory that is too small, a capture without a warm-up.
 import ctypes
 import json
 import math
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,8 +71,20 @@ class FakeTensorRt:
     def Refitter(self, engine: "Engine", logger: Any) -> "Refitter":  # noqa: N802
         return Refitter(engine, logger)
 
+    def Weights(self, dtype: str, address: int, size: int) -> "Weights":  # noqa: N802
+        return Weights(dtype, address, size)
+
     def nptype(self, dtype: type) -> type:
         return dtype
+
+
+@dataclass
+class Weights:
+    """Of a type that NumPy does not have."""
+
+    dtype: str
+    address: int
+    size: int
 
 
 class Network:
@@ -260,6 +273,9 @@ class Refitter:
 
     def get_all_weights(self) -> list[str]:
         return list(self.engine.stripped)
+
+    def get_weights_prototype(self, name: str) -> Any:
+        return SimpleNamespace(size=math.prod(self.engine.stripped[name]))
 
     def set_named_weights(self, name: str, weights: np.ndarray[Any, Any]) -> bool:
         self.given[name] = weights

@@ -1,13 +1,14 @@
 """Target tensorrt on a machine without a GPU: Torch-TensorRT over TensorRT-RTX's library.
 
     python -m tests.torch_tensorrt_shim CHECKPOINT
-    python -m tests.torch_tensorrt_shim r1
+    python -m tests.torch_tensorrt_shim deepseek-r1-fp4
 
 lists, as JSON, what the programs of an engine become: the network's tensors, kinds of layers,
-writes of caches, plugins and names of weights. Networks are compiled for sm120, with constants in
-place of the plugins and with their weights, as stripping needs a GPU; nothing can be loaded here.
-`r1`: of four layers of DeepSeek-R1, what one of 8 ranks holds; not compiled. It answers for CUDA,
-so it wants a process of its own, and patches internals of Torch-TensorRT 2.13.0.
+writes of caches, quantised constants, plugins and names of weights. Networks are compiled for
+sm120, with constants in place of the plugins and with their weights, as stripping needs a GPU;
+nothing can be loaded here. A recipe of R1: of four of its layers, what one of 8 ranks holds; not
+compiled. It answers for CUDA, so it wants a process of its own, and patches internals of
+Torch-TensorRT 2.13.0.
 """
 
 import json
@@ -15,6 +16,7 @@ import os
 import sys
 import tempfile
 import types
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +111,8 @@ def listing(folder: Path) -> dict[str, Any]:
         config, nextn, "mtp-vanilla", 2, 1100, 4, ("12.0",), plugins=True, strip_weights=True
     )
     TARGET.check(plan)
-    source = compiler.ModelSource("toy", folder, config, GenerationIds(None, (), None))
+    ids = GenerationIds(None, (), None)
+    source = compiler.ModelSource("toy", folder, config, ids, formats=TARGET.formats)
     found = {}
     with tempfile.TemporaryDirectory() as folder_name:
         out = Path(folder_name)
@@ -132,28 +135,42 @@ def listing(folder: Path) -> dict[str, Any]:
     return found
 
 
-def r1_listing() -> dict[str, Any]:
+def r1_listing(name: str) -> dict[str, Any]:
     """Layers 0 to 3 (three dense, one of experts) and the module, MTP Eagle, nextn 3.
 
     The network is the same for all ranks: which one it is on is a weight. Weights are zeros that
-    take no memory.
+    take no memory, in the formats of the recipe that the target keeps.
     """
     trt = install()
     plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
 
     from mtpbuild.builder import compiler
+    from mtpbuild.builder.model.blocks import put
     from mtpbuild.builder.model.config import load_config
     from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
     from mtpbuild.builder.model.layers_slice import parse_layers
     from mtpbuild.builder.model.share import Share
+    from mtpbuild.builder.model.weights import weight_table
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program import make_programs
-    from mtpbuild.builder.recipe import recipe_folder
-    from mtpbuild.builder.targets.tensorrt import convert
+    from mtpbuild.builder.quantize.kept import Kept, can_stay
+    from mtpbuild.builder.quantize.scheme import SCHEMES
+    from mtpbuild.builder.recipe import find_recipe
+    from mtpbuild.builder.targets.tensorrt import TARGET, convert
 
-    config = parse_layers("0-3").of(load_config(recipe_folder() / "deepseek_v3"))
+    recipe = find_recipe(name)
+    assert recipe is not None
+    config = parse_layers("0-3").of(load_config(recipe.config_folder))
     plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, ("10.0",), plugins=True, tp=8)
-    model = DeepseekV3(config, Share(8))
+    share, scheme = Share(8), SCHEMES[recipe.layout]
+    model, table = DeepseekV3(config, share), weight_table(config, share)
+    for weight in table:
+        formats = {scheme.format(config, source) for source in weight.sources}
+        format = formats.pop() if len(formats) == 1 else None
+        if format is not None and format.name in TARGET.formats:
+            kept = Kept(weight, format, share)
+            if can_stay(kept):
+                put(model, weight.name, kept.module(model.get_parameter(weight.name).shape))
     weights = {
         name: torch.from_numpy(np.zeros(weight.shape, str(weight.dtype).removeprefix("torch.")))
         for name, weight in model.named_parameters()
@@ -168,6 +185,14 @@ def r1_listing() -> dict[str, Any]:
         plugins.clear()
     found["weights"] = {name: list(weight.shape) for name, weight in weights.items()}
     return found
+
+
+def quantised(trt: Any, network: Any) -> dict[str, int]:
+    """Constants of quantised values and scales, and how many there are of each kind."""
+    layers = (network.get_layer(i) for i in range(network.num_layers))
+    constants = (layer.get_output(0) for layer in layers if layer.type == trt.LayerType.CONSTANT)
+    kinds = [f"{t.dtype.name} {list(t.shape)}" for t in constants if t.dtype in (trt.fp4, trt.fp8)]
+    return dict(sorted(Counter(kinds).items()))
 
 
 def totals(trt: Any, network: Any) -> list[str]:
@@ -187,12 +212,14 @@ def describe(trt: Any, network: Any) -> dict[str, Any]:
         "outputs": [f"{t.name} {t.dtype.name} {list(t.shape)}" for t in outputs],
         "layers": sorted({layer.type.name for layer in layers}),
         "written": [f"{w.get_input(0).name} -> {w.get_output(0).name}" for w in writes],
+        "quantised": quantised(trt, network),
     }
 
 
 if __name__ == "__main__":
     stdout = os.dup(1)
     os.dup2(2, 1)  # TensorRT's own words
-    found = r1_listing() if sys.argv[1] == "r1" else listing(Path(sys.argv[1]))
+    what = sys.argv[1]
+    found = listing(Path(what)) if os.path.isdir(what) else r1_listing(what)
     os.dup2(stdout, 1)
     print(json.dumps(found, indent=1))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.model.blocks import parts_of
+from mtpbuild.builder.model.blocks import ExpertBlocks, parts_of
 from mtpbuild.builder.model.collectives import all_reduce, every_rank, own_sum, rank_constant
 from mtpbuild.builder.model.config import ModelConfig
 from mtpbuild.builder.model.precision import cast
@@ -237,6 +237,7 @@ class GatheredMoE(MoE):
     """
 
     kernels = False
+    chunk: int | None = None  # tokens of a prompt's chunk at most, if it goes by the op too
 
     def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__(c, share)
@@ -251,20 +252,42 @@ class GatheredMoE(MoE):
             experts = len(self.share.experts(self.config))
             own = (self.rank - ids // experts) % ep == 0
             weights, ids = torch.where(own, weights, 0.0), ids % experts
-        if self.kernels and is_few(math.prod(x.shape[:-1])):
-            flat = (each.flatten(0, -2) for each in (x, weights, ids.int()))
-            (gate_up, *scales), (down, *others) = map(parts_of, (self.gate_up_proj, self.down_proj))
-            return moe(*flat, gate_up, down, *scales, *others).reshape(x.shape)
-        return self.gathered(x, weights, ids)
+        few = is_few(math.prod(x.shape[:-1]))
+        if not self.kernels or not (few or self.chunk):
+            return self.gathered(x, weights, ids)
+        flat = [each.flatten(0, -2) for each in (x, weights, ids.int())]
+        return (self.chosen(*flat) if few else self.in_pieces(*flat)).reshape(x.shape)
+
+    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Of as many tokens as the op takes: x [N, E] -> [N, E]."""
+        (gate_up, *scales), (down, *others) = map(parts_of, (self.gate_up_proj, self.down_proj))
+        return moe(x, weights, ids, gate_up, down, *scales, *others)
+
+    def in_pieces(self, *operands: Tensor) -> Tensor:
+        """Of more, so many at a time; an open number is filled up with the first token."""
+        tokens = operands[0].shape[0]
+        if not isinstance(tokens, int):
+            assert self.chunk is not None
+            most = self.chunk
+            filled = (torch.cat([each, each[:1].expand(most, -1)])[:most] for each in operands)
+            operands = tuple(filled)
+        pieces = zip(*(each.split(MAX_TOKENS) for each in operands), strict=True)
+        return torch.cat([self.chosen(*piece) for piece in pieces])[:tokens]
 
     def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         chosen = ids.flatten()
         k = ids.shape[-1]
         rows = x.unsqueeze(-2).expand(*x.shape[:-1], k, -1).reshape(-1, 1, x.shape[-1])
-        gate_up = cast(self.gate_up_proj.index_select(0, chosen), x.dtype)
-        gate, up = (rows @ gate_up).chunk(2, dim=-1)
-        y = (F.silu(gate) * up) @ cast(self.down_proj.index_select(0, chosen), x.dtype)
-        return cast((y.reshape(*ids.shape, -1) * weights[..., None]).sum(-2), x.dtype)
+        y = self.each(rows, chosen).reshape(*ids.shape, -1)
+        return cast((y * weights[..., None]).sum(-2), x.dtype)
+
+    def each(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
+        if isinstance(self.gate_up_proj, ExpertBlocks):
+            return self.gate_up_proj.through(self.down_proj, x.flatten(0, 1), ids)[:, None]
+        gate_up = cast(self.gate_up_proj.index_select(0, ids), x.dtype)
+        gate, up = (x @ gate_up).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ cast(self.down_proj.index_select(0, ids), x.dtype)
 
 
 def shared_experts(c: ModelConfig, share: Share) -> MLP | None:
@@ -277,11 +300,11 @@ def is_few(tokens: int) -> bool:
     return isinstance(tokens, int) and tokens <= MAX_TOKENS
 
 
-def use_kernels(model: nn.Module) -> None:
-    """For a target that has kernels for every op."""
+def use_kernels(model: nn.Module, chunk: int | None = None) -> None:
+    """For a target that has kernels for every op; chunk: of prompts, if they go by them too."""
     for module in model.modules():
         if isinstance(module, GatheredMoE):
-            module.kernels = True
+            module.kernels, module.chunk = True, chunk
 
 
 DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering the chosen ones

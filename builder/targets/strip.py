@@ -4,16 +4,22 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def strip(
-    trt: ModuleType, network: Any, config: Any, values: Mapping[str, Tensor]
+    trt: ModuleType,
+    network: Any,
+    config: Any,
+    values: Mapping[str, Tensor],
+    constants: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Leave the weights out of what is compiled; returns those that are none of `values`, by name.
 
     values: what the weights file holds, by the names there, in memory that the network shares.
+    constants: the quantised ones, by the names of their layers.
     """
     config.set_flag(trt.BuilderFlag.STRIP_PLAN)
     config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)  # so TensorRT may go by their values
@@ -24,10 +30,15 @@ def strip(
         if layer.type != trt.LayerType.CONSTANT:
             continue
         layer.__class__ = trt.IConstantLayer  # what it is; the network gives it as a plain layer
-        array = layer.weights
-        address = array.ctypes.data
+        weights = layer.weights
+        if isinstance(weights, np.ndarray):
+            address, held = weights.ctypes.data, torch.from_numpy(weights)
+        else:  # of a type that NumPy does not have, and without its address
+            held = constants[layer.name]
+            address = held.data_ptr()
+            weights = trt.Weights(weights.dtype, address, weights.size)
         if address not in known:
             known[address] = f"constant.{len(others)}"
-            others[known[address]] = torch.from_numpy(array.copy())
-        assert network.set_weights_name(array, known[address])
+            others[known[address]] = held.clone()
+        assert network.set_weights_name(weights, known[address])
     return others

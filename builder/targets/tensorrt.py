@@ -22,6 +22,7 @@ from mtpbuild.builder.targets.trt_compile import compile_network, new_config
 from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.plugins import tensorrt_converters, tensorrt_decompositions
+from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.manifest import TargetInfo, TensorSpec
@@ -42,7 +43,7 @@ LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 class TensorRtTarget:
     embeds_weights = True
-    formats: tuple[str, ...] = ()
+    formats = ("fp8", "nvfp4")
 
     def check(self, plan: Plan) -> None:
         tensorrt_api(NAME)
@@ -144,7 +145,8 @@ def compile_program(
         config = new_config(trt, builder, network, traced.plan)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `layers_of`
         plan = traced.plan
-        missing = strip(trt, network, config, values) if plan.strip_weights else {}
+        held = interpreter.ctx.constants.held
+        missing = strip(trt, network, config, values, held) if plan.strip_weights else {}
         with timing_cache(trt, config, plan.compute_capabilities[0]):
             return compile_network(trt, builder, network, config, traced.name), missing
 
@@ -191,6 +193,7 @@ def _interpret(exported: ExportedProgram, traced: Traced) -> Any:
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
     interpreter = _interpreter_class()(module, inputs, compilation_settings=settings)
     interpreter.ctx.ranks = traced.plan.tp  # for `total`
+    interpreter.ctx.constants = Constants(interpreter.ctx.net)
     interpreter._construct_trt_network_def()
     return interpreter
 

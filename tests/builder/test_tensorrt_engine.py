@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -37,7 +38,7 @@ from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import tensorrt
 from mtpbuild.runtime.programs.base import Controls
 from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms
-from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS, WEIGHTS
+from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS, WEIGHTS, as_stored
 from tests.builder.conftest import SMALLEST
 from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
@@ -329,6 +330,16 @@ class TestWeightsPutBack:
         says = refusal(stripped, described(stripped))
         assert says.endswith("; rebuild the engine")
         assert f"{name} of " in says
+
+    def test_quantised_values(self, trt: FakeTensorRt) -> None:
+        """NumPy has no such types: bytes go in as what the engine has them for, if they fit."""
+        held = np.arange(12, dtype=np.uint8)
+        prototype, api = SimpleNamespace(dtype="FP4", size=24, nbytes=12), cast(ModuleType, trt)
+        given = as_stored(api, held, prototype)
+        assert (given.dtype, given.address, given.size) == ("FP4", held.ctypes.data, 24)
+        assert as_stored(api, held[1:], prototype) is None
+        floats = np.zeros(3, np.float32)
+        assert as_stored(api, floats, prototype) is floats
 
     def test_a_refit_that_fails(self, stripped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(refitter: Refitter) -> bool:

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.scheme import make_scheme
 from tests.builder.conftest import SMALLEST
 from tests.checkpoints import random_checkpoint
 
@@ -32,13 +35,33 @@ def test_what_the_converters_build(tmp_path: Path) -> None:
     assert listed(str(checkpoint)) == golden("tensorrt_networks.json")
 
 
-def test_what_a_rank_of_r1_is_built_of() -> None:
-    """The same of four layers of DeepSeek-R1 and its module, one of 8 ranks, and its all-reduces.
+def test_quantised_weights(tmp_path: Path) -> None:
+    """nvfp4 in the main layers and fp8 in the module compile; each is one constant."""
+    sizes = {"n_routed_experts": EXPERTS, "num_hidden_layers": 2}
+    plain = random_checkpoint(tmp_path / "plain", **SMALLEST | sizes)
+    scheme = make_scheme("nvfp4", "fp8", None)
+    quantize(QuantizeRequest(str(plain), scheme, tmp_path / "quantised"))
+    found = listed(str(tmp_path / "quantised"))
+    for program, fp8 in {"prefill": 1, "decode": 5}.items():
+        assert "DEQUANTIZE" in found[program]["layers"]
+        kinds = Counter[str]()
+        for kind, count in found[program]["quantised"].items():
+            kinds[kind.partition(" ")[0]] += count
+        # e4m3 are the scales of nvfp4 too; of experts the kernel has all bytes as FP8.
+        assert kinds == {"FP4": 4, "FP8": 4 + 4 + fp8}
+    names = set(found["decode"]["weights"])
+    assert names >= {f"mtp.0.mlp.down_proj.{part}" for part in ("values", "scales")}
 
-    After a change that is meant: python -m tests.torch_tensorrt_shim r1 > the golden file.
+
+@pytest.mark.parametrize("recipe", ["deepseek-r1", "deepseek-r1-fp4"])
+def test_what_a_rank_is_built_of(recipe: str) -> None:
+    """The same of four layers of DeepSeek-R1 and its module, one of 8 ranks, and its
+    all-reduces; in the recipe's formats.
+
+    After a change that is meant: python -m tests.torch_tensorrt_shim RECIPE > the golden file.
     """
-    found = listed("r1")
-    assert found == golden("tensorrt_r1_tp8.json")
+    found = listed(recipe)
+    assert found == golden(f"tensorrt_{recipe}_tp8.json")
     main, draft = 1 + 2 * 4, 2 + 2  # sums: embedding, layers; embedding, eh_proj and a layer
     wanted = {"prefill": main + 2, "decode": main + 1 + 3 * (draft + 1)}  # and logits
     wanted["decode_mixed"] = wanted["decode"]

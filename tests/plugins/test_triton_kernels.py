@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.builder.model.config import ModelConfig, RopeConfig
-from mtpbuild.builder.model.layers import GatheredMoE
+from mtpbuild.builder.model.layers import GatheredMoE, use_kernels
 from mtpbuild.plugins import matmul_scaled, moe, moe_route
 from tests.plugins import kernels
 from tests.plugins.kernels import Attention, Experts, Mixed, Product
@@ -192,6 +192,25 @@ def test_the_experts_are_the_models() -> None:
     y = moe(x, weights, ids, model.gate_up_proj, model.down_proj)
     assert model.shared_experts is not None
     torch.testing.assert_close(y + model.shared_experts(x), model(x))
+
+
+def test_many_tokens_go_in_pieces() -> None:
+    """Of a step, and of a prompt's chunk whose size is open: as if each were alone."""
+    torch.manual_seed(0)
+    model = GatheredMoE(tiny_experts())
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    x = torch.randn(1, 150, 12)
+    wanted = model(x)
+    use_kernels(model, chunk=150)
+    torch.testing.assert_close(model(x), wanted)
+    sizes = {1: torch.export.Dim("tokens", min=1, max=150)}
+    opened = torch.export.export(model, (x[:, :7],), dynamic_shapes=(sizes,))
+    ops = [node.target for node in opened.graph.nodes]
+    assert ops.count(torch.ops.mtpbuild.moe.default) == 3
+    for tokens in (1, 64, 65, 150):
+        part = x[:, :tokens]
+        torch.testing.assert_close(opened.module()(part), wanted[:, :tokens])
 
 
 def tiny_experts() -> ModelConfig:

@@ -1,0 +1,70 @@
+"""Weights as constants of a TensorRT network, each there once however often it is used."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Constants:
+    """Those of one network. They live as long as it does: it does not copy them."""
+
+    def __init__(self, network: Any) -> None:
+        self.network = network
+        self.held: dict[str, Tensor] = {}  # by the name of their layer, which does not tell them
+        self._tensors: dict[tuple[Any, ...], Any] = {}  # by address, shape and type
+        self._weights: dict[tuple[Any, ...], Any] = {}
+
+    def constant(self, tensor: Tensor, dtype: Any, name: str) -> Any:
+        """A contiguous tensor as one of the network, of TensorRT's dtype.
+
+        uint8 holds a value of `dtype` per byte, of FP4 two of the last dimension.
+        """
+        import tensorrt as trt
+
+        key = tensor.data_ptr(), tensor.shape, dtype
+        if key not in self._tensors:
+            shape, values = [*tensor.shape], 2 if dtype == trt.fp4 else 1
+            if shape:
+                shape[-1] *= values
+            weights = trt.Weights(dtype, tensor.data_ptr(), values * tensor.numel())
+            layer = self.network.add_constant(shape, weights)
+            layer.name = name
+            self.held[name] = tensor
+            self._tensors[key] = layer.get_output(0)
+        return self._tensors[key]
+
+    def weight(
+        self, dtype: Any, values: Tensor, scales: Tensor, scales_2: Tensor | None, name: str
+    ) -> Any:
+        """A weight as `matmul_scaled` takes it, dequantised in the network: [K, N] of `dtype`.
+
+        In two levels if it is nvfp4, as in the networks that ModelOpt exports: TensorRT sees the
+        format in front of the product, and may choose kernels of its own for it.
+        """
+        import tensorrt as trt
+
+        key = values.data_ptr(), dtype
+        if key not in self._weights:
+            if scales_2 is None:
+                held = self.constant(values, trt.fp8, f"{name}_values")
+                scale = self.constant(scales, trt.float32, f"{name}_scales")
+            else:
+                held = self.constant(by_outputs(values), trt.fp4, f"{name}_values")
+                inner = self.constant(scales, trt.fp8, f"{name}_scales")
+                outer = self.constant(one(scales_2), trt.float32, f"{name}_scales_2")
+                scale = self.network.add_dequantize(inner, outer, trt.float32).get_output(0)
+            self._weights[key] = self.network.add_dequantize(held, scale, dtype).get_output(0)
+        return self._weights[key]
+
+
+def by_outputs(values: Tensor) -> Tensor:
+    """nvfp4 with two inputs per byte [K / 2, N] -> two outputs [K, N / 2], as TensorRT packs it."""
+    inputs = torch.stack([values & 0xF, values >> 4], dim=1).flatten(0, 1)
+    return inputs[:, 0::2] | inputs[:, 1::2] << 4
+
+
+def one(scales: Tensor) -> Tensor:
+    """A single number if all are the same, as those of weights that were quantised together."""
+    first = scales.flatten()[0]
+    return first.clone() if bool((scales == first).all()) else scales  # another address
