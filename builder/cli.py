@@ -57,7 +57,9 @@ def build(
         int | None, typer.Option(help="Prompt and output tokens of a request together.")
     ] = None,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill call.")] = 256,
-    target: Annotated[str, typer.Option(help="What to compile for.")] = "onnxruntime",
+    target: Annotated[
+        str | None, typer.Option(help="What to compile for. Default: the recipe's, onnxruntime.")
+    ] = None,
     device: Annotated[str, typer.Option(help="Of target inductor: cpu or cuda.")] = "cpu",
     dtype: Annotated[
         str, typer.Option(help="Of target inductor's weights and caches: float32 or bfloat16.")
@@ -110,6 +112,7 @@ def build(
     """Build one engine directory per nextn."""
     from mtpbuild.builder.model.layers_slice import parse_layers
     from mtpbuild.builder.pipeline import BuildRequest
+    from mtpbuild.builder.recipe import default_target
     from mtpbuild.runtime.field_config import sampling_settings
 
     if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
@@ -127,7 +130,7 @@ def build(
         max_batch=max_batch,
         max_seq_len=max_seq_len,
         prefill_chunk=prefill_chunk,
-        target=target,
+        target=target or default_target(model),
         out=out,
         force=force,
         checkpoint=checkpoint,
@@ -141,6 +144,7 @@ def build(
         attention_dp=attention_dp,
         rank=rank,
         dtype=dtype,  # type: ignore[arg-type]
+        dry_run=dry_run,
     )
     if dry_run:
         check_with_progress(request)
@@ -225,14 +229,14 @@ def check_with_progress(request: "BuildRequest") -> None:
     from mtpbuild.builder.pipeline import Stages
 
     with Console(stderr=True).status("reading the checkpoint") as status:
-        done = dry_run(request, Stages(watch=lambda stage: status.update(stage)))
+        stages = Stages(watch=lambda stage: status.update(stage))
+        done = dry_run(request, stages)
     print_dry_run(done)
+    print_stages(stages)
 
 
 def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
     """Engines with their sizes, then the stages with their times and the peak memory."""
-    import resource
-
     from rich.console import Console
     from rich.table import Table
 
@@ -257,6 +261,15 @@ def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
             here = ", ".join(map(str, ranks))
             console.print(f"{engine.folder}: of {engine.manifest.build.tp} ranks here: {here}")
     if stages.seconds:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
-        console.print(f"{times}; peak memory {peak:.0f} MiB", highlight=False, soft_wrap=True)
+        print_stages(stages)
+
+
+def print_stages(stages: "Stages") -> None:
+    """Their times, and the peak memory of all."""
+    import resource
+
+    from rich.console import Console
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
+    Console().print(f"{times}; peak memory {peak:.0f} MiB", highlight=False, soft_wrap=True)

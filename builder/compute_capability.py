@@ -2,14 +2,17 @@
 
 import re
 
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.errors import MtpbuildError, UsageError
 
 # GPUs that TensorRT-RTX compiles fp32 programs for. (It knows sm75, but no fp32 product there.)
 RTX = {"8.0": "sm80", "8.6": "sm86", "8.9": "sm89", "12.0": "sm120", "12.1": "sm121"}
 FLAG = "--compute-capability"
+ASSUMED = "10.0"  # where no GPU is needed: graphs and sizes are the same for all
 
 
-def compute_capabilities(target: str, asked: tuple[str, ...]) -> tuple[str, ...]:
+def compute_capabilities(
+    target: str, asked: tuple[str, ...], *, compiles: bool = True
+) -> tuple[str, ...]:
     """In rising order; `asked` as on the command line, sm120 or 12.0. Raises UsageError.
 
     Target tensorrt compiles on the GPU that the engine is for; EngineError if there is none.
@@ -17,7 +20,12 @@ def compute_capabilities(target: str, asked: tuple[str, ...]) -> tuple[str, ...]
     if target == "tensorrt" and not asked:
         from mtpbuild.runtime.programs.cuda import Device
 
-        return (Device(target).compute_capability,)
+        try:
+            return (Device(target).compute_capability,)
+        except MtpbuildError:
+            if compiles:
+                raise
+            return (ASSUMED,)
     if target != "tensorrt-rtx":
         if asked:
             raise UsageError(f"{FLAG} is for target tensorrt-rtx, not {target}")

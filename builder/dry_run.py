@@ -1,9 +1,12 @@
-"""`mtpbuild build --dry-run`: a build's checks, and the sizes of its engines; writes nothing."""
+"""`mtpbuild build --dry-run`: a build's checks, graphs and sizes; no weight is read or written."""
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mtpbuild.builder import package
 from mtpbuild.builder.generation import generation_ids
@@ -16,6 +19,10 @@ from mtpbuild.builder.pipeline import (
     needs,
 )
 from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.runtime.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.targets import Target
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
@@ -28,6 +35,7 @@ class Foreseen:
     plan: Plan
     weights: int
     state: int
+    graphs: dict[str, int]  # program -> nodes
     unchanged: bool
 
 
@@ -43,10 +51,12 @@ class DryRun:
     dtype: str  # of what is not quantised
     parameters: int
     engines: list[Foreseen]
+    lacking: list[str]  # for a build on this machine
 
 
 def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
-    """Raises what `build` would before it writes."""
+    """Raises what `build` would before it writes, but for what only this machine lacks."""
+    request = replace(request, dry_run=True)
     source, config = find_source(request)
     ids = generation_ids(source.folder, config)
     plans = dict(make_plans(config, request, source.engine))
@@ -56,12 +66,11 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         if request.rank is not None:
             package.check_ranks(out, prints[out], force=request.force)
     with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
-        from mtpbuild.builder import compiler
+        from mtpbuild.builder import compiler, weightless
         from mtpbuild.builder.targets import load_target
 
         target = load_target(request.target)
-        for plan in plans.values():
-            target.check(plan)
+        lacking = list(dict.fromkeys(chain.from_iterable(lacks(target, p) for p in plans.values())))
     with stages("check checkpoint"):
         model = compiler.ModelSource(
             source.name,
@@ -74,8 +83,11 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
             share=request.share,
             dtype=request.dtype,
         )
-    ranks = range(request.tp) if request.rank is None else [request.rank]
+        ranks = range(request.tp) if request.rank is None else [request.rank]
+        weightless.check_slices(model, ranks[: request.ep])  # ranks of one group have equal parts
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
+    with stages("export"):
+        graphs = weightless.export(model, plans.values())
     return DryRun(
         checkpoint=source.folder,
         files=len(set(model.checkpoint.files.values())),
@@ -90,11 +102,23 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
                 plan,
                 weights,
                 sum(ITEM_BYTES[s.dtype] * prod(s.shape) for s in state_specs(plan)),
+                exported,
                 not package.lacking(out, prints[out], ranks),
             )
-            for out, plan in plans.items()
+            for (out, plan), exported in zip(plans.items(), graphs, strict=True)
         ],
+        lacking=lacking,
     )
+
+
+def lacks(target: "Target", plan: Plan) -> Iterator[str]:
+    """Packages and parts without which the plan can't be built here."""
+    if plan.tp > 1 and plan.plugins:
+        yield "target tensorrt builds one rank only so far"
+    try:
+        target.check(plan)
+    except MissingDependencyError as error:
+        yield str(error)
 
 
 def print_dry_run(done: DryRun) -> None:
@@ -123,4 +147,9 @@ def print_dry_run(done: DryRun) -> None:
             "nothing to do" if engine.unchanged else "to do",
         )
     console.print(table)
+    for engine in done.engines:
+        sizes = ", ".join(f"{name} {nodes:,} nodes" for name, nodes in engine.graphs.items())
+        console.print(f"{engine.folder}: exported without weights: {sizes}")
+    for line in done.lacking:
+        console.print(f"can't be built here: {line}")
     console.print("dry run: nothing was written")

@@ -76,6 +76,7 @@ class BuildRequest:
     rank: int | None = None  # to build alone; None: all of them
     layers: LayersSlice | None = None
     dtype: FloatType = "float32"
+    dry_run: bool = False  # nothing is compiled
 
     @property
     def share(self) -> Share:
@@ -278,7 +279,7 @@ def make_plans(
         raise UsageError(f"--strip-weights is for target tensorrt, not {request.target}")
     check_dtype(request)
     if (request.tp, request.ep) != (1, 1):
-        if (request.target, request.device) != ("inductor", "cpu"):
+        if not takes_ranks(request):
             raise UsageError("--tp and --ep are for target inductor on the CPU")
         check_share(config, request.tp, request.ep, request.attention_dp)
     if request.attention_dp and request.tp == 1:
@@ -287,7 +288,9 @@ def make_plans(
         if request.tp == 1:
             raise UsageError("--rank is one of several: say --tp, how many they are")
         within(0, request.rank, request.tp - 1, "--rank")
-    capabilities = compute_capabilities(request.target, request.compute_capability)
+    capabilities = compute_capabilities(
+        request.target, request.compute_capability, compiles=not request.dry_run
+    )
     with needs("build", "torch"):
         gpu = compiling_gpu(request.target, request.device)
     length = request.max_seq_len
@@ -326,6 +329,13 @@ def make_plans(
                 adaptive=asked == "auto",
             ),
         )
+
+
+def takes_ranks(request: BuildRequest) -> bool:
+    """Target tensorrt has only the graph of a rank so far, with a part of each expert."""
+    if request.target == "tensorrt":
+        return request.dry_run and request.ep == 1 and not request.attention_dp
+    return (request.target, request.device) == ("inductor", "cpu")
 
 
 def check_dtype(request: BuildRequest) -> None:

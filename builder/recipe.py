@@ -18,6 +18,7 @@ from mtpbuild.runtime.errors import (
 )
 
 CHECKPOINTS = Path("checkpoints")  # of the current folder
+TARGET = "onnxruntime"  # that all else is built for
 
 
 class Recipe(BaseModel):
@@ -30,6 +31,7 @@ class Recipe(BaseModel):
     description: str
     config: str  # folder beside the recipe, with config.json
     layout: Literal["bf16", "fp8", "nvfp4", "nvfp4-v2", "int8", "int4"]  # how weights are stored
+    target: str = TARGET  # that it is built for, unless --target says another
     shipped: bool = False  # the weights are in that folder too
     repository: str | None = None  # of Hugging Face
     made_from: str | None = None  # the recipe that `mtpbuild quantize` makes it from
@@ -110,6 +112,12 @@ def find_model(model: str, checkpoint: Path | None = None) -> Source:
 
 def find_recipe(name: str) -> Recipe | None:
     return next((recipe for recipe in load_recipes() if recipe.name == name), None)
+
+
+def default_target(model: str) -> str:
+    """What a model is built for unless the command line says it."""
+    recipe = find_recipe(model)
+    return TARGET if recipe is None else recipe.target
 
 
 def cached_snapshot(repository: str) -> Path | None:

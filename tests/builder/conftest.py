@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch.export import ExportedProgram
+from torch.fx import Graph
 
 from mtpbuild.builder import compiler
 from mtpbuild.builder.plan import Plan
@@ -48,7 +50,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are two bytes: builds take milliseconds and all else is real."""
 
     def trace(program: Program, plan: Plan) -> Traced:
-        return Traced(program.name, cast(ExportedProgram, None), (), (), plan)
+        exported = cast(ExportedProgram, SimpleNamespace(graph=Graph()))
+        return Traced(program.name, exported, (), (), plan)
 
     def lower(
         self: OnnxRuntimeTarget, traced: Traced, weights: Mapping[str, Placed], folder: Path

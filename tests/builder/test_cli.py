@@ -118,6 +118,8 @@ def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert invoke("build", "--model", "x", *gpus)[0] == 0
     wanted = BuildRequest("x", compute_capability=("sm89", "sm120"), fast_build=True)
     assert seen.pop() == wanted
+    assert invoke("build", "--model", "deepseek-r1-fp4")[0] == 0
+    assert seen.pop() == BuildRequest("deepseek-r1-fp4", target="tensorrt")
     assert seen == [BuildRequest("x"), full]
 
 

@@ -1,14 +1,24 @@
 """`mtpbuild build --dry-run`: refuses what a build refuses, foretells its sizes, writes nothing."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mtpbuild.builder.compiler import ModelSource
 from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.generation import GenerationIds
+from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.model.share import Share
 from mtpbuild.builder.pipeline import BuildRequest, Stages, build
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.builder.weightless import check_slices
 from mtpbuild.builder.weights_file import WEIGHTS
+from mtpbuild.runtime.errors import BuildError
+from tests.builder.conftest import SMALLEST
 from tests.builder.test_cli import invoke
 from tests.checkpoints import random_checkpoint
 
@@ -32,13 +42,44 @@ def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     assert again.unchanged
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_command(smallest: Path, tmp_path: Path) -> None:
     flags = ("build", "--model", smallest, "--nextn", "0,1", "--out", tmp_path, "--dry-run")
     code, out, err = invoke(*flags)
     assert (code, err) == (0, "")
     assert "57 tensors in 1 files, as config.json demands" in out
+    assert "small_n1: exported without weights: prefill 0 nodes, decode 0 nodes, " in out
     assert "dry run: nothing was written" in out
+    assert re.search(r"check checkpoint .* s, export .* s; peak memory \d+ MiB", out)
     assert not any(tmp_path.iterdir())
+
+
+EVEN = SMALLEST | {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+
+
+def test_a_rank_for_tensorrt(tmp_path: Path) -> None:
+    """Its graphs are exported, on a machine without a GPU and without TensorRT's packages."""
+    plain, folder = random_checkpoint(tmp_path / "plain", **EVEN), tmp_path / "fp4"
+    quantize(QuantizeRequest(str(plain), make_scheme("nvfp4", None, None), folder))
+    flags = ("build", "--model", folder, "--target", "tensorrt", "--tp", "2", "--dry-run")
+    code, out, err = invoke(*flags, "--out", tmp_path / "engine")
+    assert (code, err) == (0, "")
+    assert re.search(r"prefill [1-9]\d* nodes, decode [1-9]\d* nodes, decode_mixed [1-9]\d*", out)
+    assert "GB nvfp4 per rank" in out
+    assert "can't be built here: target tensorrt builds one rank only so far" in out
+    assert not (tmp_path / "engine").exists()
+    for more in (("--ep", "2"), ("--attention-dp",)):
+        assert "--tp and --ep are for target inductor on the CPU" in invoke(*flags, *more)[2]
+
+
+def test_parts_that_do_not_fit(tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "plain", **EVEN)
+    ids = GenerationIds(None, (), None)
+    model = ModelSource("x", folder, load_config(folder), ids, device="meta", share=Share(2))
+    check_slices(model, [0, 1])
+    model.share = Share(4)
+    with pytest.raises(BuildError, match=r"rank 3: embed_tokens is \[16, 32\], the program's \[32"):
+        check_slices(model, [3])
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -54,6 +95,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert "is not an engine" in invoke("build", "--model", folder, *flags)[2]
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_checkpoint_of_holes(tmp_path: Path) -> None:
     """True headers without bytes behind them pass all checks."""
     out = tmp_path / "sparse"

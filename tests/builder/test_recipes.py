@@ -6,7 +6,8 @@ import pytest
 
 from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.quantize.scheme import SCHEMES
-from mtpbuild.builder.recipe import find_model, find_recipe, load_recipes
+from mtpbuild.builder.recipe import default_target, find_model, find_recipe, load_recipes
+from mtpbuild.builder.targets import TARGETS
 from mtpbuild.runtime.errors import MissingWeightsError, UsageError
 from tests.builder.test_cli import invoke
 
@@ -42,8 +43,17 @@ def test_each_has_a_configuration_a_layout_and_a_source() -> None:
     for recipe in load_recipes():
         load_config(recipe.config_folder)
         assert recipe.layout in SCHEMES
+        assert recipe.target in TARGETS
         assert [recipe.shipped, bool(recipe.repository), bool(recipe.made_from)].count(True) == 1
         assert recipe.made_from is None or find_recipe(recipe.made_from) is not None
+
+
+def test_what_they_are_built_for(tmp_path: Path) -> None:
+    built = find_recipe("deepseek-r1-fp4")
+    assert built is not None
+    assert (built.engine, default_target(built.name)) == ("r1", "tensorrt")
+    for other in ("deepseek-tiny", "deepseek-r1", str(tmp_path)):
+        assert default_target(other) == "onnxruntime"
 
 
 def test_without_weights() -> None:
@@ -59,7 +69,8 @@ def test_without_weights() -> None:
 
 def test_where_weights_are_found(tmp_path: Path) -> None:
     given = find_model("deepseek-r1", tmp_path / "anywhere")
-    assert (given.name, given.engine, given.folder) == ("deepseek-r1", "r1", tmp_path / "anywhere")
+    assert (given.name, given.engine) == ("deepseek-r1", "r1_fp8")
+    assert given.folder == tmp_path / "anywhere"
     snapshot = tmp_path / "hf" / "hub" / R1 / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()

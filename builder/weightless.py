@@ -1,0 +1,77 @@
+"""A model without a weight in memory: what `build --dry-run` looks at beyond names and flags."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from mtpbuild.builder import compiler
+from mtpbuild.builder.checkpoint import Checkpoint, stream_pieces
+from mtpbuild.builder.compiler import ModelSource
+from mtpbuild.builder.garbage import no_garbage_collection
+from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.quantize.format import Shape
+from mtpbuild.runtime.errors import BuildError
+
+DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "F32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Shapes(Checkpoint):
+    """A checkpoint whose tensors have no values; sources: shapes as the table demands them."""
+
+    sources: Mapping[str, Shape] | None = None
+
+    def read(self, name: str) -> Tensor:
+        assert self.sources is not None
+        return torch.empty(self.sources[name], device="meta")
+
+    def part(self, name: str, suffix: str) -> Tensor:
+        format = self.format(name)
+        assert format is not None
+        assert self.sources is not None
+        part = format.parts(self.sources[name])[suffix]
+        return torch.empty(part.shape, dtype=DTYPES[part.dtype], device="meta")
+
+
+def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:
+    """Cut and join shapes as the weights of each rank are: they must be the program's.
+
+    Raises BuildError with the first weight that is not.
+    """
+    wanted = {name: tuple(weight.shape) for name, weight in model.model.named_parameters()}
+    sources = {source.name: source.shape for weight in model.table for source in weight.sources}
+    checkpoint = Shapes(**vars(model.checkpoint), sources=sources)
+    for rank in ranks:
+        share = replace(model.share, rank=rank)
+        rows, rest = Counter[str](), dict[str, Shape]()
+        pieces = stream_pieces(checkpoint, weight_table(model.config, share), model.kept, share)
+        for name, piece in pieces:
+            rows[name] += len(piece)
+            rest[name] = tuple(piece.shape[1:])
+        for name in rows:
+            found = (rows[name], *rest[name])
+            if found != wanted[name]:
+                is_to_be = f"{name} is {[*found]}, the program's {[*wanted[name]]}"
+                raise BuildError(f"rank {rank}: {is_to_be}")
+
+
+def export(model: ModelSource, plans: Iterable[Plan]) -> list[dict[str, int]]:
+    """Export each plan's programs on tensors that only have shapes -> nodes of each graph.
+
+    The model, which is on the meta device, is of no use afterwards.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_garbage_collection():
+        model.model.to_empty(device="cpu")
+        return [
+            {
+                program.name: len(compiler.trace(program, plan).exported.graph.nodes)
+                for program in model.programs(plan)
+            }
+            for plan in plans
+        ]
