@@ -27,7 +27,7 @@ from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import Weight, weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import Program, make_programs
-from mtpbuild.builder.quantize.kept import Kept, can_stay
+from mtpbuild.builder.quantize.kept import Kept, can_stay, in_pairs
 from mtpbuild.builder.trace import trace
 from mtpbuild.builder.weights_file import WEIGHTS, Placed, read_places, write_weights
 from mtpbuild.runtime.errors import CheckpointError
@@ -80,7 +80,7 @@ class ModelSource:
         if self.share.tp > 1:
             with torch.device("meta"):
                 self.parameters = sum(p.numel() for p in DeepseekV3(self.config).parameters())
-        self.kept = dict(self._keep())
+        self.kept = in_pairs(dict(self._keep()))
         with torch.device(self.device):
             for name, kept in self.kept.items():
                 put(self.model, name, kept.module(self.model.get_parameter(name).shape))

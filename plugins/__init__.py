@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.plugins.accept_rewind.mixed_op import accept_mixed_op, shaped_probs_op
 from mtpbuild.plugins.accept_rewind.op import accept_rewind
+from mtpbuild.plugins.experts_nbits.op import experts_nbits
 from mtpbuild.plugins.kv_write.op import kv_write
 from mtpbuild.plugins.matmul_nbits.op import matmul_nbits
 from mtpbuild.plugins.matmul_scaled.op import dequantise_scaled, matmul_scaled
@@ -24,6 +25,7 @@ __all__ = [
     "accept_rewind",
     "cuda_facets",
     "dequantise_scaled",
+    "experts_nbits",
     "inductor_facets",
     "kv_write",
     "matmul_nbits",
@@ -44,6 +46,7 @@ def onnx_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
     import torch
 
     from mtpbuild.plugins.accept_rewind.onnx import accept_rewind_onnx
+    from mtpbuild.plugins.experts_nbits.onnx import experts_nbits_onnx
     from mtpbuild.plugins.kv_write.onnx import kv_write_onnx
     from mtpbuild.plugins.matmul_nbits.onnx import matmul_nbits_onnx
     from mtpbuild.plugins.mla_attention.onnx import mla_attention_onnx
@@ -52,6 +55,7 @@ def onnx_facets() -> dict[Callable[..., Any], Callable[..., Any]]:
     ops = torch.ops.mtpbuild
     return {
         ops.accept_rewind.default: accept_rewind_onnx,
+        ops.experts_nbits.default: experts_nbits_onnx,
         ops.kv_write.default: kv_write_onnx,
         ops.matmul_nbits.default: matmul_nbits_onnx,
         ops.mla_attention.default: mla_attention_onnx,
@@ -66,7 +70,7 @@ def inductor_facets() -> "dict[OpOverload[..., Any], Callable[..., Any]]":
 
     references = (
         *(accept_mixed_op, accept_rewind, shaped_probs_op, rope),
-        *(dequantise_scaled, matmul_nbits, matmul_scaled, moe, moe_route),
+        *(dequantise_scaled, experts_nbits, matmul_nbits, matmul_scaled, moe, moe_route),
     )
     plain = {op._opoverload: op._init_fn for op in references}
     return plain | {

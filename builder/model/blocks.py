@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.plugins import dequantise_scaled, matmul_nbits, matmul_scaled
+from mtpbuild.plugins import dequantise_scaled, experts_nbits, matmul_nbits, matmul_scaled
 from mtpbuild.plugins.matmul_nbits.op import BLOCK
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
@@ -23,6 +23,19 @@ class Blocks(nn.Module):
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return matmul_nbits(x, self.values, self.scales)
+
+
+class ExpertBlocks(nn.Module):
+    """Integer weights [X, in, out] of experts, in blocks as `experts_nbits` takes them."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, bits: int) -> None:
+        super().__init__()
+        self.values = held((experts, outputs, inputs * bits // 8), torch.uint8)
+        self.scales = held((experts, outputs, inputs // BLOCK), torch.float32)
+
+    def through(self, down: "ExpertBlocks", x: Tensor, ids: Tensor) -> Tensor:
+        """x [N, E] through the expert that ids [N] say, of whom these are the gates and ups."""
+        return experts_nbits(x, ids, self.values, self.scales, down.values, down.scales)
 
 
 class Scaled(nn.Module):

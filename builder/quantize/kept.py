@@ -1,13 +1,13 @@
 """Quantised weights that stay so in an engine: which can, and what is stored of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.model.blocks import Blocks, Scaled
+from mtpbuild.builder.model.blocks import Blocks, ExpertBlocks, Scaled
 from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.builder.model.weights import Source, Weight
 from mtpbuild.builder.quantize.format import Format
@@ -16,6 +16,7 @@ from mtpbuild.builder.quantize.integers import Integers
 from mtpbuild.builder.quantize.nvfp4 import GROUP, Nvfp4
 
 NAMES = ("values", "scales", "scales_2")  # of a format's parts, in their order
+PAIR = {"gate_up_proj": "down_proj", "down_proj": "gate_up_proj"}
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,19 @@ class Kept:
     def module(self, shape: tuple[int, ...]) -> nn.Module:
         """In the place of a parameter of this shape."""
         if isinstance(self.format, Integers):
-            return Blocks(shape[0], shape[1], self.format.bits)
+            *experts, inputs, outputs = shape
+            if experts:
+                return ExpertBlocks(experts[0], inputs, outputs, self.format.bits)
+            return Blocks(inputs, outputs, self.format.bits)
         second = (shape[-2] // GROUP, 1) if self.weight.joined == 1 else (1, shape[-1])
         return Scaled(shape, self.group, second if isinstance(self.format, Nvfp4) else None)
 
-    def join(self, suffix: str, sources: tuple[Source, ...], parts: Sequence[Tensor]) -> Tensor:
+    def join(self, suffix: str, sources: tuple[Source, ...], parts: list[Tensor]) -> Tensor:
         """One tensor of the engine, or the slice of it that these sources are."""
         if isinstance(self.format, Integers):
-            assert self.weight.rows is not None
-            return self.weight.rows(*parts).contiguous()
+            if self.weight.rows is not None:
+                return self.weight.rows(*parts).contiguous()
+            return torch.stack(parts, dim=1).reshape(1, -1, parts[0][0].numel())  # outputs in turn
         rows = (self._rows(suffix, s, part) for s, part in zip(sources, parts, strict=True))
         return self.weight.transform(*rows).contiguous()
 
@@ -77,7 +82,23 @@ NONE: Mapping[str, Kept] = {}
 
 
 def can_stay(kept: Kept) -> bool:
-    """Integers in what is one product, the others in experts of which some are chosen too."""
+    """In products, and in experts of which some are chosen; integers not in ranks' parts."""
     if isinstance(kept.format, Integers):
-        return kept.weight.rows is not None and kept.share.tp == 1
+        return kept.weight.joined is not None and kept.share.tp == 1
     return kept.weight.joined is not None and kept.group >= GROUP
+
+
+def in_pairs(kept: Mapping[str, Kept]) -> dict[str, Kept]:
+    """Without experts in integers whose other product is in another format: QMoE takes both."""
+
+    def other(name: str) -> str:
+        layer, _, leaf = name.rpartition(".")
+        return f"{layer}.{PAIR[leaf]}"
+
+    return {
+        name: each
+        for name, each in kept.items()
+        if each.weight.slices == 1
+        or not isinstance(each.format, Integers)
+        or (other(name) in kept and kept[other(name)].format is each.format)
+    }

@@ -10,7 +10,7 @@ from torch import nn
 from mtpbuild.builder.checkpoint import open_checkpoint
 from mtpbuild.builder.compiler import ModelSource, load_model
 from mtpbuild.builder.generation import GenerationIds
-from mtpbuild.builder.model.blocks import Blocks
+from mtpbuild.builder.model.blocks import Blocks, ExpertBlocks
 from mtpbuild.builder.model.config import load_config
 from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
@@ -28,6 +28,7 @@ from tests.plugins.test_onnx_facets import rounded
 
 IDS = GenerationIds(bos=None, eos=(), thinking=None)
 BOTH = ("int8", "int4")
+MANY = SHAPE | {"n_routed_experts": 24, "num_experts_per_tok": 3}  # chosen ones are gathered
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 
 
@@ -40,11 +41,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model in int8, int4, and with modules in int4 alone."""
+    """The same model in int8, int4, and with modules in int4 alone; one with many experts."""
     place = tmp_path_factory.mktemp("integers")
-    schemes = {"int8": SCHEMES["int8"], "int4": SCHEMES["int4"], "mtp": Scheme("bf16", "int4")}
-    for name, scheme in schemes.items():
-        quantize(QuantizeRequest(str(plain), scheme, place / name))
+    many = save_checkpoint(place / "many-plain", make_predictable(**MANY), **MANY)
+    halves = Scheme("int4", "int4", ("*.kv_b_proj", "*.mlp.experts.*.down_proj"))
+    schemes = {
+        "int8": (plain, SCHEMES["int8"]),
+        "int4": (plain, SCHEMES["int4"]),
+        "mtp": (plain, Scheme("bf16", "int4")),
+        "many": (many, SCHEMES["int4"]),
+        "many-int8": (many, SCHEMES["int8"]),
+        "halves": (many, halves),
+    }
+    for name, (source, scheme) in schemes.items():
+        quantize(QuantizeRequest(str(source), scheme, place / name))
     return {name: place / name for name in schemes}
 
 
@@ -52,7 +62,7 @@ def source(folder: Path, formats: tuple[str, ...]) -> ModelSource:
     return ModelSource("x", folder, load_config(folder), IDS, formats=formats)
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", [*BOTH, "many", "many-int8"])
 def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Joined, permuted and split in blocks, the weights are those of the dequantised model."""
     kept = source(folders[name], BOTH)
@@ -60,9 +70,11 @@ def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path)
     stored = load_file(tmp_path / WEIGHTS)
     kept.model.load_state_dict(stored, assign=True)
     whole = load_model(folders[name], kept.config)
-    values = {n: m for n, m in kept.model.named_modules() if isinstance(m, Blocks)}
+    kinds = (Blocks, ExpertBlocks)
+    values = {n: m for n, m in kept.model.named_modules() if isinstance(m, kinds)}
     assert set(values) == set(kept.kept)
-    assert len(values) == 3 * 5  # per layer: from the input, q_b, o, gate and up, down
+    # Per layer: from the input, q_b, o, gate and up, down; of shared experts too.
+    assert len(values) == 3 * 5 + (2 * 2 if name.startswith("many") else 0)
     for blocks in values.values():
         assert blocks.values.dtype == torch.uint8
     caches = [torch.zeros(1, 1, 9, kept.config.cache_dim) for _ in range(2)]
@@ -86,6 +98,9 @@ def test_what_stays(
     assert "layers.0.self_attn.w_uk" not in kept.kept
     assert "layers.1.mlp.experts.down_proj" in kept.kept
     assert source(folders["int8"], BOTH).weights_type == "int8"
+    experts = [f"layers.1.mlp.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
+    assert set(experts) <= set(source(folders["many"], BOTH).kept)
+    assert not set(experts) & set(source(folders["halves"], BOTH).kept), "QMoE takes both"
     modules = source(folders["mtp"], BOTH)
     assert all(name.startswith("mtp.0.") for name in modules.kept)
     whole = source(folders["int4"], ())
@@ -106,20 +121,20 @@ def plain_with_rounding(folder: Path) -> Transformer:
     return model
 
 
-def test_an_engine(folders: dict[str, Path], plain: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["int4", "many"])
+def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """It says what the dequantised model says when its products' inputs are rounded to int8."""
-    request = BuildRequest(str(folders["int4"]), nextn=(1,), max_seq_len=64, out=tmp_path / "e")
-    build(request)
+    request = BuildRequest(str(folders[name]), nextn=(1,), max_seq_len=64, out=tmp_path / "e")
+    (built,) = build(request)
     manifest = read_manifest(tmp_path / "e")
     assert manifest.build.weights == "int4"
-    whole = sum(tensor.numel() for tensor in load_file(plain / "model.safetensors").values())
-    assert manifest.files[WEIGHTS].size < 0.35 * 4 * whole
+    assert manifest.files[WEIGHTS].size < 0.35 * 4 * built.manifest.model.parameters
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
     with Engine.load(tmp_path / "e", threads=1) as engine:
         played = play(engine, PROMPTS, params)
-    found = judge(plain_with_rounding(folders["int4"]), PROMPTS, played, ROUNDED)
+    found = judge(plain_with_rounding(folders[name]), PROMPTS, played, ROUNDED)
     assert found.passed, found.detail
     assert found.figures["noise"] < 0.1
     # Random weights magnify what rounding changes; trained ones stay within ROUNDED.
-    assert not judge(load_plain(folders["int4"]), PROMPTS, played, ROUNDED).passed
+    assert not judge(load_plain(folders[name]), PROMPTS, played, ROUNDED).passed
     assert sum(text.drafting.num_accepted_draft_tokens for text in played) > 0

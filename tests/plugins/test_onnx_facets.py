@@ -15,7 +15,16 @@ from torch._C import _dispatch_get_all_op_names
 from torch.export import Dim
 
 from mtpbuild.builder.targets.onnxruntime import OPSET
-from mtpbuild.plugins import accept_rewind, kv_write, matmul_nbits, mla_attention, onnx_facets, rope
+from mtpbuild.plugins import (
+    accept_rewind,
+    experts_nbits,
+    kv_write,
+    matmul_nbits,
+    mla_attention,
+    onnx_facets,
+    rope,
+)
+from mtpbuild.plugins.experts_nbits.op import _chosen
 
 GARBAGE = 1e30  # in every row that must not be read; finite: 0 * inf is NaN
 Op = Callable[..., Any]
@@ -34,7 +43,11 @@ class Facet:
     """An op exported as `builder/targets/onnxruntime.py` does, beside its reference."""
 
     def __init__(
-        self, op: Op, example: Sequence[Tensor], varying: Mapping[int, Any] | None = None
+        self,
+        op: Op,
+        example: Sequence[Tensor],
+        varying: Mapping[int, Any] | None = None,
+        threads: int = 1,
     ) -> None:
         self.op = op
         example = [tensor.clone() for tensor in example]  # one tensor given twice is one input
@@ -56,7 +69,7 @@ class Facet:
         self.model = onnx.load_from_string(program.model_proto.SerializeToString())
         onnx.checker.check_model(self.model, full_check=True)
         options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
+        options.intra_op_num_threads = threads
         providers = ["CPUExecutionProvider"]
         self.session = ort.InferenceSession(
             self.model.SerializeToString(), options, providers=providers
@@ -95,8 +108,10 @@ def ints(*values: int) -> Tensor:
 def test_every_op_has_a_facet() -> None:
     registered = {name for name in _dispatch_get_all_op_names() if name.startswith("mtpbuild::")}
     assert {"mtpbuild::kv_write", "mtpbuild::mla_attention"} <= registered
-    gpu = {f"mtpbuild::{name}" for name in ("moe", "moe_route", "accept_mixed", "shaped_probs")}
-    assert {op.name() for op in onnx_facets()} == registered - gpu  # type: ignore[attr-defined]
+    others = ("moe", "moe_route", "accept_mixed", "shaped_probs", "matmul_scaled")
+    elsewhere = {f"mtpbuild::{name}" for name in (*others, "dequantise_scaled")}
+    facets = {op.name() for op in onnx_facets()}  # type: ignore[attr-defined]
+    assert facets == registered - elsewhere
 
 
 def test_kv_write() -> None:
@@ -253,3 +268,28 @@ def test_matmul_nbits(bits: int) -> None:
     assert (got - matmul_nbits(rows, values, scales)).norm() < 0.02 * got.norm()
     for i in range(7):
         assert torch.equal(facet.run(rows[:, i : i + 1])[0], got[:, i : i + 1])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_experts_nbits(bits: int, threads: int) -> None:
+    """Products of rounded rows, one expert each; a row's result is its own, to the bit."""
+    torch.manual_seed(bits)
+    X, E, inner, N = 9, 96, 64, 11
+    weights = []
+    for outputs, inputs in ((2 * inner, E), (E, inner)):
+        weights.append(torch.randint(0, 256, (X, outputs, inputs * bits // 8), dtype=torch.uint8))
+        weights.append(torch.randn(X, outputs, inputs // 32) / (1 << bits) / inputs**0.5 * 4)
+    rows, ids = torch.randn(N, E), torch.randint(0, X, (N,))
+    ids[:5] = 3  # an expert of several rows
+    varying = {0: {0: Dim("rows")}, 1: {0: Dim("rows")}}
+    facet = Facet(lambda x, ids: experts_nbits(x, ids, *weights), (rows, ids), varying, threads)
+    assert [op for op in facet.ops if op != "Constant"] == ["OneHot", "QMoE"]
+    (got,) = facet.run(rows, ids)
+    h = torch.einsum("ne,noe->no", rounded(rows), _chosen(ids, *weights[:2]))
+    inner_rows = rounded(torch.nn.functional.silu(h[:, ::2]) * h[:, 1::2])
+    wanted = torch.einsum("ni,noi->no", inner_rows, _chosen(ids, *weights[2:]))
+    assert (got - wanted).norm() < 0.003 * got.norm()  # of a rounding that falls the other way
+    assert (got - experts_nbits(rows, ids, *weights)).norm() < 0.03 * got.norm()
+    for i in range(N):
+        assert torch.equal(facet.run(rows[i : i + 1], ids[i : i + 1])[0], got[i : i + 1])

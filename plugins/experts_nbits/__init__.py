@@ -1,0 +1,1 @@
+"""Experts with integer weights that stay in their blocks."""
