@@ -14,6 +14,7 @@ MAX_TOKENS = 64  # more of them pay for a weight that is dequantised in memory
 PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
 SPLIT_INPUTS = 512  # a split of fewer inputs costs more than it saves
 BLOCK_N, BLOCK_K = 64, 64
+OPEN_BLOCK = 32  # rows of a program where their number is open
 
 
 @triton.jit
@@ -71,9 +72,9 @@ def scaled_product(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s): BLOCK_N columns of all rows' products over split s of the inputs."""
+    """Program (i, s, j): BLOCK_M rows by BLOCK_N columns of the product over split s of inputs."""
     split, splits = tl.program_id(1), tl.num_programs(1)
-    m = tl.arange(0, BLOCK_M)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     some, right = m < rows, n < WIDTH
     share = tl.cdiv(tl.cdiv(DEPTH, splits), BLOCK_K) * BLOCK_K
@@ -98,8 +99,7 @@ def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor |
     How a row is summed does not depend on the rows beside it.
     """
     (rows, K), N = x.shape, values.shape[1]
-    if rows > MAX_TOKENS:
-        raise NotImplementedError(f"matmul_scaled takes up to {MAX_TOKENS} tokens, not {rows}")
+    block = tile(min(rows, MAX_TOKENS)) if isinstance(rows, int) else OPEN_BLOCK
     columns = cdiv(N, BLOCK_N)
     splits = max(1, min(PROGRAMS // columns, K // SPLIT_INPUTS))
     parts = x.new_empty(splits, rows, N, dtype=torch.float32)
@@ -108,19 +108,20 @@ def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor |
         "WIDTH": N,
         "BLOCK": K // scales.shape[0],
         "BY_INPUT": scales_2 is not None and scales_2.shape != (1, N),
-        "BLOCK_M": tile(rows),
+        "BLOCK_M": block,
         "BLOCK_N": BLOCK_N,
         "BLOCK_K": BLOCK_K,
     }
     inputs = (x, values, scales, scales_2)
-    return Launch(scaled_product, (columns, splits), inputs, (rows,), (parts,), constants)
+    grid = (columns, splits, cdiv(rows, block))
+    return Launch(scaled_product, grid, inputs, (rows,), (parts,), constants)
 
 
 @torch.library.triton_op("mtpbuild_triton::matmul_scaled", mutates_args=())
 def matmul_scaled_triton(
     x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
 ) -> Tensor:
-    """matmul_scaled on a GPU, of few tokens."""
+    """matmul_scaled on a GPU, for few tokens."""
     launch = product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)
     launch.run()
     return launch.outputs[0].sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
@@ -129,8 +130,12 @@ def matmul_scaled_triton(
 def matmul_scaled_cuda(
     x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
 ) -> Tensor:
-    """matmul_scaled on a GPU. A prompt's chunk is a symbol while it is traced."""
+    """matmul_scaled on a GPU: by the kernel in a step, which knows how many tokens a slot has.
+
+    (The number of slots may be a symbol while it is traced, and a prompt's chunk is one.)
+    """
     tokens = math.prod(x.shape[:-1])
-    if isinstance(tokens, int) and tokens <= MAX_TOKENS:
-        return matmul_scaled_triton(x, values, scales, scales_2)
-    return x @ dequantise(values, scales, scales_2).to(x.dtype)
+    many = isinstance(tokens, int) and tokens > MAX_TOKENS
+    if many or not isinstance(x.shape[-2], int):
+        return x @ dequantise(values, scales, scales_2).to(x.dtype)
+    return matmul_scaled_triton(x, values, scales, scales_2)

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from mtpbuild.builder.model.blocks import Scaled, put
 from mtpbuild.builder.model.precision import FLOATS, hold_in
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import make_programs
@@ -54,13 +55,22 @@ def see(module, inputs, **settings):
 
 driver.set_active(Pretended())
 torch.set_num_threads(1)
-for case, slots, dtype, experts in (("batch", 4, "float32", {{}}), ("one", 1, "bfloat16", {MANY})):
+CASES = (
+    ("batch", 4, "float32", {{}}),
+    ("one", 1, "bfloat16", {MANY}),
+    ("fp8", 1, "bfloat16", {MANY}),
+    ("fp8-batch", 4, "float32", {{}}),
+)
+for case, slots, dtype, experts in CASES:
     model = make_model(
         num_hidden_layers={LAYERS}, num_nextn_predict_layers={MODULES}, **experts
     )
     plan = Plan(model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, gpu="9.0", dtype=dtype)
     lowered = lower(model)
     hold_in(lowered, FLOATS[dtype])
+    for name, weight in list(lowered.named_parameters()):
+        if "fp8" in case and ".mlp." in name and name.endswith(("_up_proj", "down_proj")):
+            put(lowered, name, Scaled(tuple(weight.shape), 16))
     decode = make_programs(plan, lowered)[1]
     traced = trace(decode, plan)
     traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
@@ -135,3 +145,19 @@ def test_one_request_in_bfloat16(graphs: dict[str, list[Node]]) -> None:
     assert given["1", "1", "256", "20"] == "torch.bfloat16"
     wide = [shape for *_, shape, dtype in nodes if dtype == "torch.float32" and len(shape) == 4]
     assert not [shape for shape in wide if shape[2] == "256"], "no cache is widened"
+
+
+@pytest.mark.parametrize(("case", "products"), [("fp8", 3), ("fp8-batch", 2)])
+def test_fp8_is_dequantised_in_the_kernels(
+    case: str, products: int, graphs: dict[str, list[Node]]
+) -> None:
+    """Experts and products; with an open number of slots products too."""
+    nodes = graphs[case]
+    own = kernels(graphs["one" if case == "fp8" else "batch"])
+    passes = LAYERS + NEXTN
+    more = products - own.count(["parts"]) // passes
+    assert kernels(nodes) == sorted(own + [["parts"]] * more * passes)
+    stored = [shape for kind, *_, shape, dtype in nodes if dtype == "torch.uint8"]
+    assert stored
+    made = [shape for kind, *_, shape, dtype in nodes if kind == "call_function" and "fl" in dtype]
+    assert not [shape for shape in stored if shape in made], "no weight is made in memory"
