@@ -151,5 +151,5 @@ def print_dry_run(done: DryRun) -> None:
         sizes = ", ".join(f"{name} {nodes:,} nodes" for name, nodes in engine.graphs.items())
         console.print(f"{engine.folder}: exported without weights: {sizes}")
     for line in done.lacking:
-        console.print(f"can't be built here: {line}")
+        console.print(f"can't be built here: {line}", markup=False)  # [group] of packages
     console.print("dry run: nothing was written")
