@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,15 @@ def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("name", SCALED)
-@pytest.mark.parametrize("split", [(1, 1), (2, 1), (4, 2)])
-def test_ranks_hold_their_part(name: str, split: tuple[int, int], folder: MakeFolder) -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [Share(), Share(2), Share(4, 2), Share(4, 2, attention_dp=True)],
+    ids=["1", "2", "4-2", "attention-dp"],
+)
+def test_ranks_hold_their_part(name: str, ranks: Share, folder: MakeFolder) -> None:
     """Of values and scales, cut so that they decode to what a rank would hold in fp32."""
-    for rank in range(split[0]):
-        share = Share(*split, rank=rank)
+    for rank in range(ranks.tp):
+        share = replace(ranks, rank=rank)
         kept = source(folder(name), share=share)
         table, checkpoint = weight_table(kept.config, share), kept.checkpoint
         plain = dict(stream_weights(checkpoint, table, share=share))

@@ -39,14 +39,14 @@ def floats(name: str, *shape: Dimension) -> TensorSpec:
 CACHE = floats("kv.0", "batch", 1, "rows", 3)
 CARRIES = tuple(TensorSpec(name=s.name, dtype=s.dtype, shape=s.shape) for s in STATE[1:])
 ACTIVE = TensorSpec(name="active", dtype="bool", shape=("batch",))
-OUT = (ints("tokens", "batch", 2), ints("num_tokens", "batch"))
-OUT += (floats("logprobs", "batch", 2), floats("margins", "batch", 2))
+COUNTS = (ints("tokens", "batch", 2), ints("num_tokens", "batch"))
+OUT = (*COUNTS, floats("logprobs", "batch", 2), floats("margins", "batch", 2))
 TOP = (ints("top_ids", "batch", 2, 5), floats("top_logprobs", "batch", 2, 5))
 PROMPT = (ints("tokens", 1, "chunk"), ints("start", 1), ints("ahead", 1, 1))
 PROGRAMS: dict[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
     "prefill": ((floats("kv.0", 1, 1, "rows", 3), *PROMPT), ()),
     "decode": ((CACHE, *CARRIES, ACTIVE), OUT),
-    "decode_mixed": ((CACHE, *CARRIES, ACTIVE, floats("temperature", "batch")), OUT + TOP),
+    "decode_mixed": ((CACHE, *CARRIES, ACTIVE, floats("temperature", "batch")), (*OUT, *TOP)),
 }
 
 
