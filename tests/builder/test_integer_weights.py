@@ -121,7 +121,7 @@ def plain_with_rounding(folder: Path) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("name", ["int4", "many"])
+@pytest.mark.parametrize("name", [pytest.param("int4", marks=pytest.mark.full), "many"])
 def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """It says what the dequantised model says when its products' inputs are rounded to int8."""
     request = BuildRequest(str(folders[name]), nextn=(1,), max_seq_len=64, out=tmp_path / "e")
