@@ -176,7 +176,7 @@ def test_an_fp8_value_that_is_none(folder: MakeFolder, tmp_path: Path) -> None:
         source(tmp_path).write_weights(tmp_path, siblings=None)
 
 
-@pytest.mark.parametrize("name", ["fp8-experts", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8-experts", pytest.param("nvfp4", marks=pytest.mark.full)])
 def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
     """Prefill and a step as they are exported."""
     kept = kept_model(folder(name), tmp_path)
