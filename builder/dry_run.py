@@ -1,4 +1,4 @@
-"""`mtpbuild build --dry-run`: a build's checks, graphs and sizes; no weight is read or written."""
+"""`mtpbuild build --dry-run`: a build's checks, graphs and sizes; writes nothing."""
 
 from collections import Counter
 from collections.abc import Iterator

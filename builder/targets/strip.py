@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,12 +30,12 @@ def strip(
             continue
         layer.__class__ = trt.IConstantLayer  # what it is; the network gives it as a plain layer
         weights = layer.weights
-        if isinstance(weights, np.ndarray):
-            address, held = weights.ctypes.data, torch.from_numpy(weights)
-        else:  # of a type that NumPy does not have, and without its address
+        if isinstance(weights, trt.Weights):  # NumPy has no such type, and they no address
             held = constants[layer.name]
-            address = held.data_ptr()
-            weights = trt.Weights(weights.dtype, address, weights.size)
+            weights = trt.Weights(weights.dtype, held.data_ptr(), weights.size)
+        else:
+            held = torch.from_numpy(weights)
+        address = held.data_ptr()
         if address not in known:
             known[address] = f"constant.{len(others)}"
             others[known[address]] = held.clone()
