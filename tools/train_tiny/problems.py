@@ -277,16 +277,16 @@ def makers(words: Sequence[str]) -> dict[str, Maker]:
 
 
 SHARES = {
-    "addition": 0.04,
-    "subtraction": 0.06,
+    "addition": 0.06,
+    "subtraction": 0.08,
     "multiplication": 0.04,
     "larger": 0.12,
     "sorting": 0.14,
-    "counting": 0.20,
-    "spelling": 0.16,
+    "counting": 0.24,
+    "spelling": 0.18,
     "copying": 0.02,
-    "marking": 0.14,
-    "digits": 0.08,
+    "marking": 0.08,
+    "digits": 0.04,
 }
 
 
