@@ -5,6 +5,7 @@ hidden row per slot) is a few kB, which onnxruntime copies there and back.
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,9 @@ class OnnxPrograms(Slots):
         super().__init__(manifest, copies=2, caches=caches)
         self._files = {name: folder / spec.file for name, spec in manifest.programs.items()}
         self._threads, self._provider = threads, provider
-        self._sessions = {
-            name: self._session(name) for name in self._files if not name.startswith(MIXED)
-        }
+        names = [name for name in self._files if not name.startswith(MIXED)]
+        with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
+            self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
         self._prefill_inputs = [t.name for t in manifest.programs["prefill"].inputs]
         self._slots = 0  # of the last step; from there on both copies are equal
         self._bindings: dict[tuple[str, int, int], Any] = {}
