@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 
 import torch
@@ -36,7 +37,7 @@ class Kept:
         pairs = zip(NAMES, self.format.parts((1, 1)), strict=False)
         return {f"{self.weight.name}.{name}": suffix for name, suffix in pairs}
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Inputs that share a scale; what does not end with a block cuts all of them in pieces."""
         widths = (self._own_shape(source)[1] for source in self.weight.sources)
