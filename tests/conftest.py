@@ -53,9 +53,12 @@ def build_engine(shared_folder: Path) -> EngineBuilder:
 
 @pytest.fixture(scope="session")
 def tiny_engine(build_engine: EngineBuilder) -> Callable[..., Path]:
-    """tiny_engine(nextn, drafter=None) -> an engine of the model that the repository ships."""
+    """tiny_engine(nextn, drafter=None) -> an engine of the model that the repository ships.
 
-    def build(nextn: int, drafter: str | None = None, **flags: int) -> Path:
-        return build_engine("deepseek-tiny", nextn, drafter, **flags)
+    All have chunks of 32 tokens: prompts get beyond one, and a build serves many tests.
+    """
+
+    def build(nextn: int, drafter: str | None = None, **flags: Any) -> Path:
+        return build_engine("deepseek-tiny", nextn, drafter, prefill_chunk=32, **flags)
 
     return build
