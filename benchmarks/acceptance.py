@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
+from script import run
 
 from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
 from mtpbuild.runtime import Engine, SamplingParams
@@ -63,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,6 +22,7 @@ from typing import Any
 from loop_overhead import measure
 from rich.console import Console
 from rich.table import Table
+from script import run
 
 from mtpbuild.builder.bench.bench import BenchRequest, bench
 from mtpbuild.builder.bench.dataset import Asked
@@ -155,4 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from script import run
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.programs.base import (
@@ -96,4 +97,4 @@ def _programs(engine: Engine) -> Programs:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -28,6 +28,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from script import run
 
 from mtpbuild.builder.bench.dataset import Asked, load_groups
 from mtpbuild.builder.bench.machine import describe_machine
@@ -35,7 +36,7 @@ from mtpbuild.builder.pipeline import BuildRequest, build
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.runtime import Engine, MtpbuildError
+from mtpbuild.runtime import Engine
 
 FOLDER = Path("engines/.peers")
 HERE = Path(__file__).parent / "peer"
@@ -396,7 +397,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except MtpbuildError as error:
-        sys.exit(f"error: {error}")
+    run(main)

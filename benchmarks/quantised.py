@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from script import run
 
 from mtpbuild.builder.bench.figures import ALL
 from mtpbuild.builder.evaluate.figures import Figures, rows
@@ -150,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

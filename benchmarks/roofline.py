@@ -22,12 +22,16 @@ import torch
 from loop_overhead import PROMPT, measure
 from rich.console import Console
 from rich.table import Table
+from script import run
 
 from mtpbuild.builder.forecast.machines import Gpu
 from mtpbuild.builder.forecast.ranks import Ranks
 from mtpbuild.builder.forecast.step import Load, Model, Part
 from mtpbuild.builder.forecast.weights import classes, find_layout
+from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import Manifest
 
 FP32 = 4  # bytes
 REPEATS = 30
@@ -83,6 +87,18 @@ def row(name: str, gpu: Gpu, parts: list[Part], seconds: float) -> list[str]:
     ]
 
 
+def check(path: Path, manifest: Manifest, model: str) -> None:
+    """Raises UsageError for an engine whose steps are not those that are counted."""
+    if manifest.model.name != model:
+        raise UsageError(f"{path}: is of {manifest.model.name}: say --model, and its engines alone")
+    build, config = manifest.build, find_layout(model, None).config
+    usual = choose_drafter(config, build.nextn, None) if build.nextn else build.drafter
+    if (build.weights, build.adaptive, build.tp, build.drafter) != ("float32", False, 1, usual):
+        raise UsageError(
+            f"{path}: counted are fp32 engines of one rank, with a fixed nextn, {usual}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engines", nargs="+", type=Path)
@@ -95,6 +111,8 @@ def main() -> None:
     engines = [
         Engine.load(path, threads=arguments.threads, overlap=False) for path in arguments.engines
     ]
+    for path, engine in zip(arguments.engines, engines, strict=True):
+        check(path, engine.manifest, arguments.model)
     steps: list[list[float]] = [[] for _ in engines]
     for i in range(arguments.rounds + 1):
         for engine, seconds in zip(engines, steps, strict=True):
@@ -112,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

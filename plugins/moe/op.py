@@ -104,33 +104,12 @@ def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:
 
 
 @moe.register_fake
-def _(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_scales: Tensor | None = None,
-    gate_up_scales_2: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    down_scales_2: Tensor | None = None,
-) -> Tensor:
+def _(x: Tensor, *others: Tensor | None) -> Tensor:
     return torch.empty_like(x)
 
 
 @moe.register_kernel("cuda")
-def _(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_scales: Tensor | None = None,
-    gate_up_scales_2: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    down_scales_2: Tensor | None = None,
-) -> Tensor:
+def _(*operands: Tensor | None) -> Tensor:
     from mtpbuild.plugins.moe.triton import moe_triton
 
-    scales = (gate_up_scales, gate_up_scales_2, down_scales, down_scales_2)
-    return moe_triton(x, weights, ids, gate_up_proj, down_proj, *scales)
+    return moe_triton(*operands)

@@ -1,6 +1,7 @@
 """What the benchmarks conclude from what they measured; the measuring itself is not timed here."""
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -151,3 +152,13 @@ def test_a_steps_bound_counts_what_a_step_reads(monkeypatch: pytest.MonkeyPatch)
     assert all(part.seconds == max(part.bytes, part.operations) / 1e9 for part in parts)
     shown = roofline.row("n0", gpu, parts, 2 * sum(part.seconds for part in parts))
     assert shown[-1] == "2.00"
+
+
+@pytest.mark.parametrize("name", ["acceptance", "loop_overhead", "roofline"])
+def test_a_users_mistake_is_one_line(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / f"{name}.py"), str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "no such engine directory" in line
