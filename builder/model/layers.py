@@ -18,6 +18,7 @@ from mtpbuild.builder.model.precision import cast
 from mtpbuild.builder.model.rope import inverse_frequencies, softmax_scale, table_scale
 from mtpbuild.builder.model.share import WHOLE, Share
 from mtpbuild.plugins import kv_write, mla_attention, moe, rope
+from mtpbuild.plugins.mla_attention.op import floored_softmax
 from mtpbuild.plugins.moe.op import MAX_TOKENS
 
 
@@ -66,6 +67,8 @@ class Rope(nn.Module):
 
 class Attention(nn.Module):
     """Multi-head latent attention, absorbed (spec/deepseek-v3.md section 2.2)."""
+
+    floor = True  # under a prompt's softmax; a GPU does not need it
 
     def __init__(self, c: ModelConfig, share: Share = WHOLE) -> None:
         super().__init__()
@@ -130,7 +133,9 @@ class Attention(nn.Module):
         last = base[:, None] + torch.arange(T, device=base.device)
         seen = torch.arange(S, device=base.device) <= last[:, None, :, None]  # [B, 1, T, S]
         mask = torch.where(seen, 0.0, float("-inf"))  # equal in all layers: the passes leave one
-        return cast((q @ k.mT + mask).softmax(-1), v.dtype) @ v
+        scores = q @ k.mT + mask
+        p = floored_softmax(scores) if self.floor else scores.softmax(-1)
+        return cast(p, v.dtype) @ v
 
 
 class MLP(nn.Module):
@@ -301,10 +306,12 @@ def is_few(tokens: int) -> bool:
 
 
 def use_kernels(model: nn.Module, chunk: int | None = None) -> None:
-    """For a target that has kernels for every op; chunk: of prompts, if they go by them too."""
+    """For a GPU, that has kernels for every op; chunk: of prompts, if they go by them too."""
     for module in model.modules():
         if isinstance(module, GatheredMoE):
             module.kernels, module.chunk = True, chunk
+        if isinstance(module, Attention):
+            module.floor = False
 
 
 DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering the chosen ones

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.mla_attention.op import floored_softmax
+
 
 def mla_attention_inductor(
     q: Tensor,
@@ -26,6 +28,6 @@ def mla_attention_inductor(
         ],
         dim=-1,
     )
-    p = scores.softmax(-1)
+    p = floored_softmax(scores)
     o = p[..., :S] @ old[..., :kv_lora_rank] + p[..., S:] @ new[..., :kv_lora_rank]
     return o.reshape(B, H, T, kv_lora_rank)

@@ -6,6 +6,8 @@ from typing import Any
 from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
 
+from mtpbuild.plugins.mla_attention.op import FLOOR
+
 
 def mla_attention_onnx(
     q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, kv_lora_rank: int
@@ -13,7 +15,7 @@ def mla_attention_onnx(
     """Heads become rows [B, 1, H * T, C]: the cache is read once for all of them.
 
     If the cache given is the one that the fresh rows were just written to, at `base`, one score
-    block over it does (5 operators instead of 11; 5 % of a tiny step); else two under one softmax.
+    block over it does; else two under one softmax.
     """
     heads, width = int(q.shape[1]), int(q.shape[3])
     tokens = op.Shape(q, start=2, end=3)
@@ -21,12 +23,12 @@ def mla_attention_onnx(
     rows = op.Mul(rows, op.Constant(value_float=scale))
     if _holds(cache, fresh, base):
         mask = _mask(_count(cache), op.Add(base, first), heads, tokens)
-        mixed = op.MatMul(op.Softmax(op.Add(_scores(rows, cache), mask), axis=-1), cache)
+        mixed = op.MatMul(_softmax(op.Add(_scores(rows, cache), mask)), cache)
     else:
         before = op.Sub(base, op.Constant(value_int=1))
         old = op.Add(_scores(rows, cache), _mask(_count(cache), before, heads, None))
         new = op.Add(_scores(rows, fresh), _mask(_count(fresh), first, heads, tokens))
-        p = op.Softmax(op.Concat(old, new, axis=-1), axis=-1)
+        p = _softmax(old, new)
         border, end = _count(cache), op.Shape(p, start=3)
         mixed = op.Add(
             op.MatMul(op.Slice(p, _ints(0), border, _ints(3)), cache),
@@ -44,6 +46,14 @@ def _holds(cache: ir.Value, fresh: ir.Value, base: ir.Value) -> bool:
         and writer.inputs[1] is fresh
         and writer.inputs[2] is base
     )
+
+
+def _softmax(*masked: Any) -> Any:
+    """`floored_softmax` of blocks of scores side by side."""
+    scores = masked[0] if len(masked) == 1 else op.Concat(*masked, axis=-1)
+    largest = op.ReduceMax(scores, _ints(-1), keepdims=1)
+    least = op.Add(largest, op.Constant(value_float=math.log(FLOOR)))
+    return op.Softmax(op.Max(scores, least), axis=-1)
 
 
 def _scores(rows: Any, keys: Any) -> Any:

@@ -1,7 +1,22 @@
 """mla_attention: a few query tokens per slot over the committed and the fresh latent rows."""
 
+import math
+
 import torch
 from torch import Tensor
+
+FLOOR = 1e-32
+
+
+def floored_softmax(scores: Tensor) -> Tensor:
+    """Softmax over the last axis, for a CPU: no weight is less than `FLOOR` of the largest.
+
+    No fp32 sum notices such weights. Without the floor those of trained, sharp attention are often
+    subnormal numbers, and a CPU takes a hundred cycles for an operation on one: they were half of
+    a step's time. Masked scores (-inf) are raised too, so what they weigh must be finite.
+    """
+    least = scores.amax(-1, keepdim=True) + math.log(FLOOR)
+    return torch.maximum(scores, least).softmax(-1)
 
 
 @torch.library.custom_op("mtpbuild::mla_attention", mutates_args=())
@@ -21,9 +36,10 @@ def mla_attention(
     first [B] int. Query t of slot b sees the cache's rows j < base[b] and the fresh rows
     i <= first[b] + t. Returns the mixed latents [B, H, T, kv_lora_rank].
 
-    Rows of the cache from base on are never read, so it does not matter whether the fresh rows have
-    been written there yet. Cache and fresh rows have one dtype; k_scale [1] fp32 is what fp8 rows
-    are multiplied by. Source: DESIGN 3; spec/deepseek-v3.md section 2.2.
+    Rows of the cache from base on do not count (on a CPU they weigh `FLOOR` and must be finite), so
+    it does not matter whether the fresh rows have been written there yet. Cache and fresh rows have
+    one dtype; k_scale [1] fp32 is what fp8 rows are multiplied by. Source: DESIGN 3;
+    spec/deepseek-v3.md section 2.2.
     """
     if k_scale is not None:
         cache, fresh = ((rows.float() * k_scale).type_as(q) for rows in (cache, fresh))

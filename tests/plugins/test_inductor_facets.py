@@ -7,7 +7,7 @@ from mtpbuild.plugins import inductor_facets, kv_write, mla_attention
 from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
 from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
 
-GARBAGE = 1e30
+GARBAGE = 1e20  # weighs 1e-32 (`floored_softmax`)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -25,8 +25,9 @@ from mtpbuild.plugins import (
     rope,
 )
 from mtpbuild.plugins.experts_nbits.op import _chosen
+from mtpbuild.plugins.mla_attention.op import FLOOR, floored_softmax
 
-GARBAGE = 1e30  # in every row that must not be read; finite: 0 * inf is NaN
+GARBAGE = 1e20  # in every row that must not count: it weighs 1e-32 (`floored_softmax`)
 Op = Callable[..., Any]
 
 
@@ -220,6 +221,28 @@ def test_mla_attention(op: Op, heads: int, rows: int, tokens: int, blocks: int) 
             mixed = facet.check(q, cache, fresh, base, first)[0]
             wanted = plain_attention(q, cache, fresh, base, first)
             torch.testing.assert_close(mixed, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("op", "heads", "rows", "tokens", "blocks"), ATTENTION)
+def test_no_weight_is_subnormal(op: Op, heads: int, rows: int, tokens: int, blocks: int) -> None:
+    """Sharp attention, half of the rows masked. A CPU computes with subnormals very slowly."""
+    del blocks
+    B, C, capacity = 2, 8, 200
+    q = torch.randn(B, heads, tokens, C)
+    cache, fresh = torch.randn(B, 1, capacity, C) * 40, torch.randn(B, 1, rows, C)
+    given = q, cache, fresh, ints(100, 130), ints(0, rows - tokens)
+    facet = Facet(op, given)
+    (softmax,) = (node for node in facet.model.graph.node if node.op_type == "Softmax")
+    facet.model.graph.output.append(onnx.ValueInfoProto(name=softmax.output[0]))
+    session = ort.InferenceSession(facet.model.SerializeToString())
+    feed = {v.name: t.numpy() for v, t in zip(session.get_inputs(), given, strict=True)}
+    weights = session.run(None, feed)[-1]
+    assert (weights >= np.finfo(np.float32).tiny).all()
+
+    scores = (q @ cache.mT)[..., :100] * SCALE
+    plain = scores.softmax(-1)
+    assert ((plain > 0) & (plain < torch.finfo(torch.float32).tiny)).any()  # it would have some
+    torch.testing.assert_close(floored_softmax(scores), plain, rtol=1e-6, atol=2 * FLOOR)
 
 
 @pytest.mark.parametrize(("K", "V"), [(0, 7), (1, 7), (3, 7), (3, 5000)])
