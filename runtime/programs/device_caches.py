@@ -46,6 +46,9 @@ class DeviceCaches(Caches):
         super().copy(source, target, rows)
         self._upload()
 
+    def _reserve(self, rows: int) -> None:
+        """The host's arrays are not what a step writes to."""
+
     def _lay_out(self, rows: int) -> None:
         self._download()
         super()._lay_out(rows)

@@ -134,6 +134,7 @@ class Caches:
     def __init__(self, specs: Sequence[StateSpec]) -> None:
         self._batch, _, self._capacity, _ = specs[0].shape
         self.rows = 0
+        self._reserved = 0  # of an allocation's rows
         # Zeros: a masked row weighs 0, and 0 times an uninitialised NaN would not be 0.
         self._flat = {
             s.name: np.zeros((self._batch * self._capacity, s.shape[3]), host_type(s.dtype))
@@ -173,10 +174,22 @@ class Caches:
                 wanted = self.rows
         if wanted == self.rows:
             return False
+        self._reserve(self._batch * wanted)
         if self._batch > 1 and self.rows:
             self._lay_out(wanted)
         self.rows = wanted
         return True
+
+    def _reserve(self, rows: int) -> None:
+        """Write to memory that no step has reached, a block at a time.
+
+        Else the system would find a page for each cache whenever a step first writes to one, all
+        threads waiting: up to 1 ms, every 13 tokens of deepseek-tiny.
+        """
+        if rows > self._reserved:
+            for flat in self._flat.values():
+                flat[self._reserved : rows] = 0
+            self._reserved = rows
 
     def _lay_out(self, rows: int) -> None:
         """Move the slots from `self.rows` rows each to `rows` rows each."""
