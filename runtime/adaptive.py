@@ -7,10 +7,10 @@ FADE = 0.995  # the same in a step without a draft there; more patient, as tryin
 DOUBT = 2.0  # drafts that a guess weighs as much as
 FIRST_GUESS = 0.7  # that a first draft is accepted
 CARRIED = 5.0  # drafts that a new request's odds weigh; they are those of the last ones
-SETTLING = 16  # steps of a program that find cold caches after another one ran: not timed
-TRIALS = 4  # timed steps of each nextn before times are known
+SETTLING = 6  # steps of a program that find cold caches after another one ran: not timed
+TRIALS = 4  # timed steps of a nextn before its time is known
 DRIFT, OWN = 0.08, 0.02  # how fast all times follow a step's, and how fast its own nextn's does
-STAY = 1.03  # another nextn must be so much better, for its program has to settle first
+STAY = 1.05  # another nextn must be so much better, for its program has to settle first
 
 
 class Odds:
@@ -51,27 +51,39 @@ class Odds:
 
 
 class Times:
-    """Seconds of a step, by nextn. Their ratios are learned once, and corrected slowly; how fast
-    the machine is and how long the contexts are, which concerns all, is followed quickly."""
+    """Seconds of a step, by nextn: two are tried, the others lie on the line through these until
+    they were chosen themselves. Ratios are then corrected slowly; how fast the machine is and how
+    long the contexts are, which concerns all, is followed quickly."""
 
     def __init__(self, nextn: int) -> None:
         self._trials: list[list[float]] = [[] for _ in range(nextn + 1)]
-        self.seconds: list[float] = []  # of every nextn, once all were tried
+        self._tried_first = nextn, nextn // 2
+        self.seconds: list[float] = []  # of every nextn, once these were tried
 
     def untried(self) -> int | None:
-        """The largest nextn that wants another trial."""
-        wanting = (k for k, trials in enumerate(self._trials) if len(trials) < TRIALS)
-        return max(wanting, default=None)
+        """The nextn that wants a trial before any other is judged; the largest first."""
+        return next((k for k in self._tried_first if len(self._trials[k]) < TRIALS), None)
 
     def add(self, nextn: int, seconds: float) -> None:
+        trials = self._trials[nextn]
+        if len(trials) < TRIALS:
+            trials.append(seconds)
+            if self.seconds and len(trials) == TRIALS:
+                self.seconds[nextn] = min(trials)
+            elif not self.seconds and self.untried() is None:
+                self.seconds = self._line()
+            return
         if not self.seconds:
-            self._trials[nextn].append(seconds)
-            if self.untried() is None:
-                self.seconds = [min(trials) for trials in self._trials]
             return
         ratio = min(max(seconds / self.seconds[nextn], 0.5), 2.0)  # one step may be interrupted
         self.seconds = [s * ratio**DRIFT for s in self.seconds]
         self.seconds[nextn] *= ratio**OWN
+
+    def _line(self) -> list[float]:
+        most, half = self._tried_first
+        high, low = (min(self._trials[k]) for k in self._tried_first)
+        slope = max(high - low, 0.0) / max(most - half, 1)
+        return [max(low + slope * (k - half), low / 4) for k in range(most + 1)]
 
 
 class AdaptiveNextn:

@@ -126,6 +126,9 @@ class OnnxPrograms(Slots):
         options.log_severity_level = 3
         if self._threads:
             options.intra_op_num_threads = self._threads
+        # Each session has threads of its own. After a run they would spin for some 50 ms, in the
+        # way of the next session's: a prompt's behind its first steps.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         names = dict.fromkeys([PROVIDERS[self._provider], PROVIDERS["cpu"]])
         try:
             session = ort.InferenceSession(path, options, providers=list(names))
