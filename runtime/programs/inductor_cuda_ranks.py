@@ -4,6 +4,7 @@ What rank 0 tells the others goes over gloo, as on CPUs (`inductor_ranks.py`). N
 GPU, for ever if another rank is gone; so the host asks while it waits, and aborts.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from mtpbuild.runtime.ranks import environment, own_gpu
 # NCCL's watchdog ends a collective that hangs, not the process (torchrun would have it so): it also
 # frees a host that is stuck in a full queue of launches. Nothing is dumped.
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+ABORTING = 10.0  # seconds, at most
 T = TypeVar("T")
 
 
@@ -49,8 +51,9 @@ class Peers:
         return self.group._get_backend(self._device).get_error() != ErrorType.SUCCESS
 
     def abort(self) -> None:
-        """Waits for nobody; whatever a GPU still waits for ends."""
-        _abort_process_group(self.group)
+        """Waits for no rank; whatever a GPU still waits for ends."""
+        with contextlib.suppress(RuntimeError, ValueError):  # ValueError: it is gone already
+            within(ABORTING, partial(_abort_process_group, self.group))
 
 
 class CudaRankPrograms(CudaPrograms):
@@ -103,13 +106,13 @@ def watch(channel: Channel, peers: Peers) -> Callable[[], None]:
         if time.monotonic() > end:
             raise RuntimeError("timed out")
         if peers.failed():
-            raise RuntimeError("NCCL lost a rank")
+            raise RuntimeError("NCCL has lost another rank")
 
     return alive
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
-    """Or raise RuntimeError: NCCL has no limit for its first meeting. The thread is left to it."""
+    """Or raise RuntimeError: where NCCL has no time limit. The thread is left to it."""
     failures: list[BaseException] = []
 
     def run() -> None:

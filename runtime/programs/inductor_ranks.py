@@ -167,7 +167,7 @@ class Channel:
         what = reason.splitlines()[0]
         if re.search("timed out|timeout", reason, re.IGNORECASE):
             what = f"another rank has not answered for {self.patience:g} s"
-        elif re.search("gloo|nccl", reason, re.IGNORECASE):
+        elif "gloo" in reason:
             what = "another rank is gone"
         return f"rank {self.rank} of {self.ranks}: {what}"
 
