@@ -280,10 +280,12 @@ def make_plans(
     check_dtype(request)
     if (request.tp, request.ep) != (1, 1):
         if not takes_ranks(request):
-            raise UsageError("--tp and --ep are for target inductor on the CPU")
+            raise UsageError("--tp and --ep are for target inductor")
         check_share(config, request.tp, request.ep, request.attention_dp)
     if request.attention_dp and request.tp == 1:
         raise UsageError("--attention-dp is for several ranks: say --tp, how many they are")
+    if request.attention_dp and request.device != "cpu":
+        raise UsageError("--attention-dp is for --device cpu: leave it out, or build for the CPU")
     if request.rank is not None:
         if request.tp == 1:
             raise UsageError("--rank is one of several: say --tp, how many they are")
@@ -335,7 +337,7 @@ def takes_ranks(request: BuildRequest) -> bool:
     """Target tensorrt has only the graph of a rank so far, with a part of each expert."""
     if request.target == "tensorrt":
         return request.dry_run and request.ep == 1 and not request.attention_dp
-    return (request.target, request.device) == ("inductor", "cpu")
+    return request.target == "inductor"
 
 
 def check_dtype(request: BuildRequest) -> None:

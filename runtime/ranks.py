@@ -72,6 +72,17 @@ def own_rank(folder: Path, manifest: Manifest) -> int:
     return rank
 
 
+def own_gpu() -> int:
+    """Which of the machine's GPUs this rank takes; raises EngineError if nobody says."""
+    text = os.environ.get("LOCAL_RANK", "")
+    if not text.isdecimal():
+        raise EngineError(
+            f"LOCAL_RANK in the environment must say which GPU this rank takes, not {text!r}: "
+            "start ranks with torchrun"
+        )
+    return int(text)
+
+
 def own_parts(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
     """The folders that this process reads, with their manifests: the engine's, and its rank's."""
     yield folder, manifest
@@ -108,6 +119,7 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
         "target": manifest.target.name,
         "tp": build.tp,
         "ep": build.ep,
+        "device": "cuda" if manifest.target.compute_capabilities else None,
         "rank": rank,
         "out": folder,
     }
@@ -166,7 +178,7 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
     """Make this process rank 0 of an engine's ranks, all on this machine, while the block runs.
 
     None of the others outlives it. Raises RankError that says which rank failed, and why;
-    UsageError for more ranks than the machine can use.
+    UsageError for more ranks than the machine has cores or GPUs for.
     """
     tp, cores = manifest.build.tp, os.cpu_count() or 1
     if tp > PER_CORE * cores:
@@ -174,6 +186,8 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
             f"{folder}: {tp} ranks are too many for {cores} cores (at most {PER_CORE} each): "
             "spread them over machines with torchrun"
         )
+    if manifest.target.compute_capabilities:
+        _require_gpus(folder, tp)
     time_limit()
     require_ranks(folder, manifest, range(tp))
     for _ in parts(folder, manifest):  # a folder of another build is seen before anything runs
@@ -187,12 +201,12 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
             LISTENER: "",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
-        own = {"RANK": "0", LISTENER: str(listener.fileno())}
+        own = _numbers(0) | {LISTENER: str(listener.fileno())}
         followers, patience = list[Follower](), 0.0
         try:
             for rank in range(1, tp):
                 followers.append(_start(folder, rank, threads, group))
-            undo.enter_context(_environment(group | own))
+            undo.enter_context(environment(group | own))
             yield
             patience = 10.0
         except RankError as error:
@@ -202,12 +216,27 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
                 follower.end(patience)
 
 
+def _require_gpus(folder: Path, tp: int) -> None:
+    from mtpbuild.runtime.programs.inductor import visible_gpus
+
+    if tp > (gpus := visible_gpus()):
+        raise UsageError(
+            f"{folder}: {tp} ranks need a GPU each, this machine has {gpus}: spread them over "
+            "machines with torchrun"
+        )
+
+
+def _numbers(rank: int) -> dict[str, str]:
+    """Of a rank, where all are on one machine."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
 def _start(folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> Follower:
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
     count = [] if threads is None else [str(threads)]
     process = subprocess.Popen(
         [*FOLLOWER, str(folder), *count],
-        env=os.environ | group | {"RANK": str(rank)},
+        env=os.environ | group | _numbers(rank),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,
@@ -229,7 +258,8 @@ def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
 
 
 @contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
+def environment(changes: dict[str, str]) -> Iterator[None]:
+    """As it is changed, while the block runs."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -1,10 +1,12 @@
 """Target inductor without its compiler: programs run eagerly, from their exported graphs.
 
-All else of an engine of several ranks is real: weights, processes, torch.distributed. Compiling one
-takes a minute of a core. `python -m tests.eager_ranks` is a rank that another process started.
+All else of an engine of several ranks is real: weights, processes, torch.distributed; but for GPUs,
+which are `FakeGpu`s that gloo connects. Compiling one takes a minute of a core.
+`python -m tests.eager_ranks` is a rank that another process started.
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,8 +18,10 @@ from safetensors.torch import load_file
 
 import mtpbuild.plugins  # the graphs' ops
 from mtpbuild.runtime import ranks
+from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import read_manifest
-from mtpbuild.runtime.programs import inductor
+from mtpbuild.runtime.programs import inductor, inductor_cuda, inductor_cuda_ranks
+from tests.fake_gpu import FakeGpu
 
 if TYPE_CHECKING:
     from mtpbuild.builder.targets.inductor import InductorTarget
@@ -64,10 +68,26 @@ class EagerPackage:
         return list(outputs.values())
 
 
+class GlooPeers(inductor_cuda_ranks.Peers):
+    backend = "gloo"
+
+    def failed(self) -> bool:
+        return False
+
+
+def fake_gpu(index: int) -> FakeGpu:
+    if str(index) != os.environ["RANK"]:  # all are on one machine here
+        raise EngineError(f"GPU {index} is another rank's")
+    return FakeGpu()
+
+
 def use(patch: pytest.MonkeyPatch) -> None:
     """Load engines this way, in this process and in those that it starts."""
     assert mtpbuild.plugins.rope
     patch.setattr(inductor, "Package", EagerPackage)
+    patch.setattr(inductor_cuda, "Package", EagerPackage)
+    patch.setattr(inductor_cuda_ranks, "Gpu", fake_gpu)
+    patch.setattr(inductor_cuda_ranks, "Peers", GlooPeers)
     patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.eager_ranks"))
     patch.setenv("PYTHONPATH", str(ROOT))
 

@@ -23,6 +23,7 @@ class FakeGpu:
         self, compute_capability: str = "9.0", free: int = 1 << 40, ahead: bool = False
     ) -> None:
         self.ahead = ahead
+        self.device = torch.device("cpu")
         self.compute_capability, self._free = compute_capability, free
         self.queue: deque[Work] = deque()
         self.queued = self.done = 0
@@ -71,6 +72,11 @@ class FakeGpu:
     def mark(self) -> Work:
         at = self.queued
         return lambda: self._wait(at)
+
+    def settle(self, alive: Callable[[], None]) -> None:
+        alive()
+        self._wait(self.queued)
+        alive()
 
     def synchronise(self) -> None:
         self._wait(self.queued)

@@ -51,6 +51,7 @@ ONLY_HERE = {
         "inductor",
         "inductor_attention_dp",
         "inductor_cuda",
+        "inductor_cuda_ranks",
         "inductor_ranks",
         "torch_cuda",
     )

@@ -4,6 +4,7 @@ AOTInductor compiles them to calls of torch.distributed. The graph is the same f
 one it runs on it reads from a constant that is given when it is loaded. What a collective wrote
 must not leave a program as it is: gloo's thread lets go of a tensor that Python knows only with
 Python's lock, which the program's caller holds while it waits for that thread.
+On GPUs they are NCCL's, and only the GPU waits.
 """
 
 import torch

@@ -34,7 +34,7 @@ WEIGHTS, CONSTANTS = "weights.safetensors", "{}.constants.safetensors"  # of the
 class Package:
     """One compiled program, with the constants of its own and the weights that it shares.
 
-    rank: of the ranks that share a model, which one runs it.
+    device: such as cuda:0. rank: of the ranks that share a model, which one runs it.
     """
 
     def __init__(
@@ -44,11 +44,14 @@ class Package:
         self._weights = weights
         try:
             # One caller at a time: no pool of runners, no locks.
-            runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
+            index = torch.device(device).index
+            runner = torch._C._aoti.AOTIModelPackageLoader(
+                str(path), "model", True, 1, -1 if index is None else index
+            )
             self._own = load_file(path.with_name(CONSTANTS.format(path.stem)), device)
             for name in self._own:
                 if name.endswith(".rank"):
-                    self._own[name] = torch.tensor([rank])
+                    self._own[name] = torch.tensor([rank], device=device)
             named = {f"model.{name}": weight for name, weight in weights.items()} | self._own
             wanted = {name: named[name] for name in runner.get_constant_fqns()}
             runner.load_constants(wanted, False, True, True)  # all, and managed by us
@@ -135,6 +138,10 @@ def this_machine() -> str:
     return HARDWARE if torch.cpu.get_capabilities()["avx2"] else "x86-64 CPU without AVX2"
 
 
+def visible_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def load(
     folder: Path, manifest: Manifest, threads: int | None
 ) -> "InductorPrograms | CudaPrograms | LeadingPrograms":
@@ -149,11 +156,12 @@ def load(
             f"{folder}: built for torch {built}, this is torch {TORCH}; rebuild the engine, or "
             f"pip install 'torch=={built}.*'"
         )
-    if target.compute_capabilities:
+    on_gpu = bool(target.compute_capabilities)
+    if on_gpu and not manifest.split:
         from mtpbuild.runtime.programs import inductor_cuda
 
         return inductor_cuda.load(folder, manifest)
-    if target.hardware != this_machine():
+    if not on_gpu and target.hardware != this_machine():
         raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
     if manifest.split:
         from mtpbuild.runtime.programs import inductor_ranks

@@ -87,9 +87,10 @@ class CudaPrograms:
             name: Report(gpu, [*judged, *_own(manifest.programs[name].outputs)], self._slots)
             for name in (PLAIN, MIXED)
         }
-        weights = load_file(folder / WEIGHTS, device=self._active.device.type)
+        device = str(self._active.device)
+        weights = load_file(folder / WEIGHTS, device=device)
         self._packages = {
-            name: Package(folder / spec.file, weights, self._active.device.type)
+            name: Package(folder / spec.file, weights, device, manifest.rank or 0)
             for name, spec in manifest.programs.items()
         }
         self._steps = {
@@ -231,7 +232,12 @@ def _sizes(slots: int) -> list[int]:
     return [*(1 << i for i in range((slots - 1).bit_length())), slots]
 
 
-def load(folder: Path, manifest: Manifest, gpu: Gpu | None = None) -> CudaPrograms:
+def load(
+    folder: Path,
+    manifest: Manifest,
+    gpu: Gpu | None = None,
+    make: Callable[[Path, Manifest, Gpu], CudaPrograms] = CudaPrograms,
+) -> CudaPrograms:
     """Called by `programs/inductor.py` for an engine that was built for a GPU."""
     gpu = gpu or Gpu()
     built, here = manifest.target.compute_capabilities, gpu.compute_capability
@@ -242,7 +248,7 @@ def load(folder: Path, manifest: Manifest, gpu: Gpu | None = None) -> CudaProgra
         )
     _check_memory(folder, manifest, gpu)
     try:
-        return CudaPrograms(folder, manifest, gpu)
+        return make(folder, manifest, gpu)
     except torch.OutOfMemoryError as error:
         reason = str(error).splitlines()[0]
         raise EngineError(

@@ -12,7 +12,7 @@ import re
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +31,14 @@ from torch.distributed.distributed_c10d import GroupName
 
 from mtpbuild.runtime.errors import EngineError, RankError
 from mtpbuild.runtime.manifest import Manifest, check_files, rank_name, read_rank
-from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput
+from mtpbuild.runtime.programs.base import (
+    GREEDY,
+    Bools,
+    Controls,
+    Ints,
+    Programs,
+    StepOutput,
+)
 from mtpbuild.runtime.programs.inductor import InductorPrograms
 from mtpbuild.runtime.ranks import GROUP, LISTENER, SECONDS, own_parts, own_rank, time_limit
 
@@ -47,8 +54,9 @@ class Channel:
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, time_limit()
-        self._patience = max(self.limit, SECONDS)  # others may still start, or load
+        self.patience = max(self.limit, SECONDS)  # others may still start, or load
         self.failure: str | None = None
+        self.leaving: list[Callable[[], None]] = []  # what to do before the group is left
         self.digest = 0  # of the last step's tokens
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._groups: list[dist.ProcessGroup] = []
@@ -64,7 +72,7 @@ class Channel:
         """Wait until all ranks have loaded; from now on each answers within the time limit."""
         with self.unbroken():
             dist.barrier()
-        self._patience = self.limit
+        self.patience = self.limit
         if self.rank == 0:
             threading.Thread(target=self._stay, daemon=True).start()
 
@@ -128,7 +136,7 @@ class Channel:
 
     def _join(self, limit: timedelta) -> None:
         if self._joined:
-            meeting = timedelta(seconds=self._patience)
+            meeting = timedelta(seconds=self.patience)
             listener = os.environ.get(LISTENER)
             dist.init_process_group(
                 "gloo",
@@ -143,12 +151,12 @@ class Channel:
             assert isinstance(group, dist.ProcessGroup)
             self._groups.append(group)
         dist.barrier(self._groups[0])  # who fails next leaves a group that all have joined
-        with contextlib.suppress(RuntimeError):  # of an engine before this one
-            _unregister_process_group(GroupName(GROUP))
-        _register_process_group(GroupName(GROUP), self._groups[1])
+        use_in_programs(self._groups[1])
 
     def _leave(self) -> None:
         """What the caller has joined stays."""
+        while self.leaving:
+            self.leaving.pop()()
         with contextlib.suppress(RuntimeError):
             if self._joined and dist.is_initialized():
                 dist.destroy_process_group()
@@ -158,7 +166,7 @@ class Channel:
     def _what_failed(self, reason: str) -> str:
         what = reason.splitlines()[0]
         if re.search("timed out|timeout", reason, re.IGNORECASE):
-            what = f"another rank has not answered for {self._patience:g} s"
+            what = f"another rank has not answered for {self.patience:g} s"
         elif "gloo" in reason:
             what = "another rank is gone"
         return f"rank {self.rank} of {self.ranks}: {what}"
@@ -174,6 +182,13 @@ class Channel:
                 self._say(["wait", None])  # perhaps in the middle of a step
 
 
+def use_in_programs(group: dist.ProcessGroup) -> None:
+    """For the collectives that are compiled into them."""
+    with contextlib.suppress(RuntimeError):  # of an engine before this one, or its gloo
+        _unregister_process_group(GroupName(GROUP))
+    _register_process_group(GroupName(GROUP), group)
+
+
 class RankPrograms(InductorPrograms):
     """The programs of one rank."""
 
@@ -186,14 +201,14 @@ class RankPrograms(InductorPrograms):
         self._channel = channel
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        with self._channel.unbroken(), _silent():
+        with self._channel.unbroken(), silent():
             return super()._run(program, inputs)
 
 
 class LeadingPrograms:
     """Rank 0's: the others do the same."""
 
-    def __init__(self, own: RankPrograms, channel: Channel) -> None:
+    def __init__(self, own: Programs, channel: Channel) -> None:
         self.lookahead = own.lookahead
         self._own, self._channel = own, channel
         channel.ready()
@@ -225,7 +240,7 @@ class LeadingPrograms:
             return output
 
 
-def _follow(own: RankPrograms, channel: Channel) -> None:
+def _follow(own: Programs, channel: Channel) -> None:
     """Do what rank 0 does, until it ends."""
     channel.ready()
     while (call := channel.receive())[0] != "end":
@@ -260,7 +275,7 @@ def _controls(fields: dict[str, Any]) -> Controls:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Compiled code writes what it throws to standard error before we can say it in one line."""
     stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
@@ -272,9 +287,11 @@ def _silent() -> Iterator[None]:
         os.close(nothing)
 
 
-def _programs(
-    folder: Path, manifest: Manifest, threads: int | None, channel: Channel
-) -> RankPrograms:
+def _programs(folder: Path, manifest: Manifest, threads: int | None, channel: Channel) -> Programs:
+    if manifest.target.compute_capabilities:
+        from mtpbuild.runtime.programs import inductor_cuda_ranks
+
+        return inductor_cuda_ranks.load(folder, manifest, channel)
     if not manifest.build.attention_dp:
         return RankPrograms(folder, manifest, threads, channel)
     from mtpbuild.runtime.programs.inductor_attention_dp import AttentionDPPrograms

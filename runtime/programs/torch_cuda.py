@@ -1,5 +1,6 @@
 """The part of torch.cuda that programs use: one stream, what is queued on it in order, graphs."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,34 +13,38 @@ Work = Callable[[], Any]
 
 
 class Gpu:
-    """The visible GPU (the first of CUDA_VISIBLE_DEVICES). All but `zeros` is queued on one stream.
+    """A visible GPU, as a rule the first. All but `zeros` is queued on one stream.
 
     Any thread may call, one at a time: the stream is named by each call, not the thread's own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
             built = "" if torch.version.cuda else " (this torch is built without CUDA)"
             raise EngineError(f"no NVIDIA GPU can be used here: torch finds none{built}")
-        self._stream = torch.cuda.Stream()
+        if index >= (found := torch.cuda.device_count()):
+            raise EngineError(f"GPU {index} is asked for, torch finds {found} (numbered from 0)")
+        self.device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self.device)
         self._pool = torch.cuda.graph_pool_handle()  # of intermediate results, for all graphs
 
     @property
     def compute_capability(self) -> str:
         """Such as 9.0."""
-        return ".".join(map(str, torch.cuda.get_device_capability()))
+        return ".".join(map(str, torch.cuda.get_device_capability(self.device)))
 
     def free_memory(self) -> int:
         """Bytes."""
-        return int(torch.cuda.mem_get_info()[0])
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with torch.cuda.stream(self._stream):
-            return torch.zeros(shape, dtype=dtype, device="cuda")
+            return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def pinned(self, size: int) -> Tensor:
         """Bytes of the host that the GPU writes to while the host goes on."""
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.device(self.device):
+            return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Of the same shape. What lies in pageable memory is read before this returns."""
@@ -62,9 +67,20 @@ class Gpu:
 
     def mark(self) -> Work:
         """The result waits until everything queued so far is done."""
+        return self._event().synchronize
+
+    def settle(self, alive: Callable[[], None]) -> None:
+        """Wait until all that is queued is done; `alive` is asked meanwhile, and may raise."""
+        event = self._event()
+        while not event.query():
+            alive()
+            time.sleep(0)  # other threads' turn
+        alive()  # what a rank has lost may end early
+
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(self._stream)
-        return event.synchronize
+        return event
 
     def synchronise(self) -> None:
         self._stream.synchronize()

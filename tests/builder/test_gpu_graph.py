@@ -30,10 +30,11 @@ from triton.runtime import driver
 
 from mtpbuild.builder.model.blocks import Scaled, put
 from mtpbuild.builder.model.precision import FLOATS, hold_in
+from mtpbuild.builder.model.share import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program import make_programs
 from mtpbuild.builder.targets.gpu_graph import for_gpu
-from mtpbuild.builder.targets.inductor import in_place
+from mtpbuild.builder.targets.inductor import _pretended_group, in_place
 from mtpbuild.builder.trace import trace
 from tests.checkpoints import lower, make_model
 
@@ -60,13 +61,17 @@ CASES = (
     ("one", 1, "bfloat16", {MANY}),
     ("fp8", 1, "bfloat16", {MANY}),
     ("fp8-batch", 4, "float32", {{}}),
+    ("ranks", 4, "float32", {{"vocab_size": 64}}),
 )
 for case, slots, dtype, experts in CASES:
     model = make_model(
         num_hidden_layers={LAYERS}, num_nextn_predict_layers={MODULES}, **experts
     )
-    plan = Plan(model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, gpu="9.0", dtype=dtype)
-    lowered = lower(model)
+    tp = 2 if case == "ranks" else 1
+    plan = Plan(
+        model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, gpu="9.0", dtype=dtype, tp=tp, ep=tp
+    )
+    lowered = lower(model, Share(tp, tp, tp - 1))
     hold_in(lowered, FLOATS[dtype])
     for name, weight in list(lowered.named_parameters()):
         if "fp8" in case and ".mlp." in name and name.endswith(("_up_proj", "down_proj")):
@@ -76,7 +81,8 @@ for case, slots, dtype, experts in CASES:
     traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
     examples = tuple(pytree.tree_leaves(traced.exported.example_inputs))
     try:
-        compile_fx.compile_fx_aot(in_place(traced), examples, inner_compile=see)
+        with _pretended_group(tp):
+            compile_fx.compile_fx_aot(in_place(traced), examples, inner_compile=see)
     except Seen:
         pass
 """
@@ -131,6 +137,18 @@ def test_the_graph_of_a_step(graphs: dict[str, list[Node]]) -> None:
     assert made == {"aten.index_put.default": len(caches)}, "and the copy back makes it in place"
     changed = ("lengths", "window", "num_drafts")
     assert calls["aten.copy_.default"] == len(caches) + len(changed)
+
+
+def test_a_rank_of_two(graphs: dict[str, list[Node]]) -> None:
+    """A sum behind each attention, feed-forward, embedding, projection of a draft, and head."""
+    nodes = graphs["ranks"]
+    calls = Counter(target for _, target, *_ in nodes)
+    passes, heads = LAYERS + NEXTN, 1 + NEXTN
+    sums = 2 * passes + 2 * heads + NEXTN
+    assert calls["_c10d_functional.all_reduce.default"] == sums
+    assert calls["_c10d_functional.wait_tensor.default"] == sums
+    assert kernels(nodes) == kernels(graphs["batch"])
+    assert not any("mtpbuild" in target or "cond" in target for target in calls)
 
 
 def test_one_request_in_bfloat16(graphs: dict[str, list[Node]]) -> None:

@@ -121,7 +121,7 @@ def on_gpu(predictable: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePro
         programs = make_programs(plan, lower(predictable))
         packages = {f"{p.name}.pt2": EagerPackage(p) for p in programs}
         monkeypatch.setattr(
-            inductor_cuda, "Package", lambda path, weights, device: packages[path.name]
+            inductor_cuda, "Package", lambda path, weights, device, rank: packages[path.name]
         )
         monkeypatch.setattr(inductor_cuda, "load_file", lambda path, device: {})
         manifest, gpu = manifest_of(plan, programs), FakeGpu()

@@ -1,0 +1,201 @@
+"""Engines whose model is shared by GPUs: which one a rank takes, its group, how ranks end.
+
+Two processes with fake GPUs that gloo connects in NCCL's place, programs run eagerly
+(`tests/eager_ranks.py`). What the compiler is given is in `test_gpu_graph.py`.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+
+from mtpbuild.builder import pipeline
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.runtime import Engine, EngineError
+from mtpbuild.runtime import ranks as ranks_module
+from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import inductor
+from mtpbuild.runtime.programs.base import Controls
+from mtpbuild.runtime.programs.inductor_cuda_ranks import CudaRankPrograms, Peers, watch, within
+from mtpbuild.runtime.programs.torch_cuda import Gpu
+from tests import eager_ranks
+from tests.builder.test_cli import invoke
+from tests.builder.test_ranks import GREEDY, HOT, PROMPT, SHAPE, followers, make, running
+from tests.checkpoints import make_predictable, save_checkpoint
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+
+pytestmark = [
+    pytest.mark.xdist_group("inductor"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's own, in export and gloo
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return make_predictable(**SHAPE)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+    folder = tmp_path_factory.mktemp("gpus")
+    with eager_ranks.in_place_of_the_compiler(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "compiling_gpu", lambda target, device: "9.0")
+        patch.setattr(inductor, "visible_gpus", lambda: 2)
+        checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
+        flags: dict[str, Any] = {"tp": 2, "ep": 2, "device": "cuda", "max_batch": 2}
+        yield make(checkpoint, folder / "engine", nextn=1, **flags)
+
+
+def test_tokens(engine: Path, model: Transformer) -> None:
+    """O2: greedy and sampled, two at once; without graphs."""
+    manifest = read_manifest(engine)
+    assert (manifest.build.tp, manifest.build.ep) == (2, 2)
+    assert manifest.target.compute_capabilities == ("9.0",)
+    asked, params = [PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT]
+    with running(engine) as loaded:
+        own = loaded._loop.programs._own  # type: ignore[attr-defined]
+        results = loaded.generate(asked, params)
+        assert own._gpu.captures == 0
+    assert isinstance(own, CudaRankPrograms)
+    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    assert results[0].token_ids == greedy(model, PROMPT, 16)
+    assert results[1].token_ids == greedy(model, [5], 16)
+    assert results[2].token_ids == sample(model, PROMPT, 16, drawn)
+    assert not followers()
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        pytest.param(signal.SIGKILL, "^rank 1 was killed by signal 9$", marks=pytest.mark.full),
+        (signal.SIGSTOP, "^rank 0 of 2: another rank has not answered for 3 s$"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs(
+    number: signal.Signals, says: str, engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ranks_module.TIMEOUT, "3")
+    times = list[float]()
+
+    def generate(loaded: Engine) -> None:
+        stream = loaded.stream(PROMPT, replace(GREEDY, max_tokens=200))
+        next(stream)
+        os.kill(followers()[0], number)
+        times.append(time.monotonic())
+        stream.result()
+
+    with pytest.raises(RankError, match=says), running(engine) as loaded:
+        generate(loaded)
+    assert time.monotonic() - times[0] < 9
+    assert not followers()
+
+
+def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "visible_gpus", lambda: 1)
+    code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
+    assert (code, err) == (
+        2,
+        f"error: {engine}: 2 ranks need a GPU each, this machine has 1: spread them over machines "
+        "with torchrun\n",
+    )
+    with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
+        Engine.load(engine)
+    (engine / "rank1").rename(engine / "elsewhere")
+    with pytest.raises(EngineError, match=r"--target inductor .*--ep 2 --device cuda --rank 1"):
+        ranks_module.require_ranks(engine, read_manifest(engine), [1])
+    (engine / "elsewhere").rename(engine / "rank1")
+
+
+def test_a_follower_without_its_gpu(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has joined, so rank 0 is told, and says that line."""
+    same = {"LOCAL_RANK": "0"}
+    monkeypatch.setattr(ranks_module, "_numbers", lambda rank: {"RANK": str(rank), **same})
+    code, out, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
+    assert (code, out) == (1, "")
+    assert err == "error: rank 1: GPU 0 is another rank's\n"
+
+
+def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert ranks_module.own_gpu() == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        EngineError, match=r"^GPU 3 is asked for, torch finds 2 \(numbered from 0\)$"
+    ):
+        Gpu(3)
+    for text in ("", "first", "-1"):
+        monkeypatch.setenv("LOCAL_RANK", text)
+        with pytest.raises(EngineError, match=f"which GPU this rank takes, not '{text}': start"):
+            ranks_module.own_gpu()
+
+
+def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's, whose watchdog leaves the process alone; NCCL's own errors count."""
+    made = list[tuple[str, timedelta, str | None]]()
+    state = SimpleNamespace(error=ErrorType.SUCCESS)
+
+    class Group:
+        def _get_backend(self, device: torch.device) -> Any:
+            assert device == torch.device("cuda", 1)
+            return SimpleNamespace(get_error=lambda: state.error)
+
+    def new_group(backend: str, timeout: timedelta) -> Group:
+        made.append((backend, timeout, os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")))
+        return Group()
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "ProcessGroup", Group)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
+    peers = Peers(torch.device("cuda", 1), 7.0)
+    assert made == [("nccl", timedelta(seconds=7), "2")]
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert not peers.failed()
+    state.error = ErrorType.COMM_ERROR
+    assert peers.failed()
+    peers.abort()  # torch knows no such group
+
+
+def test_waiting_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the others are there; the last question comes when the GPU is done."""
+    channel: Any = SimpleNamespace(failure=None, patience=0.2)
+    peers: Any = SimpleNamespace(failed=lambda: False)
+    asked, done = list[int](), [False, False, True]
+    gpu = object.__new__(Gpu)
+    event = SimpleNamespace(query=lambda: done.pop(0))
+    monkeypatch.setattr(gpu, "_event", lambda: event, raising=False)
+    gpu.settle(lambda: asked.append(len(done)))
+    assert asked == [2, 1, 0]
+    event.query = lambda: False
+    with pytest.raises(RuntimeError, match="timed out"):
+        gpu.settle(watch(channel, peers))
+    peers.failed = lambda: True
+    with pytest.raises(RuntimeError, match="NCCL"):
+        gpu.settle(watch(channel, peers))
+    channel.failure = "rank 1 is gone"
+    with pytest.raises(RankError, match=r"^rank 1 is gone$"):
+        gpu.settle(watch(channel, peers))
+
+
+def test_a_meeting_has_a_time_limit() -> None:
+    hold = threading.Event()
+    with pytest.raises(RuntimeError, match="timed out"):
+        within(0.05, hold.wait)
+    hold.set()
+    with pytest.raises(ZeroDivisionError):
+        within(5, lambda: print(1 // 0))
+    within(5, lambda: None)

@@ -1,0 +1,73 @@
+"""Engines of two ranks on two GPUs, over NCCL: tokens of the plain model, and how they end."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpbuild.builder.reference import Transformer
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.ranks import TIMEOUT
+from tests.builder.test_ranks import GREEDY, HOT, PROMPT, SHAPE, make
+from tests.builder.test_ranks import running as started
+from tests.checkpoints import make_predictable, save_checkpoint
+from tests.reference.recompute import greedy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="not two CUDA devices"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return make_predictable(**SHAPE)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpus")
+    checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
+    return make(checkpoint, folder / "engine", tp=2, ep=2, device="cuda", max_batch=2)
+
+
+def test_tokens(engine: Path, model: Transformer) -> None:
+    with started(engine) as loaded:
+        results = loaded.generate([PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT])
+        again = loaded.generate(PROMPT, HOT)
+    assert results[0].token_ids == greedy(model, PROMPT, 16)
+    assert results[1].token_ids == greedy(model, [5], 16)
+    assert results[2].token_ids == again.token_ids
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_hangs(
+    engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TIMEOUT, "10")
+    says = "^rank (1 was killed by signal 9|0 of 2: another rank has not answered for 10 s)$"
+
+    def generate(loaded: Engine) -> None:
+        stream = loaded.stream(PROMPT, replace(GREEDY, max_tokens=150))
+        next(stream)
+        os.kill(follower(), number)
+        stream.result()
+
+    with pytest.raises(RankError, match=says), started(engine) as loaded:
+        generate(loaded)
+
+
+def follower() -> int:
+    """The rank that this process has started."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = " ".join((task / "children").read_text() for task in tasks).split()
+    (found,) = [pid for pid in children if b"runtime.ranks" in _command(pid)]
+    return int(found)
+
+
+def _command(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
