@@ -78,6 +78,7 @@ def test_tokens(engine: Path, model: Transformer) -> None:
     assert not followers()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "says"),
     [
