@@ -82,7 +82,7 @@ def test_tokens(engine: Path, model: Transformer) -> None:
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        pytest.param(signal.SIGKILL, "^rank 1 was killed by signal 9$", marks=pytest.mark.full),
+        (signal.SIGKILL, "^rank 1 was killed by signal 9$"),
         (signal.SIGSTOP, "^rank 0 of 2: another rank has not answered for 3 s$"),
     ],
 )
