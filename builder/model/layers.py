@@ -306,7 +306,7 @@ def is_few(tokens: int) -> bool:
 
 
 def use_kernels(model: nn.Module, chunk: int | None = None) -> None:
-    """For a GPU, that has kernels for every op; chunk: of prompts, if they go by them too."""
+    """For a GPU: kernels for every op, no floor. chunk: of prompts, if they go by kernels too."""
     for module in model.modules():
         if isinstance(module, GatheredMoE):
             module.kernels, module.chunk = True, chunk

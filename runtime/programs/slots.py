@@ -135,7 +135,7 @@ class Caches:
         self._batch, _, self._capacity, _ = specs[0].shape
         self.rows = 0
         self._reserved = 0  # of an allocation's rows
-        # Zeros: a masked row weighs 0, and 0 times an uninitialised NaN would not be 0.
+        # Zeros: a masked row weighs next to nothing, but of an uninitialised NaN that is a NaN.
         self._flat = {
             s.name: np.zeros((self._batch * self._capacity, s.shape[3]), host_type(s.dtype))
             for s in specs

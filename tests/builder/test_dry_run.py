@@ -72,7 +72,7 @@ def test_a_rank_for_tensorrt(tmp_path: Path) -> None:
         assert "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'" in out
     assert not (tmp_path / "engine").exists()
     for more in (("--ep", "2"), ("--attention-dp",)):
-        assert "--tp and --ep are for target inductor" in invoke(*flags, *more)[2]
+        assert "--tp and --ep are for target inductor\n" in invoke(*flags, *more)[2]
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:

@@ -150,6 +150,24 @@ def test_caches_are_updated_in_place(predictable_folder: Path, build_engine: Eng
     assert changed.tolist() == [4]
 
 
+def test_threads_stop_with_a_run(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+    programs = load(build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK))
+    for session in programs._sessions.values():
+        options = session.get_session_options()
+        assert options.get_session_config_entry("session.force_spinning_stop") == "1"
+
+
+def test_attention_has_a_floor(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+    """In prompts as in steps: every softmax over rows is of a maximum, `floored_softmax`."""
+    folder = build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK)
+    for program in ("prefill", "decode"):
+        graph = onnx.load(folder / f"{program}.onnx", load_external_data=False).graph
+        made = {name: node.op_type for node in graph.node for name in node.output}
+        inputs = [made[node.input[0]] for node in graph.node if node.op_type == "Softmax"]
+        assert inputs
+        assert set(inputs) == {"Max"}
+
+
 def test_engines_of_one_checkpoint_agree(
     predictable_folder: Path, build_engine: EngineBuilder
 ) -> None:

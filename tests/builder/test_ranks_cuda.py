@@ -7,9 +7,7 @@ Two processes with fake GPUs that gloo connects in NCCL's place, programs run ea
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +30,16 @@ from mtpbuild.runtime.programs.inductor_cuda_ranks import CudaRankPrograms, Peer
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests import eager_ranks
 from tests.builder.test_cli import invoke
-from tests.builder.test_ranks import GREEDY, HOT, PROMPT, SHAPE, followers, make, running
+from tests.builder.test_ranks import (
+    GREEDY,
+    HOT,
+    PROMPT,
+    SHAPE,
+    followers,
+    make,
+    running,
+    seconds_to_notice,
+)
 from tests.checkpoints import make_predictable, save_checkpoint
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
@@ -90,19 +97,7 @@ def test_a_rank_that_dies_or_hangs(
     number: signal.Signals, says: str, engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ranks_module.TIMEOUT, "3")
-    times = list[float]()
-
-    def generate(loaded: Engine) -> None:
-        stream = loaded.stream(PROMPT, replace(GREEDY, max_tokens=200))
-        next(stream)
-        os.kill(followers()[0], number)
-        times.append(time.monotonic())
-        stream.result()
-
-    with pytest.raises(RankError, match=says), running(engine) as loaded:
-        generate(loaded)
-    assert time.monotonic() - times[0] < 9
-    assert not followers()
+    assert seconds_to_notice(engine, number, says) < 9
 
 
 def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import torch
 from mtpbuild.plugins import inductor_facets, kv_write, mla_attention
 from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
 from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
+from mtpbuild.plugins.mla_attention.op import FLOOR
 
 GARBAGE = 1e20  # weighs 1e-32 (`floored_softmax`)
 
@@ -27,6 +28,16 @@ def test_attention(seed: int, slots: int, heads: int, tokens: int, fresh: int) -
     )
     got = mla_attention_inductor(*given, 0.3, rank)
     torch.testing.assert_close(got, mla_attention(*given, 0.3, rank))
+
+
+def test_attention_has_a_floor() -> None:
+    """A row that should weigh e^-200 weighs `FLOOR`: seen by a value of 1 / FLOOR in it."""
+    q, fresh = torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[[0.0, 0.0]]]])
+    cache = torch.tensor([[[[-200.0, 1 / FLOOR]]]])
+    zero = torch.zeros(1, dtype=torch.int64)
+    got = mla_attention_inductor(q, cache, fresh, zero + 1, zero, 1.0, 2)
+    assert got[..., 1].item() == pytest.approx(1.0, rel=1e-3)
+    assert mla_attention(q, cache, fresh, zero + 1, zero, 1.0, 2)[..., 1].item() == 0
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
