@@ -18,14 +18,8 @@ from rich.table import Table
 from script import run
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.programs.base import (
-    GREEDY,
-    Bools,
-    Controls,
-    Ints,
-    Programs,
-    StepOutput,
-)
+from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.programs.base import Bools, Ints, Programs, StepOutput
 
 PROMPT = "def fibonacci(n):"
 

@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from script import run
 
 from mtpbuild.builder.bench.figures import ALL
-from mtpbuild.builder.evaluate.figures import Figures, rows
-from mtpbuild.builder.evaluate.measure import STRICT, Answered, ask
-from mtpbuild.builder.evaluate.problems import load_problems
-from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.eval.figures import Figures, rows
+from mtpbuild.builder.eval.measure import STRICT, Answered, ask
+from mtpbuild.builder.eval.problems import load_problems
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.shards import SINGLE
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime import Engine, SamplingParams

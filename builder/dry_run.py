@@ -8,9 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder import package
-from mtpbuild.builder.generation import generation_ids
-from mtpbuild.builder.pipeline import (
+from mtpbuild.builder import layout
+from mtpbuild.builder.build import (
     BuildRequest,
     Stages,
     find_source,
@@ -18,6 +17,7 @@ from mtpbuild.builder.pipeline import (
     make_prints,
     needs,
 )
+from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.runtime.errors import MissingDependencyError
 
@@ -62,17 +62,17 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     plans = dict(make_plans(config, request, source.engine))
     prints = make_prints(source, plans, request)
     for out in plans:
-        package.check_place(out, source.name, force=request.force)
+        layout.check_place(out, source.name, force=request.force)
         if request.rank is not None:
-            package.check_ranks(out, prints[out], force=request.force)
+            layout.check_ranks(out, prints[out], force=request.force)
     with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
-        from mtpbuild.builder import compiler, weightless
+        from mtpbuild.builder import model_source, weightless
         from mtpbuild.builder.targets import load_target
 
         target = load_target(request.target)
         lacking = list(dict.fromkeys(chain.from_iterable(lacks(target, p) for p in plans.values())))
     with stages("check checkpoint"):
-        model = compiler.ModelSource(
+        model = model_source.ModelSource(
             source.name,
             source.folder,
             config,
@@ -103,7 +103,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
                 weights,
                 sum(ITEM_BYTES[s.dtype] * prod(s.shape) for s in state_specs(plan)),
                 exported,
-                not package.lacking(out, prints[out], ranks),
+                not layout.lacking(out, prints[out], ranks),
             )
             for (out, plan), exported in zip(plans.items(), graphs, strict=True)
         ],

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from mtpbuild.builder.model.layers_slice import LayersSlice
-from mtpbuild.builder.package import SIDE_FILES
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.layout import SIDE_FILES
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import HASH_LIMIT, hash_file

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.manifest import FloatType, StateSpec
 

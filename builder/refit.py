@@ -8,12 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder import package
-from mtpbuild.builder.compiler import ModelSource
-from mtpbuild.builder.generation import generation_ids
-from mtpbuild.builder.model.config import ModelConfig, load_config
-from mtpbuild.builder.model.layers_slice import parse_layers
-from mtpbuild.builder.pipeline import BuildRequest, find_source
+from mtpbuild.builder import layout
+from mtpbuild.builder.build import BuildRequest, find_source
+from mtpbuild.builder.checkpoint.generation import generation_ids
+from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.staging import staging
 from mtpbuild.builder.targets import load_target
@@ -44,8 +44,8 @@ def refit(
         raise UsageError(
             f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
         )
-    if package.CONFIG not in old.files:
-        raise UsageError(f"{engine}: has no {package.CONFIG} to compare with: rebuild it")
+    if layout.CONFIG not in old.files:
+        raise UsageError(f"{engine}: has no {layout.CONFIG} to compare with: rebuild it")
 
     watch("check checkpoint")
     whole = find_model(model)
@@ -72,10 +72,10 @@ def refit(
         weights = new.write_weights(folder, siblings=engine.resolve().parent)
         refuse(engine, source.folder, list(tensor_differences(engine, folder)))
         watch("package")
-        replaced = {WEIGHTS, package.CONFIG, *package.SIDE_FILES}
+        replaced = {WEIGHTS, layout.CONFIG, *layout.SIDE_FILES}
         for name in old.files.keys() - replaced:
-            package.link(engine / name, folder / name)
-        package.copy_side_files(source.folder, folder)
+            layout.link(engine / name, folder / name)
+        layout.copy_side_files(source.folder, folder)
         hashes = {n: f.sha256 for n, f in old.files.items() if n not in replaced} | weights.hashes
         mark = f"{old.build.fingerprint} refitted with {weights.hashes[WEIGHTS]}"
         manifest = old.model_copy(
@@ -85,7 +85,7 @@ def refit(
                 "build": old.build.model_copy(
                     update={"fingerprint": hashlib.sha256(mark.encode()).hexdigest()}
                 ),
-                "files": package.describe_files(folder, hashes),
+                "files": layout.describe_files(folder, hashes),
             }
         )
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mtpbuild.builder import compiler
-from mtpbuild.builder.checkpoint import Checkpoint, stream_pieces
-from mtpbuild.builder.compiler import ModelSource
+from mtpbuild.builder import model_source
+from mtpbuild.builder.checkpoint.tensors import Checkpoint, stream_pieces
 from mtpbuild.builder.garbage import no_garbage_collection
-from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.quantize.format import Shape
 from mtpbuild.runtime.errors import BuildError
@@ -70,7 +70,7 @@ def export(model: ModelSource, plans: Iterable[Plan]) -> list[dict[str, int]]:
         model.model.to_empty(device="cpu")
         return [
             {
-                program.name: len(compiler.trace(program, plan).exported.graph.nodes)
+                program.name: len(model_source.trace(program, plan).exported.graph.nodes)
                 for program in model.programs(plan)
             }
             for plan in plans

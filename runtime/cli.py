@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
+from mtpbuild.runtime.compat.flags import FieldFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
-from mtpbuild.runtime.field_flags import FieldFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.flag_groups import grouped
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 
@@ -92,9 +92,10 @@ def run(
     given = [value for value in (prompt, prompt_file, prompt_ids, chat, input) if value is not None]
     _check_usage(len(given), json)
     settings = read_flags(field, relaxed)
-    from mtpbuild.runtime import ranks, terminal
+    from mtpbuild.runtime import terminal
+    from mtpbuild.runtime.compat.settings import check_engine
     from mtpbuild.runtime.engine import Engine
-    from mtpbuild.runtime.field_config import check_engine
+    from mtpbuild.runtime.group import start as ranks
     from mtpbuild.runtime.manifest import read_manifest
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 

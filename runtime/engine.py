@@ -10,11 +10,11 @@ from typing import Any, Self, TypeAlias, overload
 
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
+from mtpbuild.runtime.group.start import own_parts
 from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.base import Programs
-from mtpbuild.runtime.ranks import own_parts
 from mtpbuild.runtime.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import EngineStats

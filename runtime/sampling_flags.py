@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mtpbuild.runtime.compat.settings import Settings, sampling_settings
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.field_config import Settings, sampling_settings
 
 if TYPE_CHECKING:
     from mtpbuild.runtime import SamplingParams

@@ -8,15 +8,15 @@ import pytest
 import torch
 from filelock import FileLock
 
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams
 from tests.builder.test_transformers import transformers_greedy, transformers_model
-from tests.checkpoints import load_reference
-from tests.engines import greedy_ids
-from tests.prompts import CODE, QUESTIONS
 from tests.reference.recompute import row_logits
+from tests.support.checkpoints import load_reference
+from tests.support.engines import greedy_ids
+from tests.support.prompts import CODE, QUESTIONS
 
 CHUNK, OUTPUT = 32, 128  # of the fixture's engines; tokens of a text
 TIE = 1e-3  # fp32 kernels for one and for four tokens round differently

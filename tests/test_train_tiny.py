@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint import open_checkpoint
-from mtpbuild.builder.model.config import load_config
+from mtpbuild.builder.checkpoint.tensors import open_checkpoint
+from mtpbuild.builder.models.deepseek_v3.config import load_config
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tools" / "train_tiny"

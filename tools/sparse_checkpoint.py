@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from mtpbuild.builder.forecast.weights import Layout, find_layout
-from mtpbuild.builder.model.weights import Source, duplicates, weight_table
+from mtpbuild.builder.models.deepseek_v3.weights import Source, duplicates, weight_table
 from mtpbuild.builder.quantize.files import Shard, split, write_index
 from mtpbuild.builder.quantize.format import Part
 from mtpbuild.builder.recipe import find_recipe

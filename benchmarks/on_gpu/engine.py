@@ -9,16 +9,17 @@ from pathlib import Path
 
 import torch
 
-from mtpbuild.builder.compiler import load_model
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.model_source import load_model
+from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.program import make_programs
+from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, Programs, StepOutput
+from mtpbuild.runtime.programs.base import Bools, Ints, Programs, StepOutput
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from on_gpu.machine import Machine, Row
 

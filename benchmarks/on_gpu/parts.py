@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.forecast.step import distinct_experts
-from mtpbuild.builder.model.config import ModelConfig
-from mtpbuild.builder.model.deepseek_v3 import DeepseekV3, MTPModule
-from mtpbuild.builder.model.layers import DecoderLayer, GatheredMoE, Rope
-from mtpbuild.builder.model.precision import FLOATS, hold_in
-from mtpbuild.builder.program import Program
+from mtpbuild.builder.models.common.layers import DecoderLayer, GatheredMoE, Rope
+from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3, MTPModule
+from mtpbuild.builder.program.programs import Program
 from mtpbuild.plugins import accept_rewind
 from mtpbuild.runtime.manifest import FloatType
 from on_gpu.machine import Machine

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from on_gpu.machine import Machine, Row, difference, microseconds
 from on_gpu.parts import (
     MTP_CACHE,

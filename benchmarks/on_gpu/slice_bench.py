@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.model.layers import use_kernels
+from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.program import Program, make_programs
-from mtpbuild.builder.trace import trace
+from mtpbuild.builder.program.programs import Program, make_programs
+from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.runtime.programs.inductor import Package
 from mtpbuild.runtime.programs.torch_cuda import Gpu

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.program import Program
+from mtpbuild.builder.program.programs import Program
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from on_gpu.machine import Row, difference
 from on_gpu.parts import State

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mtpbuild.builder.model.config import ModelConfig, RopeConfig, load_config
-from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
-from mtpbuild.builder.model.share import check_share
+from mtpbuild.builder.models.common.share import check_share
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, RopeConfig, load_config
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import FloatType

@@ -22,9 +22,9 @@ def make(checkpoint: Path, out: Path) -> None:
     from safetensors.torch import load_file
     from torch import Tensor, nn
 
-    from mtpbuild.builder.model.config import load_config
-    from mtpbuild.builder.model.rope import rotate
-    from mtpbuild.builder.reference import Attention, DecoderLayer, Transformer
+    from mtpbuild.builder.models.common.rope import rotate
+    from mtpbuild.builder.models.deepseek_v3.config import load_config
+    from mtpbuild.builder.models.deepseek_v3.reference import Attention, DecoderLayer, Transformer
 
     class Plain(nn.Module):
         def __init__(self, model: Transformer) -> None:

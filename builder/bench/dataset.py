@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 
-from mtpbuild.builder.pipeline import within
+from mtpbuild.builder.build import within
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError

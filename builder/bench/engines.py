@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder import package
-from mtpbuild.builder.model.config import ModelConfig
-from mtpbuild.builder.model.layers_slice import LayersSlice
-from mtpbuild.builder.pipeline import (
+from mtpbuild.builder import layout
+from mtpbuild.builder.build import (
     DEFAULT_MAX_SEQ_LEN,
     BuildRequest,
     Stages,
@@ -14,6 +12,8 @@ from mtpbuild.builder.pipeline import (
     find_source,
     within,
 )
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
 from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
 from mtpbuild.builder.recipe import Source
 from mtpbuild.runtime.errors import UsageError
@@ -88,7 +88,7 @@ def place(source: Source, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> 
     if wanted.max_batch == 1 and drafter is None:
         if not usual.exists():
             return usual
-        manifest = package.existing(usual)
+        manifest = layout.existing(usual)
         if manifest is not None and manifest.model.name == source.name:
             there = manifest.build
             plain = BuildRequest(wanted.model)

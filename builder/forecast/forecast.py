@@ -10,7 +10,7 @@ from mtpbuild.builder.forecast.machines import Gpu, find_gpu
 from mtpbuild.builder.forecast.ranks import Ranks
 from mtpbuild.builder.forecast.step import CACHE_BYTES, Load, Model, Part
 from mtpbuild.builder.forecast.weights import Class, checkpoint_bytes, classes, find_layout
-from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.runtime.errors import UsageError
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mtpbuild.builder.forecast.machines import Gpu
-from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
 from mtpbuild.builder.quantize.format import Shape
 from mtpbuild.runtime.errors import UsageError
 

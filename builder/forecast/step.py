@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mtpbuild.builder.forecast.machines import Gpu
 from mtpbuild.builder.forecast.ranks import Ranks
 from mtpbuild.builder.forecast.weights import Class
-from mtpbuild.builder.model.config import ModelConfig
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
 from mtpbuild.builder.plan import choose_drafter
 
 CACHE_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}

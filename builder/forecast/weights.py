@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint
+from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
 from mtpbuild.builder.forecast.ranks import Ranks
-from mtpbuild.builder.model.config import ModelConfig, load_config
-from mtpbuild.builder.model.weights import Source, duplicates, weight_table
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.models.deepseek_v3.weights import Source, duplicates, weight_table
 from mtpbuild.builder.quantize.files import nbytes
 from mtpbuild.builder.quantize.format import Format, Part
 from mtpbuild.builder.quantize.scheme import PLAIN, SCHEMES

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.quantize.format import Part
-from mtpbuild.builder.shards import INDEX, SINGLE
 
 SHARD_LIMIT = 5 * 10**9  # bytes of tensors
 SIZES = {"F8_E4M3": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}

@@ -8,9 +8,9 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.model.blocks import Blocks, ExpertBlocks, Scaled
-from mtpbuild.builder.model.share import WHOLE, Share
-from mtpbuild.builder.model.weights import Source, Weight
+from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks, Scaled
+from mtpbuild.builder.models.common.share import WHOLE, Share
+from mtpbuild.builder.models.deepseek_v3.weights import Source, Weight
 from mtpbuild.builder.quantize.format import Format
 from mtpbuild.builder.quantize.fp8 import BLOCK
 from mtpbuild.builder.quantize.integers import Integers

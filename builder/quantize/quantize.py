@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint
-from mtpbuild.builder.model.config import ModelConfig, load_config
-from mtpbuild.builder.model.weights import Source, duplicates
-from mtpbuild.builder.package import SIDE_FILES
+from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
+from mtpbuild.builder.layout import SIDE_FILES
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.models.deepseek_v3.weights import Source, duplicates
 from mtpbuild.builder.quantize.files import nbytes, split, tensors_of, write_shards
 from mtpbuild.builder.quantize.format import Format, Part
 from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK

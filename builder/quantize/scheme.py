@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from mtpbuild.builder.model.config import ModelConfig
-from mtpbuild.builder.model.weights import Source
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models.deepseek_v3.weights import Source
 from mtpbuild.builder.quantize.format import Format
 from mtpbuild.builder.quantize.formats import FORMATS
 from mtpbuild.runtime.errors import UsageError

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.trace import Traced
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import TargetInfo

@@ -31,14 +31,14 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.gpu_graph import for_gpu
-from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import inductor_facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.group.start import GROUP
 from mtpbuild.runtime.manifest import TargetInfo
 from mtpbuild.runtime.programs.inductor import CONSTANTS, HARDWARE, TORCH, this_machine
-from mtpbuild.runtime.ranks import GROUP
 
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,

@@ -13,7 +13,7 @@ import torch
 from onnxscript.optimizer import _constant_folding as folding
 
 from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.trace import Traced
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.plugins import onnx_facets
 from mtpbuild.runtime.manifest import TargetInfo

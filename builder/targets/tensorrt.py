@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.strip import strip
 from mtpbuild.builder.targets.timing_cache import timing_cache
 from mtpbuild.builder.targets.trt_compile import compile_network, new_config
-from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.plugins import tensorrt_converters, tensorrt_decompositions
 from mtpbuild.plugins.constants import Constants

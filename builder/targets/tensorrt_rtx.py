@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX
 from mtpbuild.builder.targets.trt_compile import compile_network, new_config, new_network
-from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.manifest import TargetInfo

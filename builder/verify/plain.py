@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from mtpbuild.builder.checkpoint import open_slice
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.model.layers_slice import LayersSlice
-from mtpbuild.builder.model.weights import duplicates
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.checkpoint.tensors import open_slice
+from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.weights import duplicates
 from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, largest_but_jumps
 from mtpbuild.builder.verify.finding import Finding
 from mtpbuild.builder.verify.play import Played

@@ -8,7 +8,7 @@ from typing import Any
 
 from mtpbuild.builder.bench.dataset import BUILT_IN, FOLDER
 from mtpbuild.builder.bench.engines import Wanted, build_engines
-from mtpbuild.builder.pipeline import Stages, within
+from mtpbuild.builder.build import Stages, within
 from mtpbuild.builder.recipe import find_model, recipe_folder
 from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of
 from mtpbuild.builder.verify.finding import NotChecked, Verdict

@@ -7,12 +7,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from mtpbuild.runtime.controls import GREEDY, Controls
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
-MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
 MAX_LOGPROBS = 5  # alternatives that a row reports
 
 
@@ -42,46 +43,6 @@ class StepOutput:
     # Of the mixed program only:
     top_ids: Ints | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Floats | None = None  # [B, T, MAX_LOGPROBS]
-
-
-@dataclass(frozen=True, slots=True)
-class Controls:
-    """What a request asks of acceptance and drafting (DESIGN 5); by default strict and greedy."""
-
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    rejection: bool = False  # else strict
-    block: bool = False  # rejection judges a step's drafts together
-    synthetic: tuple[float, ...] = ()  # chance of each draft if those before it are accepted
-    sampled_drafts: bool = True  # above temperature 0; else drafts are argmax
-    relaxed_topk: int = 1  # in the thinking phase of a greedy request; 1 is strict
-    relaxed_delta: float = 0.0
-    thinking_ids: tuple[int, int] = (-1, -1)  # tokens that begin and end the phase
-    thinking: bool = False  # whether the prompt ends inside it
-    banned_ids: tuple[int, ...] = ()  # at most MAX_BANNED, not emitted at positions ..
-    banned_until: int = 0  # .. before this one
-    alternatives: bool = False  # whether top_ids and top_logprobs are wanted
-    seed: int = 0
-
-    @property
-    def plain(self) -> bool:
-        """Strict and greedy, nothing more: the decode program without sampling will do."""
-        special = self.relaxed_topk > 1 or self.synthetic or self.banned_ids or self.alternatives
-        return self.temperature == 0 and not special
-
-    def uniforms(self, count: int, purposes: int = 3) -> Floats:
-        """[purposes, count] in [0, 1): one stream per purpose, numbered by absolute position.
-
-        A function of seed, purpose and position alone, never of batch, step or nextn. Purposes:
-        draft (and strict's target), accept, recover, then drafts 2.. of a block.
-        """
-        streams = (np.random.Philox(key=[self.seed, purpose]) for purpose in range(purposes))
-        return np.stack([np.random.Generator(s).random(count, np.float32) for s in streams])
-
-
-GREEDY = Controls()
 
 
 class Programs(Protocol):

@@ -23,8 +23,8 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
+    from mtpbuild.runtime.group.lead import LeadingPrograms
     from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-    from mtpbuild.runtime.programs.inductor_ranks import LeadingPrograms
 
 HARDWARE = "x86-64 CPU with AVX2"  # all that the compiled code needs
 TORCH = ".".join(torch.__version__.split(".")[:2])  # AOTInductor packages are bound to it
@@ -164,7 +164,7 @@ def load(
     if not on_gpu and target.hardware != this_machine():
         raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
     if manifest.split:
-        from mtpbuild.runtime.programs import inductor_ranks
+        from mtpbuild.runtime.group import lead
 
-        return inductor_ranks.load(folder, manifest, threads)
+        return lead.load(folder, manifest, threads)
     return InductorPrograms(folder, manifest, threads)

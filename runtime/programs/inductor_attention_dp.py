@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.group.lead import Channel, RankPrograms
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import GREEDY, Bools, Controls, Ints, StepOutput, host_type
+from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput, host_type
 from mtpbuild.runtime.programs.inductor import shared
-from mtpbuild.runtime.programs.inductor_ranks import Channel, RankPrograms
 from mtpbuild.runtime.programs.slots import ROW_STEP
 
 

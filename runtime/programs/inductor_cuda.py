@@ -12,18 +12,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, StateSpec, TensorSpec
-from mtpbuild.runtime.programs.base import (
-    GREEDY,
-    MIXED,
-    PLAIN,
-    Bools,
-    Controls,
-    Ints,
-    StepOutput,
-    host_type,
-)
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput, host_type
 from mtpbuild.runtime.programs.inductor import WEIGHTS, Package
 from mtpbuild.runtime.programs.slots import ROW_STEP, padded
 from mtpbuild.runtime.programs.torch_cuda import Gpu, Work

@@ -6,17 +6,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, StateSpec, TensorSpec
-from mtpbuild.runtime.programs.base import (
-    GREEDY,
-    MIXED,
-    PLAIN,
-    Bools,
-    Controls,
-    host_type,
-    program_name,
-)
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, host_type, program_name
 
 ROW_STEP = 128  # a step's caches are given in multiples of this many rows
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, ProgramSpec
-from mtpbuild.runtime.programs.base import GREEDY, MIXED, PLAIN, Bools, Controls, Ints, StepOutput
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.slots import padded
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api

@@ -30,10 +30,10 @@ from triton.runtime import driver
 
 sys.path.insert(0, {str(SCRIPTS)!r})
 from on_gpu import machine, r1, slice_bench, slices
-from mtpbuild.builder.model.layers import use_kernels
+from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.targets.gpu_graph import for_gpu
 from mtpbuild.builder.targets.inductor import in_place
-from mtpbuild.builder.trace import trace
+from mtpbuild.builder.program.trace import trace
 
 class Pretended:  # a GPU, for what is asked while tracing
     def get_current_target(self):

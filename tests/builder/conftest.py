@@ -10,14 +10,14 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph
 
-from mtpbuild.builder import compiler
+from mtpbuild.builder import model_source
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.program import Program
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.program.programs import Program
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
-from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import Placed
-from tests.checkpoints import make_predictable, random_checkpoint, save_checkpoint
+from tests.support.checkpoints import make_predictable, random_checkpoint, save_checkpoint
 
 SMALLEST: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -59,5 +59,5 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / f"{traced.name}.onnx").write_bytes(b"\x08\x0a")
         return f"{traced.name}.onnx"
 
-    monkeypatch.setattr(compiler, "trace", trace)
+    monkeypatch.setattr(model_source, "trace", trace)
     monkeypatch.setattr(OnnxRuntimeTarget, "lower", lower)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.pipeline import BuildRequest, build
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.adaptive import AdaptiveNextn
 from mtpbuild.runtime.errors import UsageError

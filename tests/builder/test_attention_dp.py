@@ -1,6 +1,7 @@
 """Attention-DP: each rank has requests of its own, and says of each what one rank alone says.
 
-Programs run eagerly (`tests/eager_ranks.py`); compiled ones are in `test_ranks_compiled.py`.
+Programs run eagerly (`tests/support/eager_ranks.py`); compiled ones are in
+`test_ranks_compiled.py`.
 """
 
 import os
@@ -12,15 +13,14 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.pipeline import BuildRequest, make_plans
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.build import BuildRequest, make_plans
+from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime import ranks as ranks_module
+from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.manifest import read_manifest
-from mtpbuild.runtime.programs.base import Controls
-from tests import eager_ranks
 from tests.builder.test_ranks import (
     GREEDY,
     HOT,
@@ -32,9 +32,10 @@ from tests.builder.test_ranks import (
     make,
     running,
 )
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
+from tests.support import eager_ranks
+from tests.support.checkpoints import make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.plan import DrafterName
+from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import GREEDY, Controls, StepOutput
+from mtpbuild.runtime.programs.base import StepOutput
 from mtpbuild.runtime.programs.device_caches import DeviceCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.conftest import EngineBuilder

@@ -17,17 +17,17 @@ from mtpbuild.builder.bench.figures import (
     rows,
 )
 from mtpbuild.builder.bench.measure import Sample
+from mtpbuild.builder.build import BuildRequest, Stages, build
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.pipeline import BuildRequest, Stages, build
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime import engine as engine_module
+from mtpbuild.runtime.compat.flags import FieldFlags, RelaxedFlags
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.field_flags import FieldFlags, RelaxedFlags
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.sampling_flags import SamplingFlags
-from tests.builder.bench_samples import contender, fake_engine, prompt, small_tokens, write_lines
-from tests.fakes import FakePrograms
+from tests.support.bench_samples import contender, fake_engine, prompt, small_tokens, write_lines
+from tests.support.fakes import FakePrograms
 
 # The requests
 

@@ -28,7 +28,7 @@ from mtpbuild.builder.bench.measure import Measured
 from mtpbuild.builder.bench.report import Report, print_report, spread, table, to_json
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
-from tests.builder.bench_samples import (
+from tests.support.bench_samples import (
     contender,
     drafting,
     made_by_hand,

@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mtpbuild.builder.build import BuildRequest, Stages, build
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
-from mtpbuild.builder.model.precision import hold_in
-from mtpbuild.builder.pipeline import BuildRequest, Stages, build
+from mtpbuild.builder.models.common.precision import hold_in
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
-from mtpbuild.builder.program import make_programs
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.targets import inductor as target
 from mtpbuild.builder.verify.play import Played, play
@@ -37,9 +37,9 @@ from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.builder.test_cli import invoke
 from tests.builder.test_inductor_cuda import EagerPackage, manifest_of
 from tests.builder.test_inductor_engine import prompts, touch
-from tests.checkpoints import lower, make_predictable, random_checkpoint, save_checkpoint
 from tests.conftest import EngineBuilder
-from tests.fake_gpu import FakeGpu
+from tests.support.checkpoints import lower, make_predictable, random_checkpoint, save_checkpoint
+from tests.support.fake_gpu import FakeGpu
 
 CHUNK, SLOTS, LENGTH = 4, 2, 30
 NEAR = 0.25  # a smaller gap between two logits may be ranked either way

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder import compiler, package
-from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages, build
+from mtpbuild.builder import layout, model_source
+from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.runtime.errors import BuildError, CheckpointError
 from mtpbuild.runtime.manifest import check_files, read_manifest
-from tests.checkpoints import random_checkpoint, write_tokenizer
+from tests.support.checkpoints import random_checkpoint, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -36,14 +36,14 @@ STAGES = (
 BLOCKED = """
 import sys, time
 from pathlib import Path
-from mtpbuild.builder import compiler
-from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder import model_source
+from mtpbuild.builder.build import BuildRequest, build
 
 def trace(*args):
     print("in the middle", flush=True)
     time.sleep(60)
 
-compiler.trace = trace
+model_source.trace = trace
 build(BuildRequest(sys.argv[1], (0,), max_batch=2, out=Path(sys.argv[2])))
 """
 
@@ -158,7 +158,7 @@ def no_weights(patch: pytest.MonkeyPatch) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    patch.setattr(compiler, "write_weights", write)
+    patch.setattr(model_source, "write_weights", write)
 
 
 def no_graph(patch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_killed(smallest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
         "parts.jsonl",
         "weights.safetensors",
     ]
-    assert package.existing(left) is package.existing(left / "engine") is None
+    assert layout.existing(left) is layout.existing(left / "engine") is None
     assert_whole(old)
     assert not caplog.records
     assert_alone_and_whole(run(smallest, old.folder, max_batch=2))

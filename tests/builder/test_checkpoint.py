@@ -10,16 +10,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder import checkpoint as module
-from mtpbuild.builder.checkpoint import Checkpoint, open_checkpoint, stream_pieces, stream_weights
-from mtpbuild.builder.compiler import load_model
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
-from mtpbuild.builder.model.weights import weight_table
-from mtpbuild.builder.shards import INDEX, SINGLE
+from mtpbuild.builder.checkpoint import tensors as module
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
+from mtpbuild.builder.checkpoint.tensors import (
+    Checkpoint,
+    open_checkpoint,
+    stream_pieces,
+    stream_weights,
+)
+from mtpbuild.builder.model_source import load_model
+from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights_file import write_weights
 from mtpbuild.runtime.errors import CheckpointError
-from tests.checkpoints import SHAPES, make_model, random_checkpoint, save_checkpoint
+from tests.support.checkpoints import SHAPES, make_model, random_checkpoint, save_checkpoint
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"

@@ -10,16 +10,18 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mtpbuild.builder import pipeline
-from mtpbuild.builder.cli import app, parse_numbers
-from mtpbuild.builder.pipeline import BuildRequest
+from mtpbuild.builder import build as pipeline
+from mtpbuild.builder.build import BuildRequest
+from mtpbuild.builder.cli import app
+from mtpbuild.builder.cli.numbers import parse_numbers
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
 BLOCKED = """
 import signal, time
-from mtpbuild.builder import compiler, cli
+from mtpbuild.builder import cli
+from mtpbuild.builder import model_source
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
@@ -27,7 +29,7 @@ def trace(*args):
     print("in the middle", flush=True)
     time.sleep(60)
 
-compiler.trace = trace
+model_source.trace = trace
 cli.app()
 """
 

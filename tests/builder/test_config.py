@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder.model.config import (
+from mtpbuild.builder.models.common.rope import (
+    inverse_frequencies,
+    rope_tables,
+    softmax_scale,
+    table_scale,
+)
+from mtpbuild.builder.models.deepseek_v3.config import (
     COUNT_LIMIT,
     SIZE_LIMIT,
     ModelConfig,
@@ -15,14 +21,8 @@ from mtpbuild.builder.model.config import (
     load_config,
     parse_config,
 )
-from mtpbuild.builder.model.rope import (
-    inverse_frequencies,
-    rope_tables,
-    softmax_scale,
-    table_scale,
-)
 from mtpbuild.runtime.errors import CheckpointError
-from tests.checkpoints import BASE, SHAPES
+from tests.support.checkpoints import BASE, SHAPES
 
 REAL = Path(__file__).parents[1] / "data" / "deepseek-v3-config.json"
 

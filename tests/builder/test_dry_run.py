@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.compiler import ModelSource
+from mtpbuild.builder.build import BuildRequest, Stages, build
+from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.generation import GenerationIds
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.model.share import Share
-from mtpbuild.builder.pipeline import BuildRequest, Stages, build
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.weightless import check_slices
@@ -21,7 +21,7 @@ from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError
 from tests.builder.conftest import SMALLEST
 from tests.builder.test_cli import invoke
-from tests.checkpoints import random_checkpoint
+from tests.support.checkpoints import random_checkpoint
 
 TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 

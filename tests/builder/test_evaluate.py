@@ -12,20 +12,20 @@ from typer.testing import CliRunner
 
 from mtpbuild.builder.bench.figures import ALL
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.evaluate.cli import grid
-from mtpbuild.builder.evaluate.evaluate import EvalRequest, choose
-from mtpbuild.builder.evaluate.figures import Share, difference, mcnemar, rows
-from mtpbuild.builder.evaluate.measure import Answered
-from mtpbuild.builder.evaluate.problems import NUM_PROBLEMS, Problem, answer_of, load_problems
-from mtpbuild.builder.evaluate.report import conclusion
+from mtpbuild.builder.cli.eval import grid
+from mtpbuild.builder.eval.evaluate import EvalRequest, choose
+from mtpbuild.builder.eval.figures import Share, difference, mcnemar, rows
+from mtpbuild.builder.eval.measure import Answered
+from mtpbuild.builder.eval.problems import NUM_PROBLEMS, Problem, answer_of, load_problems
+from mtpbuild.builder.eval.report import conclusion
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime import engine as engine_module
+from mtpbuild.runtime.compat.settings import Settings
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.field_config import Settings
 from mtpbuild.runtime.programs.base import Bools, StepOutput
-from tests.builder.bench_samples import fake_engine, sample, write_lines
-from tests.fakes import EOS, THINKING, FakePrograms, fake_manifest
 from tests.runtime.conftest import write_engine
+from tests.support.bench_samples import fake_engine, sample, write_lines
+from tests.support.fakes import EOS, THINKING, FakePrograms, fake_manifest
 
 THINK, CLOSE = THINKING
 GREEDY = SamplingParams(8)

@@ -28,15 +28,15 @@ from torch.utils import _pytree as pytree
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mtpbuild.builder.model.blocks import Scaled, put
-from mtpbuild.builder.model.precision import FLOATS, hold_in
-from mtpbuild.builder.model.share import Share
+from mtpbuild.builder.models.common.blocks import Scaled, put
+from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.models.common.share import Share
 from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.program import make_programs
+from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.targets.gpu_graph import for_gpu
 from mtpbuild.builder.targets.inductor import _pretended_group, in_place
-from mtpbuild.builder.trace import trace
-from tests.checkpoints import lower, make_model
+from mtpbuild.builder.program.trace import trace
+from tests.support.checkpoints import lower, make_model
 
 class Pretended:  # a GPU, for what is asked while tracing
     def get_current_target(self):

@@ -14,21 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
-from mtpbuild.builder.program import Program, make_programs
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.manifest import FileSpec, Manifest, ProgramSpec, TargetInfo, TensorSpec
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.base import MAX_LOGPROBS
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.builder.test_inductor_engine import GREEDY, HOT, controls, prompts
-from tests.checkpoints import lower
-from tests.fake_gpu import FakeGpu
-from tests.fakes import fake_manifest
-from tests.forced import Run
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
+from tests.support.checkpoints import lower
+from tests.support.fake_gpu import FakeGpu
+from tests.support.fakes import fake_manifest
+from tests.support.forced import Run
 
 CHUNK, SLOTS = 4, 3
 

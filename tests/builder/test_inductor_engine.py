@@ -17,26 +17,26 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.targets import inductor as target
-from mtpbuild.builder.trace import Traced
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
+from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.programs import inductor, load_programs, torch_cuda
-from mtpbuild.runtime.programs.base import Controls
 from mtpbuild.runtime.programs.inductor import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
-from tests.engines import greedy_ids
-from tests.fake_gpu import FakeGpu
-from tests.forced import Run, Seen
 from tests.reference.recompute import cache_rows, greedy
 from tests.reference.sampling import sample
+from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.engines import greedy_ids
+from tests.support.fake_gpu import FakeGpu
+from tests.support.forced import Run, Seen
 
 pytestmark = pytest.mark.xdist_group("inductor")  # the others would wait for the compiler
 CHUNK, NEXTN, SLOTS = 4, 2, 3

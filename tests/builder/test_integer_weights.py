@@ -7,15 +7,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from mtpbuild.builder.checkpoint import open_checkpoint
-from mtpbuild.builder.compiler import ModelSource, load_model
-from mtpbuild.builder.generation import GenerationIds
-from mtpbuild.builder.model.blocks import Blocks, ExpertBlocks
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.checkpoint.generation import GenerationIds
+from mtpbuild.builder.checkpoint.tensors import open_checkpoint
+from mtpbuild.builder.model_source import ModelSource, load_model
+from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks
+from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
-from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
@@ -23,8 +23,8 @@ from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
 from tests.builder.test_quantize import SHAPE
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.plugins.test_onnx_facets import rounded
+from tests.support.checkpoints import make_predictable, save_checkpoint
 
 IDS = GenerationIds(bos=None, eos=(), thinking=None)
 BOTH = ("int8", "int4")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
-from mtpbuild.builder.program import Program, make_programs
-from tests.checkpoints import lower, make_predictable
+from mtpbuild.builder.program.programs import Program, make_programs
+from tests.support.checkpoints import lower, make_predictable
 
 SLOTS, STEPS = 8, 4
 

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpbuild.builder.checkpoint import stream_weights
-from mtpbuild.builder.compiler import ModelSource
+from mtpbuild.builder.build import BuildRequest, Stages, build
+from mtpbuild.builder.checkpoint.generation import generation_ids
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
+from mtpbuild.builder.checkpoint.tensors import stream_weights
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.generation import generation_ids
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.model.layers_slice import LayersSlice, parse_layers
-from mtpbuild.builder.pipeline import BuildRequest, Stages, build
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime.errors import BuildError, UsageError
 from tests.builder.test_cli import invoke
-from tests.checkpoints import lower, make_model, save_checkpoint
+from tests.support.checkpoints import lower, make_model, save_checkpoint
 
 SHAPE = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 2}
 

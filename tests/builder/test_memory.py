@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.model.config import parse_config
-from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.models.deepseek_v3.config import parse_config
+from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.quantize.files import Shard, nbytes
 from mtpbuild.builder.quantize.format import Part
-from mtpbuild.builder.shards import SINGLE
 from mtpbuild.builder.weights_file import WEIGHTS
-from tests.checkpoints import BASE
+from tests.support.checkpoints import BASE
 
 SHAPE = {
     "vocab_size": 8192,
@@ -31,10 +31,10 @@ LARGEST = 8192 * 256 * 4  # bytes of the embedding, in fp32
 WRITE = """
 import re, sys
 from pathlib import Path
-from mtpbuild.builder.compiler import ModelSource
-from mtpbuild.builder.generation import generation_ids
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.model.share import Share
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.checkpoint.generation import generation_ids
+from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models.common.share import Share
 
 folder, out, (tp, rank) = Path(sys.argv[1]), Path(sys.argv[2]), map(int, sys.argv[3:])
 config = load_config(folder)

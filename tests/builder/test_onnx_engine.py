@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 import pytest
 
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import read_manifest
@@ -17,9 +17,9 @@ from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from mtpbuild.runtime.programs.slots import ROW_STEP
 from tests.conftest import EngineBuilder
-from tests.engines import greedy_ids
-from tests.forced import Run, Seen
 from tests.reference.recompute import greedy
+from tests.support.engines import greedy_ids
+from tests.support.forced import Run, Seen
 
 CHUNK = 4
 ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpbuild.builder import package
-from mtpbuild.builder.pipeline import (
+from mtpbuild.builder import layout
+from mtpbuild.builder.build import (
     BuildRequest,
     BuiltEngine,
     Stages,
@@ -38,7 +38,7 @@ from mtpbuild.runtime.manifest import (
     check_files,
     read_manifest,
 )
-from tests.checkpoints import random_checkpoint, write_tokenizer
+from tests.support.checkpoints import random_checkpoint, write_tokenizer
 
 
 def request(checkpoint: Path, *nextn: int, **flags: Any) -> BuildRequest:
@@ -122,7 +122,7 @@ def test_unchanged_is_left_alone_without_torch(engines: Path, smallest: Path) ->
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from mtpbuild.builder.pipeline import BuildRequest, build\n"
+        "from mtpbuild.builder.build import BuildRequest, build\n"
         "built = build(BuildRequest(sys.argv[1], (0, 1), out=Path(sys.argv[2])))\n"
         "assert [engine.unchanged for engine in built] == [True, True]\n"
         "assert not {'torch', 'onnx', 'onnxruntime', 'safetensors'} & set(sys.modules)\n"
@@ -200,12 +200,12 @@ class TestQuick:
     def test_side_files(self, smallest: Path, tmp_path: Path) -> None:
         """Tokenizer and generation defaults come along; nothing else does."""
         model = shutil.copytree(smallest, tmp_path / "model")
-        for name in (*package.SIDE_FILES, "README.md", "modeling.py"):
+        for name in (*layout.SIDE_FILES, "README.md", "modeling.py"):
             (model / name).write_text("{}")
         write_tokenizer(model / "tokenizer.json")
         (model / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
         built = build_one(model, 0, tmp_path / "engine")
-        assert set(contents(built.folder)) == engine_files(built.folder) | set(package.SIDE_FILES)
+        assert set(contents(built.folder)) == engine_files(built.folder) | set(layout.SIDE_FILES)
         check_files(built.folder, built.manifest, verify_hashes=True)
         assert built.manifest.model.eos_token_ids == (7, 5)
         assert built.manifest.model.bos_token_id == 0

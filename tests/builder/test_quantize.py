@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint import open_checkpoint, stream_weights
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
+from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
+from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.quantize import files, quantize
 from mtpbuild.builder.quantize.formats import FORMATS
 from mtpbuild.builder.quantize.quantize import MODELOPT, Quantized, QuantizeRequest
 from mtpbuild.builder.quantize.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
-from mtpbuild.builder.shards import INDEX, SINGLE
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.builder.test_cli import invoke
-from tests.checkpoints import random_checkpoint
+from tests.support.checkpoints import random_checkpoint
 
 SHAPE: dict[str, Any] = {  # all sizes split into blocks of 32
     "hidden_size": 160,

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder import fingerprint as fingerprint_module
+from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
+from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.model.layers_slice import parse_layers
-from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages, build
+from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.inductor import InductorTarget
-from mtpbuild.builder.trace import Traced
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.runtime.errors import BuildError, EngineFileError
+from mtpbuild.runtime.group.start import own_parts, started
 from mtpbuild.runtime.manifest import MANIFEST, check_files, parts, rank_name, read_manifest
-from mtpbuild.runtime.ranks import own_parts, started
 from tests.builder.test_cli import invoke
-from tests.checkpoints import random_checkpoint
+from tests.support.checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick")
 TP = 4

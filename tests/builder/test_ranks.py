@@ -1,7 +1,7 @@
 """Engines of several ranks: processes that meet over torch.distributed, and how they end.
 
-Two ranks run their programs eagerly (`tests/eager_ranks.py`); compiled ones, and the larger matrix,
-are in `test_ranks_compiled.py`.
+Two ranks run their programs eagerly (`tests/support/eager_ranks.py`); compiled ones, and the larger
+matrix, are in `test_ranks_compiled.py`.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder import package
+from mtpbuild.builder import layout
+from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.pipeline import BuildRequest, BuiltEngine, Stages, build
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
-from mtpbuild.runtime import ranks as ranks_module
+from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError, UsageError
+from mtpbuild.runtime.group import start as ranks_module
+from mtpbuild.runtime.group.start import started
 from mtpbuild.runtime.manifest import MANIFEST, read_manifest
-from mtpbuild.runtime.programs.base import Controls
-from mtpbuild.runtime.ranks import started
-from tests import eager_ranks
 from tests.builder.test_cli import invoke
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
+from tests.support import eager_ranks
+from tests.support.checkpoints import make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),
@@ -292,7 +292,7 @@ def test_a_folder_of_another_build(copy: Path) -> None:
     code, out, _ = invoke("inspect", copy)
     assert code == 0
     assert re.search(r"ranks +2; here: 0 *\n", out)
-    assert package.lacking(copy, read_manifest(copy).build.fingerprint, range(2)) == [1]
+    assert layout.lacking(copy, read_manifest(copy).build.fingerprint, range(2)) == [1]
 
 
 def test_damage_on_another_rank(copy: Path) -> None:

@@ -16,8 +16,8 @@ from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.targets import inductor as target
 from mtpbuild.runtime import Engine
 from tests.builder.test_ranks import CHUNK, GREEDY, HOT, NEXTN, RELAXED, SHAPE, running
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
+from tests.support.checkpoints import make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.full,

@@ -1,7 +1,7 @@
 """Engines whose model is shared by GPUs: which one a rank takes, its group, how ranks end.
 
 Two processes with fake GPUs that gloo connects in NCCL's place, programs run eagerly
-(`tests/eager_ranks.py`). What the compiler is given is in `test_gpu_graph.py`.
+(`tests/support/eager_ranks.py`). What the compiler is given is in `test_gpu_graph.py`.
 """
 
 import os
@@ -18,17 +18,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from mtpbuild.builder import pipeline
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder import build as pipeline
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime import ranks as ranks_module
+from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.group import start as ranks_module
+from mtpbuild.runtime.group.nccl import CudaRankPrograms, Peers, watch, within
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import inductor
-from mtpbuild.runtime.programs.base import Controls
-from mtpbuild.runtime.programs.inductor_cuda_ranks import CudaRankPrograms, Peers, watch, within
 from mtpbuild.runtime.programs.torch_cuda import Gpu
-from tests import eager_ranks
 from tests.builder.test_cli import invoke
 from tests.builder.test_ranks import (
     GREEDY,
@@ -40,9 +39,10 @@ from tests.builder.test_ranks import (
     running,
     seconds_to_notice,
 )
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
+from tests.support import eager_ranks
+from tests.support.checkpoints import make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),

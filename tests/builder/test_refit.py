@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder import package
-from mtpbuild.builder.model.layers_slice import LayersSlice
-from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder import layout
+from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.refit import refit
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.manifest import MANIFEST, check_files, read_manifest
-from tests.checkpoints import make_predictable, save_checkpoint, write_tokenizer
 from tests.conftest import EngineBuilder
-from tests.engines import greedy_ids
 from tests.reference.recompute import greedy
+from tests.support.checkpoints import make_predictable, save_checkpoint, write_tokenizer
+from tests.support.engines import greedy_ids
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -74,7 +74,7 @@ class TestQuick:
         assert got.pop(MANIFEST) != wanted.pop(MANIFEST)  # it does not pass for that build
         assert got == wanted
         assert (engine / "weights.safetensors").samefile(anew.folder / "weights.safetensors")
-        assert package.lacking(engine, anew.manifest.build.fingerprint, [0])
+        assert layout.lacking(engine, anew.manifest.build.fingerprint, [0])
 
     def refused(self, engine: Path, model: Path, *said: str) -> None:
         before, beside = contents(engine), sorted(engine.parent.iterdir())
@@ -116,9 +116,9 @@ class TestQuick:
         self.refused(engine, tmp_path / "nothing", "neither a recipe nor a checkpoint")
         manifest = json.loads((engine / MANIFEST).read_text())
         older = json.loads(json.dumps(manifest))
-        (engine / package.CONFIG).unlink()
+        (engine / layout.CONFIG).unlink()
         self.refused(engine, model, "config.json is missing; rebuild the engine")
-        del older["files"][package.CONFIG]
+        del older["files"][layout.CONFIG]
         (engine / MANIFEST).write_text(json.dumps(older))
         self.refused(engine, model, "has no config.json to compare with: rebuild it")
         older["target"]["name"] = "tensorrt-rtx"
@@ -146,7 +146,7 @@ class TestQuick:
         def full(*args: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(package, "copy_side_files", full)
+        monkeypatch.setattr(layout, "copy_side_files", full)
         self.refused(engine, checkpoint(tmp_path / "other", 1), "No space left on device")
 
     def test_without_hard_links(

@@ -10,18 +10,18 @@ from typing import Any
 import onnx.parser
 import pytest
 
-from mtpbuild.builder import compiler
-from mtpbuild.builder.generation import GenerationIds
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder import model_source
+from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.checkpoint.generation import GenerationIds
+from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX
 from mtpbuild.builder.targets.tensorrt_rtx import SORTED, compile_graph
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import BuildError, EngineError
 from mtpbuild.runtime.manifest import check_files
-from tests import fake_cuda, fake_tensorrt
+from tests.support import fake_cuda, fake_tensorrt
 
 pytestmark = pytest.mark.tensorrt
 trt: Any = pytest.importorskip(
@@ -41,10 +41,10 @@ def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     """A folder with the ONNX files that the target compiles, and their weights."""
     plan, folder = plan_of(predictable_folder), tmp_path_factory.mktemp("graphs")
     ids = GenerationIds(bos=None, eos=(), thinking=None)
-    source = compiler.ModelSource("toy", predictable_folder, plan.config, ids)
+    source = model_source.ModelSource("toy", predictable_folder, plan.config, ids)
     places = source.write_weights(folder, siblings=folder / "none").places
     for program in source.programs(plan):
-        ONNX.lower(compiler.trace(program, plan), places, folder)
+        ONNX.lower(model_source.trace(program, plan), places, folder)
     return folder
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.reference import Transformer
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
-from mtpbuild.runtime.programs.base import Controls
+from mtpbuild.runtime.controls import Controls
 from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy, next_logits
 from tests.reference.sampling import sample

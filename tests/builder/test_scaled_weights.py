@@ -12,22 +12,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder import compiler
-from mtpbuild.builder.checkpoint import stream_weights
-from mtpbuild.builder.compiler import ModelSource, load_model
-from mtpbuild.builder.generation import GenerationIds
-from mtpbuild.builder.model.blocks import Scaled
-from mtpbuild.builder.model.config import load_config
-from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
-from mtpbuild.builder.model.share import Share
-from mtpbuild.builder.model.weights import weight_table
-from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder import model_source
+from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.checkpoint.generation import GenerationIds
+from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.checkpoint.tensors import stream_weights
+from mtpbuild.builder.model_source import ModelSource, load_model
+from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.program import make_programs
+from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
-from mtpbuild.builder.shards import SINGLE
 from mtpbuild.builder.targets import inductor as target
 from mtpbuild.builder.verify.compare import MOST
 from mtpbuild.builder.verify.plain import judge, load_plain
@@ -38,8 +38,8 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, read_manifest
 from tests.builder.test_quantize import SHAPE
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.reference.recompute import greedy
+from tests.support.checkpoints import make_predictable, save_checkpoint
 
 IDS = GenerationIds(bos=None, eos=(), thinking=None)
 BOTH = ("fp8", "nvfp4")
@@ -184,7 +184,7 @@ def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
     plan = Plan(kept.config, 1, "mtp-eagle", 1, 64, 8)
     pairs = zip(make_programs(plan, kept), make_programs(plan, whole), strict=True)
     for ours, theirs in list(pairs)[:2]:
-        found = [compiler.trace(program, plan) for program in (ours, theirs)]
+        found = [model_source.trace(program, plan) for program in (ours, theirs)]
         used = {str(node.target) for node in found[0].exported.graph.nodes}
         assert "mtpbuild.matmul_scaled.default" in used
         assert ("mtpbuild.dequantise_scaled.default" in used) == (name == "fp8-experts")

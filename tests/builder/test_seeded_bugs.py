@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder import acceptance, draft
-from mtpbuild.builder.model import layers
-from mtpbuild.builder.model.deepseek_v3 import DeepseekV3, MTPModule
+from mtpbuild.builder.models.common import layers
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3, MTPModule
+from mtpbuild.builder.program import accept, draft
 from mtpbuild.plugins import accept_rewind, mla_attention
 from tests.builder.test_step import check_case
 
@@ -26,21 +26,21 @@ def lengths_off_by_one(patch: pytest.MonkeyPatch) -> None:
         tokens, n, lengths, *rest = accept_rewind(*args)
         return (tokens, n, lengths - 1, *rest)
 
-    patch.setattr(acceptance, "accept_rewind", wrong)
+    patch.setattr(accept, "accept_rewind", wrong)
 
 
 def padding_drafts_are_judged(patch: pytest.MonkeyPatch) -> None:
     def wrong(logits: Tensor, window: Tensor, drafts: Tensor, *rest: Tensor) -> Any:
         return accept_rewind(logits, window, torch.full_like(drafts, 99), *rest)
 
-    patch.setattr(acceptance, "accept_rewind", wrong)
+    patch.setattr(accept, "accept_rewind", wrong)
 
 
 def last_draft_never_accepted(patch: pytest.MonkeyPatch) -> None:
     def wrong(logits: Tensor, window: Tensor, drafts: Tensor, *rest: Tensor) -> Any:
         return accept_rewind(logits, window, drafts.clamp(max=window.shape[1] - 2), *rest)
 
-    patch.setattr(acceptance, "accept_rewind", wrong)
+    patch.setattr(accept, "accept_rewind", wrong)
 
 
 def hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:

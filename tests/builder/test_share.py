@@ -9,18 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.model import collectives, deepseek_v3, layers
-from mtpbuild.builder.model.config import load_config, parse_config
-from mtpbuild.builder.model.share import Share, check_share
-from mtpbuild.builder.model.weights import weight_table
+from mtpbuild.builder.models.common import collectives, layers
+from mtpbuild.builder.models.common.share import Share, check_share
+from mtpbuild.builder.models.deepseek_v3 import model as deepseek_v3
+from mtpbuild.builder.models.deepseek_v3.config import load_config, parse_config
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.recipe import recipe_folder
-from mtpbuild.builder.reference import Transformer
 from mtpbuild.runtime.errors import UsageError
-from tests.checkpoints import BASE, SHAPES, lower, make_predictable
-from tests.forced import Run
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import greedy
+from tests.support.checkpoints import BASE, SHAPES, lower, make_predictable
+from tests.support.forced import Run
 
 CHUNK = 4
 EVEN: dict[str, Any] = {"vocab_size": 64}

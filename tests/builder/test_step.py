@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan
-from mtpbuild.builder.reference import Transformer
-from tests.checkpoints import SHAPES, lower, make_predictable
-from tests.forced import Run, Seen
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import cache_rows, greedy
+from tests.support.checkpoints import SHAPES, lower, make_predictable
+from tests.support.forced import Run, Seen
 
 CHUNK = 4
 CASES: list[tuple[str, int, DrafterName | None]] = [

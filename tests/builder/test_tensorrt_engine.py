@@ -15,18 +15,19 @@ import pytest
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file
 
-from mtpbuild.builder import package
+from mtpbuild.builder import layout
+from mtpbuild.builder.build import BuildRequest, build
 from mtpbuild.builder.compute_capability import compute_capabilities
-from mtpbuild.builder.pipeline import BuildRequest, build
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import tensorrt as target_tensorrt
 from mtpbuild.builder.targets import tensorrt_rtx
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.builder.targets.trt_compile import new_config
-from mtpbuild.builder.trace import Traced
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import (
     BuildError,
     EngineError,
@@ -36,14 +37,15 @@ from mtpbuild.runtime.errors import (
 )
 from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import tensorrt
-from mtpbuild.runtime.programs.base import Controls
 from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms
 from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS, WEIGHTS, as_stored
 from tests.builder.conftest import SMALLEST
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
-from tests.fake_cuda import OUT_OF_MEMORY, FakeCuda
-from tests.fake_tensorrt import (
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.fake_cuda import OUT_OF_MEMORY, FakeCuda
+from tests.support.fake_tensorrt import (
     BuilderFlag,
     FakeTensorRt,
     ILogger,
@@ -51,8 +53,6 @@ from tests.fake_tensorrt import (
     Refitter,
     without_weights,
 )
-from tests.reference.recompute import greedy
-from tests.reference.sampling import sample
 
 CHUNK, SLOTS, COUNT = 4, 2, 40
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
@@ -211,8 +211,8 @@ def test_compiled_without_tf32(trt: FakeTensorRt, tmp_path: Path, engine: Path) 
 
 
 def cheap_plan(vocab_size: int = 61) -> Plan:
-    from mtpbuild.builder.model.config import parse_config
-    from tests.checkpoints import BASE
+    from mtpbuild.builder.models.deepseek_v3.config import parse_config
+    from tests.support.checkpoints import BASE
 
     return Plan(parse_config(BASE | {"vocab_size": vocab_size}), 0, None, 1, 64, 4, ("12.0",))
 
@@ -299,7 +299,7 @@ def stripped(engine: Path, tmp_path: Path) -> Path:
 def described(folder: Path) -> Manifest:
     """With the files as they are now."""
     manifest = read_manifest(folder)
-    return manifest.model_copy(update={"files": package.describe_files(folder, {})})
+    return manifest.model_copy(update={"files": layout.describe_files(folder, {})})
 
 
 class TestWeightsPutBack:

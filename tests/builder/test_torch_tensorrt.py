@@ -13,7 +13,7 @@ import pytest
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from tests.builder.conftest import SMALLEST
-from tests.checkpoints import random_checkpoint
+from tests.support.checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.tensorrt
 pytest.importorskip(
@@ -28,7 +28,8 @@ def test_what_the_converters_build(tmp_path: Path) -> None:
     """Tensors as the manifest has them, kinds of layers, each cache written once and in place, and
     how our kernels are launched.
 
-    After a change that is meant: python -m tests.torch_tensorrt_shim CHECKPOINT > the golden file.
+    After a change that is meant:
+    python -m tests.support.torch_tensorrt_shim CHECKPOINT > the golden file
     """
     sizes = {"vocab_size": VOCABULARY, "n_routed_experts": EXPERTS, "num_hidden_layers": 2}
     checkpoint = random_checkpoint(tmp_path / "small", **SMALLEST | sizes)
@@ -58,7 +59,8 @@ def test_what_a_rank_is_built_of(recipe: str) -> None:
     """The same of four layers of DeepSeek-R1 and its module, one of 8 ranks, and its
     all-reduces; in the recipe's formats.
 
-    After a change that is meant: python -m tests.torch_tensorrt_shim RECIPE > the golden file.
+    After a change that is meant:
+    python -m tests.support.torch_tensorrt_shim RECIPE > the golden file
     """
     found = listed(recipe)
     assert found == golden(f"tensorrt_{recipe}_tp8.json")
@@ -73,7 +75,7 @@ def golden(name: str) -> Any:
 
 
 def listed(what: str) -> Any:
-    run = [sys.executable, "-m", "tests.torch_tensorrt_shim", what]
+    run = [sys.executable, "-m", "tests.support.torch_tensorrt_shim", what]
     compiling = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(run, env=compiling, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

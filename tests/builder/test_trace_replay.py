@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams, Trace
-from mtpbuild.runtime.programs.base import Controls
+from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.trace.lines import RequestLine, TracedRequest, read_trace
 from tests.conftest import EngineBuilder
 from tests.reference.recompute import row_logits

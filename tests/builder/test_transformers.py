@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import SHAPES, load_reference, random_checkpoint
 from tests.conftest import EngineBuilder
-from tests.engines import greedy_ids
+from tests.support.checkpoints import SHAPES, load_reference, random_checkpoint
+from tests.support.engines import greedy_ids
 
 ATOL = 2e-4
 

@@ -12,9 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder.bench.engines import Built, Wanted
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.model.layers_slice import LayersSlice
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.verify import verify as module
 from mtpbuild.builder.verify.checks import CHECKS, Case
 from mtpbuild.builder.verify.compare import LEAST, TIE, compare
@@ -26,7 +26,11 @@ from mtpbuild.builder.verify.verify import Checked, check
 from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.stats import Acceptance
-from tests.builder.toy import (
+from tests.conftest import EngineBuilder
+from tests.reference.recompute import next_logits
+from tests.runtime.conftest import write_engine, write_manifest
+from tests.support.fakes import FakePrograms, fake_manifest
+from tests.support.toy import (
     Biased,
     Chunky,
     Crowded,
@@ -41,10 +45,6 @@ from tests.builder.toy import (
     WrongOnce,
     toy_engine,
 )
-from tests.conftest import EngineBuilder
-from tests.fakes import FakePrograms, fake_manifest
-from tests.reference.recompute import next_logits
-from tests.runtime.conftest import write_engine, write_manifest
 
 GREEDY, PLAIN, SAMPLED, CHUNKS, BATCH, RELAXED, LAW, ACCEPTED = CHECKS
 TOY_CHECKS = [name for name in CHECKS if name != PLAIN]

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.reference import Transformer
 from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
@@ -17,8 +17,8 @@ from mtpbuild.runtime.programs.torch_cuda import Gpu
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from tests.builder.test_bfloat16 import check, check_logprobs, rounded
 from tests.builder.test_inductor_engine import CHUNK, ENGINES, GREEDY, HOT, check_texts, prompts
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.conftest import EngineBuilder
+from tests.support.checkpoints import make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

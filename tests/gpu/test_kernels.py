@@ -11,9 +11,9 @@ from torch import Tensor
 from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, moe
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
 from mtpbuild.plugins.ptx import Shape, launches
-from tests.gpu.driver import drive
-from tests.plugins import kernels
-from tests.plugins.kernels import FP8, Attention, Experts
+from tests.support import kernels
+from tests.support.gpu_driver import drive
+from tests.support.kernels import FP8, Attention, Experts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtpbuild.builder.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import RankError
-from mtpbuild.runtime.ranks import TIMEOUT
+from mtpbuild.runtime.group.start import TIMEOUT
 from tests.builder.test_ranks import GREEDY, HOT, PROMPT, SHAPE, make
 from tests.builder.test_ranks import running as started
-from tests.checkpoints import make_predictable, save_checkpoint
 from tests.reference.recompute import greedy
+from tests.support.checkpoints import make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

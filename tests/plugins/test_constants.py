@@ -19,7 +19,7 @@ from mtpbuild.builder.quantize.nvfp4 import unpack
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e4m3
 from mtpbuild.plugins.matmul_scaled.tensorrt import matmul_scaled_tensorrt
-from tests.plugins.kernels import random_scaled
+from tests.support.kernels import random_scaled
 
 BYTES = {"FP4": 0.5, "FP8": 1, "FLOAT": 4}
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder import acceptance
-from mtpbuild.builder.acceptance import MixedAcceptance
+from mtpbuild.builder.program import accept
+from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.plugins.accept_rewind import mixed
 from mtpbuild.plugins.accept_rewind.block import Block, verify_block
 from mtpbuild.plugins.accept_rewind.distribution import Shaping, draw, shaped_probs
@@ -194,7 +194,7 @@ def block_drafts_with_seen_numbers(patch: pytest.MonkeyPatch) -> None:
     def wrong(judging: Judging, lengths: Tensor, k: int) -> Tensor:
         return judging.uniforms[:, mixed.DRAFT].gather(1, lengths[:, None] + k)
 
-    patch.setitem(vars(acceptance), "draft_number", wrong)
+    patch.setitem(vars(accept), "draft_number", wrong)
 
 
 def block_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:

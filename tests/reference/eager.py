@@ -5,19 +5,11 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.builder.model.deepseek_v3 import DeepseekV3
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.program import make_programs
-from mtpbuild.runtime.programs.base import (
-    GREEDY,
-    MIXED,
-    PLAIN,
-    Bools,
-    Controls,
-    Ints,
-    StepOutput,
-    program_name,
-)
+from mtpbuild.builder.program.programs import make_programs
+from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
 
 
 class EagerPrograms:

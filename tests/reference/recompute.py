@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.model.config import ModelConfig
-from mtpbuild.builder.reference import DecoderLayer, MTPModule, Transformer
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models.deepseek_v3.reference import DecoderLayer, MTPModule, Transformer
 
 
 @torch.no_grad()

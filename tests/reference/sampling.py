@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.builder.reference import Transformer
-from mtpbuild.runtime.programs.base import Controls
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.runtime.controls import Controls
 from tests.reference.recompute import next_logits
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.manifest import MANIFEST, FileSpec, Manifest, ProgramSpec, hash_file
-from tests.fakes import TEMPLATE, FakePrograms, backend_tokenizer, fake_manifest
+from tests.support.fakes import TEMPLATE, FakePrograms, backend_tokenizer, fake_manifest
 
 
 def write_engine(folder: Path, manifest: Manifest, *, tokenizer: bool = True) -> Manifest:

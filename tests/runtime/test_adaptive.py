@@ -7,7 +7,7 @@ import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams, adaptive
 from mtpbuild.runtime.adaptive import AdaptiveNextn, Odds, Times
-from tests.fakes import FakePrograms, continuation, fake_manifest
+from tests.support.fakes import FakePrograms, continuation, fake_manifest
 
 MOST = 4
 SECONDS = (1.0, 1.5, 1.8, 2.2, 2.6)  # of a step, by nextn

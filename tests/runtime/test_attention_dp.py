@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.group.lead import Channel
 from mtpbuild.runtime.manifest import Dimension, Manifest, ProgramSpec, StateSpec, TensorSpec
 from mtpbuild.runtime.programs import inductor
-from mtpbuild.runtime.programs.base import Controls, StepOutput
+from mtpbuild.runtime.programs.base import StepOutput
 from mtpbuild.runtime.programs.inductor_attention_dp import AttentionDPPrograms
-from mtpbuild.runtime.programs.inductor_ranks import Channel
-from tests.fakes import fake_manifest
+from tests.support.fakes import fake_manifest
 
 SLOTS, RANKS, WINDOW = 2, 2, 2
 STATE = (

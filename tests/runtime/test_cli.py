@@ -12,8 +12,8 @@ from typer.testing import Result as CliResult
 
 from mtpbuild.runtime import Engine, SamplingParams, cli, terminal
 from mtpbuild.runtime.manifest import read_manifest
-from tests.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
 from tests.runtime.conftest import write_engine
+from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
 
 app = typer.Typer()
 app.command("run")(cli.run)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from tests.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embed.py"
 

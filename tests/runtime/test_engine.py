@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtpbuild.runtime import Chunk, Engine, EngineError, RequestError, SamplingParams
-from tests.fakes import (
+from tests.support.fakes import (
     BOS,
     FakePrograms,
     NextToken,

@@ -9,13 +9,15 @@ import mtpbuild.runtime
 
 RUNTIME = Path(mtpbuild.runtime.__file__).parent
 
+NEED_TORCH = {"lead", "nccl", "torch_cuda"}
+
 RUN = """
 import sys
 import mtpbuild.runtime
 assert "numpy" not in sys.modules, "names are loaded on first use"
 from mtpbuild.runtime import *
 assert "onnxruntime" not in sys.modules, "only an engine of that target needs it"
-from tests.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 manifest = fake_manifest()
 with Engine(FakePrograms(manifest), manifest, fake_tokenizer()) as engine:
     prompt = engine.chat_prompt([{"role": "user", "content": "hi"}])
@@ -49,7 +51,7 @@ def test_the_run_time_imports_neither_builder_nor_plugins() -> None:
     """And torch nowhere but in the programs of the target that needs it, inductor."""
     for path in sorted(RUNTIME.rglob("*.py")):
         heavy = {"transformers", "builder", "plugins"}
-        if not path.stem.startswith("inductor") and path.name != "torch_cuda.py":
+        if path.stem not in NEED_TORCH and not path.stem.startswith("inductor"):
             heavy.add("torch")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

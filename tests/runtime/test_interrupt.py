@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes import fake_manifest
 from tests.runtime.conftest import write_engine
+from tests.support.fakes import fake_manifest
 
 ROOT = Path(__file__).parents[2]
 SLOW = """
 import signal, sys, typer
 from mtpbuild.runtime import cli, engine
-from tests.fakes import FakePrograms
+from tests.support.fakes import FakePrograms
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 engine.load_programs = lambda folder, manifest, **options: FakePrograms(manifest, step_s=0.005)
 app = typer.Typer()

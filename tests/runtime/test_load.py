@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mtpbuild.runtime import Engine, EngineError, MtpbuildError, SamplingParams
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
 from mtpbuild.runtime.manifest import MANIFEST, Manifest, read_manifest
-from tests.fakes import BOS, continuation
 from tests.runtime.conftest import write_manifest
+from tests.support.fakes import BOS, continuation
 
 
 def test_a_whole_engine_loads_and_runs(engine_dir: Path) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, SamplingParams
-from tests.fakes import EOS, FakePrograms, continuation, fake_manifest, mixed, scripted
+from tests.support.fakes import EOS, FakePrograms, continuation, fake_manifest, mixed, scripted
 
 PATTERNS = {
     "all right": lambda position: True,

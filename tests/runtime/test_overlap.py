@@ -13,7 +13,7 @@ from mtpbuild.runtime.driver import Stream
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import StepOutput
 from mtpbuild.runtime.request import FinishReason, Request, Result
-from tests.fakes import (
+from tests.support.fakes import (
     EOS,
     FakePrograms,
     LaggingPrograms,

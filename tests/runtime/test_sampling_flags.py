@@ -8,8 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
+from mtpbuild.runtime.compat.settings import Settings
 from mtpbuild.runtime.errors import RequestError, UsageError
-from mtpbuild.runtime.field_config import Settings
 from mtpbuild.runtime.flag_groups import grouped
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 

@@ -6,7 +6,7 @@ import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.stats import Acceptance
-from tests.fakes import FakePrograms, fake_manifest
+from tests.support.fakes import FakePrograms, fake_manifest
 
 
 def test_formulas() -> None:

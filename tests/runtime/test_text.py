@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime.text import TextStream
 from mtpbuild.runtime.tokenizer import Tokenizer
-from tests.fakes import backend_tokenizer, fake_tokenizer
+from tests.support.fakes import backend_tokenizer, fake_tokenizer
 
 BACKEND = backend_tokenizer()
 TOKENIZER = fake_tokenizer(BACKEND)

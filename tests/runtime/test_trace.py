@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from typer.testing import Result as CliResult
 
 from mtpbuild.runtime import Engine, EngineError, SamplingParams, Trace, cli
+from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.programs.base import Controls
 from mtpbuild.runtime.request import Request
 from mtpbuild.runtime.trace.lines import read_trace
-from tests.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer, mixed
+from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer, mixed
 
 PROMPT = [5, 6, 7]
 app = typer.Typer()

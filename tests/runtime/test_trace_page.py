@@ -11,7 +11,7 @@ import pytest
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.tokenizer import Tokenizer
 from mtpbuild.runtime.trace.page import Speller
-from tests.fakes import (
+from tests.support.fakes import (
     EOS,
     FakePrograms,
     backend_tokenizer,

@@ -1,0 +1,57 @@
+"""Which token ids begin and end a text, from generation_config.json or config.json."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.runtime.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class GenerationIds:
+    bos: int | None
+    eos: tuple[int, ...]
+    thinking: tuple[int, int] | None
+
+
+def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
+    """The first file that names an id wins; ids must be in the vocabulary."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in ("generation_config.json", "config.json"):
+        for key in ("bos_token_id", "eos_token_id"):
+            if key not in found:
+                ids = _ids(folder / file, key, config.vocab_size)
+                if ids is not None:
+                    found[key] = ids
+    bos = next(iter(found.get("bos_token_id", ())), None)
+    return GenerationIds(bos, found.get("eos_token_id", ()), _thinking_ids(folder))
+
+
+def _thinking_ids(folder: Path) -> tuple[int, int] | None:
+    """Ids of <think> and </think>, where the tokenizer has both as tokens of their own."""
+    try:
+        raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        ids = {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
+    except (OSError, ValueError, KeyError, TypeError):  # the run time says what is wrong with it
+        return None
+    begin, end = ids.get("<think>"), ids.get("</think>")
+    return None if begin is None or end is None else (begin, end)
+
+
+def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:
+    if not path.is_file():
+        return None
+    try:
+        raw: Any = json.loads(path.read_text(encoding="utf-8"))
+        value = raw.get(key)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a JSON object ({error})") from None
+    if value is None:
+        return None
+    ids = tuple(value) if isinstance(value, list) else (value,)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise CheckpointError(f"{path}: {key} {token!r} is not a token id below {vocab_size}")
+    return ids

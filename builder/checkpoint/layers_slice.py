@@ -1,0 +1,59 @@
+"""Some layers of a big checkpoint as a model of their own, to try it on a small machine."""
+
+import re
+from dataclasses import dataclass, replace
+
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.runtime.errors import UsageError
+
+LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
+
+
+@dataclass(frozen=True)
+class LayersSlice:
+    """Main layers `first` to `last`, both included, and all MTP modules behind them."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"{self.first}-{self.last}"
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first + 1
+
+    def of(self, c: ModelConfig) -> ModelConfig:
+        """The slice's configuration; raises UsageError if the model has no such layers."""
+        if not 0 <= self.first <= self.last < c.num_hidden_layers:
+            raise UsageError(f"--layers {self} is outside 0-{c.num_hidden_layers - 1}")
+        if self.first % c.moe_layer_freq:
+            raise UsageError(
+                f"--layers {self}: with moe_layer_freq {c.moe_layer_freq} the first layer must be "
+                "a multiple of it"
+            )
+        return replace(
+            c,
+            num_hidden_layers=self.count,
+            first_k_dense_replace=max(0, c.first_k_dense_replace - self.first),
+        )
+
+    def rename(self, name: str, layers: int) -> str | None:
+        """A tensor's name in the slice; None: not in it. layers: main layers of the checkpoint."""
+        found = LAYER.fullmatch(name)
+        if found is None:
+            return name
+        layer = int(found[2])
+        if layer < layers:
+            if not self.first <= layer <= self.last:
+                return None
+            return f"{found[1]}{layer - self.first}{found[3]}"
+        return f"{found[1]}{layer - layers + self.count}{found[3]}"
+
+
+def parse_layers(text: str) -> LayersSlice:
+    """`0-3`; raises UsageError."""
+    found = re.fullmatch(r"(\d{1,6})-(\d{1,6})", text)
+    if found is None:
+        raise UsageError(f"--layers {text!r} is not a range such as 0-3")
+    return LayersSlice(int(found[1]), int(found[2]))

@@ -1,0 +1,240 @@
+"""Reads a Hugging Face safetensors checkpoint tensor by tensor, checked against the table."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.checkpoint.shards import find_shards
+from mtpbuild.builder.models.common.share import WHOLE, Share
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.models.deepseek_v3.weights import Source, Weight, duplicates, weight_table
+from mtpbuild.builder.quantize.format import Format, Shape
+from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, stored_format
+from mtpbuild.builder.quantize.kept import NONE, Kept
+from mtpbuild.runtime.errors import CheckpointError
+
+PIECE = 4096  # rows that are compared at once
+# What other programs store and none of ours needs: caches here are not quantised.
+UNUSED = (".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a folder: name -> file, shape and dtype; bytes are read when asked for."""
+
+    folder: Path
+    files: Mapping[str, Path]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, str]
+    stored_names: Mapping[str, str] = field(default_factory=dict)  # where a file has another
+
+    def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
+        """Only some of the tensors, under other names; names: stored name -> new name."""
+        return replace(
+            self,
+            files={new: self.files[old] for old, new in names.items()},
+            shapes={new: self.shapes[old] for old, new in names.items()},
+            dtypes={new: self.dtypes[old] for old, new in names.items()},
+            stored_names={new: old for old, new in names.items()},
+        )
+
+    def format(self, name: str) -> Format | None:
+        """The number format of a quantised weight."""
+        return stored_format(name, self.dtypes, self.shapes)
+
+    def read(self, name: str) -> Tensor:
+        """One weight in fp32, dequantised; raises CheckpointError if it holds NaN or Inf."""
+        format = self.format(name)
+        tensor = self.stored(name).float() if format is None else format.decode(self.parts(name))
+        self._refuse_not_finite(name, tensor)
+        return tensor
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """A quantised weight as it is stored; raises CheckpointError if a scale is not finite."""
+        format = self.format(name)
+        assert format is not None, f"{name} is not quantised"
+        return {suffix: self.part(name, suffix) for suffix in format.parts((1, 1))}
+
+    def part(self, name: str, suffix: str) -> Tensor:
+        """One of them; raises CheckpointError if what are floats are not all finite."""
+        part = self.stored(name + suffix)
+        if part.is_floating_point():
+            self._refuse_not_finite(name + suffix, part.float())
+        return part
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor as it is in its file."""
+        try:
+            with safe_open(self.files[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(self.stored_names.get(name, name))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.files[name]}: can't read {name} ({error})") from None
+        return tensor
+
+    def _refuse_not_finite(self, name: str, tensor: Tensor) -> None:
+        if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # or NaN
+            raise CheckpointError(f"{self.files[name]}: tensor {name} holds NaN or Inf")
+
+    def check(self, config: ModelConfig) -> list[Weight]:
+        """The table of this checkpoint's weights, after every name, shape and dtype was checked.
+
+        Raises CheckpointError that names missing, left-over or wrong-shaped tensors.
+        """
+        table, same = weight_table(config), duplicates(config)
+        wanted = {source.name: source for weight in table for source in weight.sources}
+        self._refuse(set(wanted) - set(self.files), "missing tensor")
+        known = set(wanted) | set(same)
+        for source in wanted.values():
+            known |= self._check_weight(source)
+        left = {n for n in self.files if n not in known and not n.endswith(UNUSED)}
+        self._refuse(left, "tensor that this architecture does not have:")
+        for name in sorted(set(same) & set(self.files) - set(wanted)):
+            if not self._equal(name, same[name]):
+                raise CheckpointError(
+                    f"{self.folder}: {name} differs from {same[name]}; MTP modules share it"
+                )
+        return table
+
+    def _equal(self, name: str, other: str) -> bool:
+        """Whether two weights are the same; those as large as a vocabulary a piece at a time."""
+        if self.format(name) is not None or self.format(other) is not None:
+            return torch.equal(self.read(name), self.read(other))
+        if self.shapes[name] != self.shapes[other]:
+            return False
+        pieces = zip(self._pieces(name), self._pieces(other), strict=True)
+        return all(torch.equal(a.float(), b.float()) for a, b in pieces)
+
+    def _pieces(self, name: str) -> Iterator[Tensor]:
+        """Rows of a stored tensor, some at a time."""
+        with safe_open(self.files[name], framework="pt") as file:
+            rows = file.get_slice(self.stored_names.get(name, name))
+            for start in range(0, self.shapes[name][0], PIECE):
+                yield rows[start : start + PIECE]
+
+    def format_of(self, weight: Weight) -> Format | None:
+        """The format that all sources of a product are in, so that it can stay in it."""
+        formats = {self.format(source.name) for source in weight.sources}
+        return formats.pop() if len(formats) == 1 else None
+
+    def _refuse(self, names: Iterable[str], what: str) -> None:
+        first, *rest = [*sorted(names), None]
+        if first is not None:
+            more = f" (and {len(rest) - 1} more)" if len(rest) > 1 else ""
+            raise CheckpointError(f"{self.folder}: {what} {first}{more}")
+
+    def _check_weight(self, source: Source) -> set[str]:
+        """Require the dtypes and shapes of all parts of a weight; returns their names."""
+        name, format = source.name, self.format(source.name)
+        if format is None or len(source.shape) != 2:
+            if self.dtypes[name] not in DTYPES:
+                raise CheckpointError(
+                    f"{self.files[name]}: tensor {name} is {self.dtypes[name]}; "
+                    f"supported: {SUPPORTED}"
+                )
+            self._check_shape(name, source.shape, "config.json")
+            return {name}
+        if not format.fits(source.shape):
+            raise CheckpointError(
+                f"{self.files[name]}: tensor {name} of shape {list(source.shape)} "
+                f"does not split into the blocks of {format.name}"
+            )
+        parts = format.parts(source.shape)
+        missing = (name + suffix for suffix in parts if name + suffix not in self.files)
+        self._refuse(missing, "missing tensor")
+        for suffix, part in parts.items():
+            if self.dtypes[name + suffix] != part.dtype:
+                raise CheckpointError(
+                    f"{self.files[name + suffix]}: tensor {name + suffix} is "
+                    f"{self.dtypes[name + suffix]}, {format.name} needs {part.dtype}"
+                )
+            self._check_shape(name + suffix, part.shape, f"{format.name} of {list(source.shape)}")
+        return {name + suffix for suffix in parts} | {f"{name.removesuffix('weight')}input_scale"}
+
+    def _check_shape(self, name: str, shape: Shape, why: str) -> None:
+        if self.shapes[name] != shape:
+            raise CheckpointError(
+                f"{self.files[name]}: tensor {name} has shape {list(self.shapes[name])}, "
+                f"{why} makes it {list(shape)}"
+            )
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """List the tensors of `model.safetensors` or of the shards that the index names."""
+    paths, index = find_shards(folder)
+    where: dict[str, Path] = {}
+    shapes: dict[str, Shape] = {}
+    dtypes: dict[str, str] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    if name in where:
+                        raise CheckpointError(f"{path}: tensor {name} is in {where[name]} too")
+                    part = file.get_slice(name)
+                    where[name] = path
+                    shapes[name], dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+    if index is not None:
+        index.check(where)
+    return Checkpoint(folder, where, shapes, dtypes)
+
+
+def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
+    """The tensors of some layers, under the names that a model of these has; None: of all."""
+    checkpoint = open_checkpoint(folder)
+    if layers is None:
+        return checkpoint
+    count = load_config(folder).num_hidden_layers
+    names = {name: layers.rename(name, count) for name in checkpoint.files}
+    return checkpoint.renamed({old: new for old, new in names.items() if new is not None})
+
+
+def stream_weights(
+    checkpoint: Checkpoint,
+    table: list[Weight],
+    kept: Mapping[str, Kept] = NONE,
+    share: Share = WHOLE,
+) -> Iterator[tuple[str, Tensor]]:
+    """Each weight of the table in its program's layout, contiguous; one at a time.
+
+    In fp32, but those in `kept` as values and scales. share: the table's.
+    """
+    for weight in table:
+        pieces = _pieces(checkpoint, weight, kept, share)
+        for name, named in groupby(pieces, itemgetter(0)):
+            first, *others = (piece for _, piece in named)
+            yield name, torch.cat([first, *others]) if others else first
+
+
+def stream_pieces(
+    checkpoint: Checkpoint,
+    table: list[Weight],
+    kept: Mapping[str, Kept] = NONE,
+    share: Share = WHOLE,
+) -> Iterator[tuple[str, Tensor]]:
+    """`stream_weights`, but stacked experts come one by one, as rows [1, ..] of the same name."""
+    for weight in table:
+        yield from _pieces(checkpoint, weight, kept, share)
+
+
+def _pieces(
+    checkpoint: Checkpoint, weight: Weight, kept: Mapping[str, Kept], share: Share
+) -> Iterator[tuple[str, Tensor]]:
+    if weight.name in kept:
+        own = replace(kept[weight.name], weight=weight, share=share)
+        for name, suffix in own.stored.items():
+            for group in weight.groups:
+                parts = [checkpoint.part(source.name, suffix) for source in group]
+                yield name, own.join(suffix, group, parts)
+        return
+    for group in weight.groups:
+        tensors = [share.cut(s.name, s.axis, checkpoint.read(s.name)) for s in group]
+        yield weight.name, weight.transform(*tensors).contiguous()

@@ -1,0 +1,68 @@
+"""The command `quantize`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtpbuild.runtime.cli import error_line
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.quantize.quantize import Quantized
+
+
+@error_line
+def quantize(
+    model: Annotated[str, typer.Option(help="Recipe name or checkpoint folder.")],
+    to: Annotated[
+        str, typer.Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the new checkpoint.")],
+    mtp: Annotated[
+        str | None,
+        typer.Option(help="Format of the MTP modules. Default: as --to; with nvfp4, bf16."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Glob of modules to leave as they are, instead of the format's own."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder with the recipe's weights.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a checkpoint that stands there.")
+    ] = False,
+) -> None:
+    """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or ONNX Runtime's integers."""
+    from rich.console import Console
+
+    from mtpbuild.builder.build import needs
+
+    with Console(stderr=True).status("reading the checkpoint") as status:
+        with needs("build", "torch", "safetensors"):
+            from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+            from mtpbuild.builder.quantize.scheme import make_scheme
+        scheme = make_scheme(to, mtp, tuple(exclude) if exclude else None)
+        request = QuantizeRequest(model, scheme, out, checkpoint, force)
+        done = quantize(request, lambda text: status.update(text))
+    print_report(done)
+
+
+def print_report(done: "Quantized") -> None:
+    """A line per format, then what could not be quantised."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("format", "weights", "size", "relative error")
+    for name, share in done.shares.items():
+        error = f"{share.error:.2%}" if share.squares else "-"
+        table.add_row(name, str(share.weights), f"{share.bytes / 1e6:.1f} MB", error)
+    console.print(table)
+    if done.unfit:
+        console.print(
+            f"{len(done.unfit)} weights stay as they are: their columns do not split into blocks "
+            f"({done.unfit[0]}, ..)",
+            soft_wrap=True,
+        )
+    console.print(f"wrote {done.folder}", soft_wrap=True)

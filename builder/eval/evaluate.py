@@ -1,0 +1,86 @@
+"""The evaluation on one screen: load, ask under every setting, compute, write."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from pathlib import Path
+
+from mtpbuild.builder.bench.bench import prepare
+from mtpbuild.builder.bench.machine import describe_machine
+from mtpbuild.builder.bench.picture import require_matplotlib
+from mtpbuild.builder.eval.figures import rows
+from mtpbuild.builder.eval.measure import REJECTION, STRICT, Setting, ask, relaxed
+from mtpbuild.builder.eval.picture import draw
+from mtpbuild.builder.eval.problems import load_problems
+from mtpbuild.builder.eval.report import Report, to_json
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import UsageError
+
+OUT = Path("eval_results")
+JSON, PICTURE = "eval.json", "eval.png"
+OUTPUT_TOKENS = 256  # of a problem that says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """The flags of `mtpbuild eval`."""
+
+    engine: Path
+    task: str
+    num_problems: int | None = None
+    topk: tuple[int, ...] = (2, 5, 10)
+    delta: tuple[float, ...] = (0.1, 0.3, 0.6)
+    params: SamplingParams = field(default_factory=lambda: SamplingParams(OUTPUT_TOKENS))
+    threads: int | None = None
+    out: Path = OUT
+
+
+def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: None) -> Report:
+    """Measure, and write eval.json and eval.png; raises what the engine does, and UsageError."""
+    if request.params.synthetic:
+        raise UsageError("synthetic acceptance gives meaningless texts: there is nothing to judge")
+    require_matplotlib()
+    prepare(request.out)
+    machine = describe_machine(request.threads)
+    watch("loading the engine")
+    with Engine.load(request.engine, threads=request.threads) as engine:
+        if engine.manifest.build.drafter in (None, "none"):
+            raise UsageError(f"{request.engine} drafts nothing: there is nothing to accept")
+
+        # 1. The problems, and the settings to compare; strict is the first.
+        problems = load_problems(request.task, engine, request.params, request.num_problems)
+        settings = choose(request)
+
+        # 2. Every problem under every setting, in turn.
+        answered = ask(
+            engine,
+            problems,
+            settings,
+            lambda done: watch(f"problem {done + 1} of {len(problems)}"),
+        )
+
+        # 3. What it comes to.
+        report = Report(
+            engine=str(request.engine),
+            manifest=engine.manifest,
+            machine=machine,
+            settings={
+                "task": request.task,
+                "num_problems": len(problems),
+                "sampling": asdict(request.params),
+            },
+            rows=rows(answered),
+            answered=answered,
+        )
+    text = json.dumps(to_json(report), indent=1)
+    (request.out / JSON).write_text(text + "\n", encoding="utf-8")
+    draw(report, request.out / PICTURE)
+    return report
+
+
+def choose(request: EvalRequest) -> list[Setting]:
+    """Strict, and above temperature 0 rejection, else every pair of the relaxed values."""
+    if request.params.temperature > 0:
+        return [STRICT, REJECTION]
+    return [STRICT, *(relaxed(k, d) for k, d in product(request.topk, request.delta))]

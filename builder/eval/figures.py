@@ -1,0 +1,125 @@
+"""The arithmetic of an evaluation: answers in, shares with their 95 % intervals out."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtpbuild.builder.bench.figures import (
+    ALL,
+    RESAMPLES,
+    Ratio,
+    decode,
+    merged,
+    percentile,
+    speedup,
+)
+from mtpbuild.builder.eval.measure import Answered
+
+Z = 1.959964  # of a two-sided 95 % interval
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Right answers, with Wilson's interval."""
+
+    right: int
+    problems: int
+
+    @property
+    def value(self) -> float:
+        return self.right / self.problems
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        n, p = self.problems, self.value
+        middle = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
+        half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Accuracy less strict's, on the same problems."""
+
+    value: float
+    low: float  # of 95 %, by resampling the problems
+    high: float
+    lost: int  # right under strict alone
+    gained: int  # right under this setting alone
+    p_value: float  # McNemar's exact test: whether lost and gained differ
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one setting, over the problems of one form or over all."""
+
+    accuracy: Share
+    against_strict: Difference
+    acceptance_length: float
+    output_tokens: int
+    tokens_per_s: float  # from each request's first token on
+    speedup: Ratio  # of tokens_per_s over strict's
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Everything about one setting."""
+
+    name: str
+    forms: dict[str, Figures]  # ALL first
+
+    @property
+    def overall(self) -> Figures:
+        return self.forms[ALL]
+
+
+def rows(answered: dict[str, list[Answered]]) -> list[Row]:
+    """One per setting; the first one is strict."""
+    strict, *_ = answered.values()
+    forms = dict.fromkeys([ALL, *(a.problem.prompt.kind for a in strict)])
+
+    def of_form(answers: Sequence[Answered], form: str) -> list[Answered]:
+        return [a for a in answers if form in (ALL, a.problem.prompt.kind)]
+
+    return [
+        Row(name, {form: figures_of(of_form(mine, form), of_form(strict, form)) for form in forms})
+        for name, mine in answered.items()
+    ]
+
+
+def figures_of(mine: Sequence[Answered], strict: Sequence[Answered]) -> Figures:
+    groups, base = [[a.sample] for a in mine], [[a.sample] for a in strict]
+    drafting = merged([a.sample.drafting for a in mine if a.sample.drafting is not None])
+    tokens, seconds = decode(groups)
+    return Figures(
+        accuracy=Share(sum(a.right for a in mine), len(mine)),
+        against_strict=difference([a.right for a in mine], [a.right for a in strict]),
+        acceptance_length=drafting.mean_acceptance_length or 0.0,
+        output_tokens=sum(len(a.sample.token_ids) for a in mine),
+        tokens_per_s=tokens / seconds if seconds else 0.0,
+        speedup=speedup(groups, base),
+    )
+
+
+def difference(mine: Sequence[bool], strict: Sequence[bool]) -> Difference:
+    pairs = list(zip(mine, strict, strict=True))
+    lost, gained = pairs.count((False, True)), pairs.count((True, False))
+    each = [a - b for a, b in pairs]
+    rng = random.Random(0)
+    drawn = [sum(rng.choices(each, k=len(each))) / len(each) for _ in range(RESAMPLES)]
+    return Difference(
+        value=sum(each) / len(each),
+        low=percentile(drawn, 2.5),
+        high=percentile(drawn, 97.5),
+        lost=lost,
+        gained=gained,
+        p_value=mcnemar(lost, gained),
+    )
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Chance, if both were as likely, of so uneven a split of the problems that changed."""
+    changed = lost + gained
+    tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / 2**changed)

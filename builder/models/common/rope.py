@@ -1,0 +1,74 @@
+"""Rotary position embedding with YaRN: frequencies, tables and the softmax scale."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
+    """Angle per position of each pair, [dim / 2] fp32 (spec/deepseek-v3.md section 2.1)."""
+    base = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope.kind == "default":
+        return base
+    if rope.kind == "linear":
+        return base / rope.factor
+
+    def correction_dim(rotations: float) -> float:
+        span = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(span) / (2 * math.log(rope.theta))
+
+    low, high = correction_dim(rope.beta_fast), correction_dim(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return base / rope.factor * ramp + base * (1 - ramp)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def table_scale(rope: RopeConfig) -> float:
+    """Multiplier of cos and sin; 1.0 for DeepSeek's own checkpoints."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def softmax_scale(config: ModelConfig) -> float:
+    """Scale of the attention scores: over qk_head_dim, never over the latent's width."""
+    scale = 1 / math.sqrt(config.qk_head_dim)
+    rope = config.rope
+    if rope.kind != "default" and rope.mscale_all_dim:
+        scale *= _mscale(rope.factor, rope.mscale_all_dim) ** 2
+    return scale
+
+
+def rope_tables(config: ModelConfig, rows: int) -> tuple[Tensor, Tensor]:
+    """cos and sin for positions 0..rows-1, each [rows, qk_rope_head_dim / 2] fp32."""
+    frequencies = inverse_frequencies(config.rope, config.qk_rope_head_dim)
+    angles = torch.arange(rows, dtype=torch.float32)[:, None] * frequencies
+    scale = table_scale(config.rope)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool) -> Tensor:
+    """Rotate the pairs of x [..., R]; the result is laid out [first halves | second halves].
+
+    Checkpoints store pairs interleaved; queries and keys both leave in the halves layout, so
+    their products are unchanged (spec/deepseek-v3.md section 2.1, "Rotation layout").
+    """
+    if interleave:
+        a, b = x[..., 0::2], x[..., 1::2]
+    else:
+        a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

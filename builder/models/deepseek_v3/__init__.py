@@ -1,0 +1,1 @@
+"""The family of DeepSeek-V3 and R1: multi-head latent attention, routed experts, MTP modules."""

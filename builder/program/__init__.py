@@ -1,0 +1,1 @@
+"""The programs of an engine: one step, its drafting and acceptance, prefill, and their export."""

@@ -1,0 +1,184 @@
+"""The two ways to draft with MTP modules: Eagle (one module, K times) and vanilla (K modules).
+
+DESIGN 4 has the derivation. A module's input at slot p is Emb(t_{p+k}) and the hidden of slot p;
+the hiddens are always those after the norm.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.models.common.layers import Rows, pick
+from mtpbuild.builder.models.common.precision import cast
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3, MTPModule
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a step has decided before it drafts. T = K + 1."""
+
+    hidden: Tensor  # [B, T, E] main model's, one per window token; real up to n
+    tokens: Tensor  # [B, T] emitted; real up to n, valid ids beyond
+    n: Tensor  # [B] how many were emitted; 0 in an inactive slot
+    lengths: Tensor  # [B] M, after this step: t_M is the newest token
+    active: Tensor  # [B] bool
+    rows: Rows  # where the window stands
+    choose: Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of draft k (from 1) -> [B, 1]
+
+
+class Drafter(Protocol):
+    lookahead: int
+    nextn: int
+
+    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+        """Draft K tokens behind the newest: [B, K], and the drafter's new state."""
+        ...
+
+    def prefill(
+        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+    ) -> State:
+        """The drafter's state after a chunk; tokens [1, T + lookahead], hidden [1, T, E]."""
+        ...
+
+
+class Eagle:
+    """MTP Eagle: module 0 over the window, then one slot per further draft from its own hidden.
+
+    With nextn 0 it only fills its cache, for a step that drafts again.
+    """
+
+    lookahead = 1
+
+    def __init__(self, nextn: int) -> None:
+        self.nextn = nextn
+
+    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+        module = module_of(model, 0)
+        # Slot p of the window: the main hidden h_p and the emitted token t_{p+1}. Only these rows
+        # stay in the cache; the window of the next step covers the slots of the passes below.
+        at = (step.n - 1).clamp(min=0)
+        x = module.join(model.embed(step.tokens), step.hidden)
+        if self.nextn == 0:
+            cache = module.fill(x, state["mtp_kv.0"], step.rows)
+            return step.tokens[:, :0], {"mtp_kv.0": cache}
+        x, cache = module.last(x, state["mtp_kv.0"], step.rows, at)
+        hidden = module.norm(x)
+        drafts = [step.choose(model.logits(hidden), 1)]
+        side = None
+        for k in range(1, self.nextn):
+            rows = model.rope(step.lengths + (k - 1), 1, base=step.lengths)
+            x = module.join(model.embed(drafts[-1]), hidden)
+            q, row = module.self_attn.project(module.input_layernorm(x), rows)
+            side = row if side is None else torch.cat([side, row], dim=2)
+            first = torch.full_like(step.lengths, k - 1)
+            x = module.finish(x, q, rows, cache, side, step.lengths, first)
+            hidden = module.norm(x)
+            drafts.append(step.choose(model.logits(hidden), k + 1))
+        return torch.cat(drafts, dim=1), {"mtp_kv.0": cache}
+
+    def prefill(
+        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+    ) -> State:
+        module = module_of(model, 0)
+        x = module.join(model.embed(tokens[:, 1:]), hidden)
+        return {"mtp_kv.0": module.fill(x, state["mtp_kv.0"], rows)}
+
+
+class Vanilla:
+    """MTP vanilla: module k drafts token k; each recomputes the newest T = K + 1 slots.
+
+    T slots are exact and K are not: after a step that accepted all drafts, slots from M - (K + 1)
+    on were last computed with drafts or not at all (DESIGN 4.2). The hiddens and tokens of slots
+    before the main model's window are `past_hidden` and `past_tokens`, the K entries before it.
+    """
+
+    def __init__(self, nextn: int) -> None:
+        self.nextn = self.lookahead = nextn
+        self.slots = nextn + 1
+
+    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+        K, T, M = self.nextn, self.slots, step.lengths
+        # Slots (M - n) - K .. (M - n) + K, and for each the token that follows it.
+        hiddens = torch.cat([state["past_hidden"], step.hidden], dim=1)
+        following = torch.cat([state["past_tokens"], step.tokens], dim=1)
+        first = (M - T).clamp(min=0)  # first slot of the window
+        offset = (first - M + step.n + K).clamp(min=0)
+        last = (M - 1 - first).clamp(min=0)  # the newest slot's place in the window
+        hidden = take(hiddens, offset, T)
+        tokens = torch.nn.functional.pad(take(following[..., None], offset, T)[..., 0], (0, K))
+        end = torch.full_like(M, state["mtp_kv.0"].shape[2] - T)
+        rows = model.rope(torch.where(step.active, first, end), T)
+
+        drafts, caches = [], {}
+        place = torch.arange(T + K, device=M.device)
+        for k in range(1, K + 1):
+            module, name = module_of(model, k - 1), f"mtp_kv.{k - 1}"
+            x = module.join(model.embed(tokens[:, k - 1 : k - 1 + T]), hidden)
+            if k < K:
+                x, caches[name] = module(x, state[name], rows)
+                hidden = module.norm(x)
+                newest = pick(hidden, last)
+            else:  # nobody reads the last module's other slots
+                x, caches[name] = module.last(x, state[name], rows, last)
+                newest = module.norm(x)
+            drafts.append(step.choose(model.logits(newest), k))
+            tokens = torch.where(place == last[:, None] + k, drafts[-1], tokens)
+        past = {
+            "past_hidden": take(hiddens, step.n, K),
+            "past_tokens": take(following[..., None], step.n, K)[..., 0],
+        }
+        return torch.cat(drafts, dim=1), caches | past
+
+    def prefill(
+        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+    ) -> State:
+        K, T = self.nextn, hidden.shape[1]
+        caches, g = {}, hidden
+        for k in range(1, K + 1):
+            module, name = module_of(model, k - 1), f"mtp_kv.{k - 1}"
+            x = module.join(model.embed(tokens[:, k : T + k]), g)
+            if k < K:
+                x, caches[name] = module(x, state[name], rows)
+                g = module.norm(x)
+            else:
+                caches[name] = module.fill(x, state[name], rows)
+        past_hidden = torch.cat([state["past_hidden"], hidden], dim=1)[:, -K:]
+        past_tokens = torch.cat([state["past_tokens"], tokens[:, 1 : T + 1]], dim=1)[:, -K:]
+        return caches | {"past_hidden": past_hidden, "past_tokens": past_tokens}
+
+
+class Idle:
+    """Fills the window with token 0: the cost of verifying alone, for benchmarks."""
+
+    lookahead = 0
+
+    def __init__(self, nextn: int) -> None:
+        self.nextn = nextn
+
+    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+        zeros = step.hidden.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
+        logits = cast(zeros, torch.float32)
+        drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
+        return torch.cat(drafts, dim=1), {}
+
+    def prefill(
+        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+    ) -> State:
+        return {}
+
+
+def module_of(model: DeepseekV3, index: int) -> MTPModule:
+    module = model.mtp[index]
+    assert isinstance(module, MTPModule)
+    return module
+
+
+def take(x: Tensor, start: Tensor, count: int) -> Tensor:
+    """x [B, N, ..] -> rows start[b] .. start[b] + count - 1 of each slot: [B, count, ..]."""
+    index = start[:, None] + torch.arange(count, device=x.device)
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))

@@ -1,0 +1,99 @@
+"""From a plan to the two programs of an engine: modules, state and example inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mtpbuild.builder.models.common.layers import use_kernels
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.program.accept import MixedAcceptance
+from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
+from mtpbuild.builder.program.kernel_accept import KernelAcceptance
+from mtpbuild.builder.program.step import MixedStepProgram, PrefillProgram, StepProgram
+from mtpbuild.runtime.controls import CONTROLS, control_shapes
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, program_name
+
+EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
+
+
+@dataclass(frozen=True)
+class Program:
+    """One graph to trace: its module, and example arguments whose named sizes vary at run time."""
+
+    name: str
+    module: nn.Module
+    state: tuple[str, ...]
+    arguments: dict[str, Tensor]
+    outputs: tuple[str, ...]
+    batch: int = 1  # slots of the example
+    whole: bool = False  # takes the caches whole, not just the rows in use
+
+
+def most_tokens(plan: Plan) -> int:
+    """Of a prompt's chunk, as it is traced."""
+    return max(plan.prefill_chunk, EXAMPLE_CHUNK)
+
+
+def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
+    drafters: dict[str, Callable[[int], Drafter]]
+    drafters = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
+    return None if plan.drafter is None else drafters[plan.drafter](nextn)
+
+
+# What the host and the step keep to themselves; prefill fills the rest of the state.
+OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs"}
+OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
+MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
+
+
+def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
+    """Prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
+
+    Of an adaptive engine, both of these for each number of drafts up to nextn.
+    """
+    most = plan.nextn
+    drafter = make_drafter(plan, most)
+    prefill = PrefillProgram(model, drafter)
+    acceptance = KernelAcceptance if plan.plugins else MixedAcceptance
+    if plan.plugins or plan.gpu:
+        use_kernels(model, most_tokens(plan) if plan.plugins else None)
+    names = tuple(s.name for s in state_specs(plan))
+    filled = tuple(name for name in names if name not in OWN)
+    prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
+    if drafter is not None and drafter.lookahead:
+        prompt["ahead"] = _ints(1, drafter.lookahead)
+    B = plan.max_batch if plan.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
+    active = {"active": torch.ones(B, dtype=torch.bool)}
+    whole = plan.fixed or plan.gpu is not None
+    new = _outs(names)
+    programs = [Program("prefill", prefill.eval(), filled, prompt, _outs(filled), whole=plan.fixed)]
+    for nextn in range(most + 1) if plan.adaptive else (most,):
+        drafter = make_drafter(plan, nextn)
+        step = StepProgram(model, drafter, nextn, most).eval()
+        mixed = MixedStepProgram(model, drafter, nextn, most, acceptance).eval()
+        plain_name, mixed_name = (program_name(kind, nextn, most) for kind in (PLAIN, MIXED))
+        controls, outs = active | _controls(plan, B), (*new, *MIXED_OUTPUTS)
+        programs += [
+            Program(plain_name, step, names, active, (*new, *OUTPUTS), B, whole),
+            Program(mixed_name, mixed, names, controls, outs, B, whole),
+        ]
+    return (*programs,)
+
+
+def _controls(plan: Plan, B: int) -> dict[str, Tensor]:
+    """Example values of what a request asks for, in the order of the table."""
+    shapes = control_shapes(plan.nextn, plan.capacity + plan.window)
+    return {
+        c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in CONTROLS
+    }
+
+
+def _outs(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}.out" for name in names)
+
+
+def _ints(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)

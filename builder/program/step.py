@@ -1,0 +1,168 @@
+"""The algorithm on one screen: verify, accept, rewind and draft, as one graph.
+
+Names as in DESIGN 3: B slots, K = nextn drafts, T = K + 1 window tokens, S cache rows. A slot's
+known tokens are t_0 .. t_M; t_M is in no cache yet, so `lengths` = M.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.program.accept import Acceptance, GreedyAcceptance, MixedAcceptance
+from mtpbuild.builder.program.draft import Accepted, Drafter
+from mtpbuild.plugins.accept_rewind.distribution import Shaping
+from mtpbuild.plugins.accept_rewind.mixed import Judging
+
+State = dict[str, Tensor]
+
+
+class StepProgram(nn.Module):
+    """One decode step of all active slots. State in, state out: in place is the target's duty.
+
+    nextn: drafts that it judges and makes, K; `most` >= nextn: drafts that the state has places
+    for. Of an adaptive engine's state a program judges the first nextn drafts; what it leaves in
+    the other places is never looked at, as `num_drafts` says.
+    """
+
+    def __init__(
+        self, model: DeepseekV3, drafter: Drafter | None, nextn: int, most: int | None = None
+    ) -> None:
+        super().__init__()
+        self.model, self.drafter, self.nextn = model, drafter, nextn
+        self.unused = 0 if most is None else most - nextn
+
+    def forward(self, state: State, active: Tensor) -> tuple[State, State]:
+        """state: the tensors of `state_specs`; active [B] bool. Returns new state, and outputs."""
+        return self.step(state, active, GreedyAcceptance())
+
+    def step(self, state: State, active: Tensor, acceptance: Acceptance) -> tuple[State, State]:
+        # 1. Verify: the main model over the newest token and its drafts. An inactive slot computes
+        #    too; its rows go to the end of the cache, which no occupied slot has reached.
+        T = self.nextn + 1
+        judged = self.narrowed(state) if self.unused else state
+        window, unused = judged["window"], [state["window"][:, T:]] if self.unused else []
+        caches = cache_list(state, "kv")
+        end = torch.full_like(state["lengths"], caches[0].shape[2] - T)
+        rows = self.model.rope(torch.where(active, state["lengths"], end), T)
+        hidden, caches = self.model(window, caches, rows)
+
+        # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage.
+        verdict = acceptance.judge(self.model.logits(hidden), judged, active)
+        tokens, n, lengths = verdict.tokens, verdict.n, verdict.lengths
+
+        # 4. Draft behind the newest token.
+        newest = tokens.gather(1, (n - 1).clamp(min=0)[:, None])
+        new = {f"kv.{i}": cache for i, cache in enumerate(caches)}
+        drafts = newest[:, :0]
+        if self.drafter is not None:
+            drafts, updates = self.drafter(
+                self.model,
+                state,
+                Accepted(hidden, tokens.clamp(min=0), n, lengths, active, rows, acceptance.choose),
+            )
+            new |= updates | acceptance.draft_probs(state)
+        new |= {
+            "lengths": lengths,
+            "window": torch.where(
+                active[:, None], torch.cat([newest, drafts, *unused], 1), state["window"]
+            ),
+            "num_drafts": torch.where(active, self.nextn, state["num_drafts"]),
+            "thinking": verdict.thinking,
+        }
+        outputs = {
+            "tokens": tokens,
+            "num_tokens": n,
+            "logprobs": verdict.logprobs,
+            "margins": verdict.margins,
+        }
+        if verdict.top_ids is not None and verdict.top_logprobs is not None:
+            outputs |= {"top_ids": verdict.top_ids, "top_logprobs": verdict.top_logprobs}
+        return {name: new[name] for name in state}, outputs
+
+    def narrowed(self, state: State) -> State:
+        """The state as an engine of this nextn would have it."""
+        K = self.nextn
+        return state | {
+            "window": state["window"][:, : K + 1],
+            "num_drafts": state["num_drafts"].clamp(max=K),
+            "draft_probs": state["draft_probs"][:, :K],
+        }
+
+
+class MixedStepProgram(StepProgram):
+    """The same step for slots that sample, reject or relax; the host picks the program per step."""
+
+    def __init__(
+        self,
+        model: DeepseekV3,
+        drafter: Drafter | None,
+        nextn: int,
+        most: int | None = None,
+        acceptance: type[MixedAcceptance] = MixedAcceptance,
+    ) -> None:
+        super().__init__(model, drafter, nextn, most)
+        self.acceptance = acceptance
+
+    def forward(  # type: ignore[override]  # a program of its own
+        self,
+        state: State,
+        active: Tensor,
+        temperature: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+        rejection: Tensor,
+        block: Tensor,
+        synthetic: Tensor,
+        sampled_drafts: Tensor,
+        relaxed_topk: Tensor,
+        relaxed_delta: Tensor,
+        thinking_ids: Tensor,
+        banned_ids: Tensor,
+        banned_until: Tensor,
+        uniforms: Tensor,
+    ) -> tuple[State, State]:
+        """Per slot what its request asks for; shapes as in `Shaping` and `Judging`."""
+        judging = Judging(
+            shaping=Shaping(temperature, top_k, top_p, min_p),
+            rejection=rejection,
+            block=block,
+            synthetic=synthetic[:, : self.nextn + 1] if self.unused else synthetic,
+            relaxed_topk=relaxed_topk,
+            relaxed_delta=relaxed_delta,
+            thinking_ids=thinking_ids,
+            banned_ids=banned_ids,
+            banned_until=banned_until,
+            uniforms=uniforms,
+        )
+        return self.step(state, active, self.acceptance(judging, sampled_drafts))
+
+
+class PrefillProgram(nn.Module):
+    """Fills one slot's caches with a chunk of the prompt; no head, no sampling, no drafting."""
+
+    def __init__(self, model: DeepseekV3, drafter: Drafter | None) -> None:
+        super().__init__()
+        self.model, self.drafter = model, drafter
+        self.lookahead = 0 if drafter is None else drafter.lookahead
+
+    def forward(
+        self, state: State, tokens: Tensor, start: Tensor, ahead: Tensor | None = None
+    ) -> State:
+        """tokens [1, T] at positions start [1] ..; ahead [1, lookahead]: the tokens behind them."""
+        rows = replace(self.model.rope(start, tokens.shape[1]), expand=True)
+        caches = cache_list(state, "kv")
+        if self.drafter is None or ahead is None:
+            new = self.model.fill(tokens, caches, rows)
+            return {f"kv.{i}": cache for i, cache in enumerate(new)}
+        hidden, caches = self.model(tokens, caches, rows)
+        tokens = torch.cat([tokens, ahead], dim=1)
+        updates = self.drafter.prefill(self.model, state, tokens, hidden, rows)
+        new_state = {f"kv.{i}": cache for i, cache in enumerate(caches)} | updates
+        return {name: new_state[name] for name in state}
+
+
+def cache_list(state: State, kind: str) -> list[Tensor]:
+    return [tensor for name, tensor in state.items() if name.startswith(kind + ".")]

@@ -1,0 +1,77 @@
+"""torch.export of a program, with the sizes that vary between calls left open."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.program.programs import EXAMPLE_BATCH, Program, most_tokens
+from mtpbuild.runtime.manifest import ProgramSpec, TensorSpec
+
+
+@dataclass(frozen=True)
+class Traced:
+    """An exported program and the names of its inputs and outputs, in order."""
+
+    name: str
+    exported: ExportedProgram
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    plan: Plan
+
+    def spec(self, file: str) -> ProgramSpec:
+        return ProgramSpec(file=file, inputs=self.inputs, outputs=self.outputs)
+
+
+def trace(program: Program, plan: Plan) -> Traced:
+    """One ExportedProgram. `rows` (cache rows in use) varies, the `chunk` of a prefill, and the
+    `batch` of a decode step where there is more than one slot (with one, all stays static).
+
+    Of a fixed plan, nothing but the chunk varies; a GPU's decode steps take the caches whole."""
+    least = 2 * plan.window + 2
+    rows = Dim("rows", min=least, max=plan.capacity)
+    chunk = Dim("chunk", min=1, max=most_tokens(plan))
+    slots: dict[int, Any] = {}
+    if program.batch > 1 and not plan.fixed:
+        slots = {0: Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))}
+    specs = {s.name: s for s in state_specs(plan) if s.name in program.state}
+    state, shapes = {}, {}
+    for name, spec in specs.items():
+        size = [program.batch, *spec.shape[1:]]
+        varies = spec.kind == "cache" and not program.whole
+        if varies:
+            size[2] = least  # an example: capacity would take the memory of all caches
+        state[name] = torch.zeros(size, dtype=getattr(torch, spec.dtype))
+        shapes[name] = slots | ({2: rows} if varies else {})
+    varying = {"tokens": {1: chunk}}
+    with torch.no_grad():
+        exported = torch.export.export(
+            program.module,
+            (state, *program.arguments.values()),
+            dynamic_shapes=(shapes, *(varying.get(name, slots) for name in program.arguments)),
+        )
+    return Traced(program.name, exported, *_signature(program, exported), plan)
+
+
+def _signature(
+    program: Program, exported: ExportedProgram
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    nodes = {node.name: node for node in exported.graph.nodes}
+    inputs = [nodes[name].meta["val"] for name in exported.graph_signature.user_inputs]
+    outputs = [nodes[name].meta["val"] for name in exported.graph_signature.user_outputs]
+    names = (*program.state, *program.arguments)
+    return (
+        tuple(map(_spec, names, inputs)),
+        tuple(map(_spec, program.outputs, outputs)),
+    )
+
+
+def _spec(name: str, value: torch.Tensor) -> TensorSpec:
+    # A size that varies shows as a symbol: slots come first, caches have `rows`, prompts `chunk`.
+    symbols = ("batch", *("chunk" if name == "tokens" else "rows" for _ in value.shape[1:]))
+    sizes = zip(value.shape, symbols, strict=True)
+    shape = tuple(int(d) if isinstance(d, int) else symbol for d, symbol in sizes)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return TensorSpec(name=name, dtype=dtype, shape=shape)  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""What a request asks of a step: one ordered table, which programs, slots, ops and kernels read.
+
+A new control is a field of `Controls`. The mixed program gets it as an input [B, *shape] of that
+name, a manifest lists it, and every target writes it when a request begins.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
+NOTHING = -1  # fills a list of ids or rates that is shorter than its place
+
+# Streams of `uniforms`, each numbered by absolute position. Strict draws its target with DRAFT.
+DRAFT, ACCEPT, RECOVER = 0, 1, 2
+# A block's verdict depends on all its drafts, so the numbers of those it drops are not unseen and
+# can't serve again: draft k > 1 has a stream of its own, numbered by the block's first position.
+BLOCK_DRAFT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One input of the mixed program: [B, *shape], where a named size is the engine's."""
+
+    name: str
+    dtype: Literal["float32", "int64", "bool"]
+    shape: tuple[int | str, ...]
+
+
+def _control(default: Any, dtype: str, *shape: int | str) -> Any:
+    return field(default=default, metadata={"dtype": dtype, "shape": shape})
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What one request asks of acceptance and drafting (DESIGN 5); by default strict and greedy."""
+
+    temperature: float = _control(0.0, "float32")  # 0: greedy
+    top_k: int = _control(0, "int64")  # 0: off
+    top_p: float = _control(1.0, "float32")
+    min_p: float = _control(0.0, "float32")
+    rejection: bool = _control(False, "bool")  # else strict
+    block: bool = _control(False, "bool")  # rejection judges a step's drafts together
+    # Chance of each draft if those before it are accepted; empty: acceptance is real.
+    synthetic: tuple[float, ...] = _control((), "float32", "window")
+    sampled_drafts: bool = _control(True, "bool")  # above temperature 0; else drafts are argmax
+    # In the thinking phase of a greedy request; 1 is strict.
+    relaxed_topk: int = _control(1, "int64")
+    relaxed_delta: float = _control(0.0, "float32")
+    thinking_ids: tuple[int, int] = _control((-1, -1), "int64", 2)  # begin and end the phase
+    banned_ids: tuple[int, ...] = _control((), "int64", MAX_BANNED)  # not emitted at positions ..
+    banned_until: int = _control(0, "int64")  # .. before this one
+    # The host's own: no input of a program.
+    thinking: bool = False  # whether the prompt ends inside the phase
+    alternatives: bool = False  # whether top_ids and top_logprobs are wanted
+    seed: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Strict and greedy, nothing more: the decode program without sampling will do."""
+        special = self.relaxed_topk > 1 or self.synthetic or self.banned_ids or self.alternatives
+        return self.temperature == 0 and not special
+
+    def uniforms(self, count: int, streams: int = BLOCK_DRAFT) -> NDArray[np.float32]:
+        """[streams, count] in [0, 1): a function of seed, stream and position alone.
+
+        So the numbers never depend on batch, step or nextn.
+        """
+        keys = (np.random.Philox(key=[self.seed, stream]) for stream in range(streams))
+        return np.stack([np.random.Generator(key).random(count, np.float32) for key in keys])
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, NDArray[Any]]]:
+        """What a slot's place in each control becomes; shapes: of a slot, by name.
+
+        A plain request draws no numbers: its row of `uniforms` stays as it is.
+        """
+        for control in CONTROLS:
+            shape = shapes[control.name]
+            if control.name == UNIFORMS:
+                if not self.plain:
+                    yield control.name, self.uniforms(shape[1], shape[0])
+                continue
+            row = np.full(shape, NOTHING, control.dtype)
+            value = np.asarray(getattr(self, control.name))
+            row[(slice(len(value)),) if shape else ()] = value
+            yield control.name, row
+
+
+GREEDY = Controls()
+UNIFORMS = "uniforms"
+CONTROLS: tuple[Control, ...] = (
+    *(Control(f.name, **f.metadata) for f in fields(Controls) if f.metadata),
+    Control(UNIFORMS, "float32", ("streams", "positions")),
+)
+
+
+def control_shapes(nextn: int, positions: int) -> dict[str, tuple[int, ...]]:
+    """Shape of a slot's place in each control, in an engine for `nextn` drafts."""
+    streams = BLOCK_DRAFT + max(nextn - 1, 0)
+    sizes = {"window": nextn + 1, "streams": streams, "positions": positions}
+    return {
+        control.name: tuple(
+            sizes[size] if isinstance(size, str) else size for size in control.shape
+        )
+        for control in CONTROLS
+    }

@@ -1,0 +1,287 @@
+"""The processes that share an engine of several ranks: which one this is, how they begin and end.
+
+Rank 0 is the engine that its user sees. The others follow it: they run what it runs, each on its
+share of the weights, and nobody talks to them. `torchrun` starts all of them, or rank 0 starts the
+others itself (`started`). They meet through torch.distributed (`programs/inductor_ranks.py`).
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from mtpbuild.runtime.errors import (
+    EngineError,
+    EngineFileError,
+    MtpbuildError,
+    RankError,
+    UsageError,
+)
+from mtpbuild.runtime.manifest import (
+    Manifest,
+    parts,
+    rank_name,
+    ranks_here,
+    read_manifest,
+    read_rank,
+)
+
+GROUP = "mtpbuild"  # the process group that compiled programs name
+LISTENER = "MTPBUILD_RANKS_LISTENER"  # in the environment: a socket of rank 0, if it `started` them
+TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
+PER_CORE = 4  # more ranks than this on a core are a mistake
+FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.group.start")
+LOST = 3  # exit code of a follower that ended because another rank did
+
+
+def in_group() -> bool:
+    """Whether this process was started as one of several."""
+    return "RANK" in os.environ
+
+
+def time_limit() -> float:
+    """Seconds after which a rank that does not answer is given up; raises UsageError."""
+    text = os.environ.get(TIMEOUT, str(SECONDS))
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= 86400:
+            return seconds
+    raise UsageError(f"{TIMEOUT} must be a number of seconds up to 86400, not {text!r}")
+
+
+def own_rank(folder: Path, manifest: Manifest) -> int:
+    """This process's number in its group; raises EngineError if that is not the engine's."""
+    tp = manifest.build.tp
+    if not in_group():
+        raise EngineError(
+            f"{folder}: an engine of {tp} ranks: use `mtpbuild run`, or start the program with "
+            f"`torchrun --nproc-per-node {tp}`"
+        )
+    try:
+        rank, ranks = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise EngineError(f"RANK and WORLD_SIZE in the environment: {error}") from None
+    if ranks != tp:
+        raise EngineError(f"{folder}: an engine of {tp} ranks, these are {ranks}")
+    return rank
+
+
+def own_gpu() -> int:
+    """Which of the machine's GPUs this rank takes; raises EngineError if nobody says."""
+    text = os.environ.get("LOCAL_RANK", "")
+    if not text.isdecimal():
+        raise EngineError(
+            f"LOCAL_RANK in the environment must say which GPU this rank takes, not {text!r}: "
+            "start ranks with torchrun"
+        )
+    return int(text)
+
+
+def own_parts(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
+    """The folders that this process reads, with their manifests: the engine's, and its rank's."""
+    yield folder, manifest
+    if manifest.split:
+        rank = own_rank(folder, manifest)
+        require_ranks(folder, manifest, [rank])
+        yield folder / rank_name(rank), read_rank(folder, manifest, rank)
+
+
+def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> None:
+    """Raise EngineFileError that names those which are not here, and the command that helps."""
+    missing = sorted(set(ranks) - set(ranks_here(folder, manifest)))
+    if missing:
+        names = ", ".join(map(str, missing))
+        which = f"rank {names} is" if len(missing) == 1 else f"ranks {names} are"
+        command = build_command(folder, manifest, missing[0] if len(missing) == 1 else None)
+        raise EngineFileError(
+            f"{folder}: {which} missing (of {manifest.build.tp}): copy what was built elsewhere, "
+            f"or `{command}`"
+        )
+
+
+def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
+    """Which builds one rank of an engine, or all that are missing."""
+    build = manifest.build
+    flags = {
+        "model": manifest.whole_model,
+        "layers": build.layers,
+        "nextn": build.nextn,
+        "drafter": build.drafter,
+        "max-batch": build.max_batch,
+        "max-seq-len": build.max_seq_len,
+        "prefill-chunk": build.prefill_chunk,
+        "target": manifest.target.name,
+        "tp": build.tp,
+        "ep": build.ep,
+        "device": "cuda" if manifest.target.compute_capabilities else None,
+        "rank": rank,
+        "out": folder,
+    }
+    given = [f"--{flag} {value}" for flag, value in flags.items() if value is not None]
+    if build.attention_dp:
+        given.append("--attention-dp")
+    return " ".join(["mtpbuild build", *given])
+
+
+def follow(folder: Path, threads: int | None = None) -> None:
+    """Be a rank other than 0 until rank 0 closes its engine.
+
+    threads: of the CPU; those of rank 0. Raises RankError if another rank dies or hangs,
+    EngineError for what is wrong here.
+    """
+    manifest = read_manifest(folder)
+    if own_rank(folder, manifest) == 0:
+        raise UsageError("rank 0 is the engine: Engine.load")
+
+    from mtpbuild.runtime.group import lead
+
+    lead.follow(folder, manifest, threads)
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A rank that this process started."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+    def reason(self) -> str | None:
+        """Why it ended by itself; None if it runs, or ended because another one did."""
+        code = self.process.poll()
+        if code in (None, 0, LOST):
+            return None
+        if code is not None and code < 0:
+            return f"rank {self.rank} was killed by signal {-code}"
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        said = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+        return said if said.startswith(name := f"rank {self.rank}") else f"{name}: {said}"
+
+    def end(self, patience: float) -> None:
+        """Wait so many seconds for its end, then kill it."""
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()  # also where it is stopped
+            self.process.wait()
+        self.errors.close()
+
+
+@contextlib.contextmanager
+def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Iterator[None]:
+    """Make this process rank 0 of an engine's ranks, all on this machine, while the block runs.
+
+    None of the others outlives it. Raises RankError that says which rank failed, and why;
+    UsageError for more ranks than the machine has cores or GPUs for.
+    """
+    tp, cores = manifest.build.tp, os.cpu_count() or 1
+    if tp > PER_CORE * cores:
+        raise UsageError(
+            f"{folder}: {tp} ranks are too many for {cores} cores (at most {PER_CORE} each): "
+            "spread them over machines with torchrun"
+        )
+    if manifest.target.compute_capabilities:
+        _require_gpus(folder, tp)
+    time_limit()
+    require_ranks(folder, manifest, range(tp))
+    for _ in parts(folder, manifest):  # a folder of another build is seen before anything runs
+        pass
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as undo:
+        group = {
+            "WORLD_SIZE": str(tp),
+            "LOCAL_WORLD_SIZE": str(tp),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listener.getsockname()[1]),
+            LISTENER: "",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        own = _numbers(0) | {LISTENER: str(listener.fileno())}
+        followers, patience = list[Follower](), 0.0
+        try:
+            for rank in range(1, tp):
+                followers.append(_start(folder, rank, threads, group))
+            undo.enter_context(environment(group | own))
+            yield
+            patience = 10.0
+        except RankError as error:
+            raise RankError(_reason(followers) or str(error)) from error
+        finally:
+            for follower in followers:
+                follower.end(patience)
+
+
+def _require_gpus(folder: Path, tp: int) -> None:
+    from mtpbuild.runtime.programs.inductor import visible_gpus
+
+    if tp > (gpus := visible_gpus()):
+        raise UsageError(
+            f"{folder}: {tp} ranks need a GPU each, this machine has {gpus}: spread them over "
+            "machines with torchrun"
+        )
+
+
+def _numbers(rank: int) -> dict[str, str]:
+    """Of a rank, where all are on one machine."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def _start(folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> Follower:
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
+    count = [] if threads is None else [str(threads)]
+    process = subprocess.Popen(
+        [*FOLLOWER, str(folder), *count],
+        env=os.environ | group | _numbers(rank),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        start_new_session=True,  # Ctrl-C is rank 0's
+    )
+    return Follower(rank, process, errors)
+
+
+def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
+    """What the rank that failed first has to say; it may be about to."""
+    end = time.monotonic() + patience
+    while True:
+        for follower in followers:
+            if reason := follower.reason():
+                return reason
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def environment(changes: dict[str, str]) -> Iterator[None]:
+    """As it is changed, while the block runs."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def main(folder: str, threads: str | None = None) -> int:
+    """A follower's process; returns its exit code."""
+    try:
+        follow(Path(folder), None if threads is None else int(threads))
+    except MtpbuildError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return LOST if isinstance(error, RankError) else error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

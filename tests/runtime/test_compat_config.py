@@ -1,0 +1,127 @@
+"""Settings of several sources: joined, compared, held against what there is."""
+
+import pytest
+
+from mtpbuild.builder.plan import NEXTN_LIMIT as PLAN_LIMIT
+from mtpbuild.runtime.compat.keys import NEXTN_LIMIT
+from mtpbuild.runtime.compat.settings import (
+    Settings,
+    Source,
+    check_engine,
+    merge,
+    require_supported,
+    sampling_settings,
+)
+from mtpbuild.runtime.errors import UsageError
+from tests.support.fakes import fake_manifest
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (Settings(), None),
+        (Settings(nextn=3, drafter="mtp-vanilla", notes=("a",)), None),
+        (Settings(rejection_sample_method="standard", draft_sample_method="greedy"), None),
+        (Settings(use_relaxed_acceptance_for_thinking=False, relaxed_topk=10), None),
+        (Settings(use_relaxed_acceptance_for_thinking=True), None),
+        (Settings(draft_sample_method="probabilistic"), None),
+        (Settings(rejection_sample_method="block"), None),
+        (Settings(unsupported=("a is not", "b is not")), "a is not"),
+    ],
+)
+def test_what_this_version_supports(settings: Settings, line: str | None) -> None:
+    if line is None:
+        require_supported(settings)
+        return
+    with pytest.raises(UsageError) as caught:
+        require_supported(settings)
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("settings", "keywords"),
+    [
+        (Settings(nextn=3), {}),
+        (Settings(relaxed_topk=10, relaxed_delta=0.6), {}),
+        (
+            Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6),
+            {"relaxed_topk": 10, "relaxed_delta": 0.6},
+        ),
+        (
+            Settings(rejection_sample_method="standard"),
+            {"acceptance": "rejection", "rejection_sample_method": "standard"},
+        ),
+        (
+            Settings(rejection_sample_method="synthetic", synthetic_acceptance_rates=(1.0, 0.5)),
+            {
+                "acceptance": "rejection",
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": (1.0, 0.5),
+            },
+        ),
+        (Settings(draft_sample_method="greedy"), {"draft_sample_method": "greedy"}),
+    ],
+)
+def test_what_a_request_is_told(settings: Settings, keywords: dict[str, object]) -> None:
+    assert sampling_settings(settings) == keywords
+
+
+def test_sources_are_joined() -> None:
+    first = Settings(nextn=3, relaxed_topk=4, notes=("a",), unsupported=("x",))
+    second = Settings(nextn=3, use_relaxed_acceptance_for_thinking=True, notes=("b",))
+    assert merge([]) == Settings()
+    assert merge([Source("--one", first), Source("--two", second)]) == Settings(
+        nextn=3,
+        use_relaxed_acceptance_for_thinking=True,
+        relaxed_topk=4,
+        notes=("a", "b"),
+        unsupported=("x",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "line"),
+    [
+        (Settings(nextn=0), Settings(nextn=3), "nextn: --one says 0, --two says 3; drop one"),
+        (
+            Settings(drafter="mtp-eagle"),
+            Settings(drafter="mtp-vanilla"),
+            "drafter: --one says mtp-eagle, --two says mtp-vanilla; drop one",
+        ),
+        (
+            Settings(use_relaxed_acceptance_for_thinking=False),
+            Settings(use_relaxed_acceptance_for_thinking=True),
+            "use_relaxed_acceptance_for_thinking: --one says false, --two says true; drop one",
+        ),
+    ],
+)
+def test_contradictions_name_both(one: Settings, two: Settings, line: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        merge([Source("--one", one), Source("--none", Settings()), Source("--two", two)])
+    assert str(caught.value) == line
+
+
+def test_relaxed_values_that_nothing_switches_on() -> None:
+    given = Settings(relaxed_topk=10, end_thinking_phase_token=7)
+    assert merge([Source("--one", given)]).notes == (
+        "relaxed_topk: no effect without use_relaxed_acceptance_for_thinking",
+        "end_thinking_phase_token: no effect without use_relaxed_acceptance_for_thinking",
+    )
+
+
+def test_an_engine_is_what_it_is() -> None:
+    build = fake_manifest(nextn=3).build
+    assert build.drafter == "mtp-eagle"
+    check_engine(Settings(), build)
+    check_engine(Settings(nextn=3, drafter="mtp-eagle"), build)
+    check_engine(Settings(drafter="mtp-vanilla"), fake_manifest(nextn=0).build)
+    with pytest.raises(UsageError, match="asks for nextn 2, the engine was built for nextn 3: le"):
+        check_engine(Settings(nextn=2), build)
+    with pytest.raises(
+        UsageError, match=r"asks for drafter mtp-vanilla, .* built with mtp-eagle: "
+    ):
+        check_engine(Settings(drafter="mtp-vanilla"), build)
+
+
+def test_one_limit() -> None:
+    assert NEXTN_LIMIT == PLAN_LIMIT

@@ -1,0 +1,212 @@
+"""vLLM's --speculative-config: what is taken, what is refused and with which words."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mtpbuild.runtime.compat.keys import VLLM, VLLM_METHODS
+from mtpbuild.runtime.compat.settings import (
+    Settings,
+    parse_speculative_config,
+    require_supported,
+)
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.synthetic import synthetic_rates
+
+SYNTHETIC = {"method": "mtp", "rejection_sample_method": "synthetic"}
+
+
+def in_json(**keys: Any) -> str:
+    return json.dumps(keys)
+
+
+def refused_json(text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        parse_speculative_config(text)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ('{"method": "mtp", "num_speculative_tokens": 3}', Settings(nextn=3)),
+        ('{"method": "MTP", "num_speculative_tokens": 15}', Settings(nextn=15)),
+        ('{"num_speculative_tokens": 0}', Settings(nextn=0)),
+        ("{}", Settings()),
+        ('{"method": null, "num_speculative_tokens": null}', Settings()),
+        (
+            '{"rejection_sample_method": "block", "draft_sample_method": "probabilistic"}',
+            Settings(rejection_sample_method="block", draft_sample_method="probabilistic"),
+        ),
+        (
+            in_json(**SYNTHETIC, synthetic_acceptance_rates=[1, 0.5]),
+            Settings(rejection_sample_method="synthetic", synthetic_acceptance_rates=(1.0, 0.5)),
+        ),
+        (
+            in_json(**SYNTHETIC, synthetic_acceptance_length=2.5, num_speculative_tokens=3),
+            Settings(nextn=3, rejection_sample_method="synthetic", synthetic_acceptance_length=2.5),
+        ),
+        ('{"draft_tensor_parallel_size": 1, "disable_by_batch_size": null}', Settings()),
+    ],
+)
+def test_vllm(text: str, settings: Settings) -> None:
+    assert parse_speculative_config(text) == settings
+
+
+@pytest.mark.parametrize("alias", VLLM_METHODS.aliases)
+def test_older_method_names(alias: str) -> None:
+    line = f"--speculative-config: method '{alias}' is deprecated: write 'mtp'"
+    found = parse_speculative_config(in_json(num_speculative_tokens=1, method=alias))
+    assert found == Settings(nextn=1, notes=(line,))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not JSON at its end"),
+        ('{"method": "mtp"', "not JSON at its end"),
+        ("method=mtp", "not JSON at character 1, 'method=mtp'"),
+        ("{'method': 'mtp'}", "JSON writes double quotes, not '"),
+        ('{"a": True}', "not JSON at character 7, 'True}': JSON writes true, not True"),
+        ('{"a": None}', "not JSON at character 7, 'None}': JSON writes null, not None"),
+        ("[" * 100_000, "not JSON, nested too deep"),
+        ("3", "must be an object of keys and values, not 3"),
+        ('["mtp"]', "must be an object of keys and values, not ['mtp']"),
+        ('{"method": "mtp", "method": "mtp"}', "'method' is given twice"),
+        ('{"num_speculative_tokens": 16}', "num_speculative_tokens 16 is outside 0..15"),
+        ('{"num_speculative_tokens": -1}', "num_speculative_tokens -1 is outside 0..15"),
+        (
+            '{"num_speculative_tokens": "3"}',
+            "num_speculative_tokens must be a whole number of 0..15, not '3'",
+        ),
+        (
+            '{"num_speculative_tokens": true}',
+            "num_speculative_tokens must be a whole number of 0..15, not True",
+        ),
+        (
+            '{"num_speculative_tokens": 3.0}',
+            "num_speculative_tokens must be a whole number of 0..15, not 3.0",
+        ),
+        (
+            '{"num_speculative_token": 3}',
+            "unknown key 'num_speculative_token'; did you mean 'num_speculative_tokens'?",
+        ),
+        (
+            '{"max_draft_len": 3}',
+            "unknown key 'max_draft_len'; did you mean 'num_speculative_tokens'?",
+        ),
+        ('{"nextn": 3}', "unknown key 'nextn'; did you mean 'num_speculative_tokens'?"),
+        (
+            '{"tensor_parallel_size": 8}',
+            "unknown key 'tensor_parallel_size'; did you mean 'draft_tensor_parallel_size'?",
+        ),
+        (
+            '{"zzz": 3}',
+            "unknown key 'zzz'; known: num_speculative_tokens, rejection_sample_method, "
+            "draft_sample_method, synthetic_acceptance_rates, synthetic_acceptance_length",
+        ),
+        (
+            '{"rejection_sample_method": "exact"}',
+            "rejection_sample_method 'exact' is unknown; known: standard, synthetic, block",
+        ),
+        (
+            '{"draft_sample_method": 1}',
+            "draft_sample_method 1 is unknown; known: greedy, probabilistic",
+        ),
+        (
+            in_json(**SYNTHETIC),
+            "rejection_sample_method 'synthetic' needs exactly one of synthetic_acceptance_rates "
+            "and synthetic_acceptance_length",
+        ),
+        (
+            in_json(**SYNTHETIC, synthetic_acceptance_rates=[1], synthetic_acceptance_length=2),
+            "rejection_sample_method 'synthetic' needs exactly one of synthetic_acceptance_rates "
+            "and synthetic_acceptance_length",
+        ),
+        (
+            '{"synthetic_acceptance_rates": [1]}',
+            "synthetic_acceptance_rates needs rejection_sample_method 'synthetic'",
+        ),
+        (
+            '{"rejection_sample_method": "block", "synthetic_acceptance_length": 2}',
+            "synthetic_acceptance_length needs rejection_sample_method 'synthetic'",
+        ),
+        (
+            in_json(**SYNTHETIC, synthetic_acceptance_rates=[0.5, 0.6]),
+            "synthetic_acceptance_rates must not increase, as in [0.5, 0.6]",
+        ),
+        (
+            in_json(**SYNTHETIC, synthetic_acceptance_rates=[1.5]),
+            "synthetic_acceptance_rates must be a number of 0..1, not 1.5",
+        ),
+        (
+            in_json(**SYNTHETIC, synthetic_acceptance_rates=[]),
+            "synthetic_acceptance_rates must be a list of rates, not []",
+        ),
+        (
+            in_json(**SYNTHETIC, synthetic_acceptance_length=0.5),
+            "synthetic_acceptance_length must be a number of 1..16, not 0.5",
+        ),
+        (
+            '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": NaN}',
+            "synthetic_acceptance_length must be a number of 1..16, not nan",
+        ),
+    ],
+)
+def test_vllm_refused(text: str, says: str) -> None:
+    line = refused_json(text)
+    assert line.startswith("--speculative-config: ")
+    assert line.endswith(says)
+
+
+def test_synthetic_rates_and_nextn_of_one_configuration() -> None:
+    rates = in_json(**SYNTHETIC, num_speculative_tokens=3, synthetic_acceptance_rates=[1, 0])
+    assert refused_json(rates) == (
+        "synthetic_acceptance_rates has 2 rates, nextn is 3: one for each"
+    )
+    length = in_json(**SYNTHETIC, num_speculative_tokens=3, synthetic_acceptance_length=4.5)
+    assert refused_json(length) == "synthetic_acceptance_length 4.5 is outside 1..4"
+
+
+@pytest.mark.parametrize(
+    ("length", "wanted"),
+    [
+        (1, (0, 0, 0)),
+        (1.25, (0.25, 0, 0)),
+        (2, (1, 0, 0)),
+        (3.5, (1, 1, 0.5)),
+        (4, (1, 1, 1)),
+    ],
+)
+def test_a_synthetic_length_becomes_rates(length: float, wanted: tuple[float, ...]) -> None:
+    assert synthetic_rates(None, length, 3) == wanted
+    assert 1 + sum(wanted) == length
+
+
+@pytest.mark.parametrize("key", VLLM.no_effect)
+def test_vllm_keys_without_effect(key: str) -> None:
+    [line] = parse_speculative_config(in_json(**{key: 3})).notes
+    assert line.split("; ")[0] == f"--speculative-config: {key}: no effect"
+
+
+@pytest.mark.parametrize("key", VLLM.later)
+def test_the_same_of_vllm(key: str) -> None:
+    with pytest.raises(UsageError, match=rf"^--speculative-config: {key} 8 is not supported by"):
+        require_supported(parse_speculative_config(in_json(**{key: 8})))
+
+
+@pytest.mark.parametrize("name", VLLM_METHODS.others)
+def test_other_methods(name: str) -> None:
+    assert refused_json(in_json(method=name)) == (
+        f"--speculative-config: method: '{name}' is not supported by mtpbuild; supported: mtp"
+    )
+
+
+@pytest.mark.parametrize("name", ["mpt", 3, ["mtp"]])
+def test_unknown_methods(name: object) -> None:
+    assert refused_json(in_json(method=name)) == (
+        f"--speculative-config: method: unknown method {name!r}, known: mtp, ngram, ngram_gpu, "
+        "medusa, mlp_speculator, draft_model, suffix, custom_class, eagle, eagle3, "
+        "extract_hidden_states, dflash, dspark"
+    )

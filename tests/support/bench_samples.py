@@ -1,0 +1,81 @@
+"""Hand-made measurements and engines without weights, for the tests of `mtpbuild bench`."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.bench.dataset import Prompt
+from mtpbuild.builder.bench.figures import (
+    Row,
+    rows,
+)
+from mtpbuild.builder.bench.machine import describe_machine
+from mtpbuild.builder.bench.measure import Contender, Measured, Sample
+from mtpbuild.builder.bench.report import Report
+from mtpbuild.builder.plan import Nextn
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
+from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+
+
+def small_tokens(history: Sequence[int]) -> int:
+    """Next tokens that even the smallest vocabulary has, and never an end of sequence."""
+    return 2 + sum((i + 1) * t for i, t in enumerate(history)) % 50
+
+
+def prompt(kind: str = "code", number: int = 0, length: int = 4, most: int = 8) -> Prompt:
+    return Prompt(kind, number, [0, *range(2, length + 1)], SamplingParams(most))
+
+
+def drafting(histogram: list[int], drafted: int) -> SpeculativeDecoding:
+    acceptance = Acceptance(len(histogram) - 1)
+    acceptance.histogram, acceptance.drafted = histogram, drafted
+    return acceptance.report()
+
+
+def sample(kind: str, times: Sequence[float], histogram: list[int], begun: float = 0.0) -> Sample:
+    """A request whose whole steps' tokens were all kept."""
+    tokens = sum((j + 1) * steps for j, steps in enumerate(histogram))
+    assert sum(histogram) == len(times)
+    nextn = len(histogram) - 1
+    report = drafting(histogram, nextn * (len(times) - 1))
+    return Sample(prompt(kind), begun, list(times), list(range(tokens)), report)
+
+
+def by_hand() -> dict[Nextn, Measured]:
+    """Two requests. nextn 0: 5 tokens, 2 s each. nextn 2: the same 5 in 3 steps of 3 s, and 4."""
+    base = [sample("code", [3, 5, 7, 9, 11], [5]), sample("talk", [2, 4, 6, 8, 10], [5])]
+    fast = [sample("code", [4, 7, 10], [1, 2, 0]), sample("talk", [3, 6, 10, 13], [3, 1, 0])]
+    return {
+        0: Measured([[s] for s in base], steps=[2.0, 2.0, 9.0]),
+        2: Measured([[s] for s in fast], steps=[3.0, 3.0, 1.0], verify=[2.5]),
+    }
+
+
+def fake_engine(nextn: int, **build: Any) -> Engine:
+    manifest = fake_manifest(nextn=nextn, max_seq_len=1024, **build)
+    return Engine(FakePrograms(manifest), manifest, fake_tokenizer())
+
+
+def contender(nextn: int, **build: Any) -> Contender:
+    verifier = fake_engine(nextn, **build) if nextn else None
+    drafter = "mtp-eagle" if nextn else None
+    return Contender(nextn, drafter, fake_engine(nextn, **build), verifier)
+
+
+def report_of(measured: dict[Nextn, Measured], made: list[Row]) -> Report:
+    folders = {nextn: f"engines/fake_n{nextn}" for nextn in measured}
+    settings = {"concurrency": 1, "sampling": asdict(SamplingParams())}
+    return Report("fake", describe_machine(2), settings, folders, made, measured)
+
+
+def made_by_hand() -> Report:
+    measured = by_hand()
+    return report_of(measured, rows([contender(0), contender(2)], measured))
+
+
+def write_lines(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path

@@ -1,0 +1,184 @@
+"""Random DeepSeek-V3 checkpoints of odd shapes, in the Hugging Face layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
+
+from mtpbuild.builder.models.common.share import WHOLE, Share
+from mtpbuild.builder.models.deepseek_v3.config import load_config, parse_config
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.deepseek_v3.reference import MTPModule, Transformer
+from mtpbuild.builder.models.deepseek_v3.weights import weight_table
+
+BASE: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 3,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+# What each shape is there for; oracles O1 to O3 run on all of them.
+SHAPES: dict[str, dict[str, Any]] = {
+    "yarn-three-modules": {},
+    "no-q-lora-one-module": {
+        "q_lora_rank": None,
+        "n_routed_experts": 24,  # gathered, not dense
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": None,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    },
+    "ragged-no-interleave": {
+        "hidden_size": 40,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 14,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "n_routed_experts": 6,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "num_nextn_predict_layers": 2,
+        "rope_interleave": False,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "all-dense-no-modules": {"first_k_dense_replace": 3, "num_nextn_predict_layers": 0},
+}
+
+
+def make_model(seed: int = 0, **overrides: Any) -> Transformer:
+    """A plain model with random weights that spread the logits (near-ties are rare)."""
+    config = {k: v for k, v in (BASE | overrides).items() if v is not None}
+    if overrides.get("q_lora_rank", 1) is None:
+        config["q_lora_rank"] = None
+    torch.manual_seed(seed)
+    model = Transformer(parse_config(config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.35)
+            else:
+                parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    return model
+
+
+def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> Transformer:
+    """A random model in which token v is mostly followed by a fixed permutation of it.
+
+    Main model and modules both see it, so natural drafts are often, not always, accepted.
+    """
+    model = make_model(seed, **overrides)
+    c = model.config
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight.normal_()
+        after = torch.randperm(c.vocab_size)
+        model.lm_head.weight[after] += strength * embedding
+        for module in list(model.model.layers)[c.num_hidden_layers :]:
+            assert isinstance(module, MTPModule)
+            module.eh_proj.weight.normal_(std=0.1)
+            module.eh_proj.weight[:, : c.hidden_size] += torch.eye(c.hidden_size)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.12)
+    return model
+
+
+def save_checkpoint(folder: Path, model: Transformer, **overrides: Any) -> Path:
+    """Write config.json and model.safetensors as DeepSeek's repositories have them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {k: v for k, v in (BASE | overrides).items() if v is not None or k == "q_lora_rank"}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def random_checkpoint(folder: Path, seed: int = 0, **overrides: Any) -> Path:
+    return save_checkpoint(folder, make_model(seed, **overrides), **overrides)
+
+
+def load_reference(folder: Path) -> Transformer:
+    """The plain model with a checkpoint's weights in fp32."""
+    from safetensors.torch import load_file
+
+    model = Transformer(load_config(folder)).eval()
+    weights = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
+    model.load_state_dict(weights)
+    return model
+
+
+def lower(reference: Transformer, share: Share = WHOLE) -> DeepseekV3:
+    """The program's model with the plain model's weights, through the table of weights."""
+    tensors = reference.state_dict()
+    model = DeepseekV3(reference.config, share)
+    weights = {
+        name: torch.tensor([share.rank])
+        for name, _ in model.named_parameters()
+        if name.rpartition(".")[2] == "rank"
+    }
+    for weight in weight_table(reference.config, share):
+        sources = (share.cut(s.name, s.axis, tensors[s.name]) for s in weight.sources)
+        weights[weight.name] = weight.transform(*sources).contiguous()
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def write_tokenizer(path: Path, size: int = 1) -> None:
+    """A byte-level tokenizer of so many tokens."""
+    tokenizer = Tokenizer(models.BPE(vocab={f"t{i}": i for i in range(size)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path))

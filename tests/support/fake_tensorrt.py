@@ -1,0 +1,342 @@
+"""TensorRT-RTX's Python module with onnxruntime inside: its engines are ONNX files that run.
+
+It refuses what the real one refuses (KVCacheUpdate's rules, sizes outside the profile, a foreign
+GPU or version) and asserts what would be undefined: tensors without memory, aliases apart, scratch
+memory that is too small, a capture without a warm-up.
+"""
+
+import ctypes
+import json
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from tests.support.fake_cuda import STREAM, FakeCuda
+
+SCRATCH = 4096  # bytes that a program needs, and one more per output
+DTYPES = {"tensor(int64)": np.int64, "tensor(bool)": np.bool_, "tensor(float)": np.float32}
+
+
+class ILogger:
+    ERROR, INTERNAL_ERROR, WARNING = 1, 0, 2
+
+    def log(self, severity: int, text: str) -> None: ...
+
+
+class BuilderFlag(IntEnum):
+    TF32 = 7
+
+
+class Flag(IntEnum):
+    STRONGLY_TYPED = 1
+
+
+class ComputeCapability(IntEnum):
+    SM75, SM80, SM86, SM89, SM120, SM121 = 75, 80, 86, 89, 120, 121
+
+
+class Strategy(IntEnum):
+    STATIC, ON_PROFILE_CHANGE, USER_MANAGED = 0, 1, 2
+
+
+class FakeTensorRt:
+    """The module. `gpu` is what its contexts run on; `flags` what the last build had on."""
+
+    ILogger, BuilderFlag, ComputeCapability = ILogger, BuilderFlag, ComputeCapability
+    NetworkDefinitionCreationFlag = Flag
+    ExecutionContextAllocationStrategy = Strategy
+
+    def __init__(self, gpu: FakeCuda | None = None, version: str = "1.7.1.116") -> None:
+        self.gpu, self.__version__ = gpu or FakeCuda(), version
+        self.flags: set[BuilderFlag] = set()
+        self.contexts: list[Context] = []
+
+    def Builder(self, logger: Any) -> "Builder":  # noqa: N802  # TensorRT's names
+        return Builder(self, logger)
+
+    def OnnxParser(self, network: "Network", logger: Any) -> "Parser":  # noqa: N802
+        return Parser(network)
+
+    def Runtime(self, logger: Any) -> "Runtime":  # noqa: N802
+        return Runtime(self, logger)
+
+    def Refitter(self, engine: "Engine", logger: Any) -> "Refitter":  # noqa: N802
+        return Refitter(engine, logger)
+
+    def Weights(self, dtype: str, address: int, size: int) -> "Weights":  # noqa: N802
+        return Weights(dtype, address, size)
+
+    def nptype(self, dtype: type) -> type:
+        return dtype
+
+
+@dataclass
+class Weights:
+    """Of a type that NumPy does not have."""
+
+    dtype: str
+    address: int
+    size: int
+
+
+class Network:
+    model: onnx.ModelProto
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.model.graph.input)
+
+    def get_input(self, index: int) -> Any:
+        value = self.model.graph.input[index]
+        sizes = [d.dim_value or -1 for d in value.type.tensor_type.shape.dim]
+        return SimpleNamespace(name=value.name, shape=tuple(sizes))
+
+
+class Parser:
+    """Takes what the real one takes of our graphs; the rules of caches are the builder's."""
+
+    def __init__(self, network: Network) -> None:
+        self.network, self.errors = network, list[str]()
+
+    @property
+    def num_errors(self) -> int:
+        return len(self.errors)
+
+    def get_error(self, index: int) -> Any:
+        return SimpleNamespace(desc=lambda: self.errors[index])
+
+    def parse_from_file(self, path: str) -> bool:
+        model = ir.load(Path(path))
+        ir.external_data.load_to_model(model)
+        self.network.model = ir.to_proto(model)
+        if not list(model.graph):
+            self.errors.append("ModelProto has no graph.\n")
+        foreign = {n.op_type for n in self.network.model.graph.node if n.domain}
+        self.errors += [f"no importer registered for op: {name}\n" for name in sorted(foreign)]
+        return not self.errors
+
+
+class Profile:
+    def __init__(self) -> None:
+        self.shapes: dict[str, list[tuple[int, ...]]] = {}
+
+    def set_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
+        assert len(shapes) == 3
+        self.shapes[name] = [tuple(shape) for shape in shapes]
+
+
+class Config:
+    def __init__(self) -> None:
+        self.num_compute_capabilities, self.builder_optimization_level = 0, 3
+        self.capabilities: dict[int, ComputeCapability] = {}
+        self.flags, self.profiles = {BuilderFlag.TF32}, list[Profile]()
+
+    def clear_flag(self, flag: BuilderFlag) -> None:
+        self.flags.discard(flag)
+
+    def set_compute_capability(self, capability: ComputeCapability, index: int) -> None:
+        assert 0 <= index < self.num_compute_capabilities
+        self.capabilities[index] = capability
+
+    def add_optimization_profile(self, profile: Profile) -> None:
+        self.profiles.append(profile)
+
+
+class Builder:
+    def __init__(self, trt: FakeTensorRt, logger: Any) -> None:
+        self.trt, self.logger = trt, logger
+
+    def create_network(self, flags: int) -> Network:
+        assert flags == 1 << Flag.STRONGLY_TYPED
+        return Network()
+
+    def create_builder_config(self) -> Config:
+        return Config()
+
+    def create_optimization_profile(self) -> Profile:
+        return Profile()
+
+    def build_serialized_network(self, network: Network, config: Config) -> bytes | None:
+        graph = network.model.graph
+        assert len(config.capabilities) == config.num_compute_capabilities > 0
+        self.trt.flags = config.flags
+        varying = {
+            i.name for i in map(network.get_input, range(network.num_inputs)) if -1 in i.shape
+        }
+        shapes = config.profiles[0].shapes if config.profiles else {}
+        problem = None if set(shapes) == varying else "a varying size has no profile"
+        inputs, outputs = ({v.name: v for v in side} for side in (graph.input, graph.output))
+        for node in graph.node:
+            if node.op_type == "TensorScatter":
+                if node.input[0] not in inputs or node.output[0] not in outputs:
+                    problem = "the cache of a KVCacheUpdate is a network input and output"
+                elif not _has_four_fixed_sizes(inputs[node.input[0]]):
+                    problem = "a KVCacheUpdate wants a cache of 4 fixed dimensions"
+            if node.op_type == "TopK" and _sorts_more(graph, node, 3840):
+                problem = "TopK takes at most 3840"
+        if problem:
+            self.logger.log(ILogger.ERROR, problem)
+            return None
+        header = json.dumps({"profile": shapes, "version": self.trt.__version__})
+        return header.encode() + b"\n" + network.model.SerializeToString()
+
+
+def _has_four_fixed_sizes(value: Any) -> bool:
+    sizes = [d.dim_value for d in value.type.tensor_type.shape.dim]
+    return len(sizes) == 4 and 0 not in sizes
+
+
+def _sorts_more(graph: Any, node: Any, most: int) -> bool:
+    values = {i.name: i for i in graph.initializer}
+    count = values.get(node.input[1])
+    return count is not None and int(onnx.numpy_helper.to_array(count).item()) > most
+
+
+class Runtime:
+    def __init__(self, trt: FakeTensorRt, logger: Any) -> None:
+        self.trt, self.logger = trt, logger
+
+    def deserialize_cuda_engine(self, data: bytes) -> "Engine | None":
+        try:
+            header, _, graph = data.partition(b"\n")
+            return Engine(self.trt, json.loads(header), graph)
+        except ValueError:
+            self.logger.log(ILogger.ERROR, "Magic tag does not match")
+            return None
+
+
+class Engine:
+    def __init__(self, trt: FakeTensorRt, header: dict[str, Any], graph: bytes) -> None:
+        self.trt, self.profile, self.graph = trt, header["profile"], graph
+        self.stripped: dict[str, list[int]] = header.get("stripped", {})
+        if not self.stripped:
+            self._open(graph)
+
+    def _open(self, graph: bytes) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 3
+        self.session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        self.inputs = {v.name: v for v in self.session.get_inputs()}
+        self.outputs = {v.name: v for v in self.session.get_outputs()}
+        self.tensors = self.inputs | self.outputs
+        nodes = onnx.load_from_string(graph).graph.node
+        self.aliases = {n.output[0]: n.input[0] for n in nodes if n.op_type == "TensorScatter"}
+        self.device_memory_size_v2 = SCRATCH + len(self.outputs)
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.tensors)
+
+    def get_tensor_name(self, index: int) -> str:
+        return list(self.tensors)[index]
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return DTYPES[self.tensors[name].type]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(d if isinstance(d, int) else -1 for d in self.tensors[name].shape)
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        return self.aliases.get(name)
+
+    def create_execution_context(self, strategy: Strategy) -> "Context":
+        assert strategy is Strategy.USER_MANAGED
+        self.trt.contexts.append(Context(self))
+        return self.trt.contexts[-1]
+
+
+def without_weights(data: bytes) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
+    """An engine as `--strip-weights` has it, and the floats that are no longer in it."""
+    header, _, graph = data.partition(b"\n")
+    model = onnx.load_from_string(graph)
+    floats = [i for i in model.graph.initializer if i.data_type == onnx.TensorProto.FLOAT]
+    for initializer in floats:
+        model.graph.initializer.remove(initializer)
+    stripped = {"stripped": {i.name: list(i.dims) for i in floats}}
+    header = json.dumps(json.loads(header) | stripped).encode()
+    weights = {i.name: onnx.numpy_helper.to_array(i) for i in floats}
+    return header + b"\n" + model.SerializeToString(), weights
+
+
+class Refitter:
+    def __init__(self, engine: Engine, logger: Any) -> None:
+        self.engine, self.logger = engine, logger
+        self.given: dict[str, np.ndarray[Any, Any]] = {}
+
+    def get_all_weights(self) -> list[str]:
+        return list(self.engine.stripped)
+
+    def get_weights_prototype(self, name: str) -> Any:
+        return SimpleNamespace(size=math.prod(self.engine.stripped[name]))
+
+    def set_named_weights(self, name: str, weights: np.ndarray[Any, Any]) -> bool:
+        self.given[name] = weights
+        return weights.size == math.prod(self.engine.stripped[name])
+
+    def refit_cuda_engine(self) -> bool:
+        model = onnx.load_from_string(self.engine.graph)
+        for name, dims in self.engine.stripped.items():
+            array = self.given[name].reshape(dims)
+            model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+        self.engine._open(model.SerializeToString())
+        return True
+
+
+class Context:
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.gpu = engine, engine.trt.gpu
+        self.addresses: dict[str, int] = {}
+        self.shapes = {name: engine.get_tensor_shape(name) for name in engine.inputs}
+        self.scratch = 0, 0
+        self.runs = 0
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert size >= self.engine.device_memory_size_v2
+        assert self.gpu.on_device(address, size)
+        self.scratch = address, size
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        least, _, most = self.engine.profile[name]
+        fits = all(a <= b <= c for a, b, c in zip(least, shape, most, strict=True))
+        if fits:
+            self.shapes[name] = shape
+        return fits
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        assert address % 256 == 0
+        self.addresses[name] = address
+        return name in self.engine.tensors
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert stream == STREAM
+        assert self.scratch[1], "memory is the caller's"
+        assert not any(-1 in shape for shape in self.shapes.values()), "a size is not set"
+        assert self.addresses.keys() == self.engine.tensors.keys()
+        for output, cache in self.engine.aliases.items():
+            assert self.addresses[output] == self.addresses[cache], "in place"
+        assert self.runs or self.gpu.captured is None, "a warm-up comes first"
+        places, shapes = dict(self.addresses), dict(self.shapes)
+        self.gpu.queue(lambda: self._run(places, shapes))
+        return True
+
+    def _run(self, places: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
+        self.runs += 1
+        ctypes.memset(*self.scratch[:1], 0xFF, self.scratch[1])
+        feed = {name: self._array(name, places[name], shape) for name, shape in shapes.items()}
+        results = self.engine.session.run(None, {name: a.copy() for name, a in feed.items()})
+        for name, result in zip(self.engine.outputs, results, strict=True):
+            self._array(name, places[name], result.shape)[...] = result
+
+    def _array(self, name: str, address: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        dtype = np.dtype(self.engine.get_tensor_dtype(name))
+        size = math.prod(shape) * dtype.itemsize
+        assert self.gpu.on_device(address, size), f"{name} has memory of its size"
+        return np.frombuffer((ctypes.c_byte * size).from_address(address), dtype).reshape(shape)

@@ -1,0 +1,252 @@
+"""A fake at the seam: programs without weights, their manifest, a small real tokenizer."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
+from mtpbuild.runtime.programs.base import MAX_LOGPROBS, Bools, Ints, StepOutput
+from mtpbuild.runtime.tokenizer import Tokenizer
+
+BOS, EOS = 0, 1
+THINKING = 300, 301
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' + m.role) }}"
+    "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+NextToken = Callable[[Sequence[int]], int]
+
+
+def fake_manifest(
+    *,
+    nextn: int = 3,
+    max_batch: int = 1,
+    max_seq_len: int = 64,
+    prefill_chunk: int = 4,
+    vocab_size: int = 320,
+    eos: tuple[int, ...] = (EOS,),
+    lookahead: int = 1,
+    ranks: int = 1,
+) -> Manifest:
+    """ranks: that have requests of their own."""
+    return Manifest(
+        mtpbuild="0",
+        model=ModelInfo(
+            name="fake",
+            architecture="DeepseekV3ForCausalLM",
+            parameters=0,
+            vocab_size=vocab_size,
+            num_hidden_layers=1,
+            num_nextn_predict_layers=1,
+            max_position_embeddings=max_seq_len,
+            bos_token_id=BOS,
+            eos_token_ids=eos,
+            thinking_token_ids=THINKING,
+        ),
+        build=BuildInfo(
+            nextn=nextn,
+            drafter="mtp-eagle" if nextn else None,
+            max_batch=max_batch,
+            max_seq_len=max_seq_len,
+            prefill_chunk=prefill_chunk,
+            weights="float32",
+            fingerprint="0",
+            tp=ranks,
+            attention_dp=ranks > 1,
+        ),
+        target=TargetInfo(name="onnxruntime", hardware="cpu", versions={}),
+        capabilities={},
+        lookahead=lookahead,
+        programs={},
+        state=(),
+        files={},
+    )
+
+
+def mixed(history: Sequence[int]) -> int:
+    """A next token that depends on every token and its place; never a special one."""
+    return 2 + sum((i + 1) * t for i, t in enumerate(history)) % 250
+
+
+def scripted(prompt_length: int, tokens: Sequence[int]) -> NextToken:
+    """Says `tokens` after any prompt of that length, over and over."""
+    return lambda history: tokens[(len(history) - prompt_length) % len(tokens)]
+
+
+def continuation(prompt: Sequence[int], count: int, next_token: NextToken = mixed) -> list[int]:
+    """What plain decoding, a token at a time, gives."""
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history))
+    return history[len(prompt) :]
+
+
+class FakePrograms:
+    """Says what `next_token` says; `draft_is_right` decides per absolute position of a draft.
+
+    Checks what the loop promises: chunks in order and of the right size, the tokens behind a chunk,
+    enough rows, no gap below a running slot of a rank, no move to another rank. `steps` counts
+    decode steps, `slots` notes how many slots each computed (on the fullest rank), `moves` who
+    moved where, `told` each nextn that an adaptive engine's loop chose; `fail` raises in the next
+    step.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        next_token: NextToken = mixed,
+        draft_is_right: Callable[[int], bool] = lambda position: True,
+        step_s: float = 0.0,
+    ) -> None:
+        self.lookahead = manifest.lookahead
+        self.next_token, self.draft_is_right, self.step_s = next_token, draft_is_right, step_s
+        self.build, self.window = manifest.build, manifest.window
+        self.capacity = manifest.build.max_seq_len + manifest.window  # cache rows
+        B = manifest.build.slots
+        self.history: list[list[int]] = [[] for _ in range(B)]  # all known tokens of a slot
+        self.drafts: list[list[int]] = [[] for _ in range(B)]
+        self.controls = [GREEDY] * B
+        self.chunks: list[tuple[int, int, list[int]]] = []  # slot, start, tokens with lookahead
+        self.slots: list[int] = []
+        self.moves: list[tuple[int, int]] = []
+        self.told: list[int] = []
+        self.steps = 0
+        self.fail: BaseException | None = None
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        assert tokens.dtype == np.int64
+        count = len(tokens) - self.lookahead
+        assert 1 <= count <= self.build.prefill_chunk
+        self.history[slot] = self.history[slot][:start]
+        assert len(self.history[slot]) == start, "chunks come in order"
+        self.chunks.append((slot, start, tokens.tolist()))
+        self.history[slot] += tokens.tolist()[:count]
+
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        self.controls[slot] = controls
+        self.history[slot] = [*self.history[slot][:length], newest]
+        self.drafts[slot] = []
+
+    def move(self, source: int, target: int) -> None:
+        self.moves.append((source, target))
+        assert source // self.build.max_batch == target // self.build.max_batch
+        self.history[target], self.history[source] = self.history[source], []
+        self.drafts[target], self.drafts[source] = self.drafts[source], []
+        self.controls[target] = self.controls[source]
+
+    def draft(self, nextn: int) -> None:
+        self.told.append(nextn)
+        self.window = nextn + 1
+        self.drafts = [drafts[:nextn] for drafts in self.drafts]
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        if self.fail:
+            raise self.fail
+        time.sleep(self.step_s)
+        self.steps += 1
+        B, T = len(self.history), self.window
+        assert active.shape == (B,)
+        ranks = active.reshape(self.build.serving, -1)
+        self.slots.append(int(ranks.sum(1).max()))
+        for rank in ranks:
+            assert rank[: rank.sum()].all(), "running slots are the lowest"
+        assert rows <= self.capacity
+        tokens, window = np.full((B, T), -1), np.zeros((B, T), np.int64)
+        counts, num_drafts = np.zeros(B, np.int64), np.zeros(B, np.int64)
+        for b in np.flatnonzero(active).tolist():
+            assert rows >= len(self.history[b]) - 1 + T, "rows must bound every active slot"
+            num_drafts[b] = len(self.drafts[b])
+            window[b, : num_drafts[b] + 1] = [self.history[b][-1], *self.drafts[b]]
+            emitted = self._accept(b)
+            counts[b] = len(emitted)
+            tokens[b, : len(emitted)] = emitted
+        zeros = np.zeros((B, T), np.float32)
+        top_ids = tokens[..., None] + np.arange(MAX_LOGPROBS)  # the token and those behind it
+        top = np.broadcast_to(-np.arange(MAX_LOGPROBS, dtype=np.float32), top_ids.shape)
+        return StepOutput(tokens, counts, window, num_drafts, zeros, zeros, top_ids, top)
+
+    def _accept(self, b: int) -> list[int]:
+        history, emitted = self.history[b], []
+        for draft in [*self.drafts[b], None]:
+            emitted.append(self.next_token(history))
+            history.append(emitted[-1])
+            if emitted[-1] != draft:
+                break
+        guess = list(history)
+        for _ in range(self.window - 1):
+            right = self.next_token(guess)
+            wrong = (right + 1) % 250
+            guess.append(right if self.draft_is_right(len(guess)) else wrong)
+        self.drafts[b] = guess[len(history) :]
+        return emitted
+
+
+class LaggingPrograms(FakePrograms):
+    """A device of its own: a step moves the slots when it is launched, tokens are there later.
+
+    Of launched steps the newest two can be read, in order; the arrays of older ones hold garbage.
+    `most_unread` is how many waited to be read at most; `fail_landing` raises in who reads.
+    """
+
+    def __init__(self, manifest: Manifest, **settings: Any) -> None:
+        super().__init__(manifest, **settings)
+        self.capacity += manifest.window
+        self.unread: list[StepOutput] = []
+        self.most_unread = 0
+        self.fail_landing: BaseException | None = None
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        return self.launch(active, rows)()
+
+    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
+        output = super().step(active, rows)
+        self.unread.append(output)
+        self.most_unread = max(self.most_unread, len(self.unread))
+        if len(self.unread) > 2:
+            spoilt = self.unread.pop(0)
+            spoilt.tokens[:] = spoilt.num_tokens[:] = 99
+
+        def land() -> StepOutput:
+            if self.fail_landing:
+                self.unread.clear()  # nothing that was launched before can be read
+                raise self.fail_landing
+            assert any(output is other for other in self.unread), "too late, or out of order"
+            while self.unread.pop(0) is not output:
+                pass
+            return output
+
+        return land
+
+
+def backend_tokenizer() -> tokenizers.Tokenizer:
+    """Byte-level BPE as DeepSeek's, trained on a few words; adds the BOS."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["def hello(world): return 1 + 2  # größer, 你好, 🙂"] * 3, trainer)
+    backend.add_tokens(["<think>", "｜end｜"])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    return backend
+
+
+def fake_tokenizer(backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
+    return Tokenizer(
+        backend or backend_tokenizer(), chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>"
+    )

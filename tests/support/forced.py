@@ -1,0 +1,125 @@
+"""Drives a request step by step and compares every step with recomputation.
+
+Drafts are tampered with, so that every acceptance count and draft count occurs. With MTP Eagle the
+true continuation is written into `window`, wrong from a random place on. With MTP vanilla it may
+not be: its caches hold rows made from the drafts it drew itself, exact only because what is
+accepted is what was drafted; there drafts are only spoilt, and the model must be predictable.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.runtime.programs.base import Adaptive, Programs
+from tests.reference.recompute import draft_logits, greedy
+
+GARBAGE = 1e20  # on a CPU unseen rows weigh 1e-32 (`floored_softmax`)
+TIE = 1e-3  # logits nearer than this may be ranked either way
+
+
+class Inspectable(Programs, Protocol):
+    @property
+    def state(self) -> dict[str, NDArray[Any]]: ...
+
+
+@dataclass
+class Seen:
+    """Which acceptance counts and draft counts a run went through."""
+
+    accepted: set[int] = field(default_factory=set)
+    num_drafts: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Run:
+    """One request in one slot. nextn K, drafter None for an engine without drafts.
+
+    Of adaptive programs, each step is told some other nextn up to K.
+    """
+
+    programs: Inspectable
+    reference: Transformer
+    nextn: int
+    drafter: str | None
+    chunk: int
+    rng: np.random.Generator
+    adaptive: bool = False
+
+    def prefill(self, prompt: list[int], slot: int = 0) -> None:
+        ahead = self.programs.lookahead
+        for start in range(0, len(prompt) - 1, self.chunk):
+            stop = min(start + self.chunk, len(prompt) - 1)
+            tokens = np.zeros(stop - start + ahead, np.int64)
+            known = prompt[start : stop + ahead]
+            tokens[: len(known)] = known
+            self.programs.prefill(slot, start, tokens)
+        self.programs.begin(slot, len(prompt) - 1, prompt[-1])
+
+    def steps(self, prompt: list[int], count: int) -> tuple[list[int], Seen]:
+        """Prefill, then `count` steps, each checked. Returns all tokens and what was seen."""
+        K, T = self.nextn, self.nextn + 1
+        truth = [*prompt, *greedy(self.reference, prompt, count * T + T)]
+        self.prefill(prompt)
+        tokens, seen = list(prompt), Seen()
+        for step in range(count):
+            real = int(self.rng.integers(0, K + 1)) if step else 0
+            self._tamper(truth[len(tokens) : len(tokens) + K], real)
+            self._spoil_garbage(len(tokens) - 1)
+            window = self.programs.state["window"][0].tolist()
+            made = self._adapt()
+            real = min(real, made)
+            out = self.programs.step(np.array([True]), len(tokens) - 1 + T)
+            n = int(out.num_tokens[0])
+            assert n == 1 + matching(window[1 : 1 + real], truth[len(tokens) :])
+            assert out.tokens[0, :n].tolist() == truth[len(tokens) : len(tokens) + n]
+            assert (out.tokens[0, n:] == -1).all()
+            tokens += out.tokens[0, :n].tolist()
+            assert int(self.programs.state["lengths"][0]) == len(tokens) - 1
+            self._check_drafts(tokens, made)
+            seen.accepted.add(n)
+            seen.num_drafts.add(real)
+        return tokens, seen
+
+    def _tamper(self, truth: list[int], real: int) -> None:
+        K, vocab = self.nextn, self.reference.config.vocab_size
+        drafts = self.programs.state["window"][0, 1:]
+        if self.drafter == "mtp-eagle":
+            drafts[:] = truth
+        wrong = int(self.rng.integers(0, 2 * K + 1))  # beyond K - 1: none is spoilt
+        if wrong < K:
+            drafts[wrong] = (drafts[wrong] + 1 + int(self.rng.integers(vocab - 1))) % vocab
+        self.programs.state["num_drafts"][0] = real
+
+    def _spoil_garbage(self, length: int) -> None:
+        for name, cache in self.programs.state.items():
+            if "kv." in name:
+                cache[:, :, length:] = GARBAGE
+
+    def _adapt(self) -> int:
+        """How many drafts the next step judges and makes."""
+        if not self.adaptive:
+            return self.nextn
+        assert isinstance(self.programs, Adaptive)
+        made = int(self.rng.integers(0, self.nextn + 1))
+        self.programs.draft(made)
+        return made
+
+    def _check_drafts(self, tokens: list[int], made: int) -> None:
+        if self.drafter is None:
+            return
+        drafts = self.programs.state["window"][0, 1 : 1 + made].tolist()
+        assert int(self.programs.state["num_drafts"][0]) == made
+        wanted = draft_logits(self.reference, tokens, made, self.drafter)
+        for draft, logits in zip(drafts, wanted, strict=True):
+            if draft != int(logits.argmax()):
+                assert logits.max() - logits[draft] < TIE, (drafts, len(tokens))
+                return  # later drafts hang on a near-tie
+
+
+def matching(drafts: list[int], truth: list[int]) -> int:
+    """Length of the longest common prefix."""
+    pairs = list(zip(drafts, truth, strict=False))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

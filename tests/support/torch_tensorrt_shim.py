@@ -1,0 +1,225 @@
+"""Target tensorrt on a machine without a GPU: Torch-TensorRT over TensorRT-RTX's library.
+
+    python -m tests.support.torch_tensorrt_shim CHECKPOINT
+    python -m tests.support.torch_tensorrt_shim deepseek-r1-fp4
+
+lists, as JSON, what the programs of an engine become: the network's tensors, kinds of layers,
+writes of caches, quantised constants, plugins and names of weights. Networks are compiled for
+sm120, with constants in place of the plugins and with their weights, as stripping needs a GPU;
+nothing can be loaded here. A recipe of R1: of four of its layers, what one of 8 ranks holds; not
+compiled. It answers for CUDA, so it wants a process of its own, and patches internals of
+Torch-TensorRT 2.13.0.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from tests.support import tensorrt_plugin_shim
+
+GPU = types.SimpleNamespace(major=12, minor=0, name="none", total_memory=1 << 34)
+
+
+def install() -> Any:
+    """The tensorrt_rtx module."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: 0
+    cuda.get_device_capability = lambda device=None: (GPU.major, GPU.minor)
+    cuda.get_device_properties = lambda device=None: GPU
+    cuda.mem_get_info = lambda device=None: (GPU.total_memory, GPU.total_memory)
+    cuda.empty_cache = cuda.synchronize = lambda *args: None
+    if not torch.backends.cuda.is_built():  # its C++ run time links libtorch_cuda: hide it
+        internals: Any = torch._C
+        internals._CudaDeviceProperties = object
+        there: Any = os.path
+        real = os.path.isfile
+        there.isfile = lambda path: "libtorchtrt" not in str(path) and real(path)
+    import tensorrt_rtx
+    import torch_tensorrt
+
+    torch_tensorrt.Device.to = lambda self, kind: torch.device("cpu")
+    return tensorrt_rtx
+
+
+class Unloaded:
+    """In place of an engine that was loaded, which needs a GPU."""
+
+    def __init__(self, data: Any) -> None:
+        self.size = data.nbytes
+
+    def create_engine_inspector(self) -> "Unloaded":
+        return self
+
+    def get_engine_information(self, kind: Any) -> str:
+        return json.dumps({"size": self.size, "format": kind.name})
+
+
+def listing(folder: Path) -> dict[str, Any]:
+    """Of the programs of an MTP vanilla engine, two slots, whatever its module count.
+
+    Its caches are long enough to be split among programs of the attention's kernel.
+    """
+    trt = install()
+    plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
+    networks: list[Any] = []
+    flags, named = set(), set()
+
+    make, compile_network = trt.Builder.create_builder_config, trt.Builder.build_serialized_network
+
+    def for_sm120(builder: Any) -> Any:
+        config = make(builder)
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(trt.ComputeCapability.SM120, 0)
+        return config
+
+    def seen(builder: Any, network: Any, config: Any) -> Any:
+        assert not config.get_flag(trt.BuilderFlag.TF32)
+        assert config.profiling_verbosity == trt.ProfilingVerbosity.DETAILED
+        networks.append(describe(trt, network))
+        return compile_network(builder, network, config)
+
+    def name(network: Any, weights: Any, text: str) -> Any:
+        named.add(text)
+        return set_weights_name(network, weights, text)
+
+    set_weights_name = trt.INetworkDefinition.set_weights_name
+    trt.INetworkDefinition.set_weights_name = name
+    trt.IBuilderConfig.set_flag = lambda config, flag: flags.add(flag.name)
+    trt.Builder.create_builder_config = for_sm120
+    trt.Builder.build_serialized_network = seen
+    trt.Runtime.deserialize_cuda_engine = lambda runtime, data: Unloaded(data)
+
+    from mtpbuild.builder import model_source
+    from mtpbuild.builder.checkpoint.generation import GenerationIds
+    from mtpbuild.builder.models.deepseek_v3.config import load_config
+    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.targets.tensorrt import TARGET
+    from mtpbuild.builder.targets.timing_cache import place
+
+    config = load_config(folder)
+    nextn = config.num_nextn_predict_layers
+    plan = Plan(
+        config, nextn, "mtp-vanilla", 2, 1100, 4, ("12.0",), plugins=True, strip_weights=True
+    )
+    TARGET.check(plan)
+    ids = GenerationIds(None, (), None)
+    source = model_source.ModelSource("toy", folder, config, ids, formats=TARGET.formats)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder_name:
+        out = Path(folder_name)
+        os.environ["XDG_CACHE_HOME"] = folder_name
+        places = source.write_weights(out, siblings=out / "none").places
+        for program in source.programs(plan):
+            traced = model_source.trace(program, plan)
+            file = TARGET.lower(traced, places, out)
+            layers = json.loads((out / f"{program.name}.layers.json").read_text())
+            assert layers == {"size": (out / file).stat().st_size, "format": "JSON"}
+            constants = load_file(out / f"{program.name}.constants.safetensors").keys()
+            weights = sorted(named - constants)
+            assert constants <= named
+            assert layers["size"] > sum(places[weight].size for weight in weights)
+            found[program.name] = networks.pop() | {"plugins": plugins.copy(), "weights": weights}
+            plugins.clear()
+            named.clear()
+        assert flags == {"STRIP_PLAN", "REFIT_IDENTICAL"}
+        assert place(trt.__version__, "12.0").is_file()
+    return found
+
+
+def r1_listing(name: str) -> dict[str, Any]:
+    """Layers 0 to 3 (three dense, one of experts) and the module, MTP Eagle, nextn 3.
+
+    The network is the same for all ranks: which one it is on is a weight. Weights are zeros that
+    take no memory, in the formats of the recipe that the target keeps.
+    """
+    trt = install()
+    plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
+
+    from mtpbuild.builder import model_source
+    from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+    from mtpbuild.builder.models.common.blocks import put
+    from mtpbuild.builder.models.common.share import Share
+    from mtpbuild.builder.models.deepseek_v3.config import load_config
+    from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+    from mtpbuild.builder.models.deepseek_v3.weights import weight_table
+    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.program.programs import make_programs
+    from mtpbuild.builder.quantize.kept import Kept, can_stay
+    from mtpbuild.builder.quantize.scheme import SCHEMES
+    from mtpbuild.builder.recipe import find_recipe
+    from mtpbuild.builder.targets.tensorrt import TARGET, convert
+
+    recipe = find_recipe(name)
+    assert recipe is not None
+    config = parse_layers("0-3").of(load_config(recipe.config_folder))
+    plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, ("10.0",), plugins=True, tp=8)
+    share, scheme = Share(8), SCHEMES[recipe.layout]
+    model, table = DeepseekV3(config, share), weight_table(config, share)
+    for weight in table:
+        formats = {scheme.format(config, source) for source in weight.sources}
+        format = formats.pop() if len(formats) == 1 else None
+        if format is not None and format.name in TARGET.formats:
+            kept = Kept(weight, format, share)
+            if can_stay(kept):
+                put(model, weight.name, kept.module(model.get_parameter(weight.name).shape))
+    weights = {
+        name: torch.from_numpy(np.zeros(weight.shape, str(weight.dtype).removeprefix("torch.")))
+        for name, weight in model.named_parameters()
+    }
+    found: dict[str, Any] = {}
+    for program in make_programs(plan, model):
+        network = convert(model_source.trace(program, plan), weights).ctx.net
+        found[program.name] = describe(trt, network) | {
+            "totals": totals(trt, network),
+            "plugins": plugins.copy(),
+        }
+        plugins.clear()
+    found["weights"] = {name: list(weight.shape) for name, weight in weights.items()}
+    return found
+
+
+def quantised(trt: Any, network: Any) -> dict[str, int]:
+    """Constants of quantised values and scales, and how many there are of each kind."""
+    layers = (network.get_layer(i) for i in range(network.num_layers))
+    constants = (layer.get_output(0) for layer in layers if layer.type == trt.LayerType.CONSTANT)
+    kinds = [f"{t.dtype.name} {list(t.shape)}" for t in constants if t.dtype in (trt.fp4, trt.fp8)]
+    return dict(sorted(Counter(kinds).items()))
+
+
+def totals(trt: Any, network: Any) -> list[str]:
+    """Of each all-reduce, what is summed and over how many ranks."""
+    layers = (network.get_layer(i) for i in range(network.num_layers))
+    found = (layer for layer in layers if layer.type == trt.LayerType.DIST_COLLECTIVE)
+    return [f"{list(layer.get_input(0).shape)} of {layer.num_ranks} ranks" for layer in found]
+
+
+def describe(trt: Any, network: Any) -> dict[str, Any]:
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    outputs = [network.get_output(i) for i in range(network.num_outputs)]
+    writes = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
+    return {
+        "inputs": [f"{t.name} {t.dtype.name} {list(t.shape)}" for t in inputs],
+        "outputs": [f"{t.name} {t.dtype.name} {list(t.shape)}" for t in outputs],
+        "layers": sorted({layer.type.name for layer in layers}),
+        "written": [f"{w.get_input(0).name} -> {w.get_output(0).name}" for w in writes],
+        "quantised": quantised(trt, network),
+    }
+
+
+if __name__ == "__main__":
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # TensorRT's own words
+    what = sys.argv[1]
+    found = listing(Path(what)) if os.path.isdir(what) else r1_listing(what)
+    os.dup2(stdout, 1)
+    print(json.dumps(found, indent=1))

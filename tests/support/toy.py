@@ -1,0 +1,220 @@
+"""A toy language behind the programs' protocol: the next token's law depends on the last one.
+
+Acceptance is plain numpy, one slot after the other, and each bug is a class of its own: what
+`mtpbuild verify` has to find.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpbuild.runtime import Engine, Manifest
+from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from tests.reference.sampling import distribution
+from tests.support.fakes import fake_manifest
+
+V = 12
+DRAFT, ACCEPT, RECOVER = range(3)
+Law = NDArray[np.float64]
+
+
+class Toy:
+    """Strict, rejection and relaxed acceptance as they should be."""
+
+    wrong_at = -1
+
+    def __init__(self, manifest: Manifest) -> None:
+        rng = np.random.default_rng(3)
+        self.lookahead, self.window = manifest.lookahead, manifest.window
+        self.logits = 1.5 * rng.normal(size=(V, V))
+        self.drafter = self.logits + 1.2 * rng.normal(size=(V, V))
+        B = manifest.build.max_batch
+        self.history: list[list[int]] = [[] for _ in range(B)]
+        self.drafts: list[list[tuple[int, Law]]] = [[] for _ in range(B)]
+        self.controls = [GREEDY] * B
+        self.numbers: list[NDArray[Any]] = [np.zeros((3, 0))] * B
+        self.chunks = [0] * B
+        self.slots: tuple[list[Any], ...] = (
+            self.history,
+            self.drafts,
+            self.controls,
+            self.numbers,
+            self.chunks,
+        )
+        self.running = 0
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        chunk = tokens[: len(tokens) - self.lookahead].tolist()
+        self.chunks[slot] = self.chunks[slot] + 1 if start else 1
+        self.history[slot] = self.history[slot][:start] + chunk
+
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        self.history[slot] = [*self.history[slot][:length], newest]
+        self.drafts[slot] = []
+        self.controls[slot], self.numbers[slot] = controls, controls.uniforms(128)
+
+    def move(self, source: int, target: int) -> None:
+        for tensors in self.slots:
+            tensors[target] = tensors[source]
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        B, T = len(self.history), self.window
+        self.running = int(active.sum())
+        tokens, floats = np.full((B, T), -1), np.zeros((2, B, T), np.float32)
+        counts, num_drafts = np.zeros(B, np.int64), np.zeros(B, np.int64)
+        for b in np.flatnonzero(active).tolist():
+            num_drafts[b] = len(self.drafts[b])
+            for j, (token, logprob, margin) in enumerate(self.judged(b)):
+                tokens[b, j], floats[0, b, j], floats[1, b, j] = token, logprob, margin
+                counts[b] = j + 1
+            self.draft(b)
+        top = np.zeros((B, T, 5))
+        window = np.zeros((B, T), np.int64)
+        ids, logprobs = top.astype(np.int64), top.astype(np.float32)
+        return StepOutput(tokens, counts, window, num_drafts, floats[0], floats[1], ids, logprobs)
+
+    def judged(self, b: int) -> list[tuple[int, float, float]]:
+        """Token, log-probability and margin of each row that is emitted."""
+        emitted = []
+        for draft in [*self.drafts[b], None]:
+            logits = self.said(b, self.history[b][-1])
+            token, margin = self.judge(b, logits, draft)
+            if len(self.history[b]) == self.wrong_at:
+                token = (token + 1) % V
+            self.history[b].append(token)
+            logprobs = logits - np.log(np.exp(logits).sum())
+            emitted.append((token, float(logprobs[token]), margin))
+            if draft is None or token != draft[0]:
+                break
+        return emitted
+
+    def judge(self, b: int, logits: Law, draft: tuple[int, Law] | None) -> tuple[int, float]:
+        controls = self.controls[b]
+        if controls.temperature == 0:
+            top = np.sort(logits)[::-1]
+            token = int(logits.argmax())
+            if draft is not None and self.near(controls, logits, draft[0]):
+                token = draft[0]
+            return token, float(top[0] - top[1])
+        p = distribution(logits, controls)
+        if not controls.rejection:
+            return self.drawn(p, self.number(b, DRAFT)), 1.0
+        if draft is None:
+            return self.drawn(p, self.number(b, RECOVER)), 1.0
+        token, q = draft
+        if self.number(b, ACCEPT) * q[token] < p[token]:
+            return token, 1.0
+        return self.drawn(self.residual(p, q), self.number(b, RECOVER)), 1.0
+
+    def draft(self, b: int) -> None:
+        controls, history = self.controls[b], list(self.history[b])
+        self.drafts[b] = []
+        for _ in range(self.window - 1):
+            logits = self.drafter[history[-1]]
+            token, law = int(logits.argmax()), np.zeros(V)
+            law[token] = 1
+            if controls.temperature > 0 and controls.sampled_drafts:
+                law = distribution(logits, controls)
+                token = self.drawn(law, self.numbers[b][DRAFT][len(history)])
+            self.drafts[b].append((token, law))
+            history.append(token)
+
+    def said(self, b: int, last: int) -> Law:
+        return self.logits[last]
+
+    def near(self, controls: Controls, logits: Law, token: int) -> bool:
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        close = bool((p > p[token]).sum() < controls.relaxed_topk)
+        return controls.relaxed_topk > 1 and close and p.max() - p[token] <= controls.relaxed_delta
+
+    def number(self, b: int, purpose: int) -> float:
+        return float(self.numbers[b][purpose][len(self.history[b])])
+
+    def residual(self, p: Law, q: Law) -> Law:
+        rest = np.maximum(p - q, 0)
+        return rest if rest.sum() else p
+
+    def drawn(self, law: Law, number: float) -> int:
+        return min(int((np.cumsum(law) <= number * law.sum()).sum()), int(np.flatnonzero(law)[-1]))
+
+
+class WrongOnce(Toy):
+    wrong_at = 20
+
+
+class ReusesANumber(Toy):
+    """Accepts with the number that the draft was drawn with."""
+
+    def number(self, b: int, purpose: int) -> float:
+        return super().number(b, DRAFT if purpose == ACCEPT else purpose)
+
+
+class Biased(Toy):
+    """Recovers from p: the rejected draft's mass counts twice."""
+
+    def residual(self, p: Law, q: Law) -> Law:
+        return p
+
+
+class OtherSeeds(Toy):
+    """Strict sampling with a stream of its own: a right law, another text."""
+
+    def number(self, b: int, purpose: int) -> float:
+        return super().number(b, ACCEPT if purpose == DRAFT else purpose)
+
+
+class Chunky(Toy):
+    """Loses track of prompts that come in chunks."""
+
+    def said(self, b: int, last: int) -> Law:
+        return self.logits[last] if self.chunks[b] < 2 else np.roll(self.logits[last], 1)
+
+
+class Crowded(Toy):
+    """Confuses slots that run at once."""
+
+    def said(self, b: int, last: int) -> Law:
+        return self.logits[last] if self.running < 2 else np.roll(self.logits[last], 1)
+
+
+class Loose(Toy):
+    """Relaxes where only the most probable token is near enough."""
+
+    def near(self, controls: Controls, logits: Law, token: int) -> bool:
+        return controls.relaxed_delta > 0
+
+
+class OtherWeights(Toy):
+    """Says the same, with other log-probabilities."""
+
+    def said(self, b: int, last: int) -> Law:
+        return 1.1 * self.logits[last]
+
+
+class Rounded(Toy):
+    """Rounds every logit to 5 bits: what is left of bfloat16's 8 behind some layers."""
+
+    def said(self, b: int, last: int) -> Law:
+        step = np.exp2(np.floor(np.log2(np.abs(self.logits[last]))) - 4)
+        return np.round(self.logits[last] / step) * step
+
+
+class Damaged(Toy):
+    """Its modules draft what is never right."""
+
+    def draft(self, b: int) -> None:
+        self.drafts[b] = []
+        last = self.history[b][-1]
+        for _ in range(self.window - 1):
+            token = int(self.logits[last].argmin())
+            self.drafts[b].append((token, np.eye(V)[token]))
+            last = token
+
+
+def toy_engine(kind: type[Toy], nextn: int = 2, **build: Any) -> Engine:
+    build = {"prefill_chunk": 64, **build}
+    manifest = fake_manifest(nextn=nextn, vocab_size=V, max_seq_len=80, **build)
+    return Engine(kind(manifest), manifest)
