@@ -30,8 +30,8 @@ def build_engine(shared_folder: Path) -> EngineBuilder:
     def build(
         model: str | Path, nextn: int | Literal["auto"], drafter: str | None = None, **flags: Any
     ) -> Path:
-        from mtpbuild.builder.build import BuildRequest
         from mtpbuild.builder.build import build as run_build
+        from mtpbuild.builder.request import BuildRequest
 
         options = "".join(f"_{name}{value}" for name, value in sorted(flags.items()))
         out = shared_folder / "engines" / f"{Path(model).name}_n{nextn}_{drafter}{options}"

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.model_source import load_model
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.manifest import read_manifest

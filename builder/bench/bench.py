@@ -16,7 +16,7 @@ from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, measure
 from mtpbuild.builder.bench.picture import draw, require_matplotlib
 from mtpbuild.builder.bench.report import Report, to_json
-from mtpbuild.builder.build import Stages
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
 

@@ -47,7 +47,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Foretell sizes, step times and speed of a model on GPUs that need not be here."""
-    from mtpbuild.builder.build import needs
+    from mtpbuild.builder.checks import needs
 
     with needs("build", "torch", "safetensors"):
         from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast

@@ -36,7 +36,7 @@ def quantize(
     """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or ONNX Runtime's integers."""
     from rich.console import Console
 
-    from mtpbuild.builder.build import needs
+    from mtpbuild.builder.checks import needs
 
     with Console(stderr=True).status("reading the checkpoint") as status:
         with needs("build", "torch", "safetensors"):

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mtpbuild.builder.bench.dataset import FOLDER, Prompt, seeded
-from mtpbuild.builder.build import within
+from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import RequestError, UsageError
@@ -70,7 +70,7 @@ def load_problems(
         count = min(NUM_PROBLEMS, len(problems))
     if count is None:
         return problems
-    return problems[: within(1, count, len(problems), "--num-problems")]
+    return problems[: in_range(1, count, len(problems), "--num-problems")]
 
 
 def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:

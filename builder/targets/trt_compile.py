@@ -15,11 +15,14 @@ def new_network(trt: ModuleType, builder: Any) -> Any:
     return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 
 
-def new_config(trt: ModuleType, builder: Any, network: Any, plan: Plan) -> Any:
+def new_config(
+    trt: ModuleType, builder: Any, network: Any, plan: Plan, *, fast: bool = False
+) -> Any:
+    """The compiler's settings; fast: it tries fewer kernels."""
     config = builder.create_builder_config()
     # fp32 is fp32: with TF32 a window of four tokens could give other tokens than four steps.
     config.clear_flag(trt.BuilderFlag.TF32)
-    if plan.fast_build:
+    if fast:
         config.builder_optimization_level = FAST
     for profile in _profiles(builder, network, plan):
         config.add_optimization_profile(profile)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.adaptive import AdaptiveNextn
 from mtpbuild.runtime.errors import UsageError

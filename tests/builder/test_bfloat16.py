@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.build import BuildRequest, Stages, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.models.common.precision import hold_in
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
@@ -26,6 +26,8 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.refit import refit
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import inductor as target
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams

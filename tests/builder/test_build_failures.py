@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder import layout, model_source
-from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
+from mtpbuild.builder.build import BuiltEngine, build
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.runtime.errors import BuildError, CheckpointError
 from mtpbuild.runtime.manifest import check_files, read_manifest
@@ -37,7 +39,8 @@ BLOCKED = """
 import sys, time
 from pathlib import Path
 from mtpbuild.builder import model_source
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
+from mtpbuild.builder.request import BuildRequest
 
 def trace(*args):
     print("in the middle", flush=True)

@@ -11,10 +11,10 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder import build as pipeline
-from mtpbuild.builder.build import BuildRequest
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.numbers import parse_numbers
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.build import BuildRequest, Stages, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.model_source import ModelSource
@@ -16,6 +16,8 @@ from mtpbuild.builder.models.common.share import Share
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weightless import check_slices
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.refit import refit
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.controls import Controls

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint
 from mtpbuild.builder.model_source import ModelSource, load_model
@@ -16,6 +16,7 @@ from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play

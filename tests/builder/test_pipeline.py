@@ -13,14 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mtpbuild.builder import layout
-from mtpbuild.builder.build import (
-    BuildRequest,
-    BuiltEngine,
-    Stages,
-    build,
-    needs,
-)
+from mtpbuild.builder.build import BuiltEngine, build
+from mtpbuild.builder.checks import needs
 from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.runtime.errors import (
     BuildError,

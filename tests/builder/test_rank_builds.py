@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder import fingerprint as fingerprint_module
-from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
+from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets.inductor import InductorTarget
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.runtime.errors import BuildError, EngineFileError

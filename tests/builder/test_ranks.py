@@ -21,9 +21,11 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder import layout
-from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
+from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError, UsageError

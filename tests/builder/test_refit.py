@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from mtpbuild.builder import layout
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.refit import refit
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.manifest import MANIFEST, check_files, read_manifest
 from tests.conftest import EngineBuilder

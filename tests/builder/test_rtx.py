@@ -11,11 +11,12 @@ import onnx.parser
 import pytest
 
 from mtpbuild.builder import model_source
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX
 from mtpbuild.builder.targets.tensorrt_rtx import SORTED, compile_graph
 from mtpbuild.runtime import Engine

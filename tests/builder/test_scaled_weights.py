@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder import model_source
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.checkpoint.tensors import stream_weights
@@ -28,6 +28,7 @@ from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import inductor as target
 from mtpbuild.builder.verify.compare import MOST
 from mtpbuild.builder.verify.plain import judge, load_plain

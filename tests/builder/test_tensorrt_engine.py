@@ -16,11 +16,12 @@ from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file
 
 from mtpbuild.builder import layout
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.compute_capability import compute_capabilities
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import tensorrt as target_tensorrt
 from mtpbuild.builder.targets import tensorrt_rtx
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget

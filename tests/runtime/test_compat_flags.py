@@ -9,8 +9,8 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder import build as pipeline
-from mtpbuild.builder.build import BuildRequest
 from mtpbuild.builder.cli import app
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.controls import Controls
 from tests.runtime.conftest import write_engine
 from tests.support.fakes import THINKING, FakePrograms, continuation, fake_manifest

@@ -3,7 +3,7 @@
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
-from mtpbuild.builder.targets.branches import without_branches
+from mtpbuild.builder.targets.passes.branches import without_branches
 from mtpbuild.plugins import accept_rewind, cuda_facets, matmul_scaled, mla_attention, moe
 
 KERNELS = (accept_rewind, matmul_scaled, mla_attention, moe)  # kv_write copies the cache first
