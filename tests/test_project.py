@@ -180,6 +180,16 @@ def test_imports_have_no_circle() -> None:
     )  # edges are seen
 
 
+def test_helpers_live_in_support() -> None:
+    """A test file or a conftest is nobody's library: what tests share is in tests/support/."""
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for name in imports(path, module_level=False):
+            of = [
+                part for part in name.split(".") if part.startswith("test_") or part == "conftest"
+            ]
+            assert not (name.startswith("tests.") and of), f"{path} imports {name}"
+
+
 def test_dependencies_are_declared() -> None:
     """The run time needs no extra but its target's: one of onnxruntime's, or torch."""
     names = {"onnx-ir": "onnx_ir"}

@@ -17,8 +17,8 @@ from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime.errors import BuildError, UsageError
-from tests.builder.test_cli import invoke
 from tests.support.checkpoints import lower, make_model, save_checkpoint
+from tests.support.invoke import invoke
 
 SHAPE = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 2}
 
