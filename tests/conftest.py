@@ -9,11 +9,11 @@ from typing import Any, Literal
 import pytest
 from filelock import FileLock
 
+from tests.support.engines import EngineBuilder
+
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-EngineBuilder = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")

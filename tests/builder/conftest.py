@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -17,13 +17,7 @@ from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.builder.weights_file import Placed
-from tests.support.checkpoints import make_predictable, random_checkpoint, save_checkpoint
-
-SMALLEST: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-}
+from tests.support.checkpoints import SMALLEST, make_predictable, random_checkpoint, save_checkpoint
 
 
 @pytest.fixture(scope="session")

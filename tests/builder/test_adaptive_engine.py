@@ -14,8 +14,8 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.adaptive import AdaptiveNextn
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import read_manifest
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy
+from tests.support.engines import EngineBuilder
 
 COUNT = 60
 PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)

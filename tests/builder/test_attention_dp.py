@@ -22,7 +22,11 @@ from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.manifest import read_manifest
-from tests.builder.test_ranks import (
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+from tests.support import eager_ranks
+from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.rank_engines import (
     GREEDY,
     HOT,
     NEXTN,
@@ -33,10 +37,6 @@ from tests.builder.test_ranks import (
     make,
     running,
 )
-from tests.reference.recompute import greedy
-from tests.reference.sampling import sample
-from tests.support import eager_ranks
-from tests.support.checkpoints import make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),

@@ -8,7 +8,7 @@ weights, or nearly. Here programs run eagerly; compiled ones are in the full mat
 import itertools
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,15 @@ from mtpbuild.runtime.programs import inductor, inductor_cuda
 from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.programs.inductor import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from tests.builder.test_cli import invoke
-from tests.builder.test_inductor_cuda import EagerPackage, manifest_of
-from tests.builder.test_inductor_engine import prompts, touch
-from tests.conftest import EngineBuilder
+from tests.support.bfloat16 import check, check_logprobs, rounded
 from tests.support.checkpoints import lower, make_predictable, random_checkpoint, save_checkpoint
+from tests.support.eager_package import EagerPackage, manifest_of
+from tests.support.engines import EngineBuilder
 from tests.support.fake_gpu import FakeGpu
+from tests.support.inductor_engines import prompts, touch
+from tests.support.invoke import invoke
 
 CHUNK, SLOTS, LENGTH = 4, 2, 30
-NEAR = 0.25  # a smaller gap between two logits may be ranked either way
-OFF = 0.3  # of a log-probability; most are within a hundredth
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
 ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (2, "mtp-eagle"), (3, "mtp-vanilla")]
@@ -58,13 +57,6 @@ def model() -> Transformer:
     """Of weights that bfloat16 holds exactly; computed in fp32."""
     torch.set_num_threads(1)
     return rounded(make_predictable())
-
-
-@torch.no_grad()
-def rounded(model: Transformer) -> Transformer:
-    for parameter in model.parameters():
-        parameter.copy_(parameter.bfloat16())
-    return model
 
 
 def narrow(model: Transformer) -> DeepseekV3:
@@ -100,33 +92,6 @@ def eagerly(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms
         return CudaPrograms(folder, manifest, gpu), manifest  # type: ignore[arg-type]
 
     return make
-
-
-def check(model: Transformer, asked: Sequence[list[int]], played: Sequence[Played]) -> None:
-    """Greedy texts: each token is the argmax or nearly, with the log-probability that it has."""
-    gaps = [gap for pair in zip(asked, played, strict=True) for gap in judged(model, *pair)[0]]
-    assert max(gaps) < NEAR
-    assert sum(gap > 0 for gap in gaps) <= len(gaps) / 20, "and the argmax it is mostly"
-    check_logprobs(model, asked, played)
-
-
-def check_logprobs(
-    model: Transformer, asked: Sequence[list[int]], played: Sequence[Played]
-) -> None:
-    off = [each for pair in zip(asked, played, strict=True) for each in judged(model, *pair)[1]]
-    assert max(off) < OFF
-    assert 0 < np.median(off) < 0.01
-
-
-@torch.no_grad()
-def judged(model: Transformer, prompt: list[int], text: Played) -> tuple[list[float], list[float]]:
-    """Per token: how far below the largest logit, and how far off the log-probability is."""
-    known = torch.tensor([prompt + text.token_ids[:-1]])
-    logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]
-    said = torch.tensor(text.token_ids)[:, None]
-    gaps = logits.amax(-1) - logits.gather(-1, said)[:, 0]
-    meant = logits.log_softmax(-1).gather(-1, said)[:, 0]
-    return gaps.tolist(), (meant - torch.tensor(text.logprobs)).abs().tolist()
 
 
 def test_texts_of_every_nextn(eagerly: MakePrograms, model: Transformer) -> None:

@@ -3,12 +3,10 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from mtpbuild.builder import build as pipeline
 from mtpbuild.builder.cli import app
@@ -16,6 +14,7 @@ from mtpbuild.builder.cli.numbers import parse_numbers
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import CheckpointError, UsageError
+from tests.support.invoke import invoke, options
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
 BLOCKED = """
@@ -39,20 +38,6 @@ RECIPE = '\nengine = "b"\ndescription = "d"\nconfig = "c"\nlayout = "bf16"'
 
 def mtpbuild(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*MAIN, *map(str, args)], capture_output=True, text=True, check=False)
-
-
-def invoke(*args: str | Path) -> tuple[int, str, str]:
-    """The same in this process: exit code, standard output, standard error."""
-    done = CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "300"})
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.stdout, done.stderr
-
-
-def options(command: str) -> list[str]:
-    group = typer.main.get_command(app)
-    found: Sequence[typer.core.TyperOption] = group.commands[command].params  # type: ignore[attr-defined]
-    names = [name for option in found for name in option.opts + option.secondary_opts]
-    return sorted(name for name in names if name.startswith("-"))  # not those of arguments
 
 
 def test_frozen_flags() -> None:

@@ -21,9 +21,8 @@ from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weightless import check_slices
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError
-from tests.builder.conftest import SMALLEST
-from tests.builder.test_cli import invoke
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import SMALLEST, random_checkpoint
+from tests.support.invoke import invoke
 
 TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 

@@ -19,8 +19,8 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime.errors import BuildError, UsageError
-from tests.builder.test_cli import invoke
 from tests.support.checkpoints import lower, make_model, save_checkpoint
+from tests.support.invoke import invoke
 
 SHAPE = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 2}
 

@@ -26,8 +26,8 @@ from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.runtime.errors import BuildError, EngineFileError
 from mtpbuild.runtime.group.start import own_parts, started
 from mtpbuild.runtime.manifest import MANIFEST, check_files, parts, rank_name, read_manifest
-from tests.builder.test_cli import invoke
 from tests.support.checkpoints import random_checkpoint
+from tests.support.invoke import invoke
 
 pytestmark = pytest.mark.usefixtures("quick")
 TP = 4

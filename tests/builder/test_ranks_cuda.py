@@ -28,8 +28,12 @@ from mtpbuild.runtime.group.nccl import CudaRankPrograms, Peers, watch, within
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import inductor
 from mtpbuild.runtime.programs.torch_cuda import Gpu
-from tests.builder.test_cli import invoke
-from tests.builder.test_ranks import (
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+from tests.support import eager_ranks
+from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.invoke import invoke
+from tests.support.rank_engines import (
     GREEDY,
     HOT,
     PROMPT,
@@ -39,10 +43,6 @@ from tests.builder.test_ranks import (
     running,
     seconds_to_notice,
 )
-from tests.reference.recompute import greedy
-from tests.reference.sampling import sample
-from tests.support import eager_ranks
-from tests.support.checkpoints import make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),

@@ -19,10 +19,9 @@ from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.manifest import MANIFEST, check_files, read_manifest
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import make_predictable, save_checkpoint, write_tokenizer
-from tests.support.engines import greedy_ids
+from tests.support.engines import EngineBuilder, greedy_ids
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 1,

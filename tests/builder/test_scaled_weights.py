@@ -38,17 +38,16 @@ from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_sca
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, read_manifest
-from tests.builder.test_quantize import SHAPE
 from tests.reference.recompute import greedy
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
 
 IDS = GenerationIds(bos=None, eos=(), thinking=None)
 BOTH = ("fp8", "nvfp4")
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
-MANY = SHAPE | {"n_routed_experts": 24, "n_group": 4, "num_experts_per_tok": 3}  # gathered
+MANY = QUANTIZABLE | {"n_routed_experts": 24, "n_group": 4, "num_experts_per_tok": 3}  # gathered
 SCALED: dict[str, tuple[dict[str, Any], Scheme]] = {
-    "fp8": (SHAPE, SCHEMES["fp8"]),
-    "nvfp4": (SHAPE, Scheme("nvfp4", "nvfp4", ("*.kv_b_proj",))),
+    "fp8": (QUANTIZABLE, SCHEMES["fp8"]),
+    "nvfp4": (QUANTIZABLE, Scheme("nvfp4", "nvfp4", ("*.kv_b_proj",))),
     "fp8-experts": (MANY, SCHEMES["fp8"]),
     "nvfp4-experts": (MANY, SCHEMES["nvfp4"]),
     "mixed": (MANY, Scheme("fp8", "nvfp4", ("*.mlp.experts.*.down_proj",))),

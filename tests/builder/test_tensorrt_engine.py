@@ -40,11 +40,10 @@ from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import tensorrt
 from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms
 from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS, WEIGHTS, as_stored
-from tests.builder.conftest import SMALLEST
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.checkpoints import SMALLEST, make_predictable, save_checkpoint
+from tests.support.engines import EngineBuilder
 from tests.support.fake_cuda import OUT_OF_MEMORY, FakeCuda
 from tests.support.fake_tensorrt import (
     BuilderFlag,

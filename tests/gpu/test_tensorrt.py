@@ -9,7 +9,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.programs.cuda import Device
 from mtpbuild.runtime.programs.tensorrt_api import tensorrt_api
-from tests.conftest import EngineBuilder
+from tests.support.engines import EngineBuilder
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n"]

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from mtpbuild.builder.models.common.layers import GatheredMoE, use_kernels
 from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, RopeConfig
 from mtpbuild.plugins import matmul_scaled, moe, moe_route
-from tests.plugins.test_modes import BANNED, BLOCK, REJECTION, RELAXED, SAMPLED, SYNTHETIC, operands
 from tests.support import kernels
+from tests.support.acceptance_cases import (
+    BANNED,
+    BLOCK,
+    REJECTION,
+    RELAXED,
+    SAMPLED,
+    SYNTHETIC,
+    operands,
+)
 from tests.support.kernels import Attention, Experts, Mixed, Product
 
 triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")

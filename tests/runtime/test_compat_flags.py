@@ -12,7 +12,7 @@ from mtpbuild.builder import build as pipeline
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.controls import Controls
-from tests.runtime.conftest import write_engine
+from tests.support.engines import write_engine
 from tests.support.fakes import THINKING, FakePrograms, continuation, fake_manifest
 
 # As in TensorRT-LLM's blog, and in vllm-ascend's pages.
