@@ -8,7 +8,7 @@ from typing import Any
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
 
-TARGETS = {
+TARGETS: dict[str, str | Target] = {  # a module that has a TARGET, or the target itself
     "onnxruntime": "mtpbuild.builder.targets.onnxruntime",
     "inductor": "mtpbuild.builder.targets.inductor",
     "tensorrt": "mtpbuild.builder.targets.tensorrt",
@@ -20,7 +20,10 @@ def load_target(name: str) -> Target:
     """Raises UsageError that lists the targets if there is no such one."""
     if name not in TARGETS:
         raise UsageError(f"unknown target {name!r}; supported: {', '.join(TARGETS)}")
-    target: Target = import_module(TARGETS[name]).TARGET
+    found = TARGETS[name]
+    if isinstance(found, Target):
+        return found
+    target: Target = import_module(found).TARGET
     return target
 
 

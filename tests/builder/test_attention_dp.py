@@ -16,7 +16,6 @@ import pytest
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.prepare import make_plans
-from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError
@@ -37,6 +36,7 @@ from tests.support.rank_engines import (
     make,
     running,
 )
+from tests.support.requests import build_request
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),
@@ -132,7 +132,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     for rank in range(2):
         size = (engine / f"rank{rank}" / "weights.safetensors").stat().st_size
         assert size / 4 == pytest.approx(whole - routed / 2, rel=0.05)
-    request = BuildRequest(str(checkpoint), (NEXTN,), target="inductor", tp=2, attention_dp=True)
+    request = build_request(checkpoint, (NEXTN,), target="inductor", tp=2, attention_dp=True)
     ((out, _),) = make_plans(load_config(checkpoint), request, "two")
     assert out == Path("engines/two_n2_tp2_adp")
 

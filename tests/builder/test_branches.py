@@ -5,7 +5,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.targets.branches import without_branches
+from mtpbuild.builder.targets.passes.branches import without_branches
 from mtpbuild.plugins.accept_rewind.branch import when
 
 

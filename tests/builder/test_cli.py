@@ -13,6 +13,7 @@ from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.numbers import parse_numbers
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.support.invoke import invoke, options
 
@@ -20,7 +21,7 @@ MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
 BLOCKED = """
 import signal, time
 from mtpbuild.builder import cli
-from mtpbuild.builder import model_source
+from tests.support.fake_target import in_place_of
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
@@ -28,8 +29,8 @@ def trace(*args):
     print("in the middle", flush=True)
     time.sleep(60)
 
-model_source.trace = trace
-cli.app()
+with in_place_of("onnxruntime", trace=trace):
+    cli.app()
 """
 
 
@@ -91,7 +92,7 @@ def test_frozen_flags() -> None:
 def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = list[BuildRequest]()
 
-    def build(request: BuildRequest, stages: pipeline.Stages) -> list[pipeline.BuiltEngine]:
+    def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
         seen.append(request)
         return []
 
@@ -103,7 +104,7 @@ def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     full = BuildRequest("x", (3, 0), "mtp-vanilla", 2, 99, 8, "onnxruntime", tmp_path, True)
     gpus = ("--compute-capability", "sm89,sm120", "--fast-build")
     assert invoke("build", "--model", "x", *gpus)[0] == 0
-    wanted = BuildRequest("x", compute_capability=("sm89", "sm120"), fast_build=True)
+    wanted = BuildRequest("x", options={"compute_capability": "sm89,sm120", "fast_build": True})
     assert seen.pop() == wanted
     assert invoke("build", "--model", "deepseek-r1-fp4")[0] == 0
     assert seen.pop() == BuildRequest("deepseek-r1-fp4", target="tensorrt")

@@ -23,6 +23,7 @@ from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.invoke import invoke
+from tests.support.requests import build_request
 
 TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 
@@ -30,7 +31,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 @pytest.mark.usefixtures("quick")
 def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     out = tmp_path / "engine"
-    request = BuildRequest(str(smallest), nextn=(1,), out=out)
+    request = build_request(smallest, nextn=(1,), out=out)
     done = dry_run(request, Stages())
     assert not out.exists()
     (foreseen,) = done.engines

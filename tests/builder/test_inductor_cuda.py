@@ -26,11 +26,15 @@ from tests.support.eager_package import EagerPackage, manifest_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.forced import Run
 from tests.support.inductor_engines import GREEDY, HOT, controls, prompts
+from tests.support.styles import style_of
 
 CHUNK, SLOTS = 4, 3
 
 
 MakePrograms = Callable[..., tuple[CudaPrograms, Manifest, FakeGpu]]
+
+
+ON_GPU = style_of("inductor", device="cuda")
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def on_gpu(predictable: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePro
     def make(
         nextn: int = 3, drafter: DrafterName | None = "mtp-eagle", slots: int = SLOTS, **how: bool
     ) -> tuple[CudaPrograms, Manifest, FakeGpu]:
-        plan = Plan(predictable.config, nextn, drafter, slots, 200, CHUNK, gpu="9.0")
+        plan = Plan(predictable.config, nextn, drafter, slots, 200, CHUNK, ON_GPU)
         programs = make_programs(plan, lower(predictable))
         packages = {f"{p.name}.pt2": EagerPackage(p) for p in programs}
         monkeypatch.setattr(

@@ -22,7 +22,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError
@@ -45,8 +45,8 @@ from tests.support.inductor_engines import (
     SLOTS,
     check_texts,
     prompts,
-    touch,
 )
+from tests.support.requests import altered
 
 pytestmark = pytest.mark.xdist_group("inductor")  # the others would wait for the compiler
 
@@ -228,11 +228,8 @@ def test_running_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.reload(inductor)
 
 
-@pytest.mark.usefixtures("quick")
-def test_engines_of_both_targets_share_weights(
-    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target.InductorTarget, "lower", touch)
+@pytest.mark.usefixtures("quick", "quick_inductor")
+def test_engines_of_both_targets_share_weights(smallest: Path, tmp_path: Path) -> None:
     names = ("onnxruntime", "inductor")
     built = [
         build(BuildRequest(str(smallest), (0,), out=tmp_path / name, target=name))[0]
@@ -284,24 +281,23 @@ def test_devices_that_can_not_be(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(error, match=says) as caught:
-        build(replace(small_place, **fields))
+        build(altered(small_place, **fields))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_inductor")
 def test_an_engine_says_which_gpu_it_is_for(
     small_place: BuildRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_cuda, "Gpu", lambda: FakeGpu("9.0"))
-    monkeypatch.setattr(target.InductorTarget, "lower", touch)
-    (built,) = build(replace(small_place, device="cuda"))
+    (built,) = build(altered(small_place, device="cuda"))
     info = built.manifest.target
     assert info.hardware == "NVIDIA GPU of compute capability 9.0"
     assert info.compute_capabilities == ("9.0",)
     with pytest.raises(EngineError, match="no NVIDIA GPU can be used here"):
         Engine.load(built.folder)
     monkeypatch.setattr(torch_cuda, "Gpu", lambda: FakeGpu("10.0"))
-    (again,) = build(replace(small_place, device="cuda"))
+    (again,) = build(altered(small_place, device="cuda"))
     assert not again.unchanged, "another GPU, another engine"
     shutil.rmtree(built.folder)
 

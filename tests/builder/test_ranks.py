@@ -21,7 +21,6 @@ import pytest
 from mtpbuild.builder import layout
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
-from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.controls import Controls
@@ -47,6 +46,7 @@ from tests.support.rank_engines import (
     running,
     seconds_to_notice,
 )
+from tests.support.requests import build_request
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),
@@ -119,7 +119,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     code, out, _ = invoke("inspect", engine)
     assert code == 0
     assert re.search(r"ranks +2\b", out)
-    done = dry_run(BuildRequest(str(checkpoint), (NEXTN,), target="inductor", tp=2), Stages())
+    done = dry_run(build_request(checkpoint, (NEXTN,), target="inductor", tp=2), Stages())
     assert 0.5 * whole < done.engines[0].weights < 0.8 * whole
     assert done.engines[0].folder == Path("engines/shared_n2_tp2")
 

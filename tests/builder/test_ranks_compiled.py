@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder

@@ -12,6 +12,7 @@ import torch
 
 from mtpbuild.builder import layout
 from mtpbuild.builder.build import build
+from mtpbuild.builder.checkpoint import side_files
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
@@ -116,9 +117,9 @@ class TestQuick:
         self.refused(engine, tmp_path / "nothing", "neither a recipe nor a checkpoint")
         manifest = json.loads((engine / MANIFEST).read_text())
         older = json.loads(json.dumps(manifest))
-        (engine / layout.CONFIG).unlink()
+        (engine / side_files.CONFIG).unlink()
         self.refused(engine, model, "config.json is missing; rebuild the engine")
-        del older["files"][layout.CONFIG]
+        del older["files"][side_files.CONFIG]
         (engine / MANIFEST).write_text(json.dumps(older))
         self.refused(engine, model, "has no config.json to compare with: rebuild it")
         older["target"]["name"] = "tensorrt-rtx"

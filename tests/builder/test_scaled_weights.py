@@ -29,7 +29,7 @@ from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.builder.verify.compare import MOST
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play

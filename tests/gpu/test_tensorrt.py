@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.compute_capability import RTX
+from mtpbuild.builder.targets.tensorrt_rtx import GPUS as RTX
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.programs.cuda import Device
@@ -28,7 +28,7 @@ def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
         return {"target": target, "strip_weights": bool(stripped)}
     if capability not in RTX:
         pytest.skip(f"TensorRT-RTX has no engines for compute capability {capability}")
-    return {"target": target, "compute_capability": (capability,)}
+    return {"target": target, "compute_capability": capability}
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6, "top_p": 0.95, "seed": 3}])

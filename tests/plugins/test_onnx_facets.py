@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C import _dispatch_get_all_op_names
 from torch.export import Dim
 
-from mtpbuild.builder.targets.onnxruntime import OPSET
+from mtpbuild.builder.targets.lower_onnxruntime import OPSET
 from mtpbuild.plugins import (
     accept_rewind,
     experts_nbits,

@@ -52,6 +52,6 @@ def controls(params: SamplingParams) -> Controls:
     return Controls(**{name: getattr(params, name) for name in names})
 
 
-def touch(self: object, traced: Traced, weights: object, folder: Path) -> str:
+def touch(traced: Traced, weights: object, folder: Path) -> str:
     (folder / f"{traced.name}.pt2").touch()
     return f"{traced.name}.pt2"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.build import BuiltEngine, build
-from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.start import started
 from mtpbuild.runtime.manifest import read_manifest
+from tests.support.requests import build_request
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -43,7 +43,7 @@ def make(checkpoint: Path, out: Path, nextn: int = NEXTN, **flags: Any) -> Path:
 
 def request_and_build(checkpoint: Path, out: Path, nextn: int = NEXTN, **flags: Any) -> BuiltEngine:
     given: dict[str, Any] = {"drafter": "mtp-eagle", "prefill_chunk": CHUNK, "target": "inductor"}
-    (built,) = build(BuildRequest(str(checkpoint), (nextn,), out=out, **given | flags))
+    (built,) = build(build_request(checkpoint, (nextn,), out=out, **given | flags))
     return built
 
 
