@@ -58,7 +58,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         weightless.check_slices(model, job.ranks[: request.ranks.ep])
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     with stages("export"):
-        graphs = weightless.export(model, job.plans.values())
+        graphs = weightless.export(model, job.plans.values(), job.target.trace)
     return DryRun(
         checkpoint=job.source.folder,
         files=len(set(model.checkpoint.files.values())),

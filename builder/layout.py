@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtpbuild.builder.building import replace_folder
-from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, EngineError, MtpbuildError
 from mtpbuild.runtime.manifest import (
     MANIFEST,
+    WEIGHTS,
     Manifest,
     check_files,
     hash_file,

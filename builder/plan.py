@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
-from mtpbuild.builder.targets.target import GraphStyle
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.manifest import FloatType, StateSpec
 from mtpbuild.runtime.ranks import Ranks

@@ -132,8 +132,9 @@ def test_the_packages_are_the_tree() -> None:
     data = data_folders()
     assert {ROOT / "recipes" / recipe.config for recipe in load_recipes()} <= data
     found = ["mtpbuild." + ".".join(f.relative_to(ROOT).parts) for f in code | data]
-    assert SETUPTOOLS["packages"] == sorted(found)
-    assert SETUPTOOLS["package-dir"] == {f"mtpbuild.{part}": part for part in PARTS}
+    assert SETUPTOOLS["packages"] == ["mtpbuild", *sorted(found)]
+    own = {f"mtpbuild.{part}": part for part in PARTS}
+    assert SETUPTOOLS["package-dir"] == {"mtpbuild": "mtpbuild"} | own
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -147,6 +148,7 @@ def test_every_package_is_typed(part: str) -> None:
 
 def test_mtpbuild_is_a_namespace() -> None:
     assert not (ROOT / "__init__.py").exists()
+    assert [path.name for path in (ROOT / "mtpbuild").glob("*.py")] == ["__main__.py"]
     paths = [Path(path).resolve() for path in mtpbuild.recipes.__path__]
     assert paths == [ROOT / "recipes"]
 
@@ -305,6 +307,13 @@ def test_dependencies_are_declared() -> None:
     assert extra - {names.get(name, name) for name in build} <= {"onnx_ir"}  # of onnxscript
 
 
+def test_the_module_is_the_command() -> None:
+    run = [sys.executable, "-m", "mtpbuild", "recipes"]
+    done = subprocess.run(run, cwd="/", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "deepseek-tiny" in done.stdout
+
+
 def test_the_command_is_installed() -> None:
     (script,) = entry_points(group="console_scripts", name="mtpbuild")
     assert script.value == PYPROJECT["project"]["scripts"]["mtpbuild"]
@@ -315,7 +324,7 @@ def test_a_wheel_holds_everything(tmp_path: Path) -> None:
     pytest.importorskip("setuptools.build_meta")
     copy = tmp_path / "source"  # setuptools writes build/ and *.egg-info beside pyproject.toml
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", *PARTS):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "mtpbuild", *PARTS):
         (copy / name).symlink_to(ROOT / name)
     code = "from setuptools import build_meta; build_meta.build_wheel('..')"
     run = [sys.executable, "-c", code]
@@ -331,5 +340,6 @@ def test_a_wheel_holds_everything(tmp_path: Path) -> None:
     for folder in data_folders():
         shipped += folder.iterdir()
     shipped += [ROOT / part / "py.typed" for part in PARTS]
-    assert names == {f"mtpbuild/{path.relative_to(ROOT).as_posix()}" for path in shipped}
+    wanted = {f"mtpbuild/{path.relative_to(ROOT).as_posix()}" for path in shipped}
+    assert names == wanted | {"mtpbuild/__main__.py"}
     assert "mtpbuild/recipes/deepseek_tiny/tokenizer.json" in names

@@ -16,7 +16,7 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets.target import GraphStyle
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.manifest import read_manifest

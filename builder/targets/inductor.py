@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtpbuild.builder.checks import needs
-from mtpbuild.builder.targets.target import GraphStyle, Target
+from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
 
 if TYPE_CHECKING:

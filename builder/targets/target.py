@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -13,23 +14,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.weights_file import Placed
-    from mtpbuild.runtime.manifest import FloatType, TargetInfo
-
-
-@dataclass(frozen=True)
-class GraphStyle:
-    """How a target wants its programs traced; by default all that varies at run time is open.
-
-    A fixed graph computes every slot of every step, over caches of their full size: it is one CUDA
-    graph and one TensorRT profile. A prompt's chunk varies in any style.
-    """
-
-    fixed: bool = False
-    whole_caches: bool = False  # a step takes caches at full size, not the rows in use
-    step_kernels: bool = False  # a step's ops have kernels
-    all_kernels: bool = False  # so have the ops of prompts and of mixed acceptance
-    spare_windows: int = 1  # windows of rows behind max_seq_len: 2 where steps overlap
-    dtype: "FloatType" = "float32"  # of weights, caches and hidden states
+    from mtpbuild.runtime.manifest import TargetInfo
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpbuild.builder.targets.target import GraphStyle, Target
+from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import MtpbuildError
 
 if TYPE_CHECKING:

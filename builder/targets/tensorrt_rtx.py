@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtpbuild.builder.targets.target import GraphStyle, Target
+from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.targets.tensorrt import gpu_info
 from mtpbuild.runtime.errors import BuildError, UsageError
 

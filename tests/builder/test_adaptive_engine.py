@@ -37,8 +37,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one draft: five programs to compile. tests/builder/test_step.py has more."""
-    for module in ("plan", "pipeline"):
-        monkeypatch.setattr(f"mtpbuild.builder.{module}.ADAPTIVE_NEXTN", 1)
+    monkeypatch.setattr("mtpbuild.builder.plan.ADAPTIVE_NEXTN", 1)
 
 
 @pytest.mark.usefixtures("restless", "few")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.targets.target import GraphStyle
+from mtpbuild.builder.targets.style import GraphStyle
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.styles import style_of
 

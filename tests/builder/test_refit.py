@@ -147,7 +147,7 @@ class TestQuick:
         def full(*args: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(layout, "copy_side_files", full)
+        monkeypatch.setattr("mtpbuild.builder.refit.copy_side_files", full)
         self.refused(engine, checkpoint(tmp_path / "other", 1), "No space left on device")
 
     def test_without_hard_links(

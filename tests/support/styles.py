@@ -3,7 +3,7 @@
 from typing import Any
 
 from mtpbuild.builder.targets import load_target, make_options
-from mtpbuild.builder.targets.target import GraphStyle
+from mtpbuild.builder.targets.style import GraphStyle
 
 
 def style_of(name: str, **options: Any) -> GraphStyle:
