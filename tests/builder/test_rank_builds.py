@@ -139,8 +139,8 @@ def test_an_interrupted_rank(
         if stage == "lower decode":
             raise KeyboardInterrupt
 
-    every = ", ".join(f"rank {rank}" for rank in range(TP))
-    for rank, finished in ((1, "rank 1, prefill"), (None, f"{every}, prefill")):
+    every = ", ".join(f"weights rank{rank}" for rank in range(TP))
+    for rank, finished in ((1, "weights rank1, prefill"), (None, f"{every}, prefill")):
         with pytest.raises(KeyboardInterrupt):
             run(checkpoint, out, rank, Stages(watch))
         assert not out.exists()

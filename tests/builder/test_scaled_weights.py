@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder import model_source
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.shards import SINGLE
@@ -25,6 +24,7 @@ from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
+from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
@@ -184,7 +184,7 @@ def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
     plan = Plan(kept.config, 1, "mtp-eagle", 1, 64, 8)
     pairs = zip(make_programs(plan, kept), make_programs(plan, whole), strict=True)
     for ours, theirs in list(pairs)[:2]:
-        found = [model_source.trace(program, plan) for program in (ours, theirs)]
+        found = [trace(program, plan) for program in (ours, theirs)]
         used = {str(node.target) for node in found[0].exported.graph.nodes}
         assert "mtpbuild.matmul_scaled.default" in used
         assert ("mtpbuild.dequantise_scaled.default" in used) == (name == "fp8-experts")
