@@ -1,8 +1,6 @@
 """Target inductor: AOTInductor packages for a CPU or an NVIDIA GPU, also of several ranks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,11 +11,7 @@ from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.plan import Plan
-    from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
-    from mtpbuild.builder.weights_file import Placed
-    from mtpbuild.runtime.manifest import TargetInfo
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow it
@@ -33,6 +27,7 @@ class InductorOptions:
 
 class Inductor(Target):
     name = "inductor"
+    lowering = "mtpbuild.builder.targets.lower_inductor"
     Options = InductorOptions
     formats = ("fp8", "nvfp4")
     several_ranks = True
@@ -71,28 +66,6 @@ class Inductor(Target):
             step_kernels=True,
             spare_windows=2,
             dtype=options.dtype,  # type: ignore[arg-type]
-        )
-
-    def check_machine(self, plan: "Plan") -> None:
-        from mtpbuild.builder.targets.lower_inductor import check
-
-        check(plan)
-
-    def lower(self, traced: "Traced", weights: Mapping[str, "Placed"], folder: Path) -> str:
-        from mtpbuild.builder.targets.lower_inductor import lower
-
-        return lower(traced, weights, folder)
-
-    def info(self, plan: "Plan") -> "TargetInfo":
-        from mtpbuild.runtime.manifest import TargetInfo
-        from mtpbuild.runtime.programs.inductor import HARDWARE, TORCH
-
-        gpus = plan.compute_capabilities
-        return TargetInfo(
-            name=self.name,  # type: ignore[arg-type]
-            hardware=f"NVIDIA GPU of compute capability {gpus[0]}" if gpus else HARDWARE,
-            versions={"torch": TORCH},
-            compute_capabilities=gpus,
         )
 
 

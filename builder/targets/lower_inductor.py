@@ -37,7 +37,8 @@ from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import inductor_facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.group.start import GROUP
-from mtpbuild.runtime.programs.inductor import CONSTANTS, HARDWARE, this_machine
+from mtpbuild.runtime.manifest import TargetInfo
+from mtpbuild.runtime.programs.inductor import CONSTANTS, HARDWARE, TORCH, this_machine
 
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,
@@ -72,6 +73,16 @@ def check(plan: Plan) -> None:
         )
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
+
+
+def info(plan: Plan) -> TargetInfo:
+    gpus = plan.compute_capabilities
+    return TargetInfo(
+        name="inductor",
+        hardware=f"NVIDIA GPU of compute capability {gpus[0]}" if gpus else HARDWARE,
+        versions={"torch": TORCH},
+        compute_capabilities=gpus,
+    )
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:

@@ -12,9 +12,11 @@ import onnx_ir.passes.common as common
 import torch
 from onnxscript.optimizer import _constant_folding as folding
 
+from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.plugins import onnx_facets
+from mtpbuild.runtime.manifest import TargetInfo
 
 aten = torch.ops.aten
 OPSET = 24  # the first with TensorScatter
@@ -75,6 +77,15 @@ PASSES = ir.passes.Sequential(
     common.NameFixPass(),
     common.ClearMetadataAndDocStringPass(),
 )
+
+
+def check(plan: Plan) -> None:
+    """Nothing of this machine goes into the graphs."""
+
+
+def info(plan: Plan) -> TargetInfo:
+    versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
+    return TargetInfo(name="onnxruntime", hardware="any CPU", versions=versions)
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:

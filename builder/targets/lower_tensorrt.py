@@ -19,13 +19,13 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.strip import strip
 from mtpbuild.builder.targets.timing_cache import timing_cache
-from mtpbuild.builder.targets.trt_compile import compile_network, new_config
-from mtpbuild.builder.weights_file import WEIGHTS
+from mtpbuild.builder.targets.trt_compile import compile_network, gpu_info, new_config
+from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.plugins import tensorrt_converters, tensorrt_decompositions
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
-from mtpbuild.runtime.manifest import TensorSpec
+from mtpbuild.runtime.manifest import TargetInfo, TensorSpec
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS
 
@@ -55,7 +55,11 @@ def check(plan: Plan) -> None:
     torch_tensorrt()
 
 
-def lower(traced: Traced, folder: Path) -> str:
+def info(plan: Plan) -> TargetInfo:
+    return gpu_info(NAME, plan)
+
+
+def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     """Write the engine and TensorRT's account of its layers; returns the engine's name."""
     engine, missing = compile_program(traced, load_file(folder / WEIGHTS))  # mapped
     if traced.plan.options.strip_weights:

@@ -7,12 +7,33 @@ from typing import Any, Final
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import lower_onnxruntime
-from mtpbuild.builder.targets.trt_compile import compile_network, new_config, new_network
+from mtpbuild.builder.targets.trt_compile import (
+    compile_network,
+    gpu_info,
+    new_config,
+    new_network,
+)
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.manifest import TargetInfo
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME: Final = "tensorrt-rtx"
+SORTED = 3840  # values that TopK takes; filters of decode_mixed sort the vocabulary
+
+
+def check(plan: Plan) -> None:
+    """Raise BuildError for a vocabulary that TensorRT-RTX can't sort."""
+    tensorrt_api(NAME)
+    if plan.config.vocab_size > SORTED:
+        raise BuildError(
+            f"target {NAME}: the model has {plan.config.vocab_size} tokens, and TensorRT-RTX "
+            f"sorts at most {SORTED} values, which sampling needs"
+        )
+
+
+def info(plan: Plan) -> TargetInfo:
+    return gpu_info(NAME, plan)
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,12 @@ class NoOptions:
 class Target:
     """One target; a subclass says what differs. Its module has an instance called TARGET.
 
-    The module must not import torch at its top: the command line reads the options of all targets.
+    The command line reads the options of all targets, so that module does not import torch. What
+    compiles is in another one, `lowering`, with `lower` and `info`, and `check` where it is needed.
     """
 
     name: str
+    lowering: str
     Options: type[Any] = NoOptions  # a frozen dataclass whose fields are flags of `mtpbuild build`
     formats: tuple[str, ...] = ()  # of quantised weights that stay as they are
     adaptive = False  # whether it builds --nextn auto
@@ -57,6 +60,7 @@ class Target:
 
     def check_machine(self, plan: "Plan") -> None:
         """Raise BuildError for what the target, or this machine, can't compile."""
+        import_module(self.lowering).check(plan)
 
     def lacks(self, plan: "Plan") -> Iterator[str]:
         """What is missing here to build the plan, in lines; a dry run goes on without it."""
@@ -73,8 +77,10 @@ class Target:
 
     def lower(self, traced: "Traced", weights: Mapping[str, "Placed"], folder: Path) -> str:
         """Write the program beside the weights file in `folder`; returns the file's name."""
-        raise NotImplementedError
+        file: str = import_module(self.lowering).lower(traced, weights, folder)
+        return file
 
     def info(self, plan: "Plan") -> "TargetInfo":
         """What the engine needs to run, for its manifest."""
-        raise NotImplementedError
+        info: TargetInfo = import_module(self.lowering).info(plan)
+        return info

@@ -1,8 +1,7 @@
 """Target tensorrt, for data-centre GPUs: Torch-TensorRT's converters, our kernels as plugins."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,10 +12,7 @@ from mtpbuild.runtime.errors import MtpbuildError
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan import Plan
-    from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
-    from mtpbuild.builder.weights_file import Placed
-    from mtpbuild.runtime.manifest import TargetInfo
 
 ASSUMED = "10.0"  # of a dry run without a GPU: graphs and sizes are the same for all
 
@@ -33,6 +29,7 @@ class TensorRtOptions:
 
 class TensorRt(Target):
     name = "tensorrt"
+    lowering = "mtpbuild.builder.targets.lower_tensorrt"
     Options = TensorRtOptions
     formats = ("fp8", "nvfp4")
 
@@ -60,36 +57,10 @@ class TensorRt(Target):
     def embeds_weights(self, options: TensorRtOptions) -> bool:
         return not options.strip_weights
 
-    def check_machine(self, plan: "Plan") -> None:
-        from mtpbuild.builder.targets.lower_tensorrt import check
-
-        check(plan)
-
     def lacks(self, plan: "Plan") -> Iterator[str]:
         if plan.ranks.tp > 1:
             yield f"target {self.name} builds one rank only so far"
         yield from super().lacks(plan)
-
-    def lower(self, traced: "Traced", weights: Mapping[str, "Placed"], folder: Path) -> str:
-        from mtpbuild.builder.targets.lower_tensorrt import lower
-
-        return lower(traced, folder)
-
-    def info(self, plan: "Plan") -> "TargetInfo":
-        return gpu_info(self.name, plan)
-
-
-def gpu_info(name: str, plan: "Plan") -> "TargetInfo":
-    """What an engine of either flavour of TensorRT says of itself."""
-    from mtpbuild.runtime.manifest import TargetInfo
-    from mtpbuild.runtime.programs.tensorrt_api import tensorrt_api
-
-    return TargetInfo(
-        name=name,  # type: ignore[arg-type]
-        hardware=f"NVIDIA GPU of compute capability {' or '.join(plan.compute_capabilities)}",
-        versions={name: tensorrt_api(name).__version__},
-        compute_capabilities=plan.compute_capabilities,
-    )
 
 
 TARGET = TensorRt()

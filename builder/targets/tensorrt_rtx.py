@@ -1,29 +1,21 @@
 """Target tensorrt-rtx: engines for RTX GPUs, compiled from ONNX on any machine."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.builder.targets.tensorrt import gpu_info
-from mtpbuild.runtime.errors import BuildError, UsageError
+from mtpbuild.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.plan import Plan
-    from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
-    from mtpbuild.builder.weights_file import Placed
-    from mtpbuild.runtime.manifest import TargetInfo
 
 # GPUs that TensorRT-RTX compiles fp32 programs for. (It knows sm75, but no fp32 product there.)
 GPUS = {"8.0": "sm80", "8.6": "sm86", "8.9": "sm89", "12.0": "sm120", "12.1": "sm121"}
 FLAG = "--compute-capability"
-SORTED = 3840  # values that TopK takes; filters of decode_mixed sort the vocabulary
 
 
 @dataclass(frozen=True)
@@ -35,6 +27,7 @@ class RtxOptions:
 
 class TensorRtRtx(Target):
     name = "tensorrt-rtx"
+    lowering = "mtpbuild.builder.targets.lower_tensorrt_rtx"
     Options = RtxOptions
 
     def compute_capabilities(self, request: "BuildRequest", options: RtxOptions) -> tuple[str, ...]:
@@ -57,24 +50,6 @@ class TensorRtRtx(Target):
     def embeds_weights(self, options: RtxOptions) -> bool:
         """Taking them out again (REFIT, STRIP_PLAN) needs a GPU."""
         return True
-
-    def check_machine(self, plan: "Plan") -> None:
-        from mtpbuild.runtime.programs.tensorrt_api import tensorrt_api
-
-        tensorrt_api(self.name)
-        if plan.config.vocab_size > SORTED:
-            raise BuildError(
-                f"target {self.name}: the model has {plan.config.vocab_size} tokens, and "
-                f"TensorRT-RTX sorts at most {SORTED} values, which sampling needs"
-            )
-
-    def lower(self, traced: "Traced", weights: Mapping[str, "Placed"], folder: Path) -> str:
-        from mtpbuild.builder.targets.lower_tensorrt_rtx import lower
-
-        return lower(traced, weights, folder)
-
-    def info(self, plan: "Plan") -> "TargetInfo":
-        return gpu_info(self.name, plan)
 
 
 def _dotted(text: str) -> str:

@@ -18,8 +18,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.targets import lower_onnxruntime
-from mtpbuild.builder.targets.lower_tensorrt_rtx import compile_graph
-from mtpbuild.builder.targets.tensorrt_rtx import SORTED
+from mtpbuild.builder.targets.lower_tensorrt_rtx import SORTED, compile_graph
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import BuildError, EngineError
 from mtpbuild.runtime.manifest import check_files
