@@ -5,12 +5,14 @@ Floats are tensors or constants, and scratch memory is an output of one launch a
 next (docs/plugins.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 AOT_SHARED = 48 << 10  # bytes of shared memory that TensorRT gives an AOT plugin
 
@@ -27,6 +29,23 @@ class Launch:
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 1  # tiles in flight; each costs shared memory
+
+    @classmethod
+    def by_name(
+        cls,
+        kernel: Any,
+        grid: tuple[int, ...],
+        known: Mapping[str, Tensor | int | None],
+        outputs: Mapping[str, Tensor],
+        constants: Mapping[str, Any],
+        warps: int = 4,
+    ) -> "Launch":
+        """A launch whose inputs and sizes are those of `known` that the kernel has names for."""
+        given = [known[n] for n in kernel.arg_names if n not in outputs and n not in constants]
+        inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
+        sizes: Any = tuple(given[len(inputs) :])
+        made = tuple(outputs[name] for name in kernel.arg_names if name in outputs)
+        return cls(kernel, grid, inputs, sizes, made, constants, warps)
 
     def run(self) -> None:
         """Fill the outputs. Traceable: export and AOTInductor see the kernel itself."""
@@ -46,7 +65,29 @@ class Launch:
         )
 
 
+def run(launches: Sequence[Launch]) -> tuple[Tensor, ...]:
+    """Run the launches in order; what the last one gives."""
+    for launch in launches:
+        launch.run()
+    return launches[-1].outputs
+
+
+def by_kernels(op: CustomOpDef) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Make a function that runs launches an op of its own, with the operands of `op`.
+
+    In an exported program it can stand for `op`: AOTInductor sees the launches in it.
+    """
+
+    def define(function: Any) -> CustomOpDef:
+        function.__signature__ = signature(op._init_fn)
+        name = f"mtpbuild_triton::{op._qualname.rpartition('::')[2]}"
+        return torch.library.triton_op(name, function, mutates_args=())
+
+    return define
+
+
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return (a + b - 1) // b
 
 

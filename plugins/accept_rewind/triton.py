@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, cdiv, tile
+from mtpbuild.plugins.accept_rewind.op import accept_rewind
+from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run, tile
 
 BLOCK = 4096  # logits per program: 32 programs for a row of 129,280
 LOWEST = tl.constexpr(-3.0e38)  # finite, so that no -inf is subtracted from itself
@@ -86,22 +87,24 @@ def verdict_of_slot(
     tl.store(margins + to, first - tl.maximum(second, LOWEST), some)
 
 
+def vocabulary_block(vocab: int) -> int:
+    """Logits that a program reads at a time."""
+    return min(BLOCK, tile(vocab))
+
+
 def best_launch(
     logits: Tensor,
     lengths: Tensor | None = None,
     banned_ids: Tensor | None = None,
     banned_until: Tensor | None = None,
 ) -> Launch:
-    """Its outputs are `best` and `ids`; logits [B, T, V], bans as in `Judging`."""
+    """Gives `best` and `ids`; logits [B, T, V], bans as requests ask for them."""
     B, T, V = logits.shape
     blocks = cdiv(V, BLOCK)
     best = logits.new_empty(B * T, blocks, 4)
     ids = logits.new_empty(B * T, blocks, dtype=torch.int32)
-    constants = {
-        "TOKENS": T,
-        "BANNED": 0 if banned_ids is None else banned_ids.shape[1],
-        "BLOCK": min(BLOCK, tile(V)),
-    }
+    bans = 0 if banned_ids is None else banned_ids.shape[1]
+    constants = {"TOKENS": T, "BANNED": bans, "BLOCK": vocabulary_block(V)}
     operands = logits, lengths, banned_ids, banned_until
     return Launch(best_of_block, (B * T, blocks), operands, (V,), (best, ids), constants, warps=8)
 
@@ -109,29 +112,17 @@ def best_launch(
 def greedy_launches(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Launch, Launch]:
-    """Operands as of the op; the second launch's outputs are its results."""
+    """The launches for the op's operands; the second one's outputs are the op's results."""
     first = best_launch(logits)
     (B, T), blocks = window.shape, first.grid[1]
-    floats = logits.new_empty(B, T)
-    outputs = (
-        torch.empty_like(window),
-        torch.empty_like(lengths),
-        torch.empty_like(lengths),
-        floats,
-        torch.empty_like(floats),
-    )
+    like, floats = torch.empty_like, logits.new_empty(B, T)
+    outputs = like(window), like(lengths), like(lengths), floats, like(floats)
     constants = {"TOKENS": T, "ROWS": tile(T, 2), "BLOCKS": tile(blocks, 2)}
     operands = *first.outputs, window, num_drafts, lengths, active
     return first, Launch(verdict_of_slot, (B,), operands, (blocks,), outputs, constants)
 
 
-@torch.library.triton_op("mtpbuild_triton::accept_rewind", mutates_args=())
-def accept_rewind_triton(
-    logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@by_kernels(accept_rewind)
+def accept_rewind_triton(logits: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
     """The op on a GPU."""
-    first, second = greedy_launches(logits.contiguous(), window, num_drafts, lengths, active)
-    first.run()
-    second.run()
-    tokens, n, new_lengths, logprobs, margins = second.outputs
-    return tokens, n, new_lengths, logprobs, margins
+    return run(greedy_launches(logits.contiguous(), *slots))

@@ -27,9 +27,7 @@ def experts_nbits(
     return torch.einsum("ni,noi->no", inner, _chosen(ids, down_values, down_scales))
 
 
-@experts_nbits.register_fake
-def _(x: Tensor, *others: Tensor) -> Tensor:
-    return torch.empty_like(x)
+experts_nbits.register_fake(lambda x, *others: torch.empty_like(x))
 
 
 def bits_of(values: Tensor, scales: Tensor) -> int:

@@ -16,13 +16,4 @@ def kv_write(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     return cache.scatter(2, index, rows)
 
 
-@kv_write.register_fake
-def _(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    return torch.empty_like(cache)
-
-
-@kv_write.register_kernel("cuda")
-def _(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    from mtpbuild.plugins.kv_write.triton import kv_write_triton
-
-    return kv_write_triton(cache, rows, start)
+kv_write.register_fake(lambda cache, rows, start: torch.empty_like(cache))

@@ -16,9 +16,7 @@ def matmul_nbits(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     return x @ dequantise(values, scales).T
 
 
-@matmul_nbits.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], values.shape[0])
+matmul_nbits.register_fake(lambda x, values, _: x.new_empty(*x.shape[:-1], values.shape[0]))
 
 
 def dequantise(values: Tensor, scales: Tensor) -> Tensor:

@@ -19,16 +19,7 @@ def matmul_scaled(
     return x @ dequantise(values, scales, scales_2).to(x.dtype)
 
 
-@matmul_scaled.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], values.shape[-1])
-
-
-@matmul_scaled.register_kernel("cuda")
-def _(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_cuda
-
-    return matmul_scaled_cuda(x, values, scales, scales_2)
+matmul_scaled.register_fake(lambda x, values, *_: x.new_empty(*x.shape[:-1], values.shape[-1]))
 
 
 @torch.library.custom_op("mtpbuild::dequantise_scaled", mutates_args=())

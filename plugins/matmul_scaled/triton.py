@@ -1,14 +1,15 @@
 """matmul_scaled in Triton: tiles of the weight are dequantised in registers, then multiplied."""
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, cdiv, tile
-from mtpbuild.plugins.matmul_scaled.op import dequantise
+from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run, tile
+from mtpbuild.plugins.matmul_scaled.op import dequantise, matmul_scaled
 
 MAX_TOKENS = 64  # more of them pay for a weight that is dequantised in memory
 PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
@@ -104,32 +105,23 @@ def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor |
     splits = max(1, min(PROGRAMS // columns, K // SPLIT_INPUTS))
     parts = x.new_empty(splits, rows, N, dtype=torch.float32)
     constants = {
-        "DEPTH": K,
-        "WIDTH": N,
-        "BLOCK": K // scales.shape[0],
+        **{"DEPTH": K, "WIDTH": N, "BLOCK": K // scales.shape[0]},
         "BY_INPUT": scales_2 is not None and scales_2.shape != (1, N),
-        "BLOCK_M": block,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": BLOCK_K,
+        **{"BLOCK_M": block, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K},
     }
     inputs = (x, values, scales, scales_2)
     grid = (columns, splits, cdiv(rows, block))
     return Launch(scaled_product, grid, inputs, (rows,), (parts,), constants)
 
 
-@torch.library.triton_op("mtpbuild_triton::matmul_scaled", mutates_args=())
-def matmul_scaled_triton(
-    x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
-) -> Tensor:
-    """matmul_scaled on a GPU, for few tokens."""
-    launch = product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)
-    launch.run()
-    return launch.outputs[0].sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
+@by_kernels(matmul_scaled)
+def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
+    """matmul_scaled by the kernel, for few tokens."""
+    (parts,) = run([product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)])
+    return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
-def matmul_scaled_cuda(
-    x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
-) -> Tensor:
+def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:
     """matmul_scaled on a GPU: by the kernel in a step, which knows how many tokens a slot has.
 
     (The number of slots may be a symbol while it is traced, and a prompt's chunk is one.)
@@ -137,5 +129,5 @@ def matmul_scaled_cuda(
     tokens = math.prod(x.shape[:-1])
     many = isinstance(tokens, int) and tokens > MAX_TOKENS
     if many or not isinstance(x.shape[-2], int):
-        return x @ dequantise(values, scales, scales_2).to(x.dtype)
-    return matmul_scaled_triton(x, values, scales, scales_2)
+        return x @ dequantise(*weight).to(x.dtype)
+    return few_rows(x, *weight)

@@ -60,31 +60,8 @@ def mla_attention(
     return o.contiguous()
 
 
-@mla_attention.register_fake
-def _(
-    q: Tensor,
-    cache: Tensor,
-    fresh: Tensor,
-    base: Tensor,
-    first: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    k_scale: Tensor | None = None,
-) -> Tensor:
-    return q.new_empty(*q.shape[:3], kv_lora_rank)
-
-
-@mla_attention.register_kernel("cuda")
-def _(
-    q: Tensor,
-    cache: Tensor,
-    fresh: Tensor,
-    base: Tensor,
-    first: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    k_scale: Tensor | None = None,
-) -> Tensor:
-    from mtpbuild.plugins.mla_attention.triton import mla_attention_triton
-
-    return mla_attention_triton(q, cache, fresh, base, first, scale, kv_lora_rank, k_scale)
+mla_attention.register_fake(
+    lambda q, cache, fresh, base, first, scale, kv_lora_rank, *_: q.new_empty(
+        *q.shape[:3], kv_lora_rank
+    )
+)

@@ -1,13 +1,15 @@
 """mla_attention in Triton: partial softmaxes over splits of the cache, then their combination."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import AOT_SHARED, Launch, cdiv, shared_memory, tile
+from mtpbuild.plugins.launch import AOT_SHARED, Launch, by_kernels, cdiv, run, shared_memory, tile
+from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
 SPLIT_ROWS = 512  # a split of fewer rows costs more than it saves
@@ -178,7 +180,7 @@ def mla_launches(
     splits: int | None = None,
     shared: int = AOT_SHARED,
 ) -> tuple[Launch, ...]:
-    """Operands as of the op; the last launch's first output is its result."""
+    """The launches for the op's operands; the last one's first output is the op's result."""
     B, H, T, C = q.shape
     rows, rope, latent = H * T, C - kv_lora_rank, tile(kv_lora_rank)
     t = tiles(rows, kv_lora_rank, rope, q.element_size(), shared)
@@ -187,58 +189,25 @@ def mla_launches(
         splits = split_count(B, blocks, cache.shape[2])
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
     out = q.new_empty(B, H, T, kv_lora_rank)
-    whole = splits == 1
-    partial = out if whole else lse.new_empty(B, splits, rows, kv_lora_rank)
-    first_launch = Launch(
-        mla_partial,
-        (B, blocks, splits),
-        (q, cache, fresh, base, first, k_scale),
-        (cache.shape[2], fresh.shape[2]),
-        (partial, lse),
-        {
-            "HEADS": H,
-            "TOKENS": T,
-            "RANK": kv_lora_rank,
-            "ROPE": rope,
-            "SCALE": scale,
-            "BLOCK_M": t.m,
-            "BLOCK_N": t.n,
-            "LATENT": latent,
-            "ROTARY": tile(rope),
-            "CHUNK": t.chunk,
-        },
-        t.warps,
-    )
-    if whole:
-        return (first_launch,)
+    partial = out if splits == 1 else lse.new_empty(B, splits, rows, kv_lora_rank)
+    known = {"q": q, "cache": cache, "fresh": fresh, "base": base, "first": first}
+    known |= {"k_scale": k_scale, "capacity": cache.shape[2], "fresh_rows": fresh.shape[2]}
+    constants = {
+        **{"HEADS": H, "TOKENS": T, "RANK": kv_lora_rank, "ROPE": rope, "SCALE": scale},
+        **{"BLOCK_M": t.m, "BLOCK_N": t.n, "LATENT": latent, "ROTARY": tile(rope)},
+        "CHUNK": t.chunk,
+    }
+    outputs, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
+    launch = Launch.by_name(mla_partial, grid, known, outputs, constants, t.warps)
+    if splits == 1:
+        return (launch,)
     constants = {"RANK": kv_lora_rank, "LATENT": latent}
     combine = Launch(mla_combine, (B, rows), (partial, lse), (rows, splits), (out,), constants)
-    return first_launch, combine
+    return launch, combine
 
 
-@torch.library.triton_op("mtpbuild_triton::mla_attention", mutates_args=())
-def mla_attention_triton(
-    q: Tensor,
-    cache: Tensor,
-    fresh: Tensor,
-    base: Tensor,
-    first: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    k_scale: Tensor | None = None,
-) -> Tensor:
+@by_kernels(mla_attention)
+def mla_attention_triton(q: Tensor, cache: Tensor, fresh: Tensor, *others: Any) -> Tensor:
     """The op on a GPU."""
-    launches = mla_launches(
-        q.contiguous(),
-        cache,
-        fresh.contiguous(),
-        base,
-        first,
-        scale,
-        kv_lora_rank,
-        k_scale,
-        shared=shared_memory(q.device),
-    )
-    for launch in launches:
-        launch.run()
-    return launches[-1].outputs[0]
+    shared = shared_memory(q.device)
+    return run(mla_launches(q.contiguous(), cache, fresh.contiguous(), *others, shared=shared))[0]

@@ -42,31 +42,10 @@ def moe_route(
 
 @moe_route.register_fake
 def _(
-    logits: Tensor,
-    bias: Tensor,
-    groups: int,
-    kept_groups: int,
-    experts: int,
-    normalise: bool,
-    factor: float,
+    logits: Tensor, bias: Tensor, groups: int, kept_groups: int, experts: int, *_: float
 ) -> tuple[Tensor, Tensor]:
     weights = logits.new_empty(logits.shape[0], experts)
     return weights, torch.empty_like(weights, dtype=torch.int32)
-
-
-@moe_route.register_kernel("cuda")
-def _(
-    logits: Tensor,
-    bias: Tensor,
-    groups: int,
-    kept_groups: int,
-    experts: int,
-    normalise: bool,
-    factor: float,
-) -> tuple[Tensor, Tensor]:
-    from mtpbuild.plugins.moe.triton import moe_route_triton
-
-    return moe_route_triton(logits, bias, groups, kept_groups, experts, normalise, factor)
 
 
 @torch.library.custom_op("mtpbuild::moe", mutates_args=())
@@ -96,20 +75,11 @@ def moe(
     return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(1).type_as(x)
 
 
+moe.register_fake(lambda x, *others: torch.empty_like(x))
+
+
 def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:
     """Some experts' weights, dequantised if they have scales."""
-    values, *scales = (part if part is None else part.index_select(0, ids) for part in weight)
+    values, *scales = (held if held is None else held.index_select(0, ids) for held in weight)
     assert values is not None
     return values if scales[0] is None else dequantise(values, scales[0], scales[1])
-
-
-@moe.register_fake
-def _(x: Tensor, *others: Tensor | None) -> Tensor:
-    return torch.empty_like(x)
-
-
-@moe.register_kernel("cuda")
-def _(*operands: Tensor | None) -> Tensor:
-    from mtpbuild.plugins.moe.triton import moe_triton
-
-    return moe_triton(*operands)

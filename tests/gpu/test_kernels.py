@@ -68,7 +68,7 @@ def test_mixed_acceptance(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_laws(seed: int) -> None:
-    kernels.check_law(seed, 50 + 4000 * seed, 1 + seed % 3, "cuda")
+    kernels.check_shaped_probs(seed, 50 + 4000 * seed, 1 + seed % 3, "cuda")
 
 
 @RANDOM

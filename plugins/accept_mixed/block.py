@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Block:
-    """Of K drafts per slot."""
+    """How a slot's K drafts fare together."""
 
     at_least: Tensor  # [B, K] chance that drafts 0 .. j are all kept; falls with j
     rest: Tensor  # [B, K, V] law of the token behind j kept drafts, not normalised; negative: 0

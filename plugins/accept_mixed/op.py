@@ -1,44 +1,27 @@
-"""Acceptance in every mode, slot by slot: strict (greedy or sampled), rejection, block, relaxed.
+"""accept_mixed: a window's verdict where each slot has a mode of its own.
 
-DESIGN 5 defines the modes, docs/acceptance.md too. Plain PyTorch that every target can trace;
-`op.py` is the case that all slots are strict and greedy.
+The modes are strict (greedy or sampled), rejection, block and relaxed; docs/acceptance.md and
+DESIGN 5 define them. The reference is plain PyTorch that every target can trace. `accept_rewind`
+is the case that all slots are strict and greedy.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.accept_rewind.block import verify_block
-from mtpbuild.plugins.accept_rewind.branch import when
-from mtpbuild.plugins.accept_rewind.distribution import Shaping, draw, shaped_probs
-
-DRAFT, ACCEPT, RECOVER = 0, 1, 2  # purposes of `uniforms`; strict draws its target with DRAFT
-# A block's verdict depends on all its drafts, so the numbers of those it drops are not unseen and
-# can't serve again: draft k > 1 has a stream of its own, numbered by the block's first position.
-BLOCK_DRAFT = 3
-TOP = 5  # alternatives reported per row
-
-
-@dataclass(frozen=True)
-class Judging:
-    """What the requests ask for, per slot, and the numbers they draw from."""
-
-    shaping: Shaping  # [B] each
-    rejection: Tensor  # [B] bool
-    block: Tensor  # [B] bool: rejection judges the drafts together
-    synthetic: Tensor  # [B, T] chance of draft j + 1 if those before it are kept; -1: off
-    relaxed_topk: Tensor  # [B] int; 1 is strict
-    relaxed_delta: Tensor  # [B]
-    thinking_ids: Tensor  # [B, 2]: tokens that begin and end a thinking phase, -1 for none
-    banned_ids: Tensor  # [B, N] tokens that can't be emitted .. ; -1 for none
-    banned_until: Tensor  # [B] .. at positions before this one
-    uniforms: Tensor  # [B, 3 + max(K - 1, 0), positions] per purpose and absolute position
+from mtpbuild.plugins.accept_mixed.block import verify_block
+from mtpbuild.plugins.asked import Asked, named
+from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
+from mtpbuild.runtime.controls import ACCEPT, BLOCK_DRAFT, DRAFT, MAX_LOGPROBS, RECOVER
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """T = K + 1 rows per slot."""
+    """What is decided about T = K + 1 rows per slot."""
 
     tokens: Tensor  # [B, T] emitted, -1 beyond n
     n: Tensor  # [B] 1 .. num_drafts + 1; 0 if inactive
@@ -46,8 +29,8 @@ class Verdict:
     logprobs: Tensor  # [B, T] of the emitted tokens, under the plain softmax
     margins: Tensor  # [B, T] of logits if greedy, else of the uniform to its cell's border
     thinking: Tensor  # [B] bool, after the emitted tokens
-    top_ids: Tensor | None = None  # [B, T, TOP] most probable tokens of each row
-    top_logprobs: Tensor | None = None  # [B, T, TOP] under the plain softmax
+    top_ids: Tensor | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
+    top_logprobs: Tensor | None = None  # [B, T, MAX_LOGPROBS] under the plain softmax
 
 
 def accept_mixed(
@@ -58,31 +41,32 @@ def accept_mixed(
     active: Tensor,
     thinking: Tensor,
     draft_probs: Tensor,
-    judging: Judging,
+    asked: Asked,
 ) -> Verdict:
-    """logits [B, T, V] fp32; window [B, T]; draft_probs [B, K, V]: what each draft was drawn from.
+    """The reference. logits [B, T, V] fp32; window [B, T]: the newest token, then drafts.
 
-    A draft that was an argmax has a point mass there, so that one rule covers both.
+    draft_probs [B, K, V]: what each draft was drawn from. A draft that was an argmax has a point
+    mass there, so that one rule covers both. The others are [B].
     """
     _, T, V = logits.shape
     row = torch.arange(T, device=window.device)
     at = lengths[:, None] + 1 + row  # the position that row j decides
     logprobs = logits.log_softmax(-1)  # as the model says it, whatever is banned
-    logits = _without_banned(logits, at, judging)
-    p = shaped_probs(logits, judging.shaping.rows(2))  # [B, T, V]
-    numbers = judging.uniforms[:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
+    logits = _without_banned(logits, at, asked)
+    p = shaped_probs(logits, asked)  # [B, T, V]
+    numbers = asked["uniforms"][:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
     real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
-    sampled = judging.shaping.temperature > 0
-    operands = (p, window, draft_probs, real, numbers, judging.rejection, judging.block)
+    sampled = asked["temperature"] > 0
+    operands = (p, window, draft_probs, real, numbers, asked["rejection"], asked["block"])
     drawn, cell, lucky = when(sampled.any(), _drawn, _nothing_drawn, operands)
     top = logits.topk(2, dim=-1).values
     target = torch.where(sampled[:, None], drawn, logits.argmax(-1))
     margins = torch.where(sampled[:, None], cell, top[..., 0] - top[..., 1])
 
-    phases = _phases(window, thinking, judging.thinking_ids)  # [B, T]
+    phases = _phases(window, thinking, asked["thinking_ids"])  # [B, T]
     n = torch.ones_like(lengths)
     if T > 1:
-        good = real & _accepted(p, window, target, numbers, lucky, phases, judging)
+        good = real & _accepted(p, window, target, numbers, lucky, phases, asked)
         n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
     n = torch.where(active, n, 0)
 
@@ -90,8 +74,8 @@ def accept_mixed(
     following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
     tokens = torch.where(row < n[:, None] - 1, following, target)
     phase = phases.gather(1, final)[:, 0]
-    after = _after(phase, tokens.gather(1, final)[:, 0], judging.thinking_ids)
-    best = logprobs.topk(min(TOP, V), dim=-1)
+    after = _after(phase, tokens.gather(1, final)[:, 0], asked["thinking_ids"])
+    best = logprobs.topk(min(MAX_LOGPROBS, V), dim=-1)
     return Verdict(
         tokens=torch.where(row < n[:, None], tokens, -1),
         n=n,
@@ -104,11 +88,40 @@ def accept_mixed(
     )
 
 
-def _without_banned(logits: Tensor, at: Tensor, judging: Judging) -> Tensor:
+@torch.library.custom_op("mtpbuild::accept_mixed", mutates_args=())
+def accept_mixed_op(
+    logits: Tensor,
+    window: Tensor,
+    num_drafts: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    thinking: Tensor,
+    draft_probs: Tensor,
+    asked: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The reference as an op: tokens, n, lengths, logprobs, thinking and margins of its verdict.
+
+    Targets that have its kernels get the op; others trace the reference. draft_probs may be any
+    tensor [B, .., V] where a window has no drafts, as it is not read.
+    """
+    slots = (window, num_drafts, lengths, active, thinking, draft_probs[:, : window.shape[1] - 1])
+    v = accept_mixed(logits, *slots, named(asked))
+    return v.tokens, v.n, v.lengths, v.logprobs, v.thinking, v.margins
+
+
+@accept_mixed_op.register_fake
+def _(
+    logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    like, floats = torch.empty_like, logits.new_empty(window.shape)
+    return like(window), like(lengths), like(lengths), floats, like(active), like(floats)
+
+
+def _without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
     """Logits [B, T, V] with -inf for what may not be emitted yet (min_tokens)."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
-    banned = (ids == judging.banned_ids[..., None]).any(1)  # [B, V]
-    early = at < judging.banned_until[:, None]  # [B, T]
+    banned = (ids == asked["banned_ids"][..., None]).any(1)  # [B, V]
+    early = at < asked["banned_until"][:, None]  # [B, T]
     return logits.masked_fill(early[..., None] & banned[:, None], -torch.inf)
 
 
@@ -160,31 +173,31 @@ def _accepted(
     numbers: Tensor,
     lucky: Tensor,
     phases: Tensor,
-    judging: Judging,
+    asked: Asked,
 ) -> Tensor:
     """Whether each row's draft would be kept if all before it were [B, T]; the last has none."""
     following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
     drafts = following.clamp(0, p.shape[-1] - 1)
-    sampled = judging.shaping.temperature[:, None] > 0
-    forced = judging.synthetic >= 0
-    by_chance = judging.rejection[:, None] & sampled & ~forced
-    near = _near(p, drafts, judging) & phases & ~sampled
+    sampled = asked["temperature"][:, None] > 0
+    forced = asked["synthetic"] >= 0
+    by_chance = asked["rejection"][:, None] & sampled & ~forced
+    near = _near(p, drafts, asked) & phases & ~sampled
     # Not torch.where: ONNX Runtime has no Where of bool. An id outside the vocabulary never counts.
     good = (by_chance & lucky) | (~by_chance & ~forced & ((drafts == target) | near))
-    good = good | (forced & (numbers[:, ACCEPT] < judging.synthetic))
+    good = good | (forced & (numbers[:, ACCEPT] < asked["synthetic"]))
     return good & (drafts == following)
 
 
-def _near(p: Tensor, drafts: Tensor, judging: Judging) -> Tensor:
+def _near(p: Tensor, drafts: Tensor, asked: Asked) -> Tensor:
     """Relaxed acceptance [B, T]: among the top k, and within delta of the most probable."""
     p_draft = p.gather(-1, drafts[..., None])  # [B, T, 1]
     ids = torch.arange(p.shape[-1], device=p.device)
     ahead = (p > p_draft) | ((p == p_draft) & (ids < drafts[..., None]))
     rank = ahead.sum(-1)
     gap = p.amax(-1) - p_draft[..., 0]
-    wanted = judging.relaxed_topk[:, None]
+    wanted = asked["relaxed_topk"][:, None]
     possible = p_draft[..., 0] > 0  # not banned
-    return possible & (wanted > 1) & (rank < wanted) & (gap <= judging.relaxed_delta[:, None])
+    return possible & (wanted > 1) & (rank < wanted) & (gap <= asked["relaxed_delta"][:, None])
 
 
 def _phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
@@ -199,10 +212,10 @@ def _after(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
     return (phase | (token == marks[:, 0])) & (token != marks[:, 1])
 
 
-def draft_number(judging: Judging, lengths: Tensor, k: int) -> Tensor:
+def draft_number(asked: Asked, lengths: Tensor, k: int) -> Tensor:
     """[B, 1]: what draft k (from 1) behind `lengths` committed rows is drawn with."""
-    shared = judging.uniforms[:, DRAFT].gather(1, lengths[:, None] + k)
+    shared = asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
     if k == 1:
         return shared
-    own = judging.uniforms[:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
-    return torch.where(judging.block[:, None], own, shared)
+    own = asked["uniforms"][:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
+    return torch.where(asked["block"][:, None], own, shared)
