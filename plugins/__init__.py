@@ -1,4 +1,4 @@
-"""The step program's own ops: each one a reference, and a facet per target.
+"""The step program's own ops: each is a reference, with a facet per target.
 
 Importing this package registers the ops under `torch.ops.mtpbuild`. A new op is a folder with
 `op.py` (signature, shapes and plain PyTorch reference), a file per target that it has a facet for,
@@ -66,15 +66,17 @@ FACETS: dict[Any, tuple[str | None, ...]] = {
 
 
 def facets(target: str) -> "dict[OpOverload[..., Any], Callable[..., Any]]":
-    """Torch op -> its facet for a target of the table; imports what that target needs."""
+    """Map each op to its facet for one of `TARGETS`; this imports what the target needs."""
     return {op._opoverload: facet(op, target) for op in FACETS if file_of(op, target)}
 
 
 def file_of(op: Any, target: str) -> str | None:
+    """The table's entry for an op and a target."""
     return FACETS[op][TARGETS.index(target)]
 
 
 def facet(op: Any, target: str) -> Callable[..., Any]:
+    """The function that an op's entry stands for."""
     file, reference = file_of(op, target), op._init_fn
     if file == "op":
         return reference

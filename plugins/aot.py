@@ -38,9 +38,9 @@ Converter = Callable[..., Any]
 def as_plugins(
     launches: Launches, results: Callable[[Sequence[Launch]], Tensor | tuple[Tensor, ...]]
 ) -> Converter:
-    """A converter of Torch-TensorRT for an op; `launches` takes what the op takes.
+    """Make a converter of Torch-TensorRT for an op, whose operands `launches` takes.
 
-    results: which of the launches' tensors the op returns; those that are bool there come as int32.
+    `results` picks the tensors that the op returns; one that is bool in the op comes as int32.
     The converter raises ContractError if TensorRT could not launch a kernel.
     """
 
@@ -65,7 +65,7 @@ def as_plugins(
 
 
 def _stand_in(arg: Any) -> Any:
-    """A meta tensor like the network's, int32 for bool; what is no tensor stays as it is."""
+    """Make a meta tensor like the network's, int32 for bool; a number or None is left alone."""
     if arg is None or isinstance(arg, int | float):
         return arg
     shape = tuple(arg.shape)
@@ -75,7 +75,7 @@ def _stand_in(arg: Any) -> Any:
 
 
 def _network_tensor(ctx: Any, arg: Any, name: str) -> Any:
-    """A weight as a constant, any other tensor as it is in the network, but int32 for bool."""
+    """Find a weight's constant or another tensor of the network, as int32 if it is bool."""
     trt = import_module("tensorrt")
     if isinstance(arg, Tensor) and arg.dtype in TENSORRT:
         return ctx.constants.constant(arg, getattr(trt.DataType, TENSORRT[arg.dtype]), name)

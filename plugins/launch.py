@@ -40,7 +40,7 @@ class Launch:
         constants: Mapping[str, Any],
         warps: int = 4,
     ) -> "Launch":
-        """A launch whose inputs and sizes are those of `known` that the kernel has names for."""
+        """Take as inputs and sizes those of `known` that the kernel has parameters for."""
         given = [known[n] for n in kernel.arg_names if n not in outputs and n not in constants]
         inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
         sizes: Any = tuple(given[len(inputs) :])
@@ -48,7 +48,7 @@ class Launch:
         return cls(kernel, grid, inputs, sizes, made, constants, warps)
 
     def run(self) -> None:
-        """Fill the outputs. Traceable: export and AOTInductor see the kernel itself."""
+        """Fill the outputs. A trace holds the kernel itself: export and AOTInductor see it."""
         from torch.library import wrap_triton
         from triton import knobs
 
@@ -66,7 +66,7 @@ class Launch:
 
 
 def run(launches: Sequence[Launch]) -> tuple[Tensor, ...]:
-    """Run the launches in order; what the last one gives."""
+    """Run the launches in order, and return what the last one gives."""
     for launch in launches:
         launch.run()
     return launches[-1].outputs
@@ -97,7 +97,7 @@ def tile(size: int, least: int = 16) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use."""
+    """Bytes of shared memory that one program may use."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return AOT_SHARED
     properties = torch.cuda.get_device_properties(device)

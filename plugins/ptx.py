@@ -1,4 +1,4 @@
-"""Kernels to PTX without a GPU, in the form that TensorRT's AOT plugins launch.
+"""Compiles kernels to PTX without a GPU, in the form that TensorRT's AOT plugins launch.
 
     python -m mtpbuild.plugins.ptx [--shape deepseek-v3] [--architectures 80,90,100,120] [--json]
 
@@ -49,7 +49,7 @@ class Ptx:
 
 
 def compile_launch(launch: Launch, architecture: int) -> Ptx:
-    """PTX of the launch's kernel for its dtypes and constants; the tensors may be meta tensors.
+    """Compile the launch's kernel for its dtypes and constants; the tensors may be meta tensors.
 
     Raises ContractError for what an AOT plugin may not need: scratch memory, more shared memory.
     """
@@ -83,7 +83,7 @@ def compile_launch(launch: Launch, architecture: int) -> Ptx:
 
 
 def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
-    """Triton type of each parameter, "constexpr" for those that vanish, and the latter's values."""
+    """Name each parameter's Triton type, "constexpr" where it vanishes, and the values of those."""
     values = (*launch.inputs, *launch.sizes, *launch.outputs)
     names = launch.kernel.arg_names
     given = dict(zip(names, values, strict=False)) | dict(launch.constants)
@@ -100,7 +100,7 @@ def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _without_scratch(text: str, name: str, shared: int) -> Ptx:
-    """Triton adds two pointers behind the arguments, which TensorRT would not pass."""
+    """Take out the two pointers that Triton adds behind the arguments; TensorRT passes none."""
     entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)", text, re.DOTALL)
     assert entry is not None, "Triton writes one entry point"
     parameters = [line.strip() for line in entry[2].strip().split(",\n")]
@@ -120,7 +120,7 @@ def _without_scratch(text: str, name: str, shared: int) -> Ptx:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's kernels are compiled for; T window tokens, X experts."""
+    """The sizes of a model that its kernels are compiled for."""
 
     batch: int
     tokens: int
@@ -147,7 +147,7 @@ SHAPES = {
 
 
 def launches(s: Shape) -> tuple[Launch, ...]:
-    """Every kernel, on meta tensors; those of weights in each form that these have."""
+    """Launch every kernel once on meta tensors, or once per form of weights that it takes."""
     from mtpbuild.plugins.accept_mixed.triton import mixed_launches
     from mtpbuild.plugins.accept_rewind.triton import greedy_launches
     from mtpbuild.plugins.kv_write.triton import kv_launch

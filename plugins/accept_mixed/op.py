@@ -43,10 +43,10 @@ def accept_mixed(
     draft_probs: Tensor,
     asked: Asked,
 ) -> Verdict:
-    """The reference. logits [B, T, V] fp32; window [B, T]: the newest token, then drafts.
+    """Judge a window [B, T], the newest token and then drafts, by its logits [B, T, V] fp32.
 
-    draft_probs [B, K, V]: what each draft was drawn from. A draft that was an argmax has a point
-    mass there, so that one rule covers both. The others are [B].
+    draft_probs [B, K, V] is what each draft was drawn from. A draft that was an argmax has a point
+    mass there, so that one rule covers both. The other operands are [B].
     """
     _, T, V = logits.shape
     row = torch.arange(T, device=window.device)
@@ -118,7 +118,7 @@ def _(
 
 
 def _without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
-    """Logits [B, T, V] with -inf for what may not be emitted yet (min_tokens)."""
+    """Put -inf into the logits [B, T, V] of tokens that may not be emitted yet (min_tokens)."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     banned = (ids == asked["banned_ids"][..., None]).any(1)  # [B, V]
     early = at < asked["banned_until"][:, None]  # [B, T]
@@ -134,13 +134,13 @@ def _drawn(
     rejection: Tensor,
     block: Tensor,
 ) -> tuple[Tensor, ...]:
-    """What sampling says of each row, three times [B, T].
+    """Sample each row: three tensors [B, T].
 
-    The token that the row emits if the step ends there; the distance of its number to the border of
-    the token's cell; and whether rejection keeps the row's draft.
+    They are the token that the row emits if the step ends there, the distance of its number to the
+    border of the token's cell, and whether rejection keeps the row's draft.
     """
     K, V = draft_probs.shape[1:]
-    law, lucky = p, torch.zeros_like(real)
+    wanted, lucky = p, torch.zeros_like(real)
     if K:
         drafts = window[:, 1:].clamp(0, V - 1)[..., None]
         p_draft, q_draft = (x.gather(-1, drafts)[..., 0] for x in (p[:, :K], draft_probs))
@@ -154,9 +154,9 @@ def _drawn(
         # A rejected draft's row draws from what q has too little of.
         rest = torch.where(chosen[..., None], together.rest, p[:, :K] - draft_probs).clamp(min=0)
         short = (rejection[:, None] & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
-        law = torch.cat([torch.where(short, rest, p[:, :K]), p[:, K:]], dim=1)
+        wanted = torch.cat([torch.where(short, rest, p[:, :K]), p[:, K:]], dim=1)
     number = torch.where(rejection[:, None], numbers[:, RECOVER], numbers[:, DRAFT])
-    drawn, cell = draw(law, number)
+    drawn, cell = draw(wanted, number)
     return drawn, cell, lucky
 
 
@@ -175,7 +175,7 @@ def _accepted(
     phases: Tensor,
     asked: Asked,
 ) -> Tensor:
-    """Whether each row's draft would be kept if all before it were [B, T]; the last has none."""
+    """Say of each row [B, T] if its draft is kept once all before it are; the last has none."""
     following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
     drafts = following.clamp(0, p.shape[-1] - 1)
     sampled = asked["temperature"][:, None] > 0
@@ -189,7 +189,7 @@ def _accepted(
 
 
 def _near(p: Tensor, drafts: Tensor, asked: Asked) -> Tensor:
-    """Relaxed acceptance [B, T]: among the top k, and within delta of the most probable."""
+    """Relax acceptance [B, T]: a draft may be any of the top k within delta of the first."""
     p_draft = p.gather(-1, drafts[..., None])  # [B, T, 1]
     ids = torch.arange(p.shape[-1], device=p.device)
     ahead = (p > p_draft) | ((p == p_draft) & (ids < drafts[..., None]))
@@ -201,7 +201,7 @@ def _near(p: Tensor, drafts: Tensor, asked: Asked) -> Tensor:
 
 
 def _phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
-    """[B, T]: whether row j's token is thought, given the window's tokens up to j."""
+    """Say of each row [B, T] if its token is thought, given the window's tokens up to it."""
     phases = [thinking]
     for j in range(1, window.shape[1]):
         phases.append(_after(phases[-1], window[:, j], marks))
@@ -213,7 +213,7 @@ def _after(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
 
 
 def draft_number(asked: Asked, lengths: Tensor, k: int) -> Tensor:
-    """[B, 1]: what draft k (from 1) behind `lengths` committed rows is drawn with."""
+    """Pick the number [B, 1] that draws draft k (from 1) behind `lengths` committed rows."""
     shared = asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
     if k == 1:
         return shared

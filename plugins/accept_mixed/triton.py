@@ -34,9 +34,10 @@ def law_of_row(
     figures, target,
     TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program r, row slot * TOKENS + j: p = weight / NORM where weight >= FLOOR, else 0.
+    """Program r finds the distribution of row slot * TOKENS + j, and what it says of the draft.
 
-    figures [B * TOKENS, 8] (names above), target [B * TOKENS]: the argmax.
+    p is weight / NORM where weight >= FLOOR, else 0. figures [B * TOKENS, 8] are named above;
+    target [B * TOKENS] is the argmax.
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
@@ -104,9 +105,9 @@ def draw_of_row(
     target, margins, chances,
     TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program r: the token that row r emits if the step ends there, and its margin.
+    """Program r draws the token that row r emits if the step ends there, with its margin.
 
-    chances [B * TOKENS, 2]: a block's weight before this row, and what p has there beyond q.
+    chances [B * TOKENS, 2] are a block's weight before this row, and what p has there beyond q.
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
@@ -174,7 +175,7 @@ def verdict_of_mixed_slot(
     tokens, num_tokens, new_lengths, logprobs, new_thinking,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program b: draft by draft, how many of slot b's are kept; outputs as of `Verdict`."""
+    """Program b keeps slot b's drafts until one fails, and writes what `Verdict` holds."""
     b = tl.program_id(0)
     drafts, length = tl.load(num_drafts + b), tl.load(lengths + b)
     begins, ends = tl.load(thinking_ids + b * 2), tl.load(thinking_ids + b * 2 + 1)
@@ -183,7 +184,7 @@ def verdict_of_mixed_slot(
     together = tl.load(block + b) != 0
     luck = uniforms + (b * streams + LOG_ACCEPT).to(tl.int64) * positions + length + 1
 
-    # Of a block: the most drafts whose chance to be kept together is above the one number.
+    # A block keeps as many drafts as have a chance, together, above the one number.
     missed, whole = 1.0, 0
     for j in tl.static_range(TOKENS - 2, -1, -1):
         next_row = chances + (b * TOKENS + j + 1) * 2
@@ -230,7 +231,7 @@ def verdict_of_mixed_slot(
 
 
 def mixed_launches(*operands: Any) -> tuple[Launch, ...]:
-    """The launches for the op's operands; `verdict_of` says which tensors are its results."""
+    """Make the launches for the op's operands; `verdict_of` picks the op's results of them."""
     known: dict[str, Any] = signature(accept_mixed_op._init_fn).bind(*operands).arguments
     known |= named(known.pop("asked"))
     logits, lengths, bans = known["logits"], known["lengths"], known["banned_ids"]
@@ -270,13 +271,13 @@ def mixed_launches(*operands: Any) -> tuple[Launch, ...]:
 
 
 def verdict_of(launches: Sequence[Launch]) -> tuple[Tensor, ...]:
-    """The op's results: what the last launch gives, and the margins of the one before it."""
+    """Pick the op's results: what the last launch gives, and the margins of the one before it."""
     return *launches[-1].outputs, launches[-2].outputs[1]
 
 
 @by_kernels(accept_mixed_op)
 def accept_mixed_triton(*operands: Any) -> tuple[Tensor, ...]:
-    """The op on a GPU."""
+    """Do the op on a GPU."""
     launches = mixed_launches(*operands)
     run(launches)
     return verdict_of(launches)

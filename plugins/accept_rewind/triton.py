@@ -19,11 +19,11 @@ def best_of_block(
     best, ids,
     TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, i): block i of row r = slot * TOKENS + token.
+    """Program (r, i) sums up block i of row r = slot * TOKENS + token.
 
-    best [B * TOKENS, blocks, 4]: largest and second logit that may be emitted, then largest and sum
-    of exponentials (relative to it) of all; ids [B * TOKENS, blocks]: where the largest is, the
-    lowest of ties.
+    best [B * TOKENS, blocks, 4] holds the largest and second logit that may be emitted, then the
+    largest of all and the sum of exponentials relative to it. ids [B * TOKENS, blocks] says where
+    the largest is; ties go to the lowest.
     """
     r = tl.program_id(0)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -46,7 +46,7 @@ def best_of_block(
 
 @triton.jit
 def without(x, v, banned_ids, BANNED: tl.constexpr):
-    """Logits x of the ids v, -inf for those that can't be emitted yet."""
+    """Put -inf into the logits x of those ids v that can't be emitted yet."""
     for i in tl.static_range(BANNED):
         x = tl.where(v == tl.load(banned_ids + i), float("-inf"), x)
     return x
@@ -59,7 +59,7 @@ def verdict_of_slot(
     tokens, num_tokens, new_lengths, logprobs, margins,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program b: all rows of slot b; outputs as of the op."""
+    """Program b judges all rows of slot b; the outputs are the op's results."""
     b = tl.program_id(0)
     j, i = tl.arange(0, ROWS), tl.arange(0, BLOCKS)
     at = ((b * TOKENS + j) * blocks)[:, None] + i[None, :]
@@ -98,7 +98,7 @@ def best_launch(
     banned_ids: Tensor | None = None,
     banned_until: Tensor | None = None,
 ) -> Launch:
-    """Gives `best` and `ids`; logits [B, T, V], bans as requests ask for them."""
+    """Make the launch that gives `best` and `ids` of logits [B, T, V], without banned tokens."""
     B, T, V = logits.shape
     blocks = cdiv(V, BLOCK)
     best = logits.new_empty(B * T, blocks, 4)
@@ -112,7 +112,7 @@ def best_launch(
 def greedy_launches(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Launch, Launch]:
-    """The launches for the op's operands; the second one's outputs are the op's results."""
+    """Make the launches for the op's operands; the second one's outputs are its results."""
     first = best_launch(logits)
     (B, T), blocks = window.shape, first.grid[1]
     like, floats = torch.empty_like, logits.new_empty(B, T)
@@ -124,5 +124,5 @@ def greedy_launches(
 
 @by_kernels(accept_rewind)
 def accept_rewind_triton(logits: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-    """The op on a GPU."""
+    """Do the op on a GPU."""
     return run(greedy_launches(logits.contiguous(), *slots))

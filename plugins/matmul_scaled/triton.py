@@ -20,7 +20,7 @@ OPEN_BLOCK = 32  # rows of a program where their number is open
 
 @triton.jit
 def float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """e4m3 or e2m1 -> fp32 by its bits: sm_80 has neither type."""
+    """Make fp32 of e4m3 or e2m1 codes by their bits: sm_80 has neither type."""
     bits: tl.constexpr = EXPONENT + MANTISSA
     bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     least: tl.constexpr = 2.0 ** (1 - bias - MANTISSA)
@@ -37,9 +37,10 @@ def scaled_tile(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows k from `begin` on and columns n of a weight [DEPTH, WIDTH] in fp32; others are 0.
+    """Load rows k (from `begin` on) and columns n of a weight [DEPTH, WIDTH] as fp32; others are 0.
 
-    expert: which one of a stack. BLOCK: inputs per scale. BY_INPUT: scales_2 are too.
+    `expert` picks one weight of a stack. BLOCK inputs share a scale. BY_INPUT says that scales_2
+    are per inputs too.
     """
     there = deep[:, None] & right[None, :]
     block = expert * (DEPTH // BLOCK) + k // BLOCK
@@ -73,7 +74,7 @@ def scaled_product(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s, j): BLOCK_M rows by BLOCK_N columns of the product over split s of inputs."""
+    """Program (i, s, j) multiplies BLOCK_M rows by BLOCK_N columns, over split s of the inputs."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -95,7 +96,7 @@ def scaled_product(
 
 
 def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None) -> Launch:
-    """x [rows, K]; the result is the sum of its output [splits, rows, N] over the splits.
+    """Make the launch for x [rows, K]; its output [splits, rows, N] is summed over the splits.
 
     How a row is summed does not depend on the rows beside it.
     """
@@ -116,15 +117,16 @@ def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor |
 
 @by_kernels(matmul_scaled)
 def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    """matmul_scaled by the kernel, for few tokens."""
+    """Multiply by the kernel, which is for few tokens."""
     (parts,) = run([product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)])
     return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:
-    """matmul_scaled on a GPU: by the kernel in a step, which knows how many tokens a slot has.
+    """Do matmul_scaled on a GPU, in a step by the kernel and elsewhere by the reference.
 
-    (The number of slots may be a symbol while it is traced, and a prompt's chunk is one.)
+    A step knows how many tokens a slot has. (While it is traced the number of slots may be a
+    symbol, and a prompt's chunk is one.)
     """
     tokens = math.prod(x.shape[:-1])
     many = isinstance(tokens, int) and tokens > MAX_TOKENS

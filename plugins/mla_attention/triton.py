@@ -25,12 +25,12 @@ def mla_partial(
     SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, m, s): BLOCK_M of slot b's HEADS * TOKENS query rows over split s of its cache.
+    """Program (b, m, s) has BLOCK_M of slot b's HEADS * TOKENS query rows and split s of its cache.
 
     A slot's committed rows are dealt evenly to the splits, so its length alone decides its cost.
     The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is normalised
-    within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the weights' sum;
-    of a split without rows only lse (-inf) is written.
+    within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the weights' sum.
+    A split without rows writes only its lse, -inf.
     """
     b = tl.program_id(0).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
@@ -85,7 +85,7 @@ def _attend(
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running softmax; row j is seen if j <= last [BLOCK_M].
+    """Take one tile of keys into the running softmax; row j is seen if j <= last [BLOCK_M].
 
     The first tile holds a row that every query sees, so `top` is finite from then on. Scores are
     summed by CHUNKs of the latent: that bounds the shared memory which queries and keys need.
@@ -121,7 +121,7 @@ def mla_combine(
     out,
     RANK: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, m): query row m of slot b from its splits, but those without rows."""
+    """Program (b, m) combines query row m of slot b from those of its splits that have rows."""
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
     latent = tl.arange(0, LATENT)
     top = float("-inf")
@@ -141,7 +141,7 @@ def mla_combine(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Query rows and keys per step of a program, latent values per product, warps."""
+    """How a program works: query rows and keys per step, latent values per product, warps."""
 
     m: int
     n: int
@@ -150,10 +150,10 @@ class Tiles:
 
 
 def tiles(rows: int, rank: int, rope: int, bytes_each: int, shared: int) -> Tiles:
-    """The largest tiles for `rows` query rows whose keys and queries fit `shared` bytes.
+    """Choose the largest tiles for `rows` query rows whose keys and queries fit `shared` bytes.
 
-    DeepSeek's 576 bf16 values: 64 x 32 (139 KB) on data-centre GPUs from 16 heads and 4 tokens on,
-    16 x 16 in chunks of 128 (35 KB) as an AOT plugin.
+    DeepSeek's 576 bf16 values get 64 x 32 (139 KB) on data-centre GPUs from 16 heads and 4 tokens
+    on, and 16 x 16 in chunks of 128 (35 KB) as an AOT plugin.
     """
     latent, width = tile(rank), tile(rank) + tile(rope)
     for m, n in ((64, 32), (32, 32), (16, 32), (16, 16)):
@@ -163,7 +163,7 @@ def tiles(rows: int, rank: int, rope: int, bytes_each: int, shared: int) -> Tile
 
 
 def split_count(slots: int, blocks: int, capacity: int) -> int:
-    """An open batch (export traces it as a symbol) is split as one slot would be."""
+    """Count the splits; an open batch (export traces it as a symbol) has those of one slot."""
     known = slots if isinstance(slots, int) else 1
     return max(1, min(PROGRAMS // (known * blocks), cdiv(capacity, SPLIT_ROWS)))
 
@@ -180,7 +180,7 @@ def mla_launches(
     splits: int | None = None,
     shared: int = AOT_SHARED,
 ) -> tuple[Launch, ...]:
-    """The launches for the op's operands; the last one's first output is the op's result."""
+    """Make the launches for the op's operands; the last one's first output is its result."""
     B, H, T, C = q.shape
     rows, rope, latent = H * T, C - kv_lora_rank, tile(kv_lora_rank)
     t = tiles(rows, kv_lora_rank, rope, q.element_size(), shared)
@@ -208,6 +208,6 @@ def mla_launches(
 
 @by_kernels(mla_attention)
 def mla_attention_triton(q: Tensor, cache: Tensor, fresh: Tensor, *others: Any) -> Tensor:
-    """The op on a GPU."""
+    """Do the op on a GPU."""
     shared = shared_memory(q.device)
     return run(mla_launches(q.contiguous(), cache, fresh.contiguous(), *others, shared=shared))[0]

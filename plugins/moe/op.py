@@ -19,7 +19,7 @@ def moe_route(
     normalise: bool,
     factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """logits [N, X] fp32, bias [X] -> weights [N, experts] fp32 and ids [N, experts] int32.
+    """Choose experts by logits [N, X] fp32 and a bias [X]: weights and int32 ids [N, experts].
 
     The bias selects, the unbiased scores weigh; of `groups` equal groups the `kept_groups` with the
     largest sum of two biased scores are searched. Ids come by falling biased score; ties go to the
@@ -60,11 +60,11 @@ def moe(
     down_scales: Tensor | None = None,
     down_scales_2: Tensor | None = None,
 ) -> Tensor:
-    """x [N, E], weights and ids [N, k] of the chosen experts -> their weighted sum [N, E].
+    """Sum the chosen experts' outputs for x [N, E], with their weights and ids [N, k]: [N, E].
 
-    gate_up_proj [X, E, 2 I] (gate, then up), down_proj [X, I, E]; an id occurs once per token.
+    gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]; an id occurs once per token.
     With scales they are what `matmul_scaled` takes, and are rounded to x's type. Shared experts are
-    not its business. The kernel takes up to 64 tokens.
+    not its business. The kernel takes up to `MAX_TOKENS` tokens.
     """
     chosen = ids.flatten()
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
@@ -79,7 +79,7 @@ moe.register_fake(lambda x, *others: torch.empty_like(x))
 
 
 def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:
-    """Some experts' weights, dequantised if they have scales."""
+    """Gather some experts' weights, dequantised if they have scales."""
     values, *scales = (held if held is None else held.index_select(0, ids) for held in weight)
     assert values is not None
     return values if scales[0] is None else dequantise(values, scales[0], scales[1])

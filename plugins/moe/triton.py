@@ -24,7 +24,7 @@ def route(
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, CHOSEN: tl.constexpr,
     NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program n: token n's experts. ROW and WIDE are EXPERTS and CHOSEN as powers of two."""
+    """Program n chooses token n's experts. ROW and WIDE are EXPERTS and CHOSEN as powers of two."""
     n = tl.program_id(0)
     x = tl.arange(0, ROW)
     there = x < EXPERTS
@@ -64,7 +64,7 @@ def pairs_of_tokens(
     count,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of each token [BLOCK_M, WIDE], filled up with count.
+    """Number the pairs of each token [BLOCK_M, WIDE]; the rest is filled up with count.
 
     (Ids are loaded by the kernels: the compiler takes a pointer that a function gets, and whose
     result is part of an address, for one that is written to, and copies what is there.)
@@ -82,7 +82,7 @@ def gate_and_up(
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i): BLOCK_N columns of silu(x gate) * (x up) for the expert of pair p."""
+    """Program (p, i) computes BLOCK_N columns of silu(x gate) * (x up) for the expert of pair p."""
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
     every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
@@ -127,7 +127,7 @@ def down(
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i): BLOCK_N columns of the weighted outputs of the expert of pair p."""
+    """Program (p, i) computes BLOCK_N columns of the weighted outputs of the expert of pair p."""
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
     every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
@@ -166,7 +166,7 @@ def route_launch(
     normalise: bool,
     factor: float,
 ) -> Launch:
-    """The launch for the op's operands; its outputs are the op's results."""
+    """Make the launch for the op's operands; its outputs are the op's results."""
     N, X = logits.shape
     weights = logits.new_empty(N, experts)
     constants = {
@@ -188,7 +188,7 @@ def moe_launches(
     down_scales: Tensor | None = None,
     down_scales_2: Tensor | None = None,
 ) -> tuple[Launch, Launch]:
-    """The launches for the op's operands; the second one's output [N, k, E] is summed over k."""
+    """Make the launches for the op's operands; the last one's output [N, k, E] is summed over k."""
     (N, k), E, width = ids.shape, x.shape[1], gate_up_proj.shape[2] // 2
     if N > MAX_TOKENS:
         raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {N}")
@@ -216,18 +216,18 @@ def moe_launches(
 
 
 def block_size(inputs: int, scales: Tensor | None) -> int:
-    """Inputs per scale; all of them without."""
+    """Inputs that share a scale: all of them, if there are no scales."""
     return inputs if scales is None else inputs // scales.shape[1]
 
 
 @by_kernels(moe_route)
 def moe_route_triton(*operands: Any) -> tuple[Tensor, ...]:
-    """moe_route on a GPU."""
+    """Do moe_route on a GPU."""
     return run([route_launch(*operands)])
 
 
 @by_kernels(moe)
 def moe_triton(x: Tensor, *operands: Any) -> Tensor:
-    """moe on a GPU."""
+    """Do moe on a GPU."""
     (parts,) = run(moe_launches(x, *operands))
     return parts.sum(1).type_as(x)

@@ -15,7 +15,7 @@ SHAPING = ("temperature", "top_k", "top_p", "min_p")  # the controls that shape 
 
 
 def shaped_probs(logits: Tensor, asked: Asked) -> Tensor:
-    """p [B, T, V] after temperature, top-k, top-p and min-p, in this order.
+    """Turn logits into p [B, T, V] by temperature, top-k, top-p and min-p, in this order.
 
     top-p is taken over what top-k left, min-p relative to the largest probability. Each filter is a
     threshold, so tokens that tie with the last one kept are kept too. A greedy row (temperature 0)
@@ -55,12 +55,12 @@ def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[T
 
 
 def _unfiltered(p: Tensor, *filters: Tensor) -> tuple[Tensor, ...]:
-    """p, normalised here too: a request's numbers don't depend on whether another one filters."""
+    """Normalise p here too: a request's numbers don't depend on whether another one filters."""
     return (p / p.sum(-1, keepdim=True),)
 
 
 def draw(p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The token at `uniform` [..] in [0, 1) of the inverse CDF of p [.., V], in token-id order.
+    """Find the token at `uniform` [..] in [0, 1) of the inverse CDF of p [.., V], by token id.
 
     Also returns the distance of the uniform to the border of the token's cell: how far another
     target's rounding is from another token. p need not be normalised, but must not be all zero.

@@ -20,7 +20,7 @@ def weights_of(
     row, v, vocab, temperature, highest, early, bans,
     BANNED: tl.constexpr,
 ):  # fmt: skip
-    """Of the ids v: exponentials of the logits that may be emitted, relative to the largest one."""
+    """Exponentials of the ids' logits relative to the largest; 0 for what can't be emitted."""
     x = tl.load(row + v, v < vocab, float("-inf"))
     if early:
         x = without(x, v, bans, BANNED)
@@ -93,7 +93,7 @@ def shape_row(
     probs,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program r: row slot * TOKENS + token of probs [B, TOKENS, vocab], as the op says."""
+    """Program r writes row slot * TOKENS + token of probs [B, TOKENS, vocab], the op's result."""
     r = tl.program_id(0)
     b = r // TOKENS
     row, to = logits + r.to(tl.int64) * vocab, probs + r.to(tl.int64) * vocab
@@ -123,7 +123,7 @@ def shape_row(
 
 
 def shape_launch(logits: Tensor, asked: Asked) -> Launch:
-    """The launch for logits [B, T, V]; its output is the op's result."""
+    """Make the launch for logits [B, T, V]; its output is the op's result."""
     B, T, V = logits.shape
     known = {**asked, "logits": logits, "vocab": V}
     constants = {"TOKENS": T, "BLOCK": vocabulary_block(V)}
