@@ -7,7 +7,7 @@ and a line of `FACETS`.
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.accept_rewind.op import accept_rewind
@@ -19,9 +19,6 @@ from mtpbuild.plugins.mla_attention.op import mla_attention
 from mtpbuild.plugins.moe.op import moe, moe_route
 from mtpbuild.plugins.rope.op import rope
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
 
 __all__ = [
     "FACETS",
@@ -65,7 +62,7 @@ FACETS: dict[Any, tuple[str | None, ...]] = {
 }  # fmt: skip
 
 
-def facets(target: str) -> "dict[OpOverload[..., Any], Callable[..., Any]]":
+def facets(target: str) -> dict[Any, Callable[..., Any]]:
     """Map each op to its facet for one of `TARGETS`; this imports what the target needs."""
     return {op._opoverload: facet(op, target) for op in FACETS if file_of(op, target)}
 
@@ -85,12 +82,11 @@ def facet(op: Any, target: str) -> Callable[..., Any]:
     return getattr(import_module(f"{folder}.{file}"), f"{name}_{file}")
 
 
-def _register(op: Any) -> None:
-    @op.register_kernel("cuda")
-    def _(*operands: Any) -> Any:
-        return facet(op, "cuda")(*operands)
+def _on_cuda(op: Any) -> Callable[..., Any]:
+    """Load the op's facet when it is first called with CUDA tensors."""
+    return lambda *operands: facet(op, "cuda")(*operands)
 
 
 for _op in FACETS:
     if file_of(_op, "cuda"):
-        _register(_op)
+        _op.register_kernel("cuda", _on_cuda(_op))

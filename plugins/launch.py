@@ -72,13 +72,13 @@ def run(launches: Sequence[Launch]) -> tuple[Tensor, ...]:
     return launches[-1].outputs
 
 
-def by_kernels(op: CustomOpDef) -> Callable[[Callable[..., Any]], CustomOpDef]:
+def by_kernels(op: CustomOpDef) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function that runs launches an op of its own, with the operands of `op`.
 
     In an exported program it can stand for `op`: AOTInductor sees the launches in it.
     """
 
-    def define(function: Any) -> CustomOpDef:
+    def define(function: Any) -> Callable[..., Any]:
         function.__signature__ = signature(op._init_fn)
         name = f"mtpbuild_triton::{op._qualname.rpartition('::')[2]}"
         return torch.library.triton_op(name, function, mutates_args=())

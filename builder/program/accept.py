@@ -47,7 +47,10 @@ class GreedyAcceptance:
 
 
 class MixedAcceptance:
-    """Each slot as its request asks; drafts are drawn where `sampled_drafts` and the target are."""
+    """Judge and draft in each slot as its request asks.
+
+    Drafts are drawn from their distribution where `sampled_drafts` says so and the target is drawn.
+    """
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
@@ -84,10 +87,9 @@ class MixedAcceptance:
         return {"draft_probs": torch.cat(probs, dim=1)} if probs else {}
 
 
-def slots_of(state: State, active: Tensor) -> tuple[Tensor, ...]:
-    """What acceptance reads of each slot, in the order of its operands."""
-    held = (state[name] for name in ("window", "num_drafts", "lengths"))
-    return (*held, active, state["thinking"])
+def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gather what acceptance reads of each slot, in the order of its operands."""
+    return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 
 
 def _sampled_draft(

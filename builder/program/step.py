@@ -115,8 +115,10 @@ class MixedStepProgram(StepProgram):
 
     # torch.export names a graph's inputs after parameters: to it, each control is one.
     forward.__signature__ = Signature(  # type: ignore[attr-defined]
-        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD)
-        for name in ("self", "state", "active", *(control.name for control in CONTROLS))
+        [
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("self", "state", "active", *(control.name for control in CONTROLS))
+        ]
     )
 
 

@@ -177,6 +177,7 @@ def mla_launches(
     scale: float,
     kv_lora_rank: int,
     k_scale: Tensor | None = None,
+    *,
     splits: int | None = None,
     shared: int = AOT_SHARED,
 ) -> tuple[Launch, ...]:
@@ -190,7 +191,7 @@ def mla_launches(
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
     out = q.new_empty(B, H, T, kv_lora_rank)
     partial = out if splits == 1 else lse.new_empty(B, splits, rows, kv_lora_rank)
-    known = {"q": q, "cache": cache, "fresh": fresh, "base": base, "first": first}
+    known: dict[str, Any] = {"q": q, "cache": cache, "fresh": fresh, "base": base, "first": first}
     known |= {"k_scale": k_scale, "capacity": cache.shape[2], "fresh_rows": fresh.shape[2]}
     constants = {
         **{"HEADS": H, "TOKENS": T, "RANK": kv_lora_rank, "ROPE": rope, "SCALE": scale},

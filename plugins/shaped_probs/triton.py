@@ -4,6 +4,8 @@ A filter is a threshold, found by bisection over the bits of a float: a row is r
 for each, but only where a slot filters.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -125,7 +127,7 @@ def shape_row(
 def shape_launch(logits: Tensor, asked: Asked) -> Launch:
     """Make the launch for logits [B, T, V]; its output is the op's result."""
     B, T, V = logits.shape
-    known = {**asked, "logits": logits, "vocab": V}
+    known: dict[str, Any] = {**asked, "logits": logits, "vocab": V}
     constants = {"TOKENS": T, "BLOCK": vocabulary_block(V)}
     return Launch.by_name(
         shape_row, (B * T,), known, {"probs": logits.new_empty(B, T, V)}, constants, warps=8

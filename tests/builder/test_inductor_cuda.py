@@ -18,9 +18,9 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.runtime import Engine, EngineError
+from mtpbuild.runtime.controls import MAX_LOGPROBS
 from mtpbuild.runtime.manifest import FileSpec, Manifest, ProgramSpec, TargetInfo, TensorSpec
 from mtpbuild.runtime.programs import inductor_cuda
-from mtpbuild.runtime.programs.base import MAX_LOGPROBS
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.builder.test_inductor_engine import GREEDY, HOT, controls, prompts
 from tests.reference.recompute import greedy

@@ -62,7 +62,7 @@ def test_mixed_acceptance(seed: int) -> None:
     case = kernels.random_mixed(seed, 50 + 400 * seed, seed % 5)
     kernels.check_mixed(case, "cuda")
     kernels.check_flags(case, "cuda")
-    case.judging.banned_until.zero_()
+    case.asked["banned_until"].zero_()
     kernels.check_filters(case, "cuda")
 
 

@@ -20,6 +20,7 @@ from mtpbuild.plugins.accept_mixed import op as mixed
 from mtpbuild.plugins.accept_mixed.block import Block, verify_block
 from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
+from mtpbuild.runtime.controls import ACCEPT, DRAFT
 from tests.support.kernels import asked_of
 
 V, K, FIRST, SLOTS = 3, 2, 0, 40_000
@@ -154,11 +155,11 @@ def test_strict_text_does_not_depend_on_drafts(sampled: bool) -> None:
 
 def shared_numbers(patch: pytest.MonkeyPatch) -> None:
     """Accepting with the number that the draft was drawn with."""
-    patch.setattr(mixed, "ACCEPT", mixed.DRAFT)
+    patch.setattr(mixed, "ACCEPT", DRAFT)
 
 
 def recover_with_the_accepting_number(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mixed, "RECOVER", mixed.ACCEPT)
+    patch.setattr(mixed, "RECOVER", ACCEPT)
 
 
 def recover_from_p(patch: pytest.MonkeyPatch) -> None:
@@ -189,7 +190,7 @@ def block_drafts_with_seen_numbers(patch: pytest.MonkeyPatch) -> None:
     """A dropped draft's number serves again, though the block's verdict depended on it."""
 
     def wrong(asked: Asked, lengths: Tensor, k: int) -> Tensor:
-        return asked["uniforms"][:, mixed.DRAFT].gather(1, lengths[:, None] + k)
+        return asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
 
     patch.setitem(vars(accept), "draft_number", wrong)
 

@@ -93,7 +93,9 @@ def check_attention(case: Attention, device: str) -> None:
     k_scale = None if k_scale is None else k_scale.to(device)
     before = cache.view(torch.uint8).clone()
     launches = mla_launches(
-        q, cache, fresh, base, first, 0.2, case.rank, k_scale, case.splits, case.shared
+        *(q, cache, fresh, base, first, 0.2, case.rank, k_scale),
+        splits=case.splits,
+        shared=case.shared,
     )
     for launch in launches:
         launch.run()
