@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mtpbuild.runtime.controls import MAX_BANNED, Controls
+from mtpbuild.runtime.controls import MAX_BANNED, MAX_LOGPROBS, Controls
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import MAX_LOGPROBS
 from mtpbuild.runtime.synthetic import check_rates, conditional, synthetic_rates
 
 

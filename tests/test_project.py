@@ -22,12 +22,13 @@ SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 # Import order, top to bottom (STYLE.md, "Folders and import names").
 MAY_IMPORT = {
     "builder": {"builder", "plugins", "recipes", "runtime"},
-    "plugins": {"plugins"},
+    "plugins": {"plugins", "runtime"},
     "recipes": {"recipes"},
     "runtime": {"runtime"},
 }
+CONTROLS = "mtpbuild.runtime.controls"  # all that plugins may import of the run time
 # Files of a plugin that need more than torch.
-FACETS = {"onnx", "tensorrt", "triton", "triton_law", "triton_mixed"}
+FACETS = {"onnx", "tensorrt", "triton"}
 STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
 OUTSIDE = {
@@ -161,6 +162,8 @@ def test_imports_go_down() -> None:
             assert top not in (*PARTS, "tests"), f"{path}: import mtpbuild.{name}"
             if top == "mtpbuild" and rest:
                 assert rest[0] in MAY_IMPORT[part_of(module)], f"{path} imports {name}"
+            if part_of(module) == "plugins" and name.startswith("mtpbuild.runtime"):
+                assert name.startswith(CONTROLS), f"{path} imports {name}"
 
 
 def test_what_comes_from_outside() -> None:

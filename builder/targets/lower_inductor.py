@@ -34,7 +34,7 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
 from mtpbuild.builder.weights_file import Placed
-from mtpbuild.plugins import inductor_facets
+from mtpbuild.plugins import facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.group.start import GROUP
 from mtpbuild.runtime.manifest import TargetInfo
@@ -53,7 +53,7 @@ OPTIONS: dict[str, Any] = {
     "compile_threads": 1,  # one C++ file per program: nothing to do in parallel
 }
 
-for op, facet in inductor_facets().items():
+for op, facet in facets("inductor").items():
     register_decomposition([op])(facet)
 fast_random_decomps.cache_clear()  # the table that compiling takes, if something was compiled
 

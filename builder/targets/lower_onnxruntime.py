@@ -15,7 +15,7 @@ from onnxscript.optimizer import _constant_folding as folding
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
-from mtpbuild.plugins import onnx_facets
+from mtpbuild.plugins import facets
 from mtpbuild.runtime.manifest import TargetInfo
 
 aten = torch.ops.aten
@@ -151,7 +151,7 @@ def _export(traced: Traced) -> ir.Model:
             opset_version=OPSET,
             optimize=False,
             verbose=False,
-            custom_translation_table=onnx_facets(),
+            custom_translation_table=facets("onnx"),
             input_names=[spec.name for spec in traced.inputs],
             output_names=[spec.name for spec in traced.outputs],
         )

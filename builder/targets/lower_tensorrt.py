@@ -21,7 +21,7 @@ from mtpbuild.builder.targets.strip import strip
 from mtpbuild.builder.targets.timing_cache import timing_cache
 from mtpbuild.builder.targets.trt_compile import compile_network, gpu_info, new_config
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
-from mtpbuild.plugins import tensorrt_converters, tensorrt_decompositions
+from mtpbuild.plugins import facets
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
@@ -80,7 +80,7 @@ def torch_tensorrt() -> ModuleType:
     registry = import_module("torch_tensorrt.dynamo.conversion")
     first = registry.ConverterPriority.HIGH
     own = {CUMSUM: cumsum, GATHER: gather, torch.ops.tensorrt.fused_nccl_all_reduce.default: total}
-    for op, converter in (tensorrt_converters() | own).items():
+    for op, converter in (facets("tensorrt") | own).items():
         register = registry.dynamo_tensorrt_converter
         register(op, supports_dynamic_shapes=True, priority=first)(converter)
     return dynamo
@@ -165,7 +165,9 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     for name in exported.state_dict:
         value = values[name.removeprefix("model.")]
         exported.state_dict[name] = torch.nn.Parameter(value, requires_grad=False)
-    interpreter = _interpret(exported.run_decompositions(tensorrt_decompositions()), traced)
+    converted = facets("tensorrt")
+    plain = {op: facet for op, facet in facets("inductor").items() if op not in converted}
+    interpreter = _interpret(exported.run_decompositions(plain), traced)
     network = interpreter.ctx.net
     for count, tensor, specs in (
         (network.num_inputs, network.get_input, traced.inputs),

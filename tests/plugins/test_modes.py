@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from mtpbuild.plugins.accept_rewind.distribution import Shaping, draw, shaped_probs
-from mtpbuild.plugins.accept_rewind.mixed import Verdict, accept_mixed
+from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed
+from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from tests.support.acceptance_cases import (
     BANNED,
     BEGIN,
@@ -61,13 +61,10 @@ def test_case(case: Case) -> None:
     assert torch.equal(logprobs.gather(1, verdict.top_ids[0]), logprobs.topk(5).values)
 
 
-def shaping(temperature: float, top_k: int, top_p: float, min_p: float) -> Shaping:
-    return Shaping(
-        torch.tensor([[temperature]]),
-        torch.tensor([[top_k]]),
-        torch.tensor([[top_p]]),
-        torch.tensor([[min_p]]),
-    )
+def shaped(rows: list[list[float]], *settings: float) -> torch.Tensor:
+    """`shaped_probs` of one slot's rows, with its temperature, top_k, top_p and min_p."""
+    shaping = {name: torch.tensor([value]) for name, value in zip(SHAPING, settings, strict=True)}
+    return shaped_probs(torch.tensor([rows]).log(), shaping)[0]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +84,7 @@ def shaping(temperature: float, top_k: int, top_p: float, min_p: float) -> Shapi
     ],
 )
 def test_filters(settings: tuple[float, int, float, float], kept: list[int]) -> None:
-    p = shaped_probs(torch.tensor([CLOSE]).log(), shaping(*settings))[0]
+    (p,) = shaped([CLOSE], *settings)
     assert p.nonzero()[:, 0].tolist() == kept
     wanted = torch.tensor(CLOSE)[kept] / sum(CLOSE[i] for i in kept)
     assert torch.allclose(p[kept], wanted, atol=1e-6)
@@ -95,13 +92,12 @@ def test_filters(settings: tuple[float, int, float, float], kept: list[int]) -> 
 
 def test_filters_differ_by_row() -> None:
     """Rows of one slot have thresholds of their own."""
-    logits = torch.tensor([[SURE, CLOSE, TIE]]).log()
-    p = shaped_probs(logits, shaping(1.0, 2, 1.0, 0.0).rows(0))
-    assert (p > 0).sum(-1).tolist() == [[2, 2, 2]]
+    p = shaped([SURE, CLOSE, TIE], 1.0, 2, 1.0, 0.0)
+    assert (p > 0).sum(-1).tolist() == [2, 2, 2]
 
 
 def test_temperature_sharpens() -> None:
-    p = shaped_probs(torch.tensor([CLOSE]).log(), shaping(0.5, 0, 1.0, 0.0))[0]
+    (p,) = shaped([CLOSE], 0.5, 0, 1.0, 0.0)
     squares = torch.tensor(CLOSE).square()
     assert torch.allclose(p, squares / squares.sum(), atol=1e-6)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtpbuild.plugins.accept_rewind.distribution import Shaping
-from mtpbuild.plugins.accept_rewind.mixed import Judging
+from mtpbuild.plugins.asked import Asked
+from tests.support.kernels import asked_of
 
 A, B, C, D, BEGIN, END = range(6)
 V = 6
@@ -286,7 +286,7 @@ Operands = tuple[
     torch.Tensor,
     torch.Tensor,
     torch.Tensor,
-    Judging,
+    Asked,
 ]
 
 
@@ -297,12 +297,13 @@ def operands(case: Case) -> Operands:
     uniforms = torch.zeros(1, 3, 20)
     for j, numbers in enumerate(case.uniforms):
         uniforms[0, :, 8 + j] = torch.tensor(numbers)  # position lengths + 1 + j
-    one = torch.ones(1)
-    judging = Judging(
-        shaping=Shaping(one * case.temperature, torch.zeros(1, dtype=torch.int64), one, 0 * one),
+    asked = asked_of(
+        1,
+        K,
+        temperature=torch.tensor([case.temperature]),
         rejection=torch.tensor([case.rejection]),
         block=torch.tensor([case.block]),
-        synthetic=torch.tensor([[*case.synthetic, -1.0] if case.synthetic else [-1.0] * (K + 1)]),
+        synthetic=torch.tensor([[*(case.synthetic or [-1.0] * K), -1.0]]),
         relaxed_topk=torch.tensor([case.topk]),
         relaxed_delta=torch.tensor([case.delta]),
         thinking_ids=torch.tensor([[BEGIN, END]]),
@@ -319,5 +320,5 @@ def operands(case: Case) -> Operands:
         torch.tensor([case.active]),
         torch.tensor([case.thinking]),
         probs.reshape(1, K, V),
-        judging,
+        asked,
     )

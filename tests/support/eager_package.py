@@ -7,8 +7,8 @@ from torch import Tensor
 
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import Program
+from mtpbuild.runtime.controls import MAX_LOGPROBS
 from mtpbuild.runtime.manifest import FileSpec, Manifest, ProgramSpec, TargetInfo, TensorSpec
-from mtpbuild.runtime.programs.base import MAX_LOGPROBS
 from tests.support.fakes import fake_manifest
 
 
