@@ -18,8 +18,9 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.compute_capability import compiling_gpu, compute_capabilities
 from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.garbage import no_garbage_collection
-from mtpbuild.builder.models.common.share import Share, check_share
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import (
     ADAPTIVE_NEXTN,
     DrafterName,
@@ -44,6 +45,7 @@ from mtpbuild.runtime.manifest import (
     rank_name,
     read_manifest,
 )
+from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from mtpbuild.builder.program.programs import Program
@@ -79,9 +81,8 @@ class BuildRequest:
     dry_run: bool = False  # nothing is compiled
 
     @property
-    def share(self) -> Share:
-        """Of rank 0; the graph is the same for all."""
-        return Share(self.tp, self.ep, attention_dp=self.attention_dp)
+    def ranks(self) -> Ranks:
+        return Ranks(self.tp, self.ep, self.attention_dp)
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     if todo:
         with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder import model_source
+            from mtpbuild.builder.engine_weights import EngineWeights
             from mtpbuild.builder.targets import load_target
 
             target = load_target(request.target)
@@ -151,10 +153,11 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 ids,
                 formats=target.formats,
                 layers=request.layers,
-                share=request.share,
+                ranks=request.ranks,
                 dtype=request.dtype,
             )
             model.tell_formats()
+            engine_weights = EngineWeights(model)
 
         for out, lacking in todo.items():
             with staging(
@@ -173,7 +176,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 with stages("write weights"):
                     for rank, place in places.items():
                         done = stage.hashes(place)
-                        weights = model.write_weights(place, siblings, rank, done)
+                        weights = engine_weights.write(place, siblings, rank, done)
                         stage.add(
                             f"rank {rank}" if request.tp > 1 else "weights",
                             {place / name: sha256 for name, sha256 in weights.hashes.items()},
@@ -281,7 +284,7 @@ def make_plans(
     if (request.tp, request.ep) != (1, 1):
         if not takes_ranks(request):
             raise UsageError("--tp and --ep are for target inductor")
-        check_share(config, request.tp, request.ep, request.attention_dp)
+        check_ranks(config, request.ranks)
     if request.attention_dp and request.tp == 1:
         raise UsageError("--attention-dp is for several ranks: say --tp, how many they are")
     if request.attention_dp and request.device != "cpu":

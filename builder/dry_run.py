@@ -80,7 +80,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
             device="meta",
             formats=target.formats,
             layers=request.layers,
-            share=request.share,
+            ranks=request.ranks,
             dtype=request.dtype,
         )
         ranks = range(request.tp) if request.rank is None else [request.rank]

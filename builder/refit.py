@@ -12,8 +12,10 @@ from mtpbuild.builder import layout
 from mtpbuild.builder.build import BuildRequest, find_source
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+from mtpbuild.builder.engine_weights import EngineWeights
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.staging import staging
 from mtpbuild.builder.targets import load_target
@@ -69,7 +71,7 @@ def refit(
     with staging(engine) as stage:
         folder = stage.folder
         watch("write weights")
-        weights = new.write_weights(folder, siblings=engine.resolve().parent)
+        weights = EngineWeights(new).write(folder, siblings=engine.resolve().parent)
         refuse(engine, source.folder, list(tensor_differences(engine, folder)))
         watch("package")
         replaced = {WEIGHTS, layout.CONFIG, *layout.SIDE_FILES}
@@ -104,7 +106,9 @@ def differences(old: ModelConfig, new: ModelConfig) -> list[str]:
     """`name before -> after` of every value that shapes a graph."""
     before, after = flat(asdict(old)), flat(asdict(new))
     return [
-        f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name]
+        f"{name} {before.get(name)} -> {after.get(name)}"
+        for name in before | after
+        if before.get(name) != after.get(name)
     ]
 
 

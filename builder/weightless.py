@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from mtpbuild.builder import model_source
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, stream_pieces
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.deepseek_v3.weights import weight_table
+from mtpbuild.builder.models.common.share import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.quantize.format import Shape
 from mtpbuild.runtime.errors import BuildError
@@ -40,18 +40,17 @@ class Shapes(Checkpoint):
 
 
 def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:
-    """Cut and join shapes as the weights of each rank are: they must be the program's.
+    """Cut and join shapes as each rank's weights are; raises BuildError unless the program's fit.
 
-    Raises BuildError with the first weight that is not.
+    The error names the first weight of another shape.
     """
     wanted = {name: tuple(weight.shape) for name, weight in model.model.named_parameters()}
     sources = {source.name: source.shape for weight in model.table for source in weight.sources}
     checkpoint = Shapes(**vars(model.checkpoint), sources=sources)
     for rank in ranks:
-        share = replace(model.share, rank=rank)
         rows, rest = Counter[str](), dict[str, Shape]()
-        pieces = stream_pieces(checkpoint, weight_table(model.config, share), model.kept, share)
-        for name, piece in pieces:
+        share, table = Share(model.ranks, rank), model.weight_table(rank)
+        for name, piece in stream_pieces(checkpoint, table, model.kept, share):
             rows[name] += len(piece)
             rest[name] = tuple(piece.shape[1:])
         for name in rows:

@@ -33,8 +33,8 @@ def write_weights(
 ) -> dict[str, Placed]:
     """Stream tensors, in the order of `shapes`, into one safetensors file.
 
-    One may come as several of the same name, which are its rows in turn.
-    dtypes: what they become in it, if not fp32.
+    A tensor may come as several of the same name, which are its rows in turn.
+    dtypes: what tensors become in the file, if not fp32.
     """
     kinds = {name: (dtypes or {}).get(name, torch.float32) for name in shapes}
     header, places, end = {}, {}, 0

@@ -13,7 +13,7 @@ from mtpbuild.builder.build import (
     within,
 )
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
 from mtpbuild.builder.recipe import Source
 from mtpbuild.runtime.errors import UsageError

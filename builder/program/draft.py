@@ -1,6 +1,6 @@
 """The two ways to draft with MTP modules: Eagle (one module, K times) and vanilla (K modules).
 
-DESIGN 4 has the derivation. A module's input at slot p is Emb(t_{p+k}) and the hidden of slot p;
+DESIGN 4 has the derivation. A module's input at slot p joins Emb(t_{p+k}) and the hidden of slot p;
 the hiddens are always those after the norm.
 """
 
@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.layers import Rows, pick
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.layers import MTPModule, Rows, pick
 from mtpbuild.builder.models.common.precision import cast
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3, MTPModule
 
 State = dict[str, Tensor]
 
@@ -35,12 +35,12 @@ class Drafter(Protocol):
     lookahead: int
     nextn: int
 
-    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         """Draft K tokens behind the newest: [B, K], and the drafter's new state."""
         ...
 
     def prefill(
-        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         """The drafter's state after a chunk; tokens [1, T + lookahead], hidden [1, T, E]."""
         ...
@@ -57,7 +57,7 @@ class Eagle:
     def __init__(self, nextn: int) -> None:
         self.nextn = nextn
 
-    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         module = module_of(model, 0)
         # Slot p of the window: the main hidden h_p and the emitted token t_{p+1}. Only these rows
         # stay in the cache; the window of the next step covers the slots of the passes below.
@@ -73,16 +73,13 @@ class Eagle:
         for k in range(1, self.nextn):
             rows = model.rope(step.lengths + (k - 1), 1, base=step.lengths)
             x = module.join(model.embed(drafts[-1]), hidden)
-            q, row = module.self_attn.project(module.input_layernorm(x), rows)
-            side = row if side is None else torch.cat([side, row], dim=2)
-            first = torch.full_like(step.lengths, k - 1)
-            x = module.finish(x, q, rows, cache, side, step.lengths, first)
+            x, side = module.ahead(x, cache, side, rows)
             hidden = module.norm(x)
             drafts.append(step.choose(model.logits(hidden), k + 1))
         return torch.cat(drafts, dim=1), {"mtp_kv.0": cache}
 
     def prefill(
-        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         module = module_of(model, 0)
         x = module.join(model.embed(tokens[:, 1:]), hidden)
@@ -101,7 +98,7 @@ class Vanilla:
         self.nextn = self.lookahead = nextn
         self.slots = nextn + 1
 
-    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         K, T, M = self.nextn, self.slots, step.lengths
         # Slots (M - n) - K .. (M - n) + K, and for each the token that follows it.
         hiddens = torch.cat([state["past_hidden"], step.hidden], dim=1)
@@ -135,7 +132,7 @@ class Vanilla:
         return torch.cat(drafts, dim=1), caches | past
 
     def prefill(
-        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         K, T = self.nextn, hidden.shape[1]
         caches, g = {}, hidden
@@ -160,19 +157,19 @@ class Idle:
     def __init__(self, nextn: int) -> None:
         self.nextn = nextn
 
-    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         zeros = step.hidden.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
         logits = cast(zeros, torch.float32)
         drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
         return torch.cat(drafts, dim=1), {}
 
     def prefill(
-        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         return {}
 
 
-def module_of(model: DeepseekV3, index: int) -> MTPModule:
+def module_of(model: CausalLM, index: int) -> MTPModule:
     module = model.mtp[index]
     assert isinstance(module, MTPModule)
     return module

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.build import BuildRequest, make_plans
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.controls import Controls

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint import tensors as module
+from mtpbuild.builder.checkpoint.eager import load_model
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import (
     Checkpoint,
@@ -18,8 +19,7 @@ from mtpbuild.builder.checkpoint.tensors import (
     stream_pieces,
     stream_weights,
 )
-from mtpbuild.builder.model_source import load_model
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights_file import write_weights

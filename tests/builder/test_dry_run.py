@@ -12,8 +12,8 @@ from mtpbuild.builder.build import BuildRequest, Stages, build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.share import Share
-from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.weightless import check_slices

@@ -11,11 +11,12 @@ from mtpbuild.builder.cli.plan import parse_nextn
 from mtpbuild.builder.forecast.forecast import Forecast, ForecastRequest, forecast
 from mtpbuild.builder.forecast.latency import PUBLISHED_ACCEPTANCE, PUBLISHED_SPEED, fit
 from mtpbuild.builder.forecast.machines import find_gpu
-from mtpbuild.builder.forecast.ranks import Ranks
 from mtpbuild.builder.forecast.step import distinct_experts
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.ranks import Ranks
 from tests.builder.test_cli import invoke, options
 
 EIGHT = Ranks(8)

@@ -8,11 +8,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.checkpoint.eager import load_model
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint
-from mtpbuild.builder.model_source import ModelSource, load_model
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks
-from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme

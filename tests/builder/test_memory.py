@@ -33,7 +33,7 @@ import re, sys
 from pathlib import Path
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.checkpoint.generation import generation_ids
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.share import Share
 
 folder, out, (tp, rank) = Path(sys.argv[1]), Path(sys.argv[2]), map(int, sys.argv[3:])

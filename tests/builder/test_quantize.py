@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.quantize import files, quantize
 from mtpbuild.builder.quantize.formats import FORMATS

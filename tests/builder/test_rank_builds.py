@@ -16,7 +16,7 @@ from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.inductor import InductorTarget

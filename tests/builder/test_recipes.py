@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import default_target, find_model, find_recipe, load_recipes
 from mtpbuild.builder.targets import TARGETS

@@ -13,7 +13,7 @@ import pytest
 from mtpbuild.builder import model_source
 from mtpbuild.builder.build import BuildRequest, build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from mtpbuild.builder import model_source
 from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.checkpoint.eager import load_model
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.checkpoint.tensors import stream_weights
-from mtpbuild.builder.model_source import ModelSource, load_model
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.share import Share
-from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common import collectives, layers
 from mtpbuild.builder.models.common.share import Share, check_share
 from mtpbuild.builder.models.deepseek_v3 import model as deepseek_v3
-from mtpbuild.builder.models.deepseek_v3.config import load_config, parse_config
+from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import DrafterName, Plan

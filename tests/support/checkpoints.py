@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.deepseek_v3.config import load_config, parse_config
+from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import MTPModule, Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table

@@ -100,7 +100,7 @@ def listing(folder: Path) -> dict[str, Any]:
 
     from mtpbuild.builder import model_source
     from mtpbuild.builder.checkpoint.generation import GenerationIds
-    from mtpbuild.builder.models.deepseek_v3.config import load_config
+    from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.targets.tensorrt import TARGET
     from mtpbuild.builder.targets.timing_cache import place
@@ -146,9 +146,9 @@ def r1_listing(name: str) -> dict[str, Any]:
 
     from mtpbuild.builder import model_source
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+    from mtpbuild.builder.models import load_config
     from mtpbuild.builder.models.common.blocks import put
     from mtpbuild.builder.models.common.share import Share
-    from mtpbuild.builder.models.deepseek_v3.config import load_config
     from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
     from mtpbuild.builder.models.deepseek_v3.weights import weight_table
     from mtpbuild.builder.plan import Plan
