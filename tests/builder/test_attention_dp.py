@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.build import BuildRequest, make_plans
-from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.controls import Controls
@@ -35,7 +34,7 @@ from tests.builder.test_ranks import (
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import eager_ranks
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),

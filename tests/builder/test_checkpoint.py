@@ -19,12 +19,17 @@ from mtpbuild.builder.checkpoint.tensors import (
     stream_pieces,
     stream_weights,
 )
-from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights_file import write_weights
 from mtpbuild.runtime.errors import CheckpointError
-from tests.support.checkpoints import SHAPES, make_model, random_checkpoint, save_checkpoint
+from tests.support.checkpoints import (
+    SHAPES,
+    load_config,
+    make_model,
+    random_checkpoint,
+    save_checkpoint,
+)
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"

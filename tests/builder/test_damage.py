@@ -16,12 +16,11 @@ from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
 from mtpbuild.builder.fingerprint import fingerprint
-from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
 from tests.builder.test_checkpoint import SMALL, shard
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import load_config, random_checkpoint
 
 Damage = Callable[[Path], None]
 TINY = SMALL | {"vocab_size": 11, "hidden_size": 8, "n_routed_experts": 4, "n_group": 2}

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
-from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.quantize import files, quantize
 from mtpbuild.builder.quantize.formats import FORMATS
@@ -19,7 +18,7 @@ from mtpbuild.builder.quantize.quantize import MODELOPT, Quantized, QuantizeRequ
 from mtpbuild.builder.quantize.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.builder.test_cli import invoke
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import load_config, random_checkpoint
 
 SHAPE: dict[str, Any] = {  # all sizes split into blocks of 32
     "hidden_size": 160,
@@ -88,9 +87,9 @@ def test_what_is_written_is_read(name: str, source: Path, tmp_path: Path) -> Non
     limit = {"fp8": 0.03, "nvfp4": 0.12, "int8": 0.01, "int4": 0.1}[name]
     assert max(errors.values()) < limit
     assert all(errors[n] == 0 for n in weights if n.endswith(EXACT) or n in EXACT)
-    share = done.shares[name]
-    assert (share.weights, 0 < share.error < limit) == (len(formats_of(tmp_path / "out")), True)
-    size = sum(share.bytes for share in done.shares.values())
+    portion = done.portions[name]
+    assert (portion.weights, 0 < portion.error < limit) == (len(formats_of(tmp_path / "out")), True)
+    size = sum(each.bytes for each in done.portions.values())
     assert size == sum(tensor.nbytes for tensor in stored.values())
 
 

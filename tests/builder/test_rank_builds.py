@@ -16,7 +16,6 @@ from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint
-from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets.inductor import InductorTarget
@@ -25,7 +24,7 @@ from mtpbuild.runtime.errors import BuildError, EngineFileError
 from mtpbuild.runtime.group.start import own_parts, started
 from mtpbuild.runtime.manifest import MANIFEST, check_files, parts, rank_name, read_manifest
 from tests.builder.test_cli import invoke
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import load_config, random_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick")
 TP = 4

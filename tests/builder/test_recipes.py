@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.models import load_config
 from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import default_target, find_model, find_recipe, load_recipes
 from mtpbuild.builder.targets import TARGETS
 from mtpbuild.runtime.errors import MissingWeightsError, UsageError
 from tests.builder.test_cli import invoke
+from tests.support.checkpoints import load_config
 
 R1 = "models--deepseek-ai--DeepSeek-R1"
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.common.reference import Reference
 from mtpbuild.runtime.programs.base import Adaptive, Programs
 from tests.reference.recompute import draft_logits, greedy
 
@@ -41,7 +41,7 @@ class Run:
     """
 
     programs: Inspectable
-    reference: Transformer
+    reference: Reference
     nextn: int
     drafter: str | None
     chunk: int

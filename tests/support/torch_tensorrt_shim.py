@@ -100,6 +100,7 @@ def listing(folder: Path) -> dict[str, Any]:
 
     from mtpbuild.builder import model_source
     from mtpbuild.builder.checkpoint.generation import GenerationIds
+    from mtpbuild.builder.engine_weights import EngineWeights
     from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.targets.tensorrt import TARGET
@@ -117,7 +118,7 @@ def listing(folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder_name:
         out = Path(folder_name)
         os.environ["XDG_CACHE_HOME"] = folder_name
-        places = source.write_weights(out, siblings=out / "none").places
+        places = EngineWeights(source).write(out, siblings=out / "none").places
         for program in source.programs(plan):
             traced = model_source.trace(program, plan)
             file = TARGET.lower(traced, places, out)
@@ -146,24 +147,24 @@ def r1_listing(name: str) -> dict[str, Any]:
 
     from mtpbuild.builder import model_source
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-    from mtpbuild.builder.models import load_config
+    from mtpbuild.builder.models import family_of, load_config
     from mtpbuild.builder.models.common.blocks import put
     from mtpbuild.builder.models.common.share import Share
-    from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-    from mtpbuild.builder.models.deepseek_v3.weights import weight_table
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.quantize.kept import Kept, can_stay
     from mtpbuild.builder.quantize.scheme import SCHEMES
     from mtpbuild.builder.recipe import find_recipe
     from mtpbuild.builder.targets.tensorrt import TARGET, convert
+    from mtpbuild.runtime.ranks import Ranks
 
     recipe = find_recipe(name)
     assert recipe is not None
     config = parse_layers("0-3").of(load_config(recipe.config_folder))
     plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, ("10.0",), plugins=True, tp=8)
-    share, scheme = Share(8), SCHEMES[recipe.layout]
-    model, table = DeepseekV3(config, share), weight_table(config, share)
+    share, scheme = Share(Ranks(8)), SCHEMES[recipe.layout]
+    family = family_of(config)
+    model, table = family.make_model(config, share.ranks), family.weight_table(config, share)
     for weight in table:
         formats = {scheme.format(config, source) for source in weight.sources}
         format = formats.pop() if len(formats) == 1 else None

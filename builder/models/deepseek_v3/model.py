@@ -15,6 +15,8 @@ from mtpbuild.runtime.ranks import Ranks
 class DeepseekV3(CausalLM):
     """What one of `ranks` computes of the model."""
 
+    config: DeepseekV3Config
+
     def __init__(self, c: DeepseekV3Config, ranks: Ranks = ALONE) -> None:
         def block(layer: int) -> tuple[ModelConfig, Attention, nn.Module, Ranks]:
             return c, LatentAttention(c, ranks), feed_forward(c, layer, ranks), ranks

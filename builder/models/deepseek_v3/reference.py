@@ -180,6 +180,7 @@ class Model(nn.Module):
 class Transformer(Reference):
     """Main model and MTP modules over whole sequences; state_dict names are the checkpoint's."""
 
+    config: DeepseekV3Config
     cos: Tensor
     sin: Tensor
 
