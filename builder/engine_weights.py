@@ -6,8 +6,10 @@ from pathlib import Path
 
 from mtpbuild.builder import layout
 from mtpbuild.builder.checkpoint.tensors import stream_pieces
+from mtpbuild.builder.checkpoint.write import NAMES
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.quantize.format import Part
 from mtpbuild.builder.weights_file import WEIGHTS, Placed, read_places, write_weights
 from mtpbuild.runtime.manifest import hash_file
 
@@ -53,14 +55,10 @@ class EngineWeights:
             table, kept = source.weight_table(rank), source.kept
             parameters = dict(source.model.named_parameters())
             stored = (kept[w.name].stored if w.name in kept else (w.name,) for w in table)
-            targets = {name: parameters[name] for names in stored for name in names}
+            weights = {name: parameters[name] for names in stored for name in names}
+            parts = {n: Part(NAMES[w.dtype], tuple(w.shape)) for n, w in weights.items()}
             tensors = stream_pieces(source.checkpoint, table, kept, Share(source.ranks, rank))
-            places = write_weights(
-                path,
-                {name: tuple(weight.shape) for name, weight in targets.items()},
-                tensors,
-                {name: weight.dtype for name, weight in targets.items()},
-            )
+            places = write_weights(path, parts, tensors)
             done = WrittenWeights(places, {WEIGHTS: hash_file(path)})
             shared(done.hashes[WEIGHTS])
         self.written[rank] = done

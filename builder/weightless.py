@@ -11,14 +11,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpbuild.builder import model_source
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, stream_pieces
+from mtpbuild.builder.checkpoint.write import TYPES
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.share import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.quantize.format import Shape
 from mtpbuild.runtime.errors import BuildError
-
-DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "F32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Shapes(Checkpoint):
         assert format is not None
         assert self.sources is not None
         part = format.parts(self.sources[name])[suffix]
-        return torch.empty(part.shape, dtype=DTYPES[part.dtype], device="meta")
+        return torch.empty(part.shape, dtype=TYPES[part.dtype], device="meta")
 
 
 def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:

@@ -209,11 +209,9 @@ def stream_weights(
 
     Weights are fp32, but those in `kept` come as values and scales. share: the table's.
     """
-    for weight in table:
-        pieces = _pieces(checkpoint, weight, kept, share)
-        for name, named in groupby(pieces, itemgetter(0)):
-            first, *others = (piece for _, piece in named)
-            yield name, torch.cat([first, *others]) if others else first
+    for name, named in groupby(stream_pieces(checkpoint, table, kept, share), itemgetter(0)):
+        pieces = [piece for _, piece in named]
+        yield name, torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def stream_pieces(
@@ -224,19 +222,13 @@ def stream_pieces(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield as `stream_weights` does, but stacked experts one by one: rows [1, ..] of one name."""
     for weight in table:
-        yield from _pieces(checkpoint, weight, kept, share)
-
-
-def _pieces(
-    checkpoint: Checkpoint, weight: Weight, kept: Mapping[str, Kept], share: Share
-) -> Iterator[tuple[str, Tensor]]:
-    if weight.name in kept:
+        if weight.name not in kept:
+            for group in weight.groups:
+                tensors = [share.cut(s, checkpoint.read(s.name)) for s in group]
+                yield weight.name, weight.transform(*tensors).contiguous()
+            continue
         own = replace(kept[weight.name], weight=weight, share=share)
         for name, suffix in own.stored.items():
             for group in weight.groups:
                 parts = [checkpoint.part(source.name, suffix) for source in group]
                 yield name, own.join(suffix, group, parts)
-        return
-    for group in weight.groups:
-        tensors = [share.cut(s, checkpoint.read(s.name)) for s in group]
-        yield weight.name, weight.transform(*tensors).contiguous()

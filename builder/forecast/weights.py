@@ -7,11 +7,11 @@ from math import prod
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint
+from mtpbuild.builder.checkpoint.write import nbytes
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.share import WHOLE
 from mtpbuild.builder.models.common.weights import Source
 from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.quantize.files import nbytes
 from mtpbuild.builder.quantize.format import Format, Part, Shape
 from mtpbuild.builder.quantize.scheme import PLAIN, SCHEMES
 from mtpbuild.builder.recipe import find_model, find_recipe

@@ -15,6 +15,9 @@ from mtpbuild.runtime.errors import CheckpointError, UsageError
 SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules, experts
 
 
+NUMBERS = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}  # of YaRN
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What the compiler reads of any model; fields carry the checkpoints' own names."""
@@ -181,12 +184,9 @@ class Reader:
             kind=kind,
             factor=factor,
             original_max_position_embeddings=original,
-            beta_fast=read.number("beta_fast", 32.0, above=0),
-            beta_slow=read.number("beta_slow", 1.0, above=0),
-            mscale=read.number("mscale", 0.0, above=0),
-            mscale_all_dim=read.number("mscale_all_dim", 0.0, above=0),
             attention_factor=read.number("attention_factor", 1.0, above=0) if given else None,
             truncate=read.flag("truncate", True),
+            **{key: read.number(key, default, above=0) for key, default in NUMBERS.items()},
         )
 
 

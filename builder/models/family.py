@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.models.config import ModelConfig
@@ -12,6 +13,11 @@ if TYPE_CHECKING:
     from mtpbuild.builder.models.common.reference import Reference
     from mtpbuild.builder.models.common.share import Share
     from mtpbuild.builder.models.common.weights import Weight
+
+
+def late(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is imported when it is called for the first time."""
+    return lambda *args: getattr(import_module(module), name)(*args)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Costs:
 class Family:
     """One model architecture. Functions get the family's own kind of configuration.
 
-    A record needs no torch: functions that need it import their modules when they are called.
+    A record needs no torch: what does need it is named by `late`.
     """
 
     name: str  # the architecture that engines report

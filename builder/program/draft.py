@@ -6,7 +6,6 @@ the hiddens are always those after the norm.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,31 +30,32 @@ class Accepted:
     choose: Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of draft k (from 1) -> [B, 1]
 
 
-class Drafter(Protocol):
-    lookahead: int
-    nextn: int
+class Drafter:
+    """One way to draft K = nextn tokens per step."""
+
+    lookahead = 0
+
+    def __init__(self, nextn: int) -> None:
+        self.nextn = nextn
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         """Draft K tokens behind the newest: [B, K], and the drafter's new state."""
-        ...
+        raise NotImplementedError
 
     def prefill(
         self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         """The drafter's state after a chunk; tokens [1, T + lookahead], hidden [1, T, E]."""
-        ...
+        return {}
 
 
-class Eagle:
+class Eagle(Drafter):
     """MTP Eagle: module 0 over the window, then one slot per further draft from its own hidden.
 
     With nextn 0 it only fills its cache, for a step that drafts again.
     """
 
     lookahead = 1
-
-    def __init__(self, nextn: int) -> None:
-        self.nextn = nextn
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         module = module_of(model, 0)
@@ -86,7 +86,7 @@ class Eagle:
         return {"mtp_kv.0": module.fill(x, state["mtp_kv.0"], rows)}
 
 
-class Vanilla:
+class Vanilla(Drafter):
     """MTP vanilla: module k drafts token k; each recomputes the newest T = K + 1 slots.
 
     T slots are exact and K are not: after a step that accepted all drafts, slots from M - (K + 1)
@@ -95,8 +95,8 @@ class Vanilla:
     """
 
     def __init__(self, nextn: int) -> None:
-        self.nextn = self.lookahead = nextn
-        self.slots = nextn + 1
+        super().__init__(nextn)
+        self.lookahead, self.slots = nextn, nextn + 1
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         K, T, M = self.nextn, self.slots, step.lengths
@@ -149,24 +149,14 @@ class Vanilla:
         return caches | {"past_hidden": past_hidden, "past_tokens": past_tokens}
 
 
-class Idle:
+class Idle(Drafter):
     """Fills the window with token 0: the cost of verifying alone, for benchmarks."""
-
-    lookahead = 0
-
-    def __init__(self, nextn: int) -> None:
-        self.nextn = nextn
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         zeros = step.hidden.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
         logits = cast(zeros, torch.float32)
         drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
         return torch.cat(drafts, dim=1), {}
-
-    def prefill(
-        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
-    ) -> State:
-        return {}
 
 
 def module_of(model: CausalLM, index: int) -> MTPModule:

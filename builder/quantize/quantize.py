@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
+from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
 from mtpbuild.builder.layout import SIDE_FILES
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.weights import Source
 from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.quantize.files import nbytes, split, tensors_of, write_shards
 from mtpbuild.builder.quantize.format import Format, Part
 from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK
 from mtpbuild.builder.quantize.nvfp4 import GROUP
@@ -26,7 +26,6 @@ from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
 from mtpbuild.runtime.errors import BuildError
 
 MODELOPT = "hf_quant_config.json"
-STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def quantize(
             done.portions.setdefault(kind, Portion()).bytes += nbytes(part)
     with staging(request.out, "checkpoint") as stage:
         weights = encode_all(checkpoint, formats, done, watch)
-        write_shards(stage.folder, split(parts), tensors_of(weights))
+        write_shards(stage.folder, split(parts), weights)
         write_configuration(source.folder, stage.folder, config, request.scheme)
     return done
 
@@ -106,22 +105,24 @@ def encode_all(
     formats: dict[str, Format | None],
     done: Quantized,
     watch: Callable[[str], None],
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor that is stored of each weight."""
     for name, format in formats.items():
         watch(f"quantising {name}")
         weight = checkpoint.read(name)
         if format is None:
             stored = checkpoint.format(name) is None
             tensor = checkpoint.stored(name) if stored else weight.bfloat16()
-            done.portions[STORED[tensor.dtype].lower()].weights += 1
-            yield name, {"": tensor}
+            done.portions[NAMES[tensor.dtype].lower()].weights += 1
+            yield name, tensor
             continue
         parts = format.encode(weight, group_amax(checkpoint, name, weight))
         portion = done.portions[format.name]
         portion.weights += 1
         portion.squares += weight.square().sum().item()
         portion.errors += (format.decode(parts) - weight).square().sum().item()
-        yield name, parts
+        for suffix, tensor in parts.items():
+            yield name + suffix, tensor
 
 
 def group_amax(checkpoint: Checkpoint, name: str, weight: Tensor) -> Tensor:

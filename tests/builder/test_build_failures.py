@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder import layout, model_source
+from mtpbuild.builder import engine_weights, layout
 from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
 from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.runtime.errors import BuildError, CheckpointError
@@ -158,7 +158,7 @@ def no_weights(patch: pytest.MonkeyPatch) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    patch.setattr(model_source, "write_weights", write)
+    patch.setattr(engine_weights, "write_weights", write)
 
 
 def no_graph(patch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint import write
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.quantize import files, quantize
+from mtpbuild.builder.quantize import quantize
 from mtpbuild.builder.quantize.formats import FORMATS
 from mtpbuild.builder.quantize.quantize import MODELOPT, Quantized, QuantizeRequest
 from mtpbuild.builder.quantize.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.builder.test_cli import invoke
-from tests.support.checkpoints import load_config, random_checkpoint
+from tests.support.checkpoints import load_config, made_of, random_checkpoint
 
 SHAPE: dict[str, Any] = {  # all sizes split into blocks of 32
     "hidden_size": 160,
@@ -74,15 +75,15 @@ def test_what_is_written_is_read(name: str, source: Path, tmp_path: Path) -> Non
     weights, plain = read(tmp_path / "out"), read(source)
     stored = load_file(tmp_path / "out" / SINGLE)
     for weight in weight_table(load_config(source)):
-        tensors = []
+        tensors = {}
         for part in weight.sources:
             format = SCHEMES[name].format(load_config(source), part)
             if format is None:
-                tensors.append(stored[part.name].float())
+                tensors[part.name] = stored[part.name].float()
                 continue
             parts = {suffix: stored[part.name + suffix] for suffix in format.parts(part.shape)}
-            tensors.append(format.decode(parts))
-        assert torch.equal(weights[weight.name], weight.transform(*tensors)), weight.name
+            tensors[part.name] = format.decode(parts)
+        assert torch.equal(weights[weight.name], made_of(weight, tensors)), weight.name
     errors = {n: (w - plain[n]).norm() / plain[n].norm() for n, w in weights.items()}
     limit = {"fp8": 0.03, "nvfp4": 0.12, "int8": 0.01, "int4": 0.1}[name]
     assert max(errors.values()) < limit
@@ -152,7 +153,7 @@ def test_a_quantised_checkpoint_is_a_source(source: Path, tmp_path: Path) -> Non
 
 def test_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(source, tmp_path / "one", SCHEMES["nvfp4"])
-    split = files.split
+    split = write.split
     monkeypatch.setattr(quantize, "split", lambda parts: split(parts, 100_000))
     run(source, tmp_path / "many", SCHEMES["nvfp4"])
     shards = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))

@@ -1,6 +1,7 @@
 """Random DeepSeek-V3 checkpoints of odd shapes, in the Hugging Face layout."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
+from torch import Tensor
 
 from mtpbuild.builder import models
 from mtpbuild.builder.models.common.share import WHOLE, Share
+from mtpbuild.builder.models.common.weights import Weight
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import MTPModule, Transformer
@@ -180,10 +183,16 @@ def lower(reference: Transformer, share: Share = WHOLE) -> DeepseekV3:
         if name.rpartition(".")[2] == "rank"
     }
     for weight in weight_table(reference.config, share):
-        sources = (share.cut(s, tensors[s.name]) for s in weight.sources)
-        weights[weight.name] = weight.transform(*sources).contiguous()
+        cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.sources}
+        weights[weight.name] = made_of(weight, cut)
     model.load_state_dict(weights, assign=True)
     return model.eval()
+
+
+def made_of(weight: Weight, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A program's weight from its sources by name."""
+    slices = ([tensors[source.name] for source in group] for group in weight.groups)
+    return torch.cat([weight.transform(*sources) for sources in slices])
 
 
 def write_tokenizer(path: Path, size: int = 1) -> None:

@@ -26,15 +26,7 @@ from mtpbuild.builder.models.common.layers import (
 )
 from mtpbuild.builder.models.common.reference import Reference
 from mtpbuild.builder.models.common.share import Share
-from mtpbuild.builder.models.common.weights import (
-    Source,
-    Weight,
-    keep,
-    mlp,
-    product,
-    stack_rows,
-    vector,
-)
+from mtpbuild.builder.models.common.weights import Source, Weight, mlp, product, vector
 from mtpbuild.builder.models.config import ModelConfig, Reader, RopeConfig
 from mtpbuild.builder.models.family import Costs, Family, Split
 from mtpbuild.runtime.ranks import Ranks
@@ -122,19 +114,17 @@ class Toy(CausalLM):
 
 def weight_table(c: ToyConfig, share: Share) -> list[Weight]:
     E, V, L = c.hidden_size, c.vocab_size, c.num_hidden_layers
-    embedding = Source("model.embed_tokens.weight", (V, E), axis=0)
-    table = [Weight("embed_tokens", (embedding,), keep)]
+    table = [Weight("embed_tokens", (Source("model.embed_tokens.weight", (V, E), axis=0),))]
     for i in range(L):
         table += layer_weights(c, f"model.layers.{i}", f"layers.{i}")
-    table.append(vector("norm.weight", "model.norm.weight", E))
+    table.append(vector("norm", "model.norm", "weight", E))
     for j in range(c.num_nextn_predict_layers):
         at, to = f"model.layers.{L + j}", f"mtp.{j}"
         for norm in ("enorm", "hnorm", "shared_head.norm"):
-            table.append(vector(f"{to}.{norm}.weight", f"{at}.{norm}.weight", E))
-        eh_proj = Source(f"{at}.eh_proj.weight", (E, 2 * E), axis=1)
-        table.append(product(f"{to}.eh_proj", (eh_proj,), keep))
+            table.append(vector(to, at, f"{norm}.weight", E))
+        table.append(product(f"{to}.eh_proj", Source(f"{at}.eh_proj.weight", (E, 2 * E), axis=1)))
         table += layer_weights(c, at, to)
-    table.append(product("lm_head", (Source("lm_head.weight", (V, E), axis=0),), keep))
+    table.append(product("lm_head", Source("lm_head.weight", (V, E), axis=0)))
     return table
 
 
@@ -142,12 +132,12 @@ def layer_weights(c: ToyConfig, at: str, to: str) -> Iterator[Weight]:
     E, rows = c.hidden_size, c.num_attention_heads * c.head_dim
     heads = {"q": rows, "k": c.num_key_value_heads * c.head_dim}
     heads["v"] = heads["k"]
-    for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-        yield vector(f"{to}.{norm}", f"{at}.{norm}", E)
+    yield vector(to, at, "input_layernorm.weight", E)
+    yield vector(to, at, "post_attention_layernorm.weight", E)
     qkv = (Source(f"{at}.self_attn.{n}_proj.weight", (r, E), axis=0) for n, r in heads.items())
-    yield product(f"{to}.self_attn.qkv_proj", tuple(qkv), stack_rows)
+    yield product(f"{to}.self_attn.qkv_proj", *qkv)
     o_proj = Source(f"{at}.self_attn.o_proj.weight", (E, rows), axis=1)
-    yield product(f"{to}.self_attn.o_proj", (o_proj,), keep)
+    yield product(f"{to}.self_attn.o_proj", o_proj)
     yield from mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
 
 

@@ -140,14 +140,6 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class SharedHead(nn.Module):
-    """The module's own final norm under the checkpoint's name; the head is the main model's."""
-
-    def __init__(self, c: DeepseekV3Config) -> None:
-        super().__init__()
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-
 class MTPModule(DecoderLayer):
     """One MTP module: `model.layers.{L+j}` of the checkpoint (spec section 3)."""
 
@@ -156,12 +148,13 @@ class MTPModule(DecoderLayer):
         self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
-        self.shared_head = SharedHead(c)
+        # Its own final norm; the head is the main model's.
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
 
     def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Emb(t_{p+k}) and the hidden of slot p -> the module's normed hidden of slot p."""
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        return self.shared_head.norm(super().forward(x, cos, sin))
+        return self.shared_head["norm"](super().forward(x, cos, sin))
 
 
 class Model(nn.Module):

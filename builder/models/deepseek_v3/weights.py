@@ -6,16 +6,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.common.weights import (
-    Source,
-    Weight,
-    keep,
-    mlp,
-    moe,
-    product,
-    stack_rows,
-    vector,
-)
+from mtpbuild.builder.models.common.weights import Source, Weight, mlp, moe, product, vector
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
@@ -30,26 +21,25 @@ def weight_table(c: DeepseekV3Config, share: Share = WHOLE) -> list[Weight]:
 def _table(c: DeepseekV3Config, s: Share) -> Iterator[Weight]:
     E, V, L = c.hidden_size, c.vocab_size, c.num_hidden_layers
     embedding = Source("model.embed_tokens.weight", (V, E), axis=0)
-    yield Weight("embed_tokens", (embedding,), keep)
+    yield Weight("embed_tokens", (embedding,))
     for i in range(L):
         yield from _layer(c, s, i, f"layers.{i}")
-    yield vector("norm.weight", "model.norm.weight", E)
+    yield vector("norm", "model.norm", "weight", E)
     for j in range(c.num_nextn_predict_layers):
         yield from _mtp(c, s, L + j, f"mtp.{j}")
     head = embedding if c.tie_word_embeddings else Source("lm_head.weight", (V, E), axis=0)
-    yield product("lm_head", (head,), keep)
+    yield product("lm_head", head)
 
 
 def _layer(c: DeepseekV3Config, s: Share, index: int, to: str) -> Iterator[Weight]:
     at, E = f"model.layers.{index}", c.hidden_size
-    yield vector(f"{to}.input_layernorm.weight", f"{at}.input_layernorm.weight", E)
+    yield vector(to, at, "input_layernorm.weight", E)
     yield from _attention(c, s, f"{at}.self_attn", f"{to}.self_attn")
-    norm = "post_attention_layernorm.weight"
-    yield vector(f"{to}.{norm}", f"{at}.{norm}", E)
-    if not c.is_moe(index):
-        yield from mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
-    else:
+    yield vector(to, at, "post_attention_layernorm.weight", E)
+    if c.is_moe(index):
         yield from moe(c, s, f"{at}.mlp", f"{to}.mlp")
+    else:
+        yield from mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
 
 
 def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weight]:
@@ -58,32 +48,30 @@ def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weig
     own = H // s.ranks.parts
     kv_a = Source(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
 
-    def by_part(q: Tensor) -> Tensor:
-        """Rows per head (nope, pe) -> all heads' nope, then all heads' pe."""
+    def by_part(q: Tensor, *others: Tensor) -> Tensor:
+        """Rows per head (nope, pe) -> all heads' nope, then all heads' pe, then the others."""
         heads = q.unflatten(0, (own, n + R))
-        return torch.cat([heads[:, :n].flatten(0, 1), heads[:, n:].flatten(0, 1)])
+        return torch.cat([heads[:, :n].flatten(0, 1), heads[:, n:].flatten(0, 1), *others])
 
     if c.q_lora_rank is None:
         q = Source(f"{at}.q_proj.weight", (H * (n + R), E), axis=0)
-        yield product(f"{to}.qkv_a_proj", (q, kv_a), lambda q, kv: torch.cat([by_part(q), kv]))
+        yield product(f"{to}.qkv_a_proj", q, kv_a, rows=by_part)
     else:
         q_a = Source(f"{at}.q_a_proj.weight", (c.q_lora_rank, E))
-        yield product(f"{to}.qkv_a_proj", (q_a, kv_a), stack_rows)
-        norm = "q_a_layernorm.weight"
-        yield vector(f"{to}.{norm}", f"{at}.{norm}", c.q_lora_rank)
+        yield product(f"{to}.qkv_a_proj", q_a, kv_a)
+        yield vector(to, at, "q_a_layernorm.weight", c.q_lora_rank)
         q_b = Source(f"{at}.q_b_proj.weight", (H * (n + R), c.q_lora_rank), axis=0)
-        yield product(f"{to}.q_b_proj", (q_b,), by_part)
-    yield vector(f"{to}.kv_a_layernorm.weight", f"{at}.kv_a_layernorm.weight", r)
+        yield product(f"{to}.q_b_proj", q_b, rows=by_part)
+    yield vector(to, at, "kv_a_layernorm.weight", r)
     kv_b = Source(f"{at}.kv_b_proj.weight", (H * (n + v), r), axis=0)
     yield Weight(f"{to}.w_uk", (kv_b,), lambda w: w.unflatten(0, (own, n + v))[:, :n])
     yield Weight(f"{to}.w_uv", (kv_b,), lambda w: w.unflatten(0, (own, n + v))[:, n:].mT)
-    yield product(f"{to}.o_proj", (Source(f"{at}.o_proj.weight", (E, H * v), axis=1),), keep)
+    yield product(f"{to}.o_proj", Source(f"{at}.o_proj.weight", (E, H * v), axis=1))
 
 
 def _mtp(c: DeepseekV3Config, s: Share, index: int, to: str) -> Iterator[Weight]:
     at, E = f"model.layers.{index}", c.hidden_size
     for norm in ("enorm", "hnorm", "shared_head.norm"):
-        yield vector(f"{to}.{norm}.weight", f"{at}.{norm}.weight", E)
-    eh_proj = Source(f"{at}.eh_proj.weight", (E, 2 * E), axis=1)
-    yield product(f"{to}.eh_proj", (eh_proj,), keep)
+        yield vector(to, at, f"{norm}.weight", E)
+    yield product(f"{to}.eh_proj", Source(f"{at}.eh_proj.weight", (E, 2 * E), axis=1))
     yield from _layer(c, s, index, to)
