@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models import load_config
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tools" / "train_tiny"

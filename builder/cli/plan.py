@@ -7,6 +7,7 @@ import typer
 
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.ranks import Ranks
 
 
 @error_line
@@ -52,7 +53,6 @@ def plan(
     with needs("build", "torch", "safetensors"):
         from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
         from mtpbuild.builder.forecast.latency import parse_measured
-        from mtpbuild.builder.forecast.ranks import Ranks
         from mtpbuild.builder.forecast.report import as_json, print_report
 
     if picture is not None:

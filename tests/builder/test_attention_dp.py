@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.prepare import make_plans
 from mtpbuild.runtime import Engine, SamplingParams
@@ -24,7 +23,7 @@ from mtpbuild.runtime.manifest import read_manifest
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import eager_ranks
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 from tests.support.rank_engines import (
     GREEDY,
     HOT,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder import layout, model_source
+from mtpbuild.builder import engine_weights, layout
 from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -162,7 +162,7 @@ def no_weights(patch: pytest.MonkeyPatch) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    patch.setattr(model_source, "write_weights", write)
+    patch.setattr(engine_weights, "write_weights", write)
 
 
 def no_graph(patch: pytest.MonkeyPatch) -> None:

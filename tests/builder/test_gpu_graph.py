@@ -71,7 +71,7 @@ for case, slots, dtype, experts in CASES:
     plan = Plan(
         model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, gpu="9.0", dtype=dtype, tp=tp, ep=tp
     )
-    lowered = lower(model, Share(tp, tp, tp - 1))
+    lowered = lower(model, Share(Ranks(tp, tp), tp - 1))
     hold_in(lowered, FLOATS[dtype])
     for name, weight in list(lowered.named_parameters()):
         if "fp8" in case and ".mlp." in name and name.endswith(("_up_proj", "down_proj")):

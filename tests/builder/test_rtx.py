@@ -13,7 +13,8 @@ import pytest
 from mtpbuild.builder import model_source
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.engine_weights import EngineWeights
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.trace import trace
@@ -51,7 +52,7 @@ def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     plan, folder = plan_of(predictable_folder), tmp_path_factory.mktemp("graphs")
     ids = GenerationIds(bos=None, eos=(), thinking=None)
     source = model_source.ModelSource("toy", predictable_folder, plan.config, ids)
-    places = source.write_weights(folder, siblings=folder / "none").places
+    places = EngineWeights(source).write(folder, siblings=folder / "none").places
     for program in source.programs(plan):
         lower_onnxruntime.lower(trace(program, plan), places, folder)
     return folder

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.builder.models.common.layers import GatheredMoE, use_kernels
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, RopeConfig
+from mtpbuild.builder.models.common.layers import use_kernels
+from mtpbuild.builder.models.common.moe import GatheredMoE
+from mtpbuild.builder.models.config import RopeConfig
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import matmul_scaled, moe, moe_route
 from tests.support import kernels
 from tests.support.acceptance_cases import (
@@ -214,8 +216,8 @@ def test_many_tokens_go_in_pieces() -> None:
         torch.testing.assert_close(opened.module()(part), wanted[:, :tokens])
 
 
-def tiny_experts() -> ModelConfig:
-    return ModelConfig(
+def tiny_experts() -> DeepseekV3Config:
+    return DeepseekV3Config(
         vocab_size=8,
         hidden_size=12,
         intermediate_size=8,

@@ -7,12 +7,12 @@ accepted is what was drafted; there drafts are only spoilt, and the model must b
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.common.reference import Reference
 from mtpbuild.runtime.programs.base import Adaptive, Programs
 from tests.reference.recompute import draft_logits, greedy
 
@@ -20,6 +20,7 @@ GARBAGE = 1e20  # on a CPU unseen rows weigh 1e-32 (`floored_softmax`)
 TIE = 1e-3  # logits nearer than this may be ranked either way
 
 
+@runtime_checkable
 class Inspectable(Programs, Protocol):
     @property
     def state(self) -> dict[str, NDArray[Any]]: ...
@@ -41,7 +42,7 @@ class Run:
     """
 
     programs: Inspectable
-    reference: Transformer
+    reference: Reference
     nextn: int
     drafter: str | None
     chunk: int

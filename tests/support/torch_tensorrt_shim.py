@@ -100,7 +100,8 @@ def listing(folder: Path) -> dict[str, Any]:
 
     from mtpbuild.builder import model_source
     from mtpbuild.builder.checkpoint.generation import GenerationIds
-    from mtpbuild.builder.models.deepseek_v3.config import load_config
+    from mtpbuild.builder.engine_weights import EngineWeights
+    from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.targets.tensorrt import TARGET
@@ -123,7 +124,7 @@ def listing(folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder_name:
         out = Path(folder_name)
         os.environ["XDG_CACHE_HOME"] = folder_name
-        places = source.write_weights(out, siblings=out / "none").places
+        places = EngineWeights(source).write(out, siblings=out / "none").places
         for program in source.programs(plan):
             traced = trace(program, plan)
             file = TARGET.lower(traced, places, out)
@@ -151,11 +152,9 @@ def r1_listing(name: str) -> dict[str, Any]:
     plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
 
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+    from mtpbuild.builder.models import family_of, load_config
     from mtpbuild.builder.models.common.blocks import put
     from mtpbuild.builder.models.common.share import Share
-    from mtpbuild.builder.models.deepseek_v3.config import load_config
-    from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-    from mtpbuild.builder.models.deepseek_v3.weights import weight_table
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.program.trace import trace
@@ -171,8 +170,9 @@ def r1_listing(name: str) -> dict[str, Any]:
     config = parse_layers("0-3").of(load_config(recipe.config_folder))
     style = TARGET.style(TARGET.Options())
     plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, style, Ranks(8), ("10.0",))
-    share, scheme = Share(8), SCHEMES[recipe.layout]
-    model, table = DeepseekV3(config, share), weight_table(config, share)
+    share, scheme = Share(Ranks(8)), SCHEMES[recipe.layout]
+    family = family_of(config)
+    model, table = family.make_model(config, share.ranks), family.weight_table(config, share)
     for weight in table:
         formats = {scheme.format(config, source) for source in weight.sources}
         format = formats.pop() if len(formats) == 1 else None
