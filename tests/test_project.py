@@ -236,9 +236,13 @@ def comparisons_of_a_target(tree: ast.AST) -> Iterator[str]:
             is_none = any(isinstance(op, ast.Is | ast.IsNot) for op in node.ops)
             if not is_none and any(is_a_target(side) for side in sides):
                 yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("startswith", "endswith") and is_a_target(node.func.value):
-                yield ast.unparse(node)
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("startswith", "endswith")
+            and is_a_target(node.func.value)
+        ):
+            yield ast.unparse(node)
 
 
 def is_a_target(node: ast.AST) -> bool:
