@@ -18,6 +18,7 @@ from tests.support.engines import greedy_ids
 from tests.support.prompts import CODE, QUESTIONS
 from tests.support.transformers_oracle import transformers_greedy, transformers_model
 
+pytestmark = pytest.mark.xdist_group("tiny")  # another worker would wait for the same engines
 CHUNK, OUTPUT = 32, 128  # of the fixture's engines; tokens of a text
 TIE = 1e-3  # fp32 kernels for one and for four tokens round differently
 # What a broken drafter would not reach; the card has what the shipped one does.

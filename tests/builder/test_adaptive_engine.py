@@ -36,10 +36,11 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one draft: five programs to compile. tests/builder/test_step.py has more."""
-    for module in ("plan", "pipeline"):
+    for module in ("plan", "build"):
         monkeypatch.setattr(f"mtpbuild.builder.{module}.ADAPTIVE_NEXTN", 1)
 
 
+@pytest.mark.xdist_group("predictable")
 @pytest.mark.usefixtures("restless", "few")
 def test_text_is_that_of_plain_decoding(
     predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder

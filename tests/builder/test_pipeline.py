@@ -79,6 +79,7 @@ def engines(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent
 
 
+@pytest.mark.xdist_group("pipeline")
 def test_several_nextn_share_one_copy_of_the_weights(engines: Path) -> None:
     folders = [engines / "small_n0", engines / "small_n1"]
     assert sorted(engines.iterdir()) == folders
@@ -90,6 +91,7 @@ def test_several_nextn_share_one_copy_of_the_weights(engines: Path) -> None:
     assert (folders[0] / "weights.safetensors").samefile(folders[1] / "weights.safetensors")
 
 
+@pytest.mark.xdist_group("pipeline")
 def test_builds_are_reproducible(engines: Path, smallest: Path, tmp_path: Path) -> None:
     """Another folder, another parent, another process and order: the same bytes."""
     copy = shutil.copytree(smallest, tmp_path / "elsewhere" / "small")
@@ -101,6 +103,7 @@ def test_builds_are_reproducible(engines: Path, smallest: Path, tmp_path: Path) 
     assert contents(tmp_path / "again") == contents(engines / "small_n1")
 
 
+@pytest.mark.xdist_group("pipeline")
 @pytest.mark.full
 def test_a_build_that_goes_on_ends_the_same(engines: Path, smallest: Path, tmp_path: Path) -> None:
     """A graph does not depend on whether those before it were traced by the same process."""
@@ -117,6 +120,7 @@ def test_a_build_that_goes_on_ends_the_same(engines: Path, smallest: Path, tmp_p
     assert contents(tmp_path / "again") == contents(engines / "small_n1")
 
 
+@pytest.mark.xdist_group("pipeline")
 def test_unchanged_is_left_alone_without_torch(engines: Path, smallest: Path) -> None:
     before = stamps(engines)
     code = (

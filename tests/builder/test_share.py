@@ -144,11 +144,11 @@ def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
                 held.setdefault(source.name, []).append(
                     share.cut(source.name, source.axis, numbers).flatten()
                 )
-    for weight in weight_table(c):
-        for source in weight.sources:
-            if source.axis is not None:
-                found = torch.cat(held[source.name]).sort().values
-                assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
+    cut = [s for weight in weight_table(c) for s in weight.sources if s.axis is not None]
+    assert {source.name for source in cut} == set(held)
+    for source in cut:
+        found = torch.cat(held[source.name]).sort().values
+        assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
     replicated = {s.name for w in weight_table(c) for s in w.sources if s.axis is None}
     kinds = {name.rpartition("layers.")[2].partition(".")[2] or name for name in replicated}
     assert kinds == {
