@@ -158,7 +158,7 @@ def test_mtpbuild_is_a_namespace() -> None:
 
 
 def test_imports_go_down() -> None:
-    """Also inside functions: a lazy import is still a dependency."""
+    """An import inside a function counts: it is still a dependency."""
     for module, path in sources():
         for name in imports(path, module_level=False):
             top, *rest = name.split(".")

@@ -46,7 +46,7 @@ def prompts(tiny_engine: TinyEngine) -> list[list[int]]:
 def baseline(
     tiny_engine: TinyEngine, prompts: list[list[int]], shared_folder: Path
 ) -> list[list[int]]:
-    """What the engine without drafts says; computed by one worker."""
+    """Compute, in one worker, what the engine without drafts says."""
     path = shared_folder / "tiny_baseline.json"
     with FileLock(f"{path}.lock"):
         if not path.exists():
@@ -116,7 +116,7 @@ def test_drafts_change_nothing_but_speed(
 
 
 def test_text_is_the_same_for_every_nextn(tiny_engine: TinyEngine) -> None:
-    """As a user compares: text in, text out, EOS respected."""
+    """The comparison is a user's: text in, text out, EOS respected."""
     question = [{"role": "user", "content": QUESTIONS[0]}]
     texts = []
     for nextn in (0, 3):

@@ -22,14 +22,14 @@ from tests.support.checkpoints import SMALLEST, make_predictable, random_checkpo
 
 @pytest.fixture(scope="session")
 def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint `small` of one layer and one module, without a tokenizer; don't change it."""
+    """Save a checkpoint `small` of one layer and one module, no tokenizer; don't change it."""
     torch.set_num_threads(1)
     return random_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", **SMALLEST)
 
 
 @pytest.fixture(scope="session")
 def predictable() -> Transformer:
-    """A model whose own drafts are often right."""
+    """Make a model whose own drafts are often right."""
     torch.set_num_threads(1)
     return make_predictable()
 
@@ -41,7 +41,7 @@ def predictable_folder(predictable: Transformer, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are two bytes: builds take milliseconds and all else is real."""
+    """Make graphs of two bytes: builds take milliseconds and all else is real."""
 
     def trace(program: Program, plan: Plan) -> Traced:
         exported = cast(ExportedProgram, SimpleNamespace(graph=Graph()))

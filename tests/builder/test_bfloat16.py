@@ -52,7 +52,7 @@ Run = Callable[..., list[Played]]
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
-    """Of weights that bfloat16 holds exactly; computed in fp32."""
+    """Make a model that computes in fp32, of weights that bfloat16 holds exactly."""
     torch.set_num_threads(1)
     return rounded(make_predictable())
 

@@ -160,7 +160,7 @@ def test_threads_stop_with_a_run(predictable_folder: Path, build_engine: EngineB
 
 
 def test_attention_has_a_floor(predictable_folder: Path, build_engine: EngineBuilder) -> None:
-    """In prompts as in steps: every softmax over rows is of a maximum, `floored_softmax`."""
+    """Every softmax over rows is of a maximum, `floored_softmax`, in prompts as in steps."""
     folder = build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK)
     for program in ("prefill", "decode"):
         graph = onnx.load(folder / f"{program}.onnx", load_external_data=False).graph

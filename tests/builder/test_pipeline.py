@@ -55,14 +55,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def engine_files(engine: Path) -> set[str]:
-    """What every engine has; its model's tokenizer and the like come on top."""
+    """Name the files that every engine has; its tokenizer and the like come on top."""
     programs = {program.file for program in read_manifest(engine).programs.values()}
     assert {"prefill.onnx", "decode.onnx"} <= programs
     return {MANIFEST, "config.json", "weights.safetensors"} | programs
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """What changes when a file is written or replaced."""
+    """Return what changes when a file is written or replaced."""
     stats = {p.relative_to(folder).as_posix(): p.stat() for p in [folder, *folder.rglob("*")]}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 

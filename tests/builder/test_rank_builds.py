@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `quick`, for the target that ranks have."""
+    """Do what `quick` does, for the target that ranks have."""
 
     def lower(
         self: InductorTarget, traced: Traced, weights: Mapping[str, Placed], folder: Path
@@ -223,7 +223,7 @@ def test_ranks_of_another_build(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_slices_are_different_builds(checkpoint: Path, tmp_path: Path) -> None:
-    """Also where their shapes are the same."""
+    """They are different builds even where their shapes are the same."""
     config = parse_layers("0-0").of(load_config(checkpoint))
     plan = Plan(config, 1, "mtp-eagle", 1, 64, 16)
     prints = {fingerprint(checkpoint, plan, "x", parse_layers(text)) for text in ("0-0", "1-1")}

@@ -74,7 +74,7 @@ def test_engines_of_two_gpus(program: str, graphs: Path, predictable_folder: Pat
 
 
 def test_a_build(predictable_folder: Path, tmp_path: Path) -> None:
-    """From the command's request to a directory that is whole, and what this machine says of it."""
+    """The command's request becomes a whole directory; this machine says why it can't run it."""
     request = BuildRequest(
         str(predictable_folder),
         (0,),
@@ -116,7 +116,7 @@ def test_how_much_is_sorted(tmp_path: Path, predictable_folder: Path) -> None:
 
 
 def test_the_fakes_have_the_real_names(predictable: Transformer) -> None:
-    """What the run time calls of the fakes exists, with as many arguments."""
+    """The real modules have what the run time calls of the fakes, with as many arguments."""
     cuda: ModuleType = pytest.importorskip("cuda.bindings.runtime")
     assert cuda is sys.modules["cuda.bindings.runtime"]
     known = {name: fake for name, fake in vars(fake_cuda.FakeCuda).items() if name[:4] == "cuda"}

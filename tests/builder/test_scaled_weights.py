@@ -77,7 +77,7 @@ def source(folder: Path, formats: tuple[str, ...] = BOTH, **how: Any) -> ModelSo
 
 
 def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> DeepseekV3:
-    """With the weights that an engine would have."""
+    """Make the model with the weights that an engine would have."""
     kept = source(folder, dtype=dtype)
     kept.write_weights(to, siblings=None)
     kept.model.load_state_dict(load_file(to / WEIGHTS), assign=True)
@@ -85,7 +85,7 @@ def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> Deepseek
 
 
 def logits(model: DeepseekV3) -> list[Tensor]:
-    """Of the main model, and of a module."""
+    """Return the logits of the main model, and of a module."""
     tokens, start = torch.tensor([[5, 17, 3, 60, 9]]), torch.zeros(1, dtype=torch.int64)
     kind = model.embed_tokens.dtype
     caches = [torch.zeros(1, 1, 9, model.config.cache_dim, dtype=kind) for _ in range(3)]
@@ -131,7 +131,7 @@ def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> Non
     ids=["1", "2", "4-2", "attention-dp"],
 )
 def test_ranks_hold_their_part(name: str, ranks: Share, folder: MakeFolder) -> None:
-    """Of values and scales, cut so that they decode to what a rank would hold in fp32."""
+    """Values and scales are cut so that they decode to what a rank would hold in fp32."""
     for rank in range(ranks.tp):
         share = replace(ranks, rank=rank)
         kept = source(folder(name), share=share)
@@ -205,7 +205,7 @@ def test_every_code() -> None:
 @pytest.mark.parametrize("format", [FP8, NVFP4], ids=BOTH)
 @pytest.mark.parametrize("shape", [(3, 16), (130, 288), (5, 128), (256, 400)])
 def test_a_lone_weight(format: Any, shape: tuple[int, int]) -> None:
-    """As it is kept it decodes to what the format says; the op multiplies with that."""
+    """A kept weight decodes to what the format says; the op multiplies with that."""
     torch.manual_seed(0)
     weight = torch.randn(shape)
     parts = format.encode(weight, weight.abs().max())

@@ -1,4 +1,4 @@
-"""How a model is shared by ranks: the ranks of one process, as threads, say what the whole says."""
+"""Ranks that share a model say what the undivided model says; here they are threads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -132,7 +132,7 @@ def generate(
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 2), (4, 4)])
 def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
-    """What is not replicated is cut: the ranks' parts are the checkpoint's tensors."""
+    """Every weight is replicated or cut, and the ranks' pieces are the checkpoint's tensors."""
     c = parse_config(BASE | EVEN)
     shares = [Share(tp, ep, rank) for rank in range(tp)]
     held: dict[str, list[Tensor]] = {}

@@ -67,7 +67,7 @@ def gpu() -> FakeCuda:
 
 @pytest.fixture
 def trt(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeTensorRt:
-    """In place of TensorRT-RTX and CUDA, also where they are installed."""
+    """Stand in for TensorRT-RTX and CUDA, even where they are installed."""
     fake = FakeTensorRt(gpu)
     monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", fake)
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", gpu)
@@ -295,7 +295,7 @@ def stripped(engine: Path, tmp_path: Path) -> Path:
 
 
 def described(folder: Path) -> Manifest:
-    """With the files as they are now."""
+    """Describe the engine with the files as they are now."""
     manifest = read_manifest(folder)
     return manifest.model_copy(update={"files": layout.describe_files(folder, {})})
 

@@ -1,4 +1,4 @@
-"""From a trace of a built engine alone, each step is done again with the plain model."""
+"""The plain model does each step again, from nothing but the trace of a built engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_replay(name: str, traced: dict[str, TracedRequest], predictable: Transf
 
 
 def _target(logits: NDArray[np.float64], number: float | None, request: RequestLine) -> int:
-    """What plain decoding emits in a row's place; `number` is what a sampled one draws with."""
+    """Return what plain decoding emits for a row; a sampled one draws with `number`."""
     if request.greedy:
         assert number is None
         return int(logits.argmax())

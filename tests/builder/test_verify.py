@@ -183,7 +183,7 @@ def test_what_is_near_is_measured() -> None:
 
 
 def test_a_jump_in_a_hundred_is_an_expert_by_a_hair() -> None:
-    """Not a wrong cache, which shows in every token behind it."""
+    """A wrong cache is something else: it shows in every token behind it."""
     count = 300
     theirs = played([1] * count, [9.0] * count, -1.0)
     for jumps, passes in ((0, True), (3, True), (4, False), (count, False)):
@@ -327,7 +327,7 @@ def test_the_last_line() -> None:
 
 
 def test_a_baseline_is_built(predictable_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As bench builds its engines; without a recipe there is none."""
+    """It is built as bench builds its engines; without a recipe there is none."""
     seen = []
 
     def build_engines(wanted: object, stages: object) -> list[Built]:

@@ -43,7 +43,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str, cache: Path) -> str:
-    """What Python prints in a process that compiles."""
+    """Return what Python prints in a process that compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "TORCH_LOGS": "-all"}
     done = subprocess.run(
@@ -169,7 +169,7 @@ for node in graph(*example).graph.nodes:
 
 
 def test_too_much_shared_memory_is_refused_and_export_sees_the_kernels(cache: Path) -> None:
-    """What AOTInductor is given holds launches, not opaque ops; each writes its outputs alone.
+    """AOTInductor is given launches, not opaque ops; each writes its outputs alone.
 
     One process shows both: most of its time goes into starting it.
     """

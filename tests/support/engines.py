@@ -11,7 +11,7 @@ EngineBuilder = Callable[..., Path]
 
 
 def greedy_ids(engine: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """The next `count` token ids of each prompt, not stopping at EOS."""
+    """Return the next `count` token ids of each prompt, not stopping at EOS."""
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     with Engine.load(engine) as loaded:
         results = loaded.generate(prompts, params)

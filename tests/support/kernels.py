@@ -1,4 +1,4 @@
-"""What each Triton kernel must fulfil on any device: random cases, and the reference beside it.
+"""Checks what each Triton kernel must fulfil on any device, on random cases beside the reference.
 
 Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/conftest.py).
 """
@@ -31,7 +31,7 @@ Draw = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Attention:
-    """Shapes of one call; lengths are drawn from the seed, 0 and the capacity among them."""
+    """Holds the shapes of a call; the seed draws the lengths, 0 and the capacity among them."""
 
     batch: int
     heads: int
@@ -118,7 +118,7 @@ def check_kv_write(seed: int, device: str, width: int = 6) -> None:
 
 
 def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
-    """Few levels: ties are frequent, and drafts often right. Returns the largest n."""
+    """Check logits of few levels: ties and right drafts are frequent. Return the largest n."""
     from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
 
     g = torch.Generator().manual_seed(seed)
@@ -141,7 +141,7 @@ def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Operands of `accept_mixed`."""
+    """Holds the operands of `accept_mixed`."""
 
     logits: Tensor
     window: Tensor
@@ -163,7 +163,7 @@ def _to(value: Any, device: str) -> Any:
 
 
 def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
-    """Every slot in a mode of its own, with filters of its own; drafts are often good ones."""
+    """Draw for every slot its own mode and its own filters; drafts are often good ones."""
     g = torch.Generator().manual_seed(seed)
     B, T, V = slots, drafts + 1, vocab
 
@@ -213,7 +213,7 @@ def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
 
 
 def check_mixed(case: Mixed, device: str) -> Verdict:
-    """Every figure of the verdict; returns the reference's."""
+    """Check every figure of the verdict; return the reference's."""
     from mtpbuild.plugins.accept_rewind.triton_mixed import accept_mixed_triton
 
     operands = [getattr(case, f.name) for f in fields(case)]
@@ -228,7 +228,7 @@ def check_mixed(case: Mixed, device: str) -> Verdict:
 
 
 def check_filters(case: Mixed, device: str) -> None:
-    """The tokens that top-k, top-p and min-p leave, found without sorting."""
+    """Check which tokens top-k, top-p and min-p leave, found without sorting."""
     from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
 
     wanted = shaped_probs(case.logits, case.judging.shaping.rows(2)).flatten(0, 1)
@@ -246,7 +246,7 @@ def check_filters(case: Mixed, device: str) -> None:
 
 
 def check_flags(case: Mixed, device: str) -> None:
-    """A plugin of TensorRT gets and gives int32 for bool: the verdicts are the same."""
+    """Check int32 in place of bool, as TensorRT's plugins have it: the verdicts are the same."""
     from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
 
     moved = case.to(device)
@@ -267,7 +267,7 @@ def check_flags(case: Mixed, device: str) -> None:
 
 
 def check_law(seed: int, vocab: int, tokens: int, device: str) -> None:
-    """`shaped_probs` as a kernel: the same tokens stay, with the same probabilities."""
+    """Check `shaped_probs` as a kernel: the same tokens stay, with the same probabilities."""
     from mtpbuild.plugins.accept_rewind.triton_law import law_launch
 
     case = random_mixed(seed, vocab, tokens - 1, slots=8)
@@ -339,7 +339,7 @@ Scaled = tuple[Tensor, Tensor, Tensor | None]
 def random_scaled(
     g: torch.Generator, form: str, *shape: int, by_input: bool = False, size: float = 1.0
 ) -> Scaled:
-    """Every code occurs; values are about as large as `size`."""
+    """Draw a weight in which every code occurs and values are about as large as `size`."""
     *stack, K, N = shape
 
     def codes(rows: int, low: int, high: int) -> Tensor:
@@ -399,7 +399,7 @@ def check_product(case: Product, device: str) -> None:
 
 
 def check_scaled_moe(seed: int, forms: tuple[str, str], dtype: torch.dtype, device: str) -> None:
-    """Experts whose two products are in the formats `forms`."""
+    """Check experts whose two products are in the formats `forms`."""
     from mtpbuild.plugins.moe.triton import moe_triton
 
     g = torch.Generator().manual_seed(seed)
