@@ -12,6 +12,8 @@ from filelock import FileLock
 from tests.support.engines import EngineBuilder
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core each: threads that spin take the others' time
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

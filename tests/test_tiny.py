@@ -104,7 +104,7 @@ def test_drafts_change_nothing_but_speed(
 ) -> None:
     """O2, with drafts that are accepted: tokens per step must show it."""
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-    with Engine.load(tiny_engine(nextn, drafter)) as engine:
+    with Engine.load(tiny_engine(nextn, drafter), threads=1) as engine:
         results = engine.generate(prompts, params)
     equal_but_ties(prompts, [list(r.token_ids) for r in results], baseline, reference)
     drafting = [r.metrics.speculative_decoding for r in results]
