@@ -84,11 +84,12 @@ def small(nextn: tuple[int, ...]) -> Slice:
     return Slice(config, 3, 58, 160, 40, nextn, "float32")
 
 
-def check_memory(case: Slice) -> None:
-    """Raise UsageError if the GPU can't hold the slice."""
+def check_memory(case: Slice, free: int | None = None) -> None:
+    """Raise UsageError if the GPU, of which so many bytes are free, can't hold the slice."""
+    free = torch.cuda.mem_get_info()[0] if free is None else free
     with torch.device("meta"):
         values = sum(weight.numel() for weight in DeepseekV3(case.config).parameters())
-    needed, free = 2 * values + (4 << 30), torch.cuda.mem_get_info()[0]
+    needed = 2 * values + (4 << 30)
     if needed > free:
         raise UsageError(
             f"the slice needs {needed / 1e9:.0f} GB of GPU memory, {free / 1e9:.0f} GB are free: "

@@ -141,7 +141,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
 def test_a_rank_that_dies_or_hangs(
     engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that has nothing to do."""
+    """A rank that has nothing to do is missed too."""
     monkeypatch.setenv(ranks_module.TIMEOUT, "4")
     says = {
         signal.SIGKILL: "^rank 1 was killed by signal 9$",

@@ -85,8 +85,18 @@ def stop(
     return out.parent / f".{out.name}.building"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [
+        *((stage, KeyboardInterrupt) for stage in STAGES),
+        ("lower decode", RuntimeError),
+        *(
+            pytest.param(stage, RuntimeError, marks=pytest.mark.full)
+            for stage in STAGES
+            if stage != "lower decode"
+        ),
+    ],
+)
 def test_stopped_in_a_stage(
     stage: str,
     error: type[BaseException],

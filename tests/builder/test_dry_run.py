@@ -70,8 +70,8 @@ def test_a_rank_for_tensorrt(tmp_path: Path) -> None:
     assert re.search(r"prefill [1-9]\d* nodes, decode [1-9]\d* nodes, decode_mixed [1-9]\d*", out)
     assert "GB nvfp4 per rank" in out
     assert "can't be built here: target tensorrt builds one rank only so far" in out
-    if find_spec("tensorrt") is None:
-        assert "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'" in out
+    lacks = "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'" in out
+    assert lacks == (find_spec("tensorrt") is None)
     assert not (tmp_path / "engine").exists()
     for more in (("--ep", "2"), ("--attention-dp",)):
         assert "--tp and --ep are for target inductor\n" in invoke(*flags, *more)[2]

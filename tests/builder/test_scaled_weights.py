@@ -208,7 +208,7 @@ def test_every_code() -> None:
 @pytest.mark.parametrize("format", [FP8, NVFP4], ids=BOTH)
 @pytest.mark.parametrize("shape", [(3, 16), (130, 288), (5, 128), (256, 400)])
 def test_a_lone_weight(format: Any, shape: tuple[int, int]) -> None:
-    """As it is kept it decodes to what the format says; the op multiplies with that."""
+    """A kept weight decodes to what the format says; the op multiplies with that."""
     torch.manual_seed(0)
     weight = torch.randn(shape)
     parts = format.encode(weight, weight.abs().max())

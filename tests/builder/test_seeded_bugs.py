@@ -168,7 +168,7 @@ def stale_past_hidden(patch: pytest.MonkeyPatch) -> None:
 
 
 def modules_do_not_chain(patch: pytest.MonkeyPatch) -> None:
-    """As in TensorRT-LLM's vanilla: module 2 is given the main model's hiddens."""
+    """Give module 2 the main model's hiddens, as TensorRT-LLM's vanilla does."""
     norm, count = MTPModule.norm, [0]
 
     def wrong(self: MTPModule, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a model is shared by ranks: the ranks of one process, as threads, say what the whole says."""
+"""Ranks that share a model say what the undivided model says; here they are threads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -134,7 +134,7 @@ def generate(
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 2), (4, 4)])
 def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
-    """What is not replicated is cut: the ranks' parts are the checkpoint's tensors."""
+    """Every weight is replicated or cut, and the ranks' pieces are the checkpoint's tensors."""
     c = parse_config(BASE | EVEN)
     shares = [Share(Ranks(tp, ep), rank) for rank in range(tp)]
     held: dict[str, list[Tensor]] = {}
@@ -144,11 +144,11 @@ def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
             if source.axis is not None:
                 numbers = torch.arange(int(np.prod(source.shape))).view(source.shape)
                 held.setdefault(source.name, []).append(share.cut(source, numbers).flatten())
-    for weight in weight_table(c):
-        for source in weight.sources:
-            if source.axis is not None:
-                found = torch.cat(held[source.name]).sort().values
-                assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
+    cut = [s for weight in weight_table(c) for s in weight.sources if s.axis is not None]
+    assert {source.name for source in cut} == set(held)
+    for source in cut:
+        found = torch.cat(held[source.name]).sort().values
+        assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
     replicated = {s.name for w in weight_table(c) for s in w.sources if s.axis is None}
     kinds = {name.rpartition("layers.")[2].partition(".")[2] or name for name in replicated}
     assert kinds == {

@@ -159,7 +159,7 @@ def test_scaled_experts(forms: tuple[str, str], dtype: torch.dtype) -> None:
 
 
 def test_splits_of_the_inputs() -> None:
-    """As wide a weight has several programs per column block; a row's sum is its own."""
+    """A weight this wide has several programs per column block; a row's sum is its own."""
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
 
     g = torch.Generator().manual_seed(1)
@@ -198,7 +198,7 @@ def test_the_experts_are_the_models() -> None:
 
 
 def test_many_tokens_go_in_pieces() -> None:
-    """Of a step, and of a prompt's chunk whose size is open: as if each were alone."""
+    """Many tokens, of a step or of a chunk of open size, give what each would give alone."""
     torch.manual_seed(0)
     model = GatheredMoE(tiny_experts())
     for parameter in model.parameters():

@@ -103,7 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(seed: int = 0, **overrides: Any) -> Transformer:
-    """A plain model with random weights that spread the logits (near-ties are rare)."""
+    """Make a plain model with random weights that spread the logits: near-ties are rare."""
     config = {k: v for k, v in (BASE | overrides).items() if v is not None}
     if overrides.get("q_lora_rank", 1) is None:
         config["q_lora_rank"] = None
@@ -122,7 +122,7 @@ def make_model(seed: int = 0, **overrides: Any) -> Transformer:
 
 
 def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> Transformer:
-    """A random model in which token v is mostly followed by a fixed permutation of it.
+    """Make a random model in which a fixed permutation of token v mostly follows it.
 
     Main model and modules both see it, so natural drafts are often, not always, accepted.
     """
@@ -164,7 +164,7 @@ def load_config(folder: Path) -> DeepseekV3Config:
 
 
 def load_reference(folder: Path) -> Transformer:
-    """The plain model with a checkpoint's weights in fp32."""
+    """Load the plain model with a checkpoint's weights in fp32."""
     from safetensors.torch import load_file
 
     model = Transformer(load_config(folder)).eval()
@@ -174,7 +174,7 @@ def load_reference(folder: Path) -> Transformer:
 
 
 def lower(reference: Transformer, share: Share = WHOLE) -> DeepseekV3:
-    """The program's model with the plain model's weights, through the table of weights."""
+    """Make the program's model with the plain model's weights, through the table of weights."""
     tensors = reference.state_dict()
     model = DeepseekV3(reference.config, share.ranks)
     weights = {
