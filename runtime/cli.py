@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
 
-from mtpbuild.runtime.compat.flags import FieldFlags, RelaxedFlags, read_flags
+from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import grouped
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
@@ -46,7 +46,7 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 def run(
     engine: Annotated[Path, typer.Option(help="Engine directory.")],
     sampling: SamplingFlags,
-    field: FieldFlags,
+    compat: CompatFlags,
     relaxed: RelaxedFlags,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
@@ -91,7 +91,7 @@ def run(
     """
     given = [value for value in (prompt, prompt_file, prompt_ids, chat, input) if value is not None]
     _check_usage(len(given), json)
-    settings = read_flags(field, relaxed)
+    settings = read_flags(compat, relaxed)
     from mtpbuild.runtime import terminal
     from mtpbuild.runtime.compat.settings import check_engine
     from mtpbuild.runtime.engine import Engine

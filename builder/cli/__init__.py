@@ -12,8 +12,7 @@ from mtpbuild.builder.cli.plan import plan
 from mtpbuild.builder.cli.quantize import quantize
 from mtpbuild.builder.cli.verify import verify
 from mtpbuild.runtime.cli import error_line, inspect, run
-from mtpbuild.runtime.compat.flags import FieldFlags, read_flags
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
 from mtpbuild.runtime.flag_groups import grouped
 from mtpbuild.runtime.trace.cli import diff
 
@@ -43,7 +42,7 @@ app.command("plan")(plan)
 @grouped
 def build(
     model: Annotated[str, typer.Option(help="Recipe name or checkpoint folder.")],
-    field: FieldFlags,
+    compat: CompatFlags,
     nextn: Annotated[
         str | None,
         typer.Option(
@@ -115,10 +114,8 @@ def build(
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.runtime.compat.settings import sampling_settings
 
-    if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
-        raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
     numbers = None if nextn is None else parse_nextn(nextn)
-    settings = read_flags(field, nextn=numbers, drafter=drafter)  # type: ignore[arg-type]
+    settings = read_flags(compat, nextn=numbers, drafter=drafter)
     if sampling_settings(settings):
         typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
     if numbers is None and settings.nextn is not None:

@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from mtpbuild.runtime.cli import error_line
-from mtpbuild.runtime.compat.flags import FieldFlags, RelaxedFlags, read_flags
+from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.compat.settings import Settings, Source
-from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import grouped
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 
@@ -21,7 +20,7 @@ BLOG = Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relax
 def bench(
     model: Annotated[str, typer.Option(help="Recipe name or checkpoint folder.")],
     sampling: SamplingFlags,
-    field: FieldFlags,
+    compat: CompatFlags,
     relaxing: RelaxedFlags,
     nextn: Annotated[
         str | None,
@@ -69,15 +68,13 @@ def bench(
     from mtpbuild.builder.bench.report import print_report
     from mtpbuild.builder.cli.numbers import parse_nextn, parse_numbers
 
-    if drafter not in (None, "mtp-eagle", "mtp-vanilla"):
-        raise UsageError(f"--drafter {drafter} is unknown; supported: mtp-eagle, mtp-vanilla")
     numbers = None if nextn is None else parse_nextn(nextn)
     settings = read_flags(
-        field,
+        compat,
         relaxing,
         also=[Source("--relaxed", BLOG)] if relaxed else [],
         nextn=numbers,
-        drafter=drafter,  # type: ignore[arg-type]
+        drafter=drafter,
     )
     if numbers is None:
         numbers = parse_nextn(NEXTN) if settings.nextn is None else (settings.nextn,)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mtpbuild.runtime.cli import error_line
-from mtpbuild.runtime.compat.flags import FieldFlags, read_flags
+from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
 from mtpbuild.runtime.compat.settings import Settings, check_engine
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import grouped
@@ -20,7 +20,7 @@ TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
 def evaluate(
     engine: Annotated[Path, typer.Option(help="Engine directory.")],
     sampling: SamplingFlags,
-    field: FieldFlags,
+    compat: CompatFlags,
     task: Annotated[
         str, typer.Option(help="reasoning, or a JSONL file with answers (docs/eval.md).")
     ] = "reasoning",
@@ -60,7 +60,7 @@ def evaluate(
         raise UsageError("relaxed acceptance is for greedy requests: set --temperature to 0")
     if sampling.acceptance is not None:
         raise UsageError("--acceptance: eval compares strict with the others by itself")
-    settings = read_flags(field)
+    settings = read_flags(compat)
     check_engine(settings, read_manifest(engine).build)
     topk, delta = grid(relaxed_topk, relaxed_delta, settings)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_TOKENS)

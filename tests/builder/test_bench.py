@@ -22,7 +22,7 @@ from mtpbuild.builder.cli import app
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime import engine as engine_module
-from mtpbuild.runtime.compat.flags import FieldFlags, RelaxedFlags
+from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.sampling_flags import SamplingFlags
@@ -240,7 +240,7 @@ def test_frozen_flags() -> None:
 
 def shared_flags() -> set[str]:
     """Of the groups, which tests/runtime/test_sampling_flags.py lists."""
-    groups = (SamplingFlags, FieldFlags, RelaxedFlags)
+    groups = (SamplingFlags, CompatFlags, RelaxedFlags)
     names = {field.name for group in groups for field in fields(group)} | {"extra_llm_api_options"}
     return {"--" + name.replace("_", "-") for name in names}
 

@@ -161,7 +161,7 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--prompt", "a", "--stop", ""], 2, "stop"),
         (["--prompt", "a", "--threads", "0"], 2, "threads"),
         (["--prompt", "a", "--logprobs", "2"], 2, "add --json"),
-        (["--prompt", "a", "--json", "--logprobs", "6"], 2, "logprobs must be a number in 0..5"),
+        (["--prompt", "a", "--json", "--logprobs", "6"], 2, "logprobs 6 is outside 0..5"),
         (
             ["--prompt", "a", "--rejection-sample-method", "exact"],
             2,
@@ -177,7 +177,11 @@ def test_a_bad_line_is_named_before_anything_runs(
             2,
             'block needs acceptance "rejection"',
         ),
-        (["--prompt", "a", "--synthetic-acceptance-length", "2"], 2, "needs exactly one of"),
+        (
+            ["--prompt", "a", "--synthetic-acceptance-length", "2"],
+            2,
+            "needs rejection_sample_method",
+        ),
         (["--prompt", "a", "--synthetic-acceptance-rates", "x"], 2, "not a list of numbers"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The field's flags on `run` and `build`, with the inputs that users paste."""
+"""The flags of vLLM and TensorRT-LLM on `run` and `build`, with the inputs that users paste."""
 
 import re
 from collections.abc import Sequence
@@ -273,7 +273,7 @@ def test_bad_flags(flags: str, line: str, engine_dir: Path) -> None:
     ("flags", "line"),
     [
         ("--relaxed-topk 0", "--relaxed-topk 0 is below 1"),
-        ("--relaxed-delta 2", "--relaxed-delta must be a number of 0..1, not 2.0"),
+        ("--relaxed-delta 2", "--relaxed-delta must be a number in 0..1, not 2.0"),
     ],
 )
 def test_bad_relaxed_flags(flags: str, line: str, engine_dir: Path) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.runtime.compat.keys import TRTLLM, TRTLLM_METHODS, TRTLLM_SPECULATIVE
-from mtpbuild.runtime.compat.settings import Settings, parse_llm_yaml, require_supported
+from mtpbuild.runtime.compat.parse import parse_llm_yaml
+from mtpbuild.runtime.compat.settings import Settings, require_supported
+from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM, TRTLLM_METHODS, TRTLLM_SPECULATIVE
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 
 MTP = "speculative_config: {decoding_type: MTP, "
@@ -102,8 +103,8 @@ def test_tensorrt_llm(text: str, settings: Settings, tmp_path: Path) -> None:
         (MTP + "relaxed_top: 3}", "unknown key 'relaxed_top'; did you mean 'relaxed_topk'?"),
         (MTP + "relaxed_topk: 0}", "relaxed_topk 0 is below 1"),
         (MTP + "relaxed_topk: 2.5}", "relaxed_topk must be a whole number from 1, not 2.5"),
-        (MTP + "relaxed_delta: -0.1}", "relaxed_delta must be a number of 0..1, not -0.1"),
-        (MTP + "relaxed_delta: .inf}", "relaxed_delta must be a number of 0..1, not inf"),
+        (MTP + "relaxed_delta: -0.1}", "relaxed_delta must be a number in 0..1, not -0.1"),
+        (MTP + "relaxed_delta: .inf}", "relaxed_delta must be a number in 0..1, not inf"),
         (MTP + "use_mtp_vanilla: 1}", "use_mtp_vanilla must be true or false, not 1"),
         (
             MTP + "end_thinking_phase_token: -1}",
