@@ -56,7 +56,7 @@ def plan(
         from mtpbuild.builder.forecast.report import as_json, print_report
 
     if picture is not None:
-        from mtpbuild.builder.bench.picture import require_matplotlib
+        from mtpbuild.builder.picture import require_matplotlib
 
         require_matplotlib()
     request = ForecastRequest(

@@ -2,6 +2,11 @@
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from mtpbuild.builder.tables import say
 from mtpbuild.builder.verify.verify import Verification
 
 STYLES = {"passed": "green", "failed": "bold red", "not checked": "yellow"}
@@ -36,29 +41,14 @@ def last_line(verification: Verification) -> str:
 
 
 def print_report(verification: Verification) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    build, console = verification.manifest.build, Console(highlight=False)
+    build = verification.manifest.build
     against = f", against {verification.against}" if verification.against else ""
     drafter = f", {build.drafter}" if build.drafter else ""
-    console.print(
-        f"{verification.folder}: {verification.manifest.model.name}, nextn {build.nextn}{drafter}"
-        f"{against}",
-        style="bold",
-        soft_wrap=True,
-    )
+    model = f"{verification.manifest.model.name}, nextn {build.nextn}"
+    say(f"{verification.folder}: {model}{drafter}{against}", style="bold")
     table = Table("check", "verdict", "found", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for check in verification.checks:
-        style = STYLES[check.verdict]
-        table.add_row(check.name, f"[{style}]{check.verdict}[/]", escape(check.detail))
-    console.print(table)
-    console.print(last_line(verification), style="bold", soft_wrap=True)
-
-
-def escape(text: str) -> str:
-    """Brackets of token lists are no markup."""
-    from rich.markup import escape
-
-    return escape(text)
+        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
+        table.add_row(check.name, verdict, escape(check.detail))
+    say(table)
+    say(last_line(verification), style="bold")

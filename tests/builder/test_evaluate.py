@@ -72,7 +72,7 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
         ('{"question": "a", "answer": "c", "x": 1}', None, "mine.jsonl:1: x: Extra inputs"),
         ('{"question": "a", "answer": "c", "output_tokens": 0}', None, "1: max_tokens"),
         ('{"question": "a", "answer": "c", "output_tokens": 1024}', None, "than the engine holds"),
-        ("", None, "no problems in it"),
+        ("", None, "no requests in it"),
         ('{"question": "a", "answer": "c"}', 2, "--num-problems 2 is outside 1..1"),
         ('{"question": "a", "answer": "c"}', 0, "--num-problems 0 is outside 1..1"),
     ],
