@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
+from typer import Argument, Option
 
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
-from mtpbuild.runtime.flag_groups import grouped
-from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
+from mtpbuild.runtime.flag_groups import grouped, parse_list
+from mtpbuild.runtime.sampling_flags import EndFlags, SamplingFlags, sampling_params
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.engine import Engine, Prompt
@@ -44,44 +45,31 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 @error_line
 @grouped
 def run(
-    engine: Annotated[Path, typer.Option(help="Engine directory.")],
+    engine: Annotated[Path, Option(help="Engine directory.")],
     sampling: SamplingFlags,
+    ending: EndFlags,
     compat: CompatFlags,
     relaxed: RelaxedFlags,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the text to continue.")
-    ] = None,
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue: 5,7,9.")] = None,
-    chat: Annotated[str | None, typer.Option(help="Question, put by the chat template.")] = None,
+    prompt: Annotated[str | None, Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, Option(help="File with the text to continue.")] = None,
+    prompt_ids: Annotated[str | None, Option(help="Token ids to continue: 5,7,9.")] = None,
+    chat: Annotated[str | None, Option(help="Question, put by the chat template.")] = None,
     input: Annotated[
-        Path | None, typer.Option(help="JSONL file, one request per line (docs/cli-json.md).")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="End after so many tokens.")] = 256,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be repeated.")
-    ] = None,
-    min_tokens: Annotated[int, typer.Option(help="Don't end before so many tokens.")] = 0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on behind the end of sequence.")
-    ] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(help="With --json: log-probabilities, and of the N most probable (to 5)."),
+        Path | None, Option(help="JSONL file, one request per line (docs/cli-json.md).")
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per request on standard output.")
+        bool, Option("--json", help="One JSON object per request on standard output.")
     ] = False,
     trace: Annotated[
         list[Path] | None,
-        typer.Option(help="Write every step to FILE.jsonl or FILE.html; may be repeated."),
+        Option(help="Write every step to FILE.jsonl or FILE.html; may be repeated."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
+    threads: Annotated[int | None, Option(help="CPU threads; default: all cores.")] = None,
     provider: Annotated[
-        str | None, typer.Option(help="Where onnxruntime computes: cpu (default) or cuda.")
+        str | None, Option(help="Where onnxruntime computes: cpu (default) or cuda.")
     ] = None,
     verify_hashes: Annotated[
-        bool, typer.Option("--verify-hashes", help="Hash all files, however large.")
+        bool, Option("--verify-hashes", help="Hash all files, however large.")
     ] = False,
 ) -> None:
     """Generate text; without a prompt on a terminal: ask for prompts until Ctrl-D.
@@ -100,21 +88,13 @@ def run(
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
-    if logprobs is not None and not json:
+    if ending.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
     if trace and not given:
         raise UsageError("--trace needs a prompt: a conversation is not traced")
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
-    params = sampling_params(
-        sampling,
-        settings,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=stop or (),
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-    )
+    params = sampling_params(sampling, settings, **vars(ending))
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
@@ -139,8 +119,8 @@ def run(
 
 @error_line
 def inspect(
-    engine: Annotated[Path, typer.Argument(help="Engine directory.")],
-    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    engine: Annotated[Path, Argument(help="Engine directory.")],
+    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime import terminal
@@ -201,10 +181,7 @@ def _ids(engine: "Engine", prompt_ids: str | None, chat: str | None) -> list[int
         if not chat:
             raise UsageError("--chat: the question is empty")
         return engine.chat_ids([{"role": "user", "content": chat}])
-    try:
-        return [int(id) for id in prompt_ids.split(",")] if prompt_ids else []
-    except ValueError:
-        raise UsageError(f"--prompt-ids: numbers such as 5,7,9, not {prompt_ids}") from None
+    return [*parse_list("--prompt-ids", prompt_ids, int, "5,7,9")] if prompt_ids else []
 
 
 def _read_text(path: Path) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -27,20 +27,9 @@ SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts accepted by chance, text and speed are
 
 def json_line(task_id: str | int, result: Result) -> str:
     """One request as docs/cli-json.md describes it."""
-    answer: dict[str, Any] = {
-        "task_id": task_id,
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "metrics": asdict(result.metrics),
-    }
-    if result.seed is not None:
-        answer["seed"] = result.seed
-    if result.logprobs is not None:
-        answer["logprobs"] = [asdict(token) for token in result.logprobs]
-    if result.synthetic_acceptance_rates:
-        answer["synthetic_acceptance_rates"] = result.synthetic_acceptance_rates
-    return json.dumps(answer)
+    answer = {"task_id": task_id} | asdict(result)
+    del answer["from_draft"]
+    return json.dumps({key: said for key, said in answer.items() if said not in (None, ())})
 
 
 def summary(result: Result) -> str:

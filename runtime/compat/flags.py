@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from mtpbuild.runtime.compat.parse import (
     VLLM_FLAG,
@@ -36,24 +37,22 @@ class CompatFlags:
     """A configuration in vLLM's or TensorRT-LLM's words."""
 
     speculative_config: Annotated[
-        str | None, typer.Option(VLLM_FLAG, help="vLLM's JSON (docs/configuration.md).")
+        str | None, Option(VLLM_FLAG, help="vLLM's JSON (docs/configuration.md).")
     ] = None
     config: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             YAML_FLAG,
             "--extra-llm-api-options",
             help="TensorRT-LLM's YAML file (docs/configuration.md).",
         ),
     ] = None
-    spec_decode_algo: Annotated[
-        str | None, typer.Option(ALGO_FLAG, help="TensorRT-LLM's; MTP.")
-    ] = None
+    spec_decode_algo: Annotated[str | None, Option(ALGO_FLAG, help="TensorRT-LLM's; MTP.")] = None
     spec_decode_nextn: Annotated[
-        int | None, typer.Option(help="TensorRT-LLM's older name of the next.")
+        int | None, Option(help="TensorRT-LLM's older name of the next.")
     ] = None
     spec_decode_max_draft_len: Annotated[
-        int | None, typer.Option(help="TensorRT-LLM's name of nextn.")
+        int | None, Option(help="TensorRT-LLM's name of nextn.")
     ] = None
 
 
@@ -63,16 +62,16 @@ class RelaxedFlags:
 
     use_relaxed_acceptance_for_thinking: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--use-relaxed-acceptance-for-thinking",
             help="Accept near misses within <think> (docs/configuration.md).",
         ),
     ] = False
     relaxed_topk: Annotated[
-        int | None, typer.Option(help="Relaxed: among so many most probable tokens.")
+        int | None, Option(help="Relaxed: among so many most probable tokens.")
     ] = None
     relaxed_delta: Annotated[
-        float | None, typer.Option(help="Relaxed: so much less probable than the first.")
+        float | None, Option(help="Relaxed: so much less probable than the first.")
     ] = None
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from mtpbuild.runtime.cli import error_line
 
@@ -19,12 +20,12 @@ Spell = Callable[[int], str]
 
 @error_line
 def diff(
-    a: Annotated[Path, typer.Argument(help="Trace of `mtpbuild run --trace FILE.jsonl`.")],
-    b: Annotated[Path, typer.Argument(help="Another one of the same requests.")],
+    a: Annotated[Path, Argument(help="Trace of `mtpbuild run --trace FILE.jsonl`.")],
+    b: Annotated[Path, Argument(help="Another one of the same requests.")],
     engine: Annotated[
-        Path | None, typer.Option(help="Engine directory: show texts beside token ids.")
+        Path | None, Option(help="Engine directory: show texts beside token ids.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Name the first step in which two traces differ, and its margin; exit code 1 if one does.
 

@@ -151,7 +151,7 @@ def read_trace(path: Path) -> TraceFile:
         try:
             if whole:
                 raise ValueError("behind the summary, which is the last line of a trace")
-            whole = isinstance(_place(_parse(text), requests), SummaryLine)
+            whole = isinstance(place(_parse(text), requests), SummaryLine)
         except ValueError as error:
             raise UsageError(f"{path}:{number}: {error}") from None
     if not requests:
@@ -166,7 +166,8 @@ def _parse(text: bytes) -> Line:
         raise ValueError(f"not a line of a trace ({first_error(error, tags=1)})") from None
 
 
-def _place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
+def place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
+    """Put a line where it belongs; raises ValueError if nothing before it says so."""
     if isinstance(line, RequestLine):
         if line.task_id in requests:
             raise ValueError(f"request {line.task_id} has begun before")

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from mtpbuild.builder import build as pipeline
 from mtpbuild.builder.build import BuildRequest
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.cli.numbers import parse_numbers
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.runtime.errors import CheckpointError, UsageError
+from mtpbuild.runtime.flag_groups import parse_list
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
 BLOCKED = """
@@ -232,9 +232,9 @@ def test_the_command_line_is_light() -> None:
 
 
 def test_numbers() -> None:
-    assert parse_numbers("--nextn", "0,1, 15") == (0, 1, 15)
+    assert parse_list("--nextn", "0,1, 15", int, "0,1") == (0, 1, 15)
     with pytest.raises(UsageError, match="--nextn '1;2' is not a list"):
-        parse_numbers("--nextn", "1;2")
+        parse_list("--nextn", "1;2", int, "0,1")
 
 
 @pytest.mark.parametrize(
