@@ -36,7 +36,7 @@ class FileRequest:
 
 
 def read_requests(
-    path: Path, engine: Engine, defaults: SamplingParams, *, flag: str = "--input"
+    path: Path, engine: Engine, defaults: SamplingParams, flag: str = "--input", hint: str = ""
 ) -> list[FileRequest]:
     """All requests of a file; raises UsageError that names file and line."""
 
@@ -49,7 +49,7 @@ def read_requests(
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
         return FileRequest(index if line.task_id is None else line.task_id, ids, params)
 
-    return read_lines(path, f"{flag} {path}", Line, take)
+    return read_lines(path, f"{flag} {path}", Line, take, hint)
 
 
 def generate_all(

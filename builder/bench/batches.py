@@ -12,20 +12,9 @@ from mtpbuild.builder.bench.report import Report, differs, machine_line, to_json
 from mtpbuild.builder.picture import COLOURS, label_x, panels, share_legend
 from mtpbuild.builder.tables import figures_table, say
 
-
-def of_all(f: Figures) -> float:
-    """Output tokens per second of all users together, prompts included in the time."""
-    return f.output_tokens / f.duration
-
-
-def of_one(f: Figures) -> float:
-    """Tokens per second that one user sees, from the first token on."""
-    return f.tokens_per_s
-
-
 PANELS: dict[str, Callable[[Figures], float]] = {
-    "tokens/s of all users": of_all,
-    "tokens/s per user": of_one,
+    "tokens/s of all users": lambda f: f.throughput,
+    "tokens/s per user": lambda f: f.tokens_per_s,
 }
 
 
@@ -36,8 +25,8 @@ def to_batches_json(reports: Sequence[Report]) -> dict[str, Any]:
             {
                 "concurrency": report.settings["concurrency"],
                 "nextn": row.nextn,
-                "output_throughput": of_all(row.overall),
-                "user_tokens_per_s": of_one(row.overall),
+                "output_throughput": row.overall.throughput,
+                "user_tokens_per_s": row.overall.tokens_per_s,
                 "speedup": asdict(row.overall.speedup),
             }
             for report in reports

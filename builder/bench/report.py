@@ -79,7 +79,7 @@ def keys(row: Row, figures: Figures) -> dict[str, Any]:
         "total_output_tokens": f.output_tokens,
         "duration": f.duration,
         "request_throughput": f.requests / f.duration,
-        "output_throughput": f.output_tokens / f.duration,
+        "output_throughput": f.throughput,
     }
     for name, seconds in (("ttft", f.ttft), ("tpot", f.tpot), ("itl", f.itl), ("e2el", f.e2el)):
         for key, value in spread(seconds).items():
@@ -156,7 +156,7 @@ def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
     for percent in (50, 90, 99):
         yield f"ms per output token, p{percent}", partial(tpot_at, percent)
     yield "ms to first token, p50", lambda row, f: ms(statistics.median(f.ttft))
-    yield "tokens/s of all users", lambda row, f: f"{f.output_tokens / f.duration:.1f}"
+    yield "tokens/s of all users", lambda row, f: f"{f.throughput:.1f}"
     yield "same output as nextn 0", lambda row, f: f"{f.same_output} of {f.requests}"
 
 

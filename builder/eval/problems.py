@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtpbuild.builder.bench.dataset import FOLDER, Prompt, seeded
+from mtpbuild.builder.bench.dataset import FOLDER, Prompt, check_room, seeded
 from mtpbuild.builder.build import within
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.json_lines import AskingLine, read_lines
 
 TASKS = ("reasoning",)
@@ -45,12 +44,7 @@ def load_problems(
         own = seeded(params, number)
         if line.output_tokens is not None:
             own = replace(own, max_tokens=line.output_tokens)
-        capacity = engine.manifest.build.max_seq_len
-        if len(ids) + own.max_tokens > capacity:
-            raise RequestError(
-                f"{len(ids)} prompt and {own.max_tokens} output tokens are more than the engine "
-                f"holds ({capacity})"
-            )
+        check_room(engine, len(ids), own.max_tokens)
         name = number if line.task_id is None else line.task_id
         return Problem(Prompt(line.form or "all", name, ids, own), line.answer.strip())
 

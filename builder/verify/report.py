@@ -23,8 +23,8 @@ def to_json(verification: Verification) -> dict[str, Any]:
         "against": None if v.against is None else str(v.against),
         "passed": not v.failed,
         "checks": [
-            {"check": c.name, "verdict": c.verdict, "detail": c.detail, **c.figures}
-            for c in v.checks
+            {"check": name, "verdict": c.verdict, "detail": c.detail, **c.figures}
+            for name, c in v.checks.items()
         ],
     }
 
@@ -34,7 +34,7 @@ def last_line(verification: Verification) -> str:
     failed = verification.failed
     if failed:
         return f"FAILED: {'; '.join(failed)}"
-    counts = [c.verdict for c in verification.checks]
+    counts = [found.verdict for found in verification.checks.values()]
     skipped = counts.count("not checked")
     more = f", {skipped} not checked" if skipped else ""
     return f"passed: {counts.count('passed')} checks{more}"
@@ -47,8 +47,8 @@ def print_report(verification: Verification) -> None:
     model = f"{verification.manifest.model.name}, nextn {build.nextn}"
     say(f"{verification.folder}: {model}{drafter}{against}", style="bold")
     table = Table("check", "verdict", "found", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for check in verification.checks:
+    for name, check in verification.checks.items():
         verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
-        table.add_row(check.name, verdict, escape(check.detail))
+        table.add_row(name, verdict, escape(check.detail))
     say(table)
     say(last_line(verification), style="bold")

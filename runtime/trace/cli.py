@@ -32,6 +32,9 @@ def diff(
     Engines with another nextn, drafter or target are compared by their tokens; with the same nextn
     and drafter also by their drafts.
     """
+    from dataclasses import asdict
+    from json import dumps
+
     from mtpbuild.runtime.trace.diff import diff_traces
     from mtpbuild.runtime.trace.lines import read_trace
 
@@ -39,7 +42,7 @@ def diff(
     traces = read_trace(a), read_trace(b)
     found = diff_traces(*traces)
     if json:
-        typer.echo(_json(found))
+        typer.echo(dumps({"equal": found.equal} | asdict(found)))
     else:
         for line in _report(found, traces, spell):
             typer.echo(line)
@@ -63,13 +66,6 @@ def _speller(engine: Path | None) -> Spell:
         return f"{token} {tokenizer.special_name(token) or repr(text)}"
 
     return spell
-
-
-def _json(found: "TraceDiff") -> str:
-    import json
-    from dataclasses import asdict
-
-    return json.dumps({"equal": found.equal} | asdict(found))
 
 
 def _report(
