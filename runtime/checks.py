@@ -12,30 +12,21 @@ from typing import Any
 Reader = Callable[[object], Any]
 
 
-def number(least: int, most: float = math.inf) -> Reader:
+def number(least: int, most: float = math.inf, *, kind: type[int] | type[float] = float) -> Reader:
+    name = "a whole number" if kind is int else "a number"
     span = f"from {least}" if most == math.inf else f"in {least}..{most}"
 
-    def read(value: object) -> float:
-        real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not real or not least <= value <= most or value == math.inf:  # type: ignore[operator]
-            raise ValueError(f"must be a number {span}, not {reprlib.repr(value)}")
-        return float(value)  # type: ignore[arg-type]
+    def read(value: Any) -> float:
+        fits = isinstance(value, int | kind) and not isinstance(value, bool)
+        if not fits or not least <= value <= most or value == math.inf:
+            raise ValueError(f"must be {name} {span}, not {reprlib.repr(value)}")
+        return kind(value)
 
     return read
 
 
-def whole_number(least: int, most: int | None = None) -> Reader:
-    span = f"from {least}" if most is None else f"in {least}..{most}"
-    outside = f"below {least}" if most is None else f"outside {least}..{most}"
-
-    def read(value: object) -> int:
-        if type(value) is not int:
-            raise ValueError(f"must be a whole number {span}, not {reprlib.repr(value)}")
-        if value < least or (most is not None and value > most):
-            raise ValueError(f"{value} is {outside}")
-        return value
-
-    return read
+def whole_number(least: int, most: float = math.inf) -> Reader:
+    return number(least, most, kind=int)
 
 
 def switch(value: object) -> bool:
@@ -56,12 +47,12 @@ def choice(*names: str) -> Reader:
 def list_of(kind: type) -> Reader:
     """A tuple of such values; a text alone is a list of one."""
 
-    def read(values: object) -> tuple[object, ...]:
+    def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
         listed = isinstance(items, list | tuple | set | frozenset)
-        if not listed or not all(type(item) is kind for item in items):  # type: ignore[attr-defined]
+        if not listed or not all(type(item) is kind for item in items):
             raise ValueError(f"must be a list of {kind.__name__}, not {reprlib.repr(values)}")
-        return tuple(items)  # type: ignore[arg-type]
+        return tuple(items)
 
     return read
 

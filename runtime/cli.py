@@ -16,9 +16,7 @@ from mtpbuild.runtime.flag_groups import grouped, parse_list
 from mtpbuild.runtime.sampling_flags import EndFlags, SamplingFlags, sampling_params
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.engine import Engine, Prompt
-    from mtpbuild.runtime.sampling import SamplingParams
-    from mtpbuild.runtime.trace.recorder import Trace
+    from mtpbuild.runtime.engine import Engine
 
 INTERRUPTED = 130  # as shells report SIGINT
 
@@ -108,13 +106,13 @@ def run(
         )
         recorder = stack.enter_context(Trace(loaded, *trace)) if trace else None
         if input is not None:
-            _run_file(loaded, input, params, json, recorder)
+            terminal.answer_file(loaded, input, params, json, recorder)
         elif not given:
             terminal.converse(loaded, params)
         else:
             typed = prompt if prompt_file is None else _read_text(prompt_file)
             asked = typed if typed is not None else _ids(loaded, prompt_ids, chat)
-            _run_one(loaded, asked, params, json, recorder)
+            terminal.answer(loaded, asked, params, json, recorder)
 
 
 @error_line
@@ -143,40 +141,8 @@ def _check_usage(prompts: int, json: bool) -> None:
         raise UsageError(f"give one of {flags}: only a terminal can be asked for prompts")
 
 
-def _run_one(
-    engine: "Engine",
-    prompt: "Prompt",
-    params: "SamplingParams",
-    json: bool,
-    trace: "Trace | None",
-) -> None:
-    from mtpbuild.runtime import terminal
-
-    observer = trace.request() if trace else None
-    if json:
-        result = engine.stream(prompt, params, observer=observer).result()
-        typer.echo(terminal.json_line(0, result))
-    else:
-        terminal.show(engine, prompt, params, echo=True, observer=observer)
-
-
-def _run_file(
-    engine: "Engine", path: Path, params: "SamplingParams", json: bool, trace: "Trace | None"
-) -> None:
-    from mtpbuild.runtime import terminal
-    from mtpbuild.runtime.input_file import generate_all, read_requests
-
-    requests = read_requests(path, engine, params)
-    for request, result in generate_all(engine, requests, trace):
-        if json:
-            typer.echo(terminal.json_line(request.task_id, result))
-        else:
-            typer.echo(f"[{request.task_id}] {terminal.summary(result)}", err=True)
-            typer.echo(result.text or ",".join(map(str, result.token_ids)))
-
-
 def _ids(engine: "Engine", prompt_ids: str | None, chat: str | None) -> list[int]:
-    """Token ids of --prompt-ids or --chat."""
+    """The token ids of --prompt-ids or --chat."""
     if chat is not None:
         if not chat:
             raise UsageError("--chat: the question is empty")

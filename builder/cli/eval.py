@@ -1,7 +1,8 @@
 """The command `eval`."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from typer import Option
 
@@ -13,6 +14,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import grouped, parse_list
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 
+T = TypeVar("T")
 TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
 
 
@@ -68,17 +70,20 @@ def evaluate(
 def grid(
     topk: str | None, delta: str | None, settings: Settings
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The values to try: of the flags, else of the configuration, else the usual ones."""
+    """The values to try are the flags', else the configuration's, else the usual ones."""
     on = settings.use_relaxed_acceptance_for_thinking
-    said = settings.relaxed_topk if on else None, settings.relaxed_delta if on else None
-    flags = (("--relaxed-topk", topk, TOPK), ("--relaxed-delta", delta, DELTA))
-    texts = []
-    for (flag, typed, usual), configured in zip(flags, said, strict=True):
-        if None not in (typed, configured):
-            raise UsageError(f"{flag} {typed} and the configuration's {configured}; drop one")
-        texts.append(typed or (usual if configured is None else str(configured)))
-    topks = parse_list("--relaxed-topk", texts[0], int, TOPK)
-    deltas = parse_list("--relaxed-delta", texts[1], float, DELTA)
+    topks = _tried("--relaxed-topk", topk, settings.relaxed_topk if on else None, int, TOPK)
+    deltas = _tried("--relaxed-delta", delta, settings.relaxed_delta if on else None, float, DELTA)
     if min(topks) < 2 or not 0 <= min(deltas) <= max(deltas) <= 1:
         raise UsageError("--relaxed-topk is from 2 (1 is strict), --relaxed-delta in 0..1")
-    return tuple(dict.fromkeys(topks)), tuple(dict.fromkeys(deltas))
+    return topks, deltas
+
+
+def _tried(
+    flag: str, typed: str | None, configured: T | None, kind: Callable[[str], T], usual: str
+) -> tuple[T, ...]:
+    if typed and configured is not None:
+        raise UsageError(f"{flag} {typed} and the configuration's {configured}; drop one")
+    if configured is not None:
+        return (configured,)
+    return tuple(dict.fromkeys(parse_list(flag, typed or usual, kind, usual)))

@@ -50,12 +50,10 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
         settings = choose(request)
 
         # 2. Every problem under every setting, in turn.
-        answered = ask(
-            engine,
-            problems,
-            settings,
-            lambda done: watch(f"problem {done + 1} of {len(problems)}"),
-        )
+        def tell(done: int) -> None:
+            watch(f"problem {done + 1} of {len(problems)}")
+
+        answered = ask(engine, problems, settings, tell)
 
         # 3. What it comes to.
         report = Report(

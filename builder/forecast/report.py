@@ -18,9 +18,7 @@ def as_json(f: Forecast) -> dict[str, Any]:
     return {
         "model": f.name,
         "gpu": f.gpu.name,
-        "tp": request.ranks.tp,
-        "ep": request.ranks.ep,
-        "attention_dp": request.ranks.attention_dp,
+        **asdict(request.ranks),
         "max_batch": request.max_batch,
         "max_seq_len": request.max_seq_len,
         "context_len": request.context,
@@ -130,10 +128,10 @@ def _steps(console: Console, f: Forecast) -> None:
 def _parts(console: Console, f: Forecast) -> None:
     step = f.steps[-1]
     table = Table(f"part of a step, nextn {step.nextn}", "GB", "Gop", "ms", "share", "limit")
-    rows = [(p.name, f"{p.bytes / 1e9:.3f}", f"{p.operations / 1e9:.1f}", p) for p in step.parts]
-    for name, moved, computed, part in rows:
-        share = f"{part.seconds / step.seconds:.1%}"
-        table.add_row(name, moved, computed, f"{1e3 * part.seconds:.3f}", share, part.limit)
+    for part in step.parts:
+        moved, computed = f"{part.bytes / 1e9:.3f}", f"{part.operations / 1e9:.1f}"
+        spent = (f"{1e3 * part.seconds:.3f}", f"{part.seconds / step.seconds:.1%}")
+        table.add_row(part.name, moved, computed, *spent, part.limit)
     rest = step.latency
     table.add_row("the rest", "", "", f"{1e3 * rest:.3f}", f"{rest / step.seconds:.1%}", "latency")
     console.print(table)

@@ -161,7 +161,11 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--prompt", "a", "--stop", ""], 2, "stop"),
         (["--prompt", "a", "--threads", "0"], 2, "threads"),
         (["--prompt", "a", "--logprobs", "2"], 2, "add --json"),
-        (["--prompt", "a", "--json", "--logprobs", "6"], 2, "logprobs 6 is outside 0..5"),
+        (
+            ["--prompt", "a", "--json", "--logprobs", "6"],
+            2,
+            "logprobs must be a whole number in 0..5",
+        ),
         (
             ["--prompt", "a", "--rejection-sample-method", "exact"],
             2,

@@ -250,8 +250,11 @@ def test_agreement(blog: Path, built: list[BuildRequest]) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--spec-decode-nextn 16", "--spec-decode-nextn 16 is outside 0..15"),
-        ("--spec-decode-max-draft-len -1", "--spec-decode-max-draft-len -1 is outside 0..15"),
+        ("--spec-decode-nextn 16", "--spec-decode-nextn must be a whole number in 0..15, not 16"),
+        (
+            "--spec-decode-max-draft-len -1",
+            "--spec-decode-max-draft-len must be a whole number in 0..15, not -1",
+        ),
         (
             "--spec-decode-algo EAGLE3",
             "--spec-decode-algo: 'EAGLE3' is not supported by mtpbuild; supported: MTP",
@@ -272,7 +275,7 @@ def test_bad_flags(flags: str, line: str, engine_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--relaxed-topk 0", "--relaxed-topk 0 is below 1"),
+        ("--relaxed-topk 0", "--relaxed-topk must be a whole number from 1, not 0"),
         ("--relaxed-delta 2", "--relaxed-delta must be a number in 0..1, not 2.0"),
     ],
 )

@@ -71,8 +71,14 @@ def test_older_method_names(alias: str) -> None:
         ("3", "must be an object of keys and values, not 3"),
         ('["mtp"]', "must be an object of keys and values, not ['mtp']"),
         ('{"method": "mtp", "method": "mtp"}', "'method' is given twice"),
-        ('{"num_speculative_tokens": 16}', "num_speculative_tokens 16 is outside 0..15"),
-        ('{"num_speculative_tokens": -1}', "num_speculative_tokens -1 is outside 0..15"),
+        (
+            '{"num_speculative_tokens": 16}',
+            "num_speculative_tokens must be a whole number in 0..15, not 16",
+        ),
+        (
+            '{"num_speculative_tokens": -1}',
+            "num_speculative_tokens must be a whole number in 0..15, not -1",
+        ),
         (
             '{"num_speculative_tokens": "3"}',
             "num_speculative_tokens must be a whole number in 0..15, not '3'",
