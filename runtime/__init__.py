@@ -15,33 +15,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.driver import Stream
-    from mtpbuild.runtime.engine import Engine
-    from mtpbuild.runtime.errors import EngineError, MtpbuildError, RequestError
-    from mtpbuild.runtime.manifest import Manifest
-    from mtpbuild.runtime.request import Chunk, Result, TokenLogprobs
-    from mtpbuild.runtime.sampling import SamplingParams
-    from mtpbuild.runtime.stats import EngineStats, RequestMetrics, SpeculativeDecoding
-    from mtpbuild.runtime.tokenizer import Tokenizer
-    from mtpbuild.runtime.trace.recorder import Trace
-
-__all__ = [
-    "Chunk",
-    "Engine",
-    "EngineError",
-    "EngineStats",
-    "Manifest",
-    "MtpbuildError",
-    "RequestError",
-    "RequestMetrics",
-    "Result",
-    "SamplingParams",
-    "SpeculativeDecoding",
-    "Stream",
-    "TokenLogprobs",
-    "Tokenizer",
-    "Trace",
-]
+    from mtpbuild.runtime.driver import Stream as Stream
+    from mtpbuild.runtime.engine import Engine as Engine
+    from mtpbuild.runtime.errors import EngineError as EngineError
+    from mtpbuild.runtime.errors import MtpbuildError as MtpbuildError
+    from mtpbuild.runtime.errors import RequestError as RequestError
+    from mtpbuild.runtime.manifest import Manifest as Manifest
+    from mtpbuild.runtime.request import Chunk as Chunk
+    from mtpbuild.runtime.request import Result as Result
+    from mtpbuild.runtime.request import TokenLogprobs as TokenLogprobs
+    from mtpbuild.runtime.sampling import SamplingParams as SamplingParams
+    from mtpbuild.runtime.stats import EngineStats as EngineStats
+    from mtpbuild.runtime.stats import RequestMetrics as RequestMetrics
+    from mtpbuild.runtime.stats import SpeculativeDecoding as SpeculativeDecoding
+    from mtpbuild.runtime.tokenizer import Tokenizer as Tokenizer
+    from mtpbuild.runtime.trace.recorder import Trace as Trace
 
 _MODULES = {
     "driver": ("Stream",),
@@ -54,6 +42,7 @@ _MODULES = {
     "tokenizer": ("Tokenizer",),
     "trace.recorder": ("Trace",),
 }
+__all__ = sorted(name for names in _MODULES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ParamSpec
 
 import typer
+from typer import Argument, Option
 
-from mtpbuild.runtime.compat.flags import FieldFlags, RelaxedFlags, read_flags
+from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
-from mtpbuild.runtime.flag_groups import grouped
-from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
+from mtpbuild.runtime.flag_groups import grouped, parse_list
+from mtpbuild.runtime.sampling_flags import EndFlags, SamplingFlags, sampling_params
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.engine import Engine, Prompt
-    from mtpbuild.runtime.sampling import SamplingParams
-    from mtpbuild.runtime.trace.recorder import Trace
+    from mtpbuild.runtime.engine import Engine
 
 INTERRUPTED = 130  # as shells report SIGINT
 
@@ -44,44 +43,31 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 @error_line
 @grouped
 def run(
-    engine: Annotated[Path, typer.Option(help="Engine directory.")],
+    engine: Annotated[Path, Option(help="Engine directory.")],
     sampling: SamplingFlags,
-    field: FieldFlags,
+    ending: EndFlags,
+    compat: CompatFlags,
     relaxed: RelaxedFlags,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the text to continue.")
-    ] = None,
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue: 5,7,9.")] = None,
-    chat: Annotated[str | None, typer.Option(help="Question, put by the chat template.")] = None,
+    prompt: Annotated[str | None, Option(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, Option(help="File with the text to continue.")] = None,
+    prompt_ids: Annotated[str | None, Option(help="Token ids to continue: 5,7,9.")] = None,
+    chat: Annotated[str | None, Option(help="Question, put by the chat template.")] = None,
     input: Annotated[
-        Path | None, typer.Option(help="JSONL file, one request per line (docs/cli-json.md).")
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(help="End after so many tokens.")] = 256,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be repeated.")
-    ] = None,
-    min_tokens: Annotated[int, typer.Option(help="Don't end before so many tokens.")] = 0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on behind the end of sequence.")
-    ] = False,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(help="With --json: log-probabilities, and of the N most probable (to 5)."),
+        Path | None, Option(help="JSONL file, one request per line (docs/cli-json.md).")
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per request on standard output.")
+        bool, Option("--json", help="One JSON object per request on standard output.")
     ] = False,
     trace: Annotated[
         list[Path] | None,
-        typer.Option(help="Write every step to FILE.jsonl or FILE.html; may be repeated."),
+        Option(help="Write every step to FILE.jsonl or FILE.html; may be repeated."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; default: all cores.")] = None,
+    threads: Annotated[int | None, Option(help="CPU threads; default: all cores.")] = None,
     provider: Annotated[
-        str | None, typer.Option(help="Where onnxruntime computes: cpu (default) or cuda.")
+        str | None, Option(help="Where onnxruntime computes: cpu (default) or cuda.")
     ] = None,
     verify_hashes: Annotated[
-        bool, typer.Option("--verify-hashes", help="Hash all files, however large.")
+        bool, Option("--verify-hashes", help="Hash all files, however large.")
     ] = False,
 ) -> None:
     """Generate text; without a prompt on a terminal: ask for prompts until Ctrl-D.
@@ -91,7 +77,7 @@ def run(
     """
     given = [value for value in (prompt, prompt_file, prompt_ids, chat, input) if value is not None]
     _check_usage(len(given), json)
-    settings = read_flags(field, relaxed)
+    settings = read_flags(compat, relaxed)
     from mtpbuild.runtime import terminal
     from mtpbuild.runtime.compat.settings import check_engine
     from mtpbuild.runtime.engine import Engine
@@ -100,21 +86,13 @@ def run(
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
-    if logprobs is not None and not json:
+    if ending.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
     if trace and not given:
         raise UsageError("--trace needs a prompt: a conversation is not traced")
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
-    params = sampling_params(
-        sampling,
-        settings,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        stop=stop or (),
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-    )
+    params = sampling_params(sampling, settings, **vars(ending))
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
@@ -128,19 +106,19 @@ def run(
         )
         recorder = stack.enter_context(Trace(loaded, *trace)) if trace else None
         if input is not None:
-            _run_file(loaded, input, params, json, recorder)
+            terminal.answer_file(loaded, input, params, json, recorder)
         elif not given:
             terminal.converse(loaded, params)
         else:
             typed = prompt if prompt_file is None else _read_text(prompt_file)
             asked = typed if typed is not None else _ids(loaded, prompt_ids, chat)
-            _run_one(loaded, asked, params, json, recorder)
+            terminal.answer(loaded, asked, params, json, recorder)
 
 
 @error_line
 def inspect(
-    engine: Annotated[Path, typer.Argument(help="Engine directory.")],
-    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    engine: Annotated[Path, Argument(help="Engine directory.")],
+    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime import terminal
@@ -163,48 +141,13 @@ def _check_usage(prompts: int, json: bool) -> None:
         raise UsageError(f"give one of {flags}: only a terminal can be asked for prompts")
 
 
-def _run_one(
-    engine: "Engine",
-    prompt: "Prompt",
-    params: "SamplingParams",
-    json: bool,
-    trace: "Trace | None",
-) -> None:
-    from mtpbuild.runtime import terminal
-
-    observer = trace.request() if trace else None
-    if json:
-        result = engine.stream(prompt, params, observer=observer).result()
-        typer.echo(terminal.json_line(0, result))
-    else:
-        terminal.show(engine, prompt, params, echo=True, observer=observer)
-
-
-def _run_file(
-    engine: "Engine", path: Path, params: "SamplingParams", json: bool, trace: "Trace | None"
-) -> None:
-    from mtpbuild.runtime import terminal
-    from mtpbuild.runtime.input_file import generate_all, read_requests
-
-    requests = read_requests(path, engine, params)
-    for request, result in generate_all(engine, requests, trace):
-        if json:
-            typer.echo(terminal.json_line(request.task_id, result))
-        else:
-            typer.echo(f"[{request.task_id}] {terminal.summary(result)}", err=True)
-            typer.echo(result.text or ",".join(map(str, result.token_ids)))
-
-
 def _ids(engine: "Engine", prompt_ids: str | None, chat: str | None) -> list[int]:
-    """Token ids of --prompt-ids or --chat."""
+    """The token ids of --prompt-ids or --chat."""
     if chat is not None:
         if not chat:
             raise UsageError("--chat: the question is empty")
         return engine.chat_ids([{"role": "user", "content": chat}])
-    try:
-        return [int(id) for id in prompt_ids.split(",")] if prompt_ids else []
-    except ValueError:
-        raise UsageError(f"--prompt-ids: numbers such as 5,7,9, not {prompt_ids}") from None
+    return [*parse_list("--prompt-ids", prompt_ids, int, "5,7,9")] if prompt_ids else []
 
 
 def _read_text(path: Path) -> str:

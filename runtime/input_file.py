@@ -1,16 +1,14 @@
-"""`run --input FILE.jsonl`: one request per line, all checked before the first one runs."""
+"""`run --input FILE.jsonl` reads one request per line, and runs as many at once as it can."""
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import RequestError, UsageError
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.json_lines import AskingLine, read_lines
 from mtpbuild.runtime.request import Observer, Result
 from mtpbuild.runtime.sampling import SamplingParams
 
@@ -18,25 +16,14 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.trace.recorder import Trace
 
 
-class Line(BaseModel):
+class Line(AskingLine):
     """What a line may say; the other settings come from the command line."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    PROMPTS = ("prompt", "input_ids", "messages")
 
-    task_id: str | int | None = None
-    prompt: str | None = None
     input_ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    output_tokens: int | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> "Line":
-        given = [p for p in (self.prompt, self.input_ids, self.messages) if p is not None]
-        if len(given) != 1:
-            raise ValueError("give one of prompt, input_ids and messages")
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +36,20 @@ class FileRequest:
 
 
 def read_requests(
-    path: Path, engine: Engine, defaults: SamplingParams, *, flag: str = "--input"
+    path: Path, engine: Engine, defaults: SamplingParams, flag: str = "--input", hint: str = ""
 ) -> list[FileRequest]:
     """All requests of a file; raises UsageError that names file and line."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: can't be read ({error})") from None
-    requests: list[FileRequest] = []
-    for number, text in enumerate(lines, 1):
-        if text.strip():
-            try:
-                requests.append(_request(_parse(text), len(requests), engine, defaults))
-            except RequestError as error:
-                raise RequestError(f"{path}:{number}: {error}") from None
-    if not requests:
-        raise UsageError(f"{flag} {path}: no requests in it")
-    return requests
+
+    def take(line: Line, index: int) -> FileRequest:
+        ids = line.token_ids(engine) if line.input_ids is None else engine.token_ids(line.input_ids)
+        changes = {"max_tokens": line.output_tokens, "stop": line.stop, "seed": line.seed}
+        given: dict[str, Any] = {n: value for n, value in changes.items() if value is not None}
+        params = replace(defaults, **given)
+        if params.stop and engine.tokenizer is None:
+            raise RequestError("this engine was built without a tokenizer: it has no stop strings")
+        return FileRequest(index if line.task_id is None else line.task_id, ids, params)
+
+    return read_lines(path, f"{flag} {path}", Line, take, hint)
 
 
 def generate_all(
@@ -83,29 +67,3 @@ def generate_all(
         except BaseException:
             engine.close()  # so that the pool's threads end now
             raise
-
-
-def _parse(text: bytes) -> Line:
-    try:
-        return Line.model_validate(json.loads(text))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][:1])
-        message = first["msg"].removeprefix("Value error, ")
-        raise RequestError(f"{where}: {message}" if where else message) from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"not JSON ({error})") from None
-
-
-def _request(line: Line, index: int, engine: Engine, defaults: SamplingParams) -> FileRequest:
-    if line.messages is not None:
-        ids = engine.chat_ids(line.messages)
-    else:
-        ids = engine.token_ids(line.prompt if line.prompt is not None else line.input_ids or [])
-    changes: dict[str, Any] = {"max_tokens": line.output_tokens, "stop": line.stop}
-    changes["seed"] = line.seed
-    given = {name: value for name, value in changes.items() if value is not None}
-    params = replace(defaults, **given)
-    if params.stop and engine.tokenizer is None:
-        raise RequestError("this engine was built without a tokenizer: it has no stop strings")
-    return FileRequest(index if line.task_id is None else line.task_id, ids, params)

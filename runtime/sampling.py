@@ -2,13 +2,14 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
+from mtpbuild.runtime.checks import SETTINGS, whole_number
 from mtpbuild.runtime.controls import MAX_BANNED, MAX_LOGPROBS, Controls
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.synthetic import check_rates, conditional, synthetic_rates
+from mtpbuild.runtime.synthetic import check_synthetic, conditional, synthetic_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,61 +55,26 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _tuple_of(str, stop, "stop"))
-        object.__setattr__(
-            self, "stop_token_ids", _tuple_of(int, self.stop_token_ids, "stop_token_ids")
-        )
+        for name, read in CHECKS.items():
+            value = getattr(self, name)
+            if value is None and name in OPTIONAL:
+                continue
+            try:
+                object.__setattr__(self, name, read(value))
+            except ValueError as error:
+                raise RequestError(f"{name} {error}") from None
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be 0..max_tokens, not {self.min_tokens}")
         if "" in self.stop:
             raise RequestError("stop: a stop string is empty")
-        if not _is_int(self.max_tokens) or self.max_tokens < 1:
-            raise RequestError(f"max_tokens must be a number from 1, not {self.max_tokens!r}")
-        if not _is_int(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens:
-            raise RequestError(f"min_tokens must be 0..max_tokens, not {self.min_tokens!r}")
-        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**64):
-            raise RequestError(f"seed must be a whole number below 2**64, not {self.seed!r}")
-        self._check_sampling()
-
-    def _check_sampling(self) -> None:
-        _check_range("temperature", self.temperature, 0, 100)
-        _check_range("top_p", self.top_p, 0, 1)
-        _check_range("min_p", self.min_p, 0, 1)
-        _check_range("relaxed_delta", self.relaxed_delta, 0, 1)
         if self.top_p == 0:
             raise RequestError("top_p must be above 0")
-        if not _is_int(self.top_k) or self.top_k < -1:
-            raise RequestError(f"top_k must be a number from 1, or 0 for off, not {self.top_k!r}")
-        if not _is_int(self.relaxed_topk) or self.relaxed_topk < 1:
-            raise RequestError(f"relaxed_topk must be a number from 1, not {self.relaxed_topk!r}")
         if self.relaxed_topk > 1 and self.temperature > 0:
             raise RequestError("relaxed acceptance is for greedy requests: set temperature to 0")
-        for name, choices in (
-            ("acceptance", ("strict", "rejection")),
-            ("rejection_sample_method", ("standard", "block", "synthetic")),
-            ("draft_sample_method", ("probabilistic", "greedy")),
-        ):
-            if getattr(self, name) not in choices:
-                raise RequestError(f"{name} must be one of {', '.join(choices)}")
-        if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-            if not _is_int(self.logprobs):
-                raise RequestError(f"logprobs must be a whole number, not {self.logprobs!r}")
-        self._check_rejection()
-
-    def _check_rejection(self) -> None:
-        method, rates = self.rejection_sample_method, self.synthetic_acceptance_rates
-        given = (rates is not None) + (self.synthetic_acceptance_length is not None)
+        method = self.rejection_sample_method
         if method != "standard" and self.acceptance != "rejection":
             raise RequestError(f'rejection_sample_method {method} needs acceptance "rejection"')
-        if given != (method == "synthetic"):
-            raise RequestError(
-                'rejection_sample_method "synthetic", and no other, needs exactly one of '
-                "synthetic_acceptance_rates and synthetic_acceptance_length"
-            )
-        if rates is not None:
-            object.__setattr__(self, "synthetic_acceptance_rates", check_rates(rates))
-        if self.synthetic_acceptance_length is not None:
-            _check_range("synthetic_acceptance_length", self.synthetic_acceptance_length, 1, 16)
+        check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     @property
     def synthetic(self) -> bool:
@@ -116,8 +82,12 @@ class SamplingParams:
         return self.rejection_sample_method == "synthetic"
 
 
+CHECKS = SETTINGS | {"logprobs": whole_number(0, MAX_LOGPROBS)}
+OPTIONAL = {param.name for param in fields(SamplingParams) if param.default is None}
+
+
 def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -> Controls:
-    """What the programs are told of a request; raises RequestError if the engine can't do it."""
+    """Says a request's wishes in the programs' words; RequestError if the engine can't do it."""
     own = manifest.model.thinking_token_ids or (-1, -1)
     asked = (params.begin_thinking_phase_token, params.end_thinking_phase_token)
     marks = tuple(b if a is None else a for a, b in zip(asked, own, strict=True))
@@ -150,29 +120,12 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
 
 
 def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:
-    """Tokens that end the request."""
+    """The tokens that end the request."""
     ends = () if params.ignore_eos else manifest.model.eos_token_ids
     return frozenset(ends) | frozenset(params.stop_token_ids)
 
 
 def rates_of(params: SamplingParams, nextn: int) -> tuple[float, ...]:
-    """Of synthetic acceptance, per draft position; () if acceptance is real."""
+    """The rates of synthetic acceptance, per draft position; () if acceptance is real."""
     rates, length = params.synthetic_acceptance_rates, params.synthetic_acceptance_length
-    return synthetic_rates(None if rates is None else tuple(rates), length, nextn)
-
-
-def _check_range(name: str, value: float, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise RequestError(f"{name} must be a number in {least}..{most}, not {value!r}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _tuple_of(kind: type, values: object, name: str) -> tuple[object, ...]:
-    if isinstance(values, list | tuple | set | frozenset):
-        items: tuple[object, ...] = tuple(values)
-        if all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
-            return items
-    raise RequestError(f"{name} must be a list of {kind.__name__}, not {values!r}")
+    return synthetic_rates(rates, length, nextn)

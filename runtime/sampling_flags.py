@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from mtpbuild.runtime.compat.settings import Settings, sampling_settings
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import parse_list
 
 if TYPE_CHECKING:
     from mtpbuild.runtime import SamplingParams
@@ -14,36 +15,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """Ours; those of vLLM and TensorRT-LLM are in `field_flags`."""
+    """Our own flags; those of vLLM and TensorRT-LLM are in `compat/flags.py`."""
 
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Sample among so many; 0: all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Sample among so much probability.")] = 1.0
-    min_p: Annotated[float, typer.Option(help="Least share of the largest probability.")] = 0.0
-    seed: Annotated[int | None, typer.Option(help="Seed for sampling.")] = None
+    temperature: Annotated[float, Option(help="0: greedy.")] = 0.0
+    top_k: Annotated[int, Option(help="Sample among so many; 0: all.")] = 0
+    top_p: Annotated[float, Option(help="Sample among so much probability.")] = 1.0
+    min_p: Annotated[float, Option(help="Least share of the largest probability.")] = 0.0
+    seed: Annotated[int | None, Option(help="Seed for sampling.")] = None
     acceptance: Annotated[
-        str | None, typer.Option(help="strict (default) or rejection, above temperature 0.")
+        str | None, Option(help="strict (default) or rejection, above temperature 0.")
     ] = None
     rejection_sample_method: Annotated[
-        str | None, typer.Option(help="standard (default), block, or synthetic: for timing only.")
+        str | None, Option(help="standard (default), block, or synthetic: for timing only.")
     ] = None
     synthetic_acceptance_rates: Annotated[
-        str | None, typer.Option(help="Synthetic: share of steps that accept draft 1, 2..: 0.9,0.7")
+        str | None, Option(help="Synthetic: share of steps that accept draft 1, 2..: 0.9,0.7")
     ] = None
     synthetic_acceptance_length: Annotated[
-        float | None, typer.Option(help="Synthetic: mean tokens per step.")
+        float | None, Option(help="Synthetic: mean tokens per step.")
     ] = None
 
-    def acceptance_asked(self) -> dict[str, Any]:
-        """Keywords of SamplingParams that a configuration may say too."""
-        method, rates = self.rejection_sample_method, self.synthetic_acceptance_rates
-        asked = {
-            "acceptance": self.acceptance or (method and "rejection"),
-            "rejection_sample_method": method,
-            "synthetic_acceptance_rates": None if rates is None else _rates(rates),
-            "synthetic_acceptance_length": self.synthetic_acceptance_length,
-        }
-        return {name: value for name, value in asked.items() if value is not None}
+
+@dataclass(frozen=True, kw_only=True)
+class EndFlags:
+    """When a request of `run` ends, and what it reports besides its tokens."""
+
+    max_tokens: Annotated[int, Option(help="End after so many tokens.")] = 256
+    stop: Annotated[list[str] | None, Option(help="End before this text; may be repeated.")] = None
+    min_tokens: Annotated[int, Option(help="Don't end before so many tokens.")] = 0
+    ignore_eos: Annotated[
+        bool, Option("--ignore-eos", help="Go on behind the end of sequence.")
+    ] = False
+    logprobs: Annotated[
+        int | None,
+        Option(help="With --json: log-probabilities, and of the N most probable (to 5)."),
+    ] = None
 
 
 def sampling_params(flags: SamplingFlags, settings: Settings, **others: Any) -> "SamplingParams":
@@ -53,27 +59,16 @@ def sampling_params(flags: SamplingFlags, settings: Settings, **others: Any) -> 
     """
     from mtpbuild.runtime import SamplingParams
 
+    typed = {name: value for name, value in (vars(flags) | others).items() if value is not None}
+    if (rates := flags.synthetic_acceptance_rates) is not None:
+        found = parse_list("--synthetic-acceptance-rates", rates, float, "0.9,0.7,0.5")
+        typed["synthetic_acceptance_rates"] = found
+    if flags.rejection_sample_method is not None:
+        typed.setdefault("acceptance", "rejection")
     asked = sampling_settings(settings)
-    for name, wanted in flags.acceptance_asked().items():
+    for name, wanted in typed.items():
         if (said := asked.setdefault(name, wanted)) != wanted:
             flag = "--" + name.replace("_", "-")
             by = "rejection_sample_method" if name == "acceptance" else f"{name} {said}"
             raise UsageError(f"{flag} {wanted} contradicts the configuration's {by}")
-    return SamplingParams(
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        min_p=flags.min_p,
-        seed=flags.seed,
-        **asked,
-        **others,
-    )
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"--synthetic-acceptance-rates {text!r} is not a list of numbers such as 0.9,0.7,0.5"
-        ) from None
+    return SamplingParams(**asked)

@@ -95,19 +95,17 @@ class AcceptanceWatch:
 
     def __init__(self, nextn: int) -> None:
         self._quiet = nextn == 0
-        self._steps = self._accepted = self._drafted = 0
+        self._seen = Acceptance(nextn)
 
     def add(self, accepted: int, drafted: int) -> None:
         """One decode step; every WATCHED_STEPS of them are judged."""
         if self._quiet:
             return
-        self._steps += 1
-        self._accepted += accepted
-        self._drafted += drafted
-        if self._steps == WATCHED_STEPS:
-            if self._accepted < COLLAPSED * self._drafted:
+        self._seen.add(accepted, drafted)
+        if self._seen.steps == WATCHED_STEPS:
+            if self._seen.accepted < COLLAPSED * self._seen.drafted:
                 self._warn()
-            self._steps = self._accepted = self._drafted = 0
+            self._seen = Acceptance(len(self._seen.histogram) - 1)
 
     def _warn(self) -> None:
         self._quiet = True
@@ -116,7 +114,7 @@ class AcceptanceWatch:
             "right, but MTP only costs time. Likely causes: MTP weights missing, damaged or of "
             "another model; a wrong chat template; text of a kind that the model does not know; "
             "too coarse a quantisation. Compare with an engine built with --nextn 0.",
-            self._accepted,
-            self._drafted,
-            self._steps,
+            self._seen.accepted,
+            self._seen.drafted,
+            self._seen.steps,
         )

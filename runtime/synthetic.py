@@ -1,23 +1,28 @@
 """Rates of synthetic acceptance (vLLM): drafts are accepted by chance, to time an engine."""
 
+from collections.abc import Sequence
+
 from mtpbuild.runtime.errors import RequestError
 
 
-def check_rates(rates: object) -> tuple[float, ...]:
-    """Rates in 0..1, none larger than the one before; raises RequestError."""
-    if isinstance(rates, list | tuple) and all(isinstance(r, int | float) for r in rates):
-        steps = zip((1.0, *rates), (*rates, 0.0), strict=True)
-        if rates and all(before >= after for before, after in steps):
-            return tuple(map(float, rates))
-    raise RequestError(
-        f"synthetic_acceptance_rates must be non-increasing numbers in 0..1, not {rates!r}"
-    )
+def check_synthetic(method: str | None, rates: object, length: object) -> None:
+    """Raise RequestError unless synthetic acceptance, and no other, has rates or a length."""
+    name = "rejection_sample_method 'synthetic'"
+    if method == "synthetic" and (rates is None) == (length is None):
+        raise RequestError(
+            f"{name} needs exactly one of synthetic_acceptance_rates and "
+            "synthetic_acceptance_length"
+        )
+    if method != "synthetic" and (rates, length) != (None, None):
+        raise RequestError(
+            f"synthetic_acceptance_{'length' if rates is None else 'rates'} needs {name}"
+        )
 
 
 def synthetic_rates(
-    rates: tuple[float, ...] | None, length: float | None, nextn: int
+    rates: Sequence[float] | None, length: float | None, nextn: int
 ) -> tuple[float, ...]:
-    """Unconditional acceptance rate of each of nextn positions; () if neither is given.
+    """The unconditional acceptance rate of each of nextn positions; () if neither is given.
 
     A mean acceptance length L becomes 1 for the first floor(L - 1) positions, then the fraction,
     then 0. Raises RequestError if rates or length don't fit nextn.
@@ -27,7 +32,7 @@ def synthetic_rates(
             raise RequestError(
                 f"synthetic_acceptance_rates has {len(rates)} rates, nextn is {nextn}: one for each"
             )
-        return rates
+        return tuple(rates)
     if length is None:
         return ()
     if length > nextn + 1:
@@ -36,6 +41,6 @@ def synthetic_rates(
 
 
 def conditional(rates: tuple[float, ...]) -> tuple[float, ...]:
-    """Chance of each position given that those before it are accepted."""
+    """The chance of each position given that those before it are accepted."""
     before = (1.0, *rates)[: len(rates)]
     return tuple(rate / b if b else 0.0 for rate, b in zip(rates, before, strict=True))

@@ -1,23 +1,25 @@
 """What the commands print: streamed text with accepted drafts in colour, summaries, JSON lines."""
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import groupby
+from json import dumps
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.runtime.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.input_file import generate_all, read_requests
 from mtpbuild.runtime.manifest import HASH_LIMIT, Manifest, TensorSpec, ranks_here
 from mtpbuild.runtime.request import Chunk, Observer, Result
 from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.trace.recorder import Trace
 
 GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
@@ -27,20 +29,9 @@ SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts accepted by chance, text and speed are
 
 def json_line(task_id: str | int, result: Result) -> str:
     """One request as docs/cli-json.md describes it."""
-    answer: dict[str, Any] = {
-        "task_id": task_id,
-        "text": result.text,
-        "token_ids": result.token_ids,
-        "finish_reason": result.finish_reason,
-        "metrics": asdict(result.metrics),
-    }
-    if result.seed is not None:
-        answer["seed"] = result.seed
-    if result.logprobs is not None:
-        answer["logprobs"] = [asdict(token) for token in result.logprobs]
-    if result.synthetic_acceptance_rates:
-        answer["synthetic_acceptance_rates"] = result.synthetic_acceptance_rates
-    return json.dumps(answer)
+    answer = {"task_id": task_id} | asdict(result)
+    del answer["from_draft"]
+    return dumps({key: said for key, said in answer.items() if said not in (None, ())})
 
 
 def summary(result: Result) -> str:
@@ -59,6 +50,29 @@ def summary(result: Result) -> str:
     if result.synthetic_acceptance_rates:
         parts.insert(0, SYNTHETIC)
     return ", ".join(parts)
+
+
+def answer(
+    engine: Engine, prompt: Prompt, params: SamplingParams, json: bool, trace: Trace | None
+) -> None:
+    """Answer a prompt: one JSON object, or text as it comes and a summary."""
+    observer = trace.request() if trace else None
+    if json:
+        print(json_line(0, engine.stream(prompt, params, observer=observer).result()))
+    else:
+        show(engine, prompt, params, echo=True, observer=observer)
+
+
+def answer_file(
+    engine: Engine, path: Path, params: SamplingParams, json: bool, trace: Trace | None
+) -> None:
+    """Answer a file's requests, in their order."""
+    for request, result in generate_all(engine, read_requests(path, engine, params), trace):
+        if json:
+            print(json_line(request.task_id, result), flush=True)
+        else:
+            print(f"[{request.task_id}] {summary(result)}", file=sys.stderr, flush=True)
+            print(result.text or ",".join(map(str, result.token_ids)), flush=True)
 
 
 def show(

@@ -119,7 +119,7 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
     eos = model.eos_token_ids[0] if model.eos_token_ids else None
     return Tokenizer(
         backend,
-        chat_template=_read_template(folder, manifest),
+        chat_template=_read(folder / CHAT_TEMPLATE, manifest),
         bos_token=_special_token(backend, config, "bos_token", model.bos_token_id),
         eos_token=_special_token(backend, config, "eos_token", eos),
         add_bos=config.get("add_bos_token") is True,
@@ -138,24 +138,24 @@ def _special_token(
 
 
 def _read_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    if TOKENIZER_CONFIG not in manifest.files:
+    path = folder / TOKENIZER_CONFIG
+    if (text := _read(path, manifest)) is None:
         return {}
     try:
-        config = json.loads((folder / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise EngineFileError(f"{folder / TOKENIZER_CONFIG}: not JSON ({error})") from None
+        raise EngineFileError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):
-        raise EngineFileError(f"{folder / TOKENIZER_CONFIG}: not a JSON object; rebuild the engine")
+        raise EngineFileError(f"{path}: not a JSON object; rebuild the engine")
     return config
 
 
-def _read_template(folder: Path, manifest: Manifest) -> str | None:
-    if CHAT_TEMPLATE not in manifest.files:
-        return None
+def _read(path: Path, manifest: Manifest) -> str | None:
+    """The text of one of the engine's files; None if it has no such file."""
     try:
-        return (folder / CHAT_TEMPLATE).read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8") if path.name in manifest.files else None
     except UnicodeDecodeError as error:
-        raise EngineFileError(f"{folder / CHAT_TEMPLATE}: not UTF-8 ({error})") from None
+        raise EngineFileError(f"{path}: not UTF-8 ({error})") from None
 
 
 def _environment() -> Any:

@@ -33,7 +33,7 @@ FACETS = {"onnx", "tensorrt", "triton"}
 STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
 OUTSIDE = {
-    "builder": {"onnx_ir", "onnxscript", "pydantic", "safetensors", "torch", "typer"},
+    "builder": {"onnx_ir", "onnxscript", "pydantic", "rich", "safetensors", "torch", "typer"},
     "plugins": {"numpy", "onnx", "onnxscript", "torch", "triton"},
     "recipes": set[str](),
     "runtime": {

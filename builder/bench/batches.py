@@ -3,30 +3,18 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from mtpbuild.builder.bench.figures import Figures, recommendation
-from mtpbuild.builder.bench.picture import COLOURS, GREY
 from mtpbuild.builder.bench.report import Report, differs, machine_line, to_json
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
-def of_all(f: Figures) -> float:
-    """Output tokens per second of all users together, prompts included in the time."""
-    return f.output_tokens / f.duration
-
-
-def of_one(f: Figures) -> float:
-    """Tokens per second that one user sees, from the first token on."""
-    return f.tokens_per_s
-
+from mtpbuild.builder.picture import COLOURS, label_x, panels, share_legend
+from mtpbuild.builder.tables import figures_table, say
 
 PANELS: dict[str, Callable[[Figures], float]] = {
-    "tokens/s of all users": of_all,
-    "tokens/s per user": of_one,
+    "tokens/s of all users": lambda f: f.throughput,
+    "tokens/s per user": lambda f: f.tokens_per_s,
 }
 
 
@@ -37,8 +25,8 @@ def to_batches_json(reports: Sequence[Report]) -> dict[str, Any]:
             {
                 "concurrency": report.settings["concurrency"],
                 "nextn": row.nextn,
-                "output_throughput": of_all(row.overall),
-                "user_tokens_per_s": of_one(row.overall),
+                "output_throughput": row.overall.throughput,
+                "user_tokens_per_s": row.overall.tokens_per_s,
                 "speedup": asdict(row.overall.speedup),
             }
             for report in reports
@@ -48,15 +36,9 @@ def to_batches_json(reports: Sequence[Report]) -> dict[str, Any]:
     }
 
 
-def table(reports: Sequence[Report], name: str) -> "Table":
+def table(reports: Sequence[Report], name: str) -> Table:
     """One line per concurrency, one column per nextn."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    result = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    result.add_column(name, no_wrap=True)
-    for row in reports[0].rows:
-        result.add_column(f"nextn {row.nextn}", justify="right", no_wrap=True)
+    result = figures_table(name, (f"nextn {row.nextn}" for row in reports[0].rows))
     for report in reports:
         cells = (f"{PANELS[name](row.overall):.1f}" for row in report.rows)
         result.add_row(f"concurrency {report.settings['concurrency']}", *cells)
@@ -65,51 +47,26 @@ def table(reports: Sequence[Report], name: str) -> "Table":
 
 def print_batches(reports: Sequence[Report]) -> None:
     """Both tables, the machine, and what to choose at each concurrency."""
-    from rich.console import Console
-
-    console, first = Console(highlight=False), reports[0]
-    total = first.settings["num_requests"]
-    console.print(f"\n{first.model}: {total} requests", style="bold", soft_wrap=True)
-    for name in PANELS:
-        console.print(table(reports, name))
-    if (why := differs(first.settings)) is not None:
-        console.print(why, soft_wrap=True)
-    console.print(f"\n{machine_line(first.machine)}", soft_wrap=True)
+    first = reports[0]
+    say(f"\n{first.model}: {first.settings['num_requests']} requests", style="bold")
+    say(*(table(reports, name) for name in PANELS))
+    say(differs(first.settings), f"\n{machine_line(first.machine)}")
     for report in reports:
-        line = f"concurrency {report.settings['concurrency']}: {recommendation(report.rows)[1]}"
-        console.print(line, style="bold", soft_wrap=True)
+        best = recommendation(report.rows)[1]
+        say(f"concurrency {report.settings['concurrency']}: {best}", style="bold")
 
 
 def draw_batches(reports: Sequence[Report], path: Path, note: str) -> None:
     """A line per nextn against the concurrency; note: what was measured on, in small print."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    places = range(len(reports))
-    sizes = [str(report.settings["concurrency"]) for report in reports]
-    nextns = [row.nextn for row in reports[0].rows]
-    both = figure.subplots(1, 2)
-    for axes, (name, figure_of) in zip(both, PANELS.items(), strict=True):
-        for i, nextn in enumerate(nextns):
-            values = [figure_of(report.rows[i].overall) for report in reports]
-            colour = COLOURS[i % len(COLOURS)]
-            axes.plot(places, values, "o-", color=colour, label=f"nextn {nextn}")
-        axes.set_xlabel("concurrency (requests at once)")
-        axes.set_xticks(places, sizes)
-        axes.set_ylabel(name)
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.yaxis.grid(True, color="#dddddd")
-    figure.legend(
-        handles=both[0].get_legend_handles_labels()[0],
-        title=f"{reports[0].model}: tokens/s against the batch",
-        title_fontsize=13,
-        loc="outside upper center",
-        ncols=len(nextns),
-        frameon=False,
-        fontsize=9,
-    )
-    figure.supxlabel(fill(note, 150), fontsize=7, color=GREY)
-    figure.savefig(path, dpi=160)
+    sizes = [report.settings["concurrency"] for report in reports]
+    with panels(path, note) as (figure, *both):
+        for axes, (name, figure_of) in zip(both, PANELS.items(), strict=True):
+            for i, row in enumerate(reports[0].rows):
+                values = [figure_of(report.rows[i].overall) for report in reports]
+                colour, label = COLOURS[i % len(COLOURS)], f"nextn {row.nextn}"
+                axes.plot(range(len(sizes)), values, "o-", color=colour, label=label)
+            label_x(axes, "concurrency (requests at once)", sizes)
+            axes.set_ylabel(name)
+            axes.set_ylim(bottom=0)
+        title = f"{reports[0].model}: tokens/s against the batch"
+        share_legend(figure, title, both[0].get_legend_handles_labels()[0])

@@ -1,7 +1,5 @@
 """The benchmark on one screen: build, load, measure in turn, compute, write."""
 
-import json
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -14,11 +12,11 @@ from mtpbuild.builder.bench.engines import Built, Wanted, build_engines
 from mtpbuild.builder.bench.figures import rows
 from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, measure
-from mtpbuild.builder.bench.picture import draw, require_matplotlib
+from mtpbuild.builder.bench.picture import draw
 from mtpbuild.builder.bench.report import Report, to_json
+from mtpbuild.builder.results import prepare, write_json
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import UsageError
 
 OUT = Path("bench_results")
 JSON, PICTURE, BATCHES_PICTURE = "bench.json", "bench.png", "bench_batches.png"
@@ -39,7 +37,6 @@ def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: No
 
     Raises what the pipeline and the engines do.
     """
-    require_matplotlib()
     prepare(request.out)
     machine = describe_machine(request.threads)
 
@@ -94,20 +91,10 @@ def load(built: Built, threads: int | None, stack: ExitStack) -> Contender:
     return Contender(built.nextn, engine.manifest.build.drafter, engine, verifier)
 
 
-def prepare(out: Path) -> None:
-    """Find out now, not after the measurement, that results can't be written."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise UsageError(f"--out {out}: can't write there ({error.strerror})") from None
-
-
 def write(reports: Sequence[Report], out: Path) -> None:
     """The first concurrency's picture is the usual one; several get one more."""
     first, several = reports[0], len(reports) > 1
-    text = json.dumps(to_batches_json(reports) if several else to_json(first), indent=1)
-    (out / JSON).write_text(text + "\n", encoding="utf-8")
+    write_json(out / JSON, to_batches_json(reports) if several else to_json(first))
     m = first.machine
     note = f"{m['cpu']}, {m['cores']} cores; {m['command']}"
     draw(first.rows, out / PICTURE, f"{first.model}: what MTP gives", note)

@@ -8,7 +8,7 @@ from pathlib import Path
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.sampling import SamplingParams
 
@@ -50,10 +50,6 @@ def load_groups(asked: Asked, engine: Engine, concurrency: int) -> list[Group]:
         paths = {asked.dataset: paths[asked.dataset]}
     elif asked.dataset is not None:
         paths = {Path(asked.dataset).stem: Path(asked.dataset)}
-        if not Path(asked.dataset).is_file():
-            raise UsageError(
-                f"--dataset {asked.dataset}: no such file; built in: {', '.join(BUILT_IN)}"
-            )
     prompts = {kind: _read(kind, path, asked, engine) for kind, path in paths.items()}
     built_in = asked.dataset is None or asked.dataset in BUILT_IN
     return group_up(prompts, concurrency, asked.num_requests, NUM_REQUESTS if built_in else None)
@@ -103,9 +99,10 @@ def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None
 
 def _read(kind: str, path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
     capacity = engine.manifest.build.max_seq_len
+    built_in = f"; built in: {', '.join(BUILT_IN)}"
     prompts = [
         Prompt(kind, r.task_id, r.token_ids, seeded(r.params, number))
-        for number, r in enumerate(read_requests(path, engine, asked.params, flag="--dataset"))
+        for number, r in enumerate(read_requests(path, engine, asked.params, "--dataset", built_in))
     ]
     if asked.output_len is not None:
         most = in_range(1, asked.output_len, capacity, "--output-len")
@@ -114,10 +111,17 @@ def _read(kind: str, path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
         length = in_range(1, asked.input_len, capacity, "--input-len")
         bos = engine.manifest.model.bos_token_id
         prompts = [sized(p, length, prompts, bos) for p in prompts]
+    hint = ": see --input-len, --output-len"
     for p in prompts:
-        if len(p.token_ids) + p.params.max_tokens > capacity:
-            raise UsageError(
-                f"request {p.task_id}: {len(p.token_ids)} prompt and {p.params.max_tokens} output "
-                f"tokens are more than the engines hold ({capacity}): see --input-len, --output-len"
-            )
+        check_room(engine, len(p.token_ids), p.params.max_tokens, f"request {p.task_id}: ", hint)
     return prompts
+
+
+def check_room(engine: Engine, prompt: int, output: int, name: str = "", hint: str = "") -> None:
+    """Refuse a request of more tokens than the engine holds."""
+    capacity = engine.manifest.build.max_seq_len
+    if prompt + output > capacity:
+        raise RequestError(
+            f"{name}{prompt} prompt and {output} output tokens are more than the engine holds "
+            f"({capacity}){hint}"
+        )

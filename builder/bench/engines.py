@@ -1,6 +1,6 @@
 """Builds what a benchmark runs, without replacing what the user has built otherwise."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtpbuild.builder import layout
@@ -63,17 +63,23 @@ class Built:
 
 def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
     """One engine and one verifier per nextn; those that are there already are left alone."""
-    source, config = find_source(BuildRequest(wanted.model, layers=wanted.layers))
+    common = BuildRequest(wanted.model, max_batch=wanted.max_batch, layers=wanted.layers)
+    source, config = find_source(common)
     for nextn in wanted.nextn:  # before anything is built
         choose_drafter(config, nextn, wanted.drafter_of(nextn))
+
+    def made(nextn: Nextn, drafter: DrafterName | None, out: Path) -> Path:
+        stages.watch(f"building {out}")
+        build(replace(common, nextn=(nextn,), drafter=drafter, out=out), stages)
+        return out
+
     built = []
     for nextn in wanted.nextn:
-        folder = place(source, config, nextn, wanted)
-        _build(wanted, nextn, wanted.drafter_of(nextn), folder, stages)
-        verifier = None
+        usual = place(source, config, nextn, wanted)
+        folder, verifier = made(nextn, wanted.drafter_of(nextn), usual), None
         if nextn not in (0, "auto"):
-            verifier = _private(source, nextn, "none", wanted.max_batch)
-            _build(wanted, nextn, "none", verifier, stages)
+            out = _private(source, nextn, "none", wanted.max_batch)
+            verifier = made(nextn, "none", out)
         built.append(Built(nextn, folder, verifier))
     return built
 
@@ -102,18 +108,3 @@ def place(source: Source, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> 
 
 def _private(source: Source, nextn: Nextn, drafter: str, max_batch: int) -> Path:
     return PRIVATE / f"{source.engine}_n{nextn}_{drafter}_b{max_batch}"
-
-
-def _build(
-    wanted: Wanted, nextn: Nextn, drafter: DrafterName | None, out: Path, stages: Stages
-) -> None:
-    stages.watch(f"building {out}")
-    request = BuildRequest(
-        wanted.model,
-        (nextn,),
-        drafter=drafter,
-        max_batch=wanted.max_batch,
-        out=out,
-        layers=wanted.layers,
-    )
-    build(request, stages)

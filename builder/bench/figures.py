@@ -3,8 +3,9 @@
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mtpbuild.builder.bench.measure import Contender, Measured, Sample, intervals
 from mtpbuild.builder.plan import Nextn
@@ -14,6 +15,7 @@ from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
 ALL = "all"
 RESAMPLES = 1000
 AGREEMENT = 0.05  # measured and predicted speedup, as a share
+T = TypeVar("T")
 Groups = Sequence[Sequence[Sample]]
 
 
@@ -58,7 +60,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one nextn, over the requests of one kind or over all."""
+    """What one nextn did, over the requests of one kind or over all."""
 
     requests: int
     input_tokens: int
@@ -74,6 +76,11 @@ class Figures:
     speedup: Ratio  # of tokens_per_s over nextn 0
     predicted: float | None  # tokens_per_step / (v + d); None for "auto", whose steps differ
     same_output: int  # requests that gave the same tokens as with nextn 0
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second of all users together, prompts included in the time."""
+        return self.output_tokens / self.duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +173,15 @@ def speedup(groups: Groups, base: Groups) -> Ratio:
 
     if len(parts) == 1:
         return Ratio(ratio(parts) or 0.0, None, None)
+    return Ratio(ratio(parts) or 0.0, *resampled(parts, ratio))
+
+
+def resampled(items: Sequence[T], figure: Callable[[Sequence[T]], float | None]) -> list[float]:
+    """Both ends of the 95 % interval of a figure, by resampling what it is computed from."""
     rng = random.Random(0)
-    drawn = [ratio(rng.choices(parts, k=len(parts))) for _ in range(RESAMPLES)]
+    drawn = [figure(rng.choices(items, k=len(items))) for _ in range(RESAMPLES)]
     known = [value for value in drawn if value is not None]
-    return Ratio(ratio(parts) or 0.0, percentile(known, 2.5), percentile(known, 97.5))
+    return [percentile(known, 2.5), percentile(known, 97.5)]
 
 
 def merged(reports: Sequence[SpeculativeDecoding]) -> SpeculativeDecoding:

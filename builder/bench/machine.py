@@ -1,7 +1,9 @@
 """What a figure depends on: the machine, its load, and the versions that ran."""
 
+import contextlib
 import os
 import platform
+import re
 import shlex
 import sys
 from datetime import UTC, datetime
@@ -31,14 +33,11 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """As Linux names it; elsewhere what Python knows."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    except OSError:
-        pass
+    """The processor's name as Linux says it; elsewhere what Python knows."""
+    with contextlib.suppress(OSError):
+        cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if found := re.search(r"^model name\s*:(.*)", cpus, re.MULTILINE):
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from mtpbuild.builder.bench.dataset import Group, Prompt
 from mtpbuild.builder.garbage import no_garbage_collection
@@ -14,6 +14,7 @@ from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.manifest import MAX_SEQ_LEN
 from mtpbuild.runtime.stats import SpeculativeDecoding
 
+T = TypeVar("T")
 WARM_UP_TOKENS = 32
 # An engine's first steps after another engine has run are up to 1.7 times as long: its weights
 # have left the processor's caches. A user runs one engine, so these steps are not counted.
@@ -154,7 +155,7 @@ def warm_up(contenders: Sequence[Contender], group: Group) -> None:
                 run_together(engine, endless(group, WARM_UP_TOKENS))
 
 
-def rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:
-    """Each contender is first equally often."""
+def rotated(contenders: Sequence[T], by: int) -> list[T]:
+    """The same in another order, so that each contender is first equally often."""
     by %= len(contenders)
     return [*contenders[by:], *contenders[:by]]

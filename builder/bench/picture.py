@@ -2,57 +2,34 @@
 
 import math
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.bench.figures import ALL, Row
-from mtpbuild.runtime.errors import MissingDependencyError
+from mtpbuild.builder.picture import (
+    COLOURS,
+    GREY,
+    label_x,
+    panels,
+    share_legend,
+    spans,
+    write_above,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
-GREY = "#777777"
-
-
-def require_matplotlib() -> None:
-    if find_spec("matplotlib") is None:
-        raise MissingDependencyError(
-            "the picture of a benchmark needs matplotlib: pip install 'mtpbuild[bench]'"
-        )
-
 
 def draw(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
     """note: what the figures were measured on, in small print."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
     kinds = [kind for kind in rows[0].kinds if kind != ALL]
-    draw_speedup(left, rows, kinds)
-    draw_length(right, rows, kinds)
-    for axes in (left, right):
-        axes.set_xlabel("nextn (draft tokens per step)")
-        axes.set_xticks(range(len(rows)), [str(row.nextn) for row in rows])
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.yaxis.grid(True, color="#dddddd")
-        axes.set_axisbelow(True)
-    handles = [*left.get_legend_handles_labels()[0], right.lines[-1]]
-    figure.legend(
-        handles=handles,
-        title=title,
-        title_fontsize=13,
-        loc="outside upper center",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-    )
-    figure.supxlabel(fill(note, 150), fontsize=7, color=GREY)
-    figure.savefig(path, dpi=160)
+    with panels(path, note) as (figure, left, right):
+        draw_speedup(left, rows, kinds)
+        draw_length(right, rows, kinds)
+        for axes in (left, right):
+            label_x(axes, "nextn (draft tokens per step)", [row.nextn for row in rows])
+        handles = [*left.get_legend_handles_labels()[0], right.lines[-1]]
+        share_legend(figure, title, handles)
 
 
 def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None:
@@ -62,19 +39,11 @@ def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> Non
         places = [i - 0.4 + width * (k + 0.5) for i in range(len(rows))]
         ratios = [row.kinds[kind].speedup for row in rows]
         values = [ratio.value for ratio in ratios]
-        below = [max(0.0, r.value - (r.low or r.value)) for r in ratios]
-        above = [max(0.0, (r.high or r.value) - r.value) for r in ratios]
+        reach = spans([(ratio.value, ratio.low, ratio.high) for ratio in ratios])
         axes.bar(places, values, width * 0.92, color=COLOURS[k % len(COLOURS)], label=kind)
-        axes.errorbar(places, values, [below, above], fmt="none", ecolor="#333333", capsize=2)
-        for place, value, up in zip(places, values, above, strict=True):
-            axes.annotate(
-                f"{value:.2f}",
-                (place, value + up),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="center",
-                fontsize=7,
-            )
+        axes.errorbar(places, values, reach, fmt="none", ecolor="#333333", capsize=2)
+        for place, value, up in zip(places, values, reach[1], strict=True):
+            write_above(axes, f"{value:.2f}", place, value + up)
         predicted = [row.kinds[kind].predicted or math.nan for row in rows]
         label = "predicted: L / (v + d)" if k == len(kinds) - 1 else None
         axes.plot(places, predicted, "_", color="black", markersize=14, label=label)

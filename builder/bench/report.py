@@ -4,7 +4,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from mtpbuild.builder.bench.figures import (
     ALL,
@@ -16,9 +18,7 @@ from mtpbuild.builder.bench.figures import (
 )
 from mtpbuild.builder.bench.measure import Measured
 from mtpbuild.builder.plan import Nextn
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from mtpbuild.builder.tables import figures_table, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def keys(row: Row, figures: Figures) -> dict[str, Any]:
         "total_output_tokens": f.output_tokens,
         "duration": f.duration,
         "request_throughput": f.requests / f.duration,
-        "output_throughput": f.output_tokens / f.duration,
+        "output_throughput": f.throughput,
     }
     for name, seconds in (("ttft", f.ttft), ("tpot", f.tpot), ("itl", f.itl), ("e2el", f.e2el)):
         for key, value in spread(seconds).items():
@@ -156,7 +156,7 @@ def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
     for percent in (50, 90, 99):
         yield f"ms per output token, p{percent}", partial(tpot_at, percent)
     yield "ms to first token, p50", lambda row, f: ms(statistics.median(f.ttft))
-    yield "tokens/s of all users", lambda row, f: f"{f.output_tokens / f.duration:.1f}"
+    yield "tokens/s of all users", lambda row, f: f"{f.throughput:.1f}"
     yield "same output as nextn 0", lambda row, f: f"{f.same_output} of {f.requests}"
 
 
@@ -177,15 +177,9 @@ def rate_at(position: int, row: Row, figures: Figures) -> str:
     return f"{rates[position]:.2f}" if position < len(rates) else ""
 
 
-def table(report: Report, kind: str) -> "Table":
+def table(report: Report, kind: str) -> Table:
     """One column per nextn."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    result = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    result.add_column("nextn", no_wrap=True)
-    for row in report.rows:
-        result.add_column(str(row.nextn), justify="right", no_wrap=True)
+    result = figures_table("nextn", (row.nextn for row in report.rows))
     for name, cell in lines(max(row.most for row in report.rows)):
         result.add_row(name, *(cell(row, row.kinds[kind]) for row in report.rows))
     return result
@@ -209,16 +203,9 @@ def machine_line(m: dict[str, Any]) -> str:
 
 def print_report(report: Report) -> None:
     """A table per kind of prompt, one for all, the machine, and what to choose."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
     kinds = list(report.rows[0].kinds)
     for kind in [*kinds[1:], ALL] if len(kinds) > 2 else kinds[1:]:
-        console.print(_title(report, kind), style="bold", soft_wrap=True)
-        console.print(table(report, kind))
-    if (why := differs(report.settings)) is not None:
-        console.print(why, soft_wrap=True)
-    console.print(f"\n{machine_line(report.machine)}", soft_wrap=True)
-    if (apart := disagreements(report.rows)) is not None:
-        console.print(apart, soft_wrap=True)
-    console.print(recommendation(report.rows)[1], style="bold", soft_wrap=True)
+        say(_title(report, kind), style="bold")
+        say(table(report, kind))
+    say(differs(report.settings), f"\n{machine_line(report.machine)}", disagreements(report.rows))
+    say(recommendation(report.rows)[1], style="bold")

@@ -3,26 +3,23 @@
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
-import typer
+from typer import Option
 
 from mtpbuild.builder.targets import all_targets
-from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
-
-DRAFTERS = ("mtp-eagle", "mtp-vanilla")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlags:
     """How many ranks share a model, and how."""
 
-    tp: Annotated[int, typer.Option("--tp", help="Ranks that share the model.")] = 1
+    tp: Annotated[int, Option("--tp", help="Ranks that share the model.")] = 1
     ep: Annotated[
-        int, typer.Option("--ep", help="Groups of these ranks with routed experts of their own.")
+        int, Option("--ep", help="Groups of these ranks with routed experts of their own.")
     ] = 1
     attention_dp: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--attention-dp",
             help="Ranks share the routed experts alone; each has requests of its own.",
         ),
@@ -47,8 +44,3 @@ def said(flags: Any) -> dict[str, Any]:
     """Those flags of a group that differ from their defaults."""
     pairs = ((option, getattr(flags, option.name)) for option in fields(flags))
     return {option.name: value for option, value in pairs if value != option.default}
-
-
-def check_drafter(drafter: str | None) -> None:
-    if drafter not in (None, *DRAFTERS):
-        raise UsageError(f"--drafter {drafter} is unknown; supported: {', '.join(DRAFTERS)}")

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
+from mtpbuild.builder.cli.output import progress
 from mtpbuild.runtime.cli import error_line
 
 if TYPE_CHECKING:
@@ -13,38 +14,32 @@ if TYPE_CHECKING:
 
 @error_line
 def quantize(
-    model: Annotated[str, typer.Option(help="Recipe name or checkpoint folder.")],
-    to: Annotated[
-        str, typer.Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of the new checkpoint.")],
+    model: Annotated[str, Option(help="Recipe name or checkpoint folder.")],
+    to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
+    out: Annotated[Path, Option(help="Folder of the new checkpoint.")],
     mtp: Annotated[
-        str | None,
-        typer.Option(help="Format of the MTP modules. Default: as --to; with nvfp4, bf16."),
+        str | None, Option(help="Format of the MTP modules. Default: as --to; with nvfp4, bf16.")
     ] = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(help="Glob of modules to leave as they are, instead of the format's own."),
+        Option(help="Glob of modules to leave as they are, instead of the format's own."),
     ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder with the recipe's weights.")
-    ] = None,
+    checkpoint: Annotated[Path | None, Option(help="Folder with the recipe's weights.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a checkpoint that stands there.")
+        bool, Option("--force", help="Replace a checkpoint that stands there.")
     ] = False,
 ) -> None:
     """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or ONNX Runtime's integers."""
-    from rich.console import Console
 
     from mtpbuild.builder.checks import needs
 
-    with Console(stderr=True).status("reading the checkpoint") as status:
+    with progress("reading the checkpoint") as watch:
         with needs("build", "torch", "safetensors"):
             from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
             from mtpbuild.builder.quantize.scheme import make_scheme
         scheme = make_scheme(to, mtp, tuple(exclude) if exclude else None)
         request = QuantizeRequest(model, scheme, out, checkpoint, force)
-        done = quantize(request, lambda text: status.update(text))
+        done = quantize(request, watch)
     print_report(done)
 
 

@@ -1,19 +1,17 @@
 """The evaluation on one screen: load, ask under every setting, compute, write."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 
-from mtpbuild.builder.bench.bench import prepare
 from mtpbuild.builder.bench.machine import describe_machine
-from mtpbuild.builder.bench.picture import require_matplotlib
 from mtpbuild.builder.eval.figures import rows
 from mtpbuild.builder.eval.measure import REJECTION, STRICT, Setting, ask, relaxed
 from mtpbuild.builder.eval.picture import draw
 from mtpbuild.builder.eval.problems import load_problems
 from mtpbuild.builder.eval.report import Report, to_json
+from mtpbuild.builder.results import prepare, write_json
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 
@@ -40,7 +38,6 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
     """Measure, and write eval.json and eval.png; raises what the engine does, and UsageError."""
     if request.params.synthetic:
         raise UsageError("synthetic acceptance gives meaningless texts: there is nothing to judge")
-    require_matplotlib()
     prepare(request.out)
     machine = describe_machine(request.threads)
     watch("loading the engine")
@@ -53,12 +50,10 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
         settings = choose(request)
 
         # 2. Every problem under every setting, in turn.
-        answered = ask(
-            engine,
-            problems,
-            settings,
-            lambda done: watch(f"problem {done + 1} of {len(problems)}"),
-        )
+        def tell(done: int) -> None:
+            watch(f"problem {done + 1} of {len(problems)}")
+
+        answered = ask(engine, problems, settings, tell)
 
         # 3. What it comes to.
         report = Report(
@@ -73,8 +68,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
             rows=rows(answered),
             answered=answered,
         )
-    text = json.dumps(to_json(report), indent=1)
-    (request.out / JSON).write_text(text + "\n", encoding="utf-8")
+    write_json(request.out / JSON, to_json(report))
     draw(report, request.out / PICTURE)
     return report
 

@@ -1,19 +1,10 @@
 """The arithmetic of an evaluation: answers in, shares with their 95 % intervals out."""
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mtpbuild.builder.bench.figures import (
-    ALL,
-    RESAMPLES,
-    Ratio,
-    decode,
-    merged,
-    percentile,
-    speedup,
-)
+from mtpbuild.builder.bench.figures import ALL, Ratio, decode, merged, resampled, speedup
 from mtpbuild.builder.eval.measure import Answered
 
 Z = 1.959964  # of a two-sided 95 % interval
@@ -52,7 +43,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one setting, over the problems of one form or over all."""
+    """What one setting did, over the problems of one form or over all."""
 
     accuracy: Share
     against_strict: Difference
@@ -106,16 +97,12 @@ def difference(mine: Sequence[bool], strict: Sequence[bool]) -> Difference:
     pairs = list(zip(mine, strict, strict=True))
     lost, gained = pairs.count((False, True)), pairs.count((True, False))
     each = [a - b for a, b in pairs]
-    rng = random.Random(0)
-    drawn = [sum(rng.choices(each, k=len(each))) / len(each) for _ in range(RESAMPLES)]
-    return Difference(
-        value=sum(each) / len(each),
-        low=percentile(drawn, 2.5),
-        high=percentile(drawn, 97.5),
-        lost=lost,
-        gained=gained,
-        p_value=mcnemar(lost, gained),
-    )
+    low, high = resampled(each, mean)
+    return Difference(mean(each), low, high, lost, gained, mcnemar(lost, gained))
+
+
+def mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values)
 
 
 def mcnemar(lost: int, gained: int) -> float:

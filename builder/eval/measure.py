@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtpbuild.builder.bench import measure
-from mtpbuild.builder.bench.measure import SETTLING_STEPS, Sample, endless, run_together
+from mtpbuild.builder.bench.measure import SETTLING_STEPS, Sample, endless, rotated, run_together
 from mtpbuild.builder.eval.problems import Problem, answer_of
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.runtime import Engine
@@ -51,8 +51,7 @@ def ask(
     with no_garbage_collection():
         for i, problem in enumerate(problems):
             watch(i)
-            first = i % len(settings)
-            for setting in [*settings[first:], *settings[:first]]:
+            for setting in rotated(settings, i):
                 prompt = problem.prompt
                 own = replace(prompt, params=replace(prompt.params, **setting.changes))
                 run_together(engine, endless([own]), SETTLING_STEPS)  # another program ran

@@ -1,41 +1,27 @@
 """Problems with one right answer: built in, or a file's."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-
-from mtpbuild.builder.bench.dataset import FOLDER, Prompt, seeded
+from mtpbuild.builder.bench.dataset import FOLDER, Prompt, check_room, seeded
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.errors import RequestError, UsageError
+from mtpbuild.runtime.json_lines import AskingLine, read_lines
 
 TASKS = ("reasoning",)
 NUM_PROBLEMS = 60  # of a built-in task
 
 
-class Line(BaseModel):
+class Line(AskingLine):
     """A line of a task's file (docs/eval.md)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    PROMPTS = ("question", "messages", "prompt")
 
     answer: str
     question: str | None = None  # a chat's first message
-    messages: list[dict[str, Any]] | None = None
-    prompt: str | None = None  # a text to continue
-    task_id: str | int | None = None
     form: str | None = None  # problems of one form are reported together
-    output_tokens: int | None = None
-
-    @model_validator(mode="after")
-    def _one_question(self) -> "Line":
-        if sum(q is not None for q in (self.question, self.messages, self.prompt)) != 1:
-            raise ValueError("give one of question, messages and prompt")
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +37,21 @@ def load_problems(
 ) -> list[Problem]:
     """The first `count` problems of a task; raises UsageError that names file and line."""
     path = recipe_folder() / FOLDER / f"eval_{task}.jsonl" if task in TASKS else Path(task)
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(
-            f"--task {task}: can't be read ({error.strerror}); built in: {', '.join(TASKS)}"
-        ) from None
-    problems: list[Problem] = []
-    for number, text in enumerate(lines, 1):
-        if text.strip():
-            try:
-                problems.append(_problem(_parse(text), len(problems), engine, params))
-            except RequestError as error:
-                raise RequestError(f"{path}:{number}: {error}") from None
-    if not problems:
-        raise UsageError(f"--task {task}: no problems in it")
-    if count is None and task in TASKS:
-        count = min(NUM_PROBLEMS, len(problems))
+
+    def take(line: Line, number: int) -> Problem:
+        asked = [{"role": "user", "content": line.question}]
+        ids = line.token_ids(engine) if line.question is None else engine.chat_ids(asked)
+        own = seeded(params, number)
+        if line.output_tokens is not None:
+            own = replace(own, max_tokens=line.output_tokens)
+        check_room(engine, len(ids), own.max_tokens)
+        name = number if line.task_id is None else line.task_id
+        return Problem(Prompt(line.form or "all", name, ids, own), line.answer.strip())
+
+    hint = f"; built in: {', '.join(TASKS)}"
+    problems = read_lines(path, f"--task {task}", Line, take, hint)
     if count is None:
-        return problems
+        return problems[: NUM_PROBLEMS if task in TASKS else None]
     return problems[: in_range(1, count, len(problems), "--num-problems")]
 
 
@@ -87,33 +69,3 @@ def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -
         elif next((t == begin for t in [*prompt, *said][::-1] if t in (begin, end)), False):
             return None
     return b"".join(map(tokenizer.token_bytes, said)).decode("utf-8", "replace").strip()
-
-
-def _parse(text: bytes) -> Line:
-    try:
-        return Line.model_validate(json.loads(text))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][:1])
-        message = first["msg"].removeprefix("Value error, ")
-        raise RequestError(f"{where}: {message}" if where else message) from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"not JSON ({error})") from None
-
-
-def _problem(line: Line, number: int, engine: Engine, params: SamplingParams) -> Problem:
-    if line.prompt is not None:
-        ids = engine.token_ids(line.prompt)
-    else:
-        ids = engine.chat_ids(line.messages or [{"role": "user", "content": line.question or ""}])
-    if line.output_tokens is not None:
-        params = replace(params, max_tokens=line.output_tokens)
-    capacity = engine.manifest.build.max_seq_len
-    if len(ids) + params.max_tokens > capacity:
-        raise RequestError(
-            f"{len(ids)} prompt and {params.max_tokens} output tokens are more than the engine "
-            f"holds ({capacity})"
-        )
-    name = number if line.task_id is None else line.task_id
-    own = Prompt(line.form or "all", name, ids, seeded(params, number))
-    return Problem(own, line.answer.strip())

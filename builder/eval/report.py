@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from mtpbuild.builder.bench.figures import ALL
 from mtpbuild.builder.eval.figures import Figures, Row
 from mtpbuild.builder.eval.measure import Answered
+from mtpbuild.builder.tables import figures_table, say
 from mtpbuild.runtime import Manifest
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,10 @@ def keys(f: Figures) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Row]) -> "Table":
+def table(rows: Sequence[Row]) -> Table:
     """A line per setting, over all problems."""
-    result = _table("accepted", "right", "95 %", "diff", "95 %", "p", "L", "tok/s", "speedup")
+    columns = ("right", "95 %", "diff", "95 %", "p", "L", "tok/s", "speedup")
+    result = figures_table("accepted", columns)
     for row in rows:
         f, strict = row.overall, row is rows[0]
         low, high = f.accuracy.interval
@@ -92,15 +93,14 @@ def table(rows: Sequence[Row]) -> "Table":
     return result
 
 
-def forms_table(rows: Sequence[Row]) -> "Table":
+def forms_table(rows: Sequence[Row]) -> Table:
     """Right answers per form, and the tokens per step."""
     forms = [form for form in rows[0].forms if form != ALL]
-    result = _table("right / L", *forms)
+    result = figures_table("right / L", forms)
     for row in rows:
         found = [row.forms[form] for form in forms]
-        result.add_row(
-            row.name, *(f"{f.accuracy.right} / {f.acceptance_length:.2f}" for f in found)
-        )
+        cells = (f"{f.accuracy.right} / {f.acceptance_length:.2f}" for f in found)
+        result.add_row(row.name, *cells)
     return result
 
 
@@ -118,27 +118,11 @@ def conclusion(rows: Sequence[Row]) -> str:
 
 
 def print_report(report: Report) -> None:
-    from rich.console import Console
-
-    console, build = Console(highlight=False), report.manifest.build
-    console.print(
+    build, settings = report.manifest.build, report.settings
+    say(
         f"{report.manifest.model.name}, nextn {build.nextn}, {build.drafter}, "
-        f"{report.settings['task']}: {report.settings['num_problems']} problems",
+        f"{settings['task']}: {settings['num_problems']} problems",
         style="bold",
-        soft_wrap=True,
     )
-    console.print(table(report.rows))
-    if len(report.rows[0].forms) > 2:
-        console.print(forms_table(report.rows))
-    console.print(conclusion(report.rows), style="bold", soft_wrap=True)
-
-
-def _table(first: str, *columns: str) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    result = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    result.add_column(first, no_wrap=True)
-    for column in columns:
-        result.add_column(column, justify="right", no_wrap=True)
-    return result
+    say(table(report.rows), forms_table(report.rows) if len(report.rows[0].forms) > 2 else None)
+    say(conclusion(report.rows), style="bold")

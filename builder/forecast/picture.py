@@ -1,11 +1,11 @@
-"""A forecast as a PNG: where a step's time goes, and what users get."""
+"""Draws a forecast as a PNG: where a step's time goes, and what users get."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.bench.picture import COLOURS, GREY
 from mtpbuild.builder.forecast.forecast import Forecast
 from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
+from mtpbuild.builder.picture import COLOURS, label_x, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,26 +20,16 @@ GROUPS = {  # of parts, bottom to top; what is not named here is `other weights`
 
 
 def draw(f: Forecast, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    draw_time(left, f)
-    draw_speed(right, f)
-    for axes in (left, right):
-        axes.set_xlabel("nextn (draft tokens per step)")
-        axes.set_xticks(range(len(f.steps)), [str(step.nextn) for step in f.steps])
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.yaxis.grid(True, color="#eeeeee")
-        axes.set_axisbelow(True)
-        axes.set_ylim(top=1.25 * axes.get_ylim()[1])
-        axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=3)
-    ranks = f.request.ranks
-    figure.suptitle(f"{f.name} on {ranks.tp} {f.gpu.name}, {f.request.max_batch} at once")
-    figure.supxlabel(f"latency: {f.latency.source}", fontsize=7, color=GREY)
-    figure.savefig(path, dpi=150)
+    """Draw both panels over the same nextn."""
+    with panels(path, f"latency: {f.latency.source}") as (figure, left, right):
+        draw_time(left, f)
+        draw_speed(right, f)
+        for axes in (left, right):
+            label_x(axes, "nextn (draft tokens per step)", [step.nextn for step in f.steps])
+            axes.set_ylim(top=1.25 * axes.get_ylim()[1])
+            axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=3)
+        ranks = f.request.ranks
+        figure.suptitle(f"{f.name} on {ranks.tp} {f.gpu.name}, {f.request.max_batch} at once")
 
 
 def draw_time(axes: "Axes", f: Forecast) -> None:

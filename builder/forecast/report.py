@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from mtpbuild.builder.forecast.forecast import RESERVED, Forecast, Step
 from mtpbuild.builder.forecast.step import distinct_experts
 
@@ -15,9 +18,7 @@ def as_json(f: Forecast) -> dict[str, Any]:
     return {
         "model": f.name,
         "gpu": f.gpu.name,
-        "tp": request.ranks.tp,
-        "ep": request.ranks.ep,
-        "attention_dp": request.ranks.attention_dp,
+        **asdict(request.ranks),
         "max_batch": request.max_batch,
         "max_seq_len": request.max_seq_len,
         "context_len": request.context,
@@ -58,8 +59,6 @@ def as_json(f: Forecast) -> dict[str, Any]:
 
 def print_report(f: Forecast) -> None:
     """Weights by class, memory, a line per nextn, the parts of the last one, assumptions."""
-    from rich.console import Console
-
     console = Console(highlight=False, soft_wrap=True)
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
@@ -71,9 +70,7 @@ def print_report(f: Forecast) -> None:
     _assumptions(console, f)
 
 
-def _weights(console: Any, f: Forecast) -> None:
-    from rich.table import Table
-
+def _weights(console: Console, f: Forecast) -> None:
     table = Table("weights", "format", "parameters", "checkpoint", "per rank")
     for one in f.classes:
         table.add_row(
@@ -92,7 +89,7 @@ def _weights(console: Any, f: Forecast) -> None:
     console.print(table)
 
 
-def _memory(console: Any, f: Forecast) -> None:
+def _memory(console: Console, f: Forecast) -> None:
     console.print(
         f"memory per rank: {size(f.gpu.memory)}, of it {size(f.weight_bytes)} weights, "
         f"{size(f.scratch_bytes)} scratch, {size(f.gpu.memory * RESERVED)} reserved"
@@ -109,9 +106,7 @@ def _memory(console: Any, f: Forecast) -> None:
         console.print("does not fit: lower --max-batch or --max-seq-len", style="red")
 
 
-def _steps(console: Any, f: Forecast) -> None:
-    from rich.table import Table
-
+def _steps(console: Console, f: Forecast) -> None:
     table = Table("nextn", *(str(step.nextn) for step in f.steps))
     first = f.steps[0].tokens_per_s
     lines: dict[str, Callable[[Step], str]] = {
@@ -130,21 +125,19 @@ def _steps(console: Any, f: Forecast) -> None:
     console.print(table)
 
 
-def _parts(console: Any, f: Forecast) -> None:
-    from rich.table import Table
-
+def _parts(console: Console, f: Forecast) -> None:
     step = f.steps[-1]
     table = Table(f"part of a step, nextn {step.nextn}", "GB", "Gop", "ms", "share", "limit")
-    rows = [(p.name, f"{p.bytes / 1e9:.3f}", f"{p.operations / 1e9:.1f}", p) for p in step.parts]
-    for name, moved, computed, part in rows:
-        share = f"{part.seconds / step.seconds:.1%}"
-        table.add_row(name, moved, computed, f"{1e3 * part.seconds:.3f}", share, part.limit)
+    for part in step.parts:
+        moved, computed = f"{part.bytes / 1e9:.3f}", f"{part.operations / 1e9:.1f}"
+        spent = (f"{1e3 * part.seconds:.3f}", f"{part.seconds / step.seconds:.1%}")
+        table.add_row(part.name, moved, computed, *spent, part.limit)
     rest = step.latency
     table.add_row("the rest", "", "", f"{1e3 * rest:.3f}", f"{rest / step.seconds:.1%}", "latency")
     console.print(table)
 
 
-def _assumptions(console: Any, f: Forecast) -> None:
+def _assumptions(console: Console, f: Forecast) -> None:
     request, late = f.request, f.latency
     console.print(
         f"speeds are one user's, {request.max_batch} at once, each with {request.context:,} cached "

@@ -9,9 +9,9 @@ from mtpbuild.builder.bench.figures import merged
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.verify.compare import MOST, Replay, compare
+from mtpbuild.builder.verify.compare import MOST, PARTED, Replay, compare
+from mtpbuild.builder.verify.distribution import fit, known_prefixes, survival
 from mtpbuild.builder.verify.finding import Finding, NotChecked
-from mtpbuild.builder.verify.law import fit, known_prefixes, survival
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.errors import (
@@ -27,7 +27,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 0.8, "min_p": 0.05},
     {"temperature": 1.0, "draft_sample_method": "greedy"},
 )
-LAW_PROMPTS = 4
+REJECTION_PROMPTS = 4
 P_VALUE = 1e-6  # a right engine is below it once in a million times
 JUDGED = 100  # fewer drafts say little about their acceptance
 ROUNDED = 0.5  # as compare.MOST, where products round their inputs too: integers, bfloat16
@@ -43,21 +43,27 @@ class Case:
     rechunked: Callable[[int], Engine]  # the same engine, which takes prompts in such chunks
     prompts: list[list[int]]
     length: int  # tokens of each text
-    seeds: int  # sampled texts per prompt, for their law
+    seeds: int  # sampled texts per prompt, for their distribution
     checkpoint: str | None  # recipe or folder; None: the recipe of the engine's model
 
     @cached_property
     def greedy(self) -> list[Played]:
-        return play(self.engine, self.prompts, self.params())
+        return self.play(self.params())
 
     def compare(self, ours: list[Played], theirs: list[Played], replay: Replay) -> Finding:
         """In bfloat16 a product of one row rounds otherwise than one of four: any text may part."""
-        if self.engine.manifest.build.dtype == "bfloat16":
-            return compare(ours, theirs, replay, most=ROUNDED, parted=1.0)
-        return compare(ours, theirs, replay)
+        rounds = self.engine.manifest.build.dtype == "bfloat16"
+        most, parted = (ROUNDED, 1.0) if rounds else (MOST, PARTED)
+        return compare(ours, theirs, replay, most, parted)
+
+    def play(
+        self, params: list[SamplingParams], engine: Engine | None = None, together: bool = False
+    ) -> list[Played]:
+        """All prompts on the engine, or on another one."""
+        return play(engine or self.engine, self.prompts, params, together=together)
 
     def params(self, *settings: dict[str, Any]) -> list[SamplingParams]:
-        """For each prompt: greedy, or the settings in turn, seeded with the prompt's number."""
+        """Parameters per prompt: greedy, or the settings in turn, seeded with its number."""
         plain = SamplingParams(max_tokens=self.length, ignore_eos=True)
         numbers = range(len(self.prompts))
         if not settings:
@@ -81,11 +87,11 @@ class Case:
 
 def greedy_text(case: Case) -> Finding:
     base, params = case.require_base(), case.params()
-    return case.compare(case.greedy, play(base, case.prompts, params), case.replay(params))
+    return case.compare(case.greedy, case.play(params, base), case.replay(params))
 
 
 def plain_text(case: Case) -> Finding:
-    """Against PyTorch, if it and the checkpoint are there."""
+    """Compares with PyTorch, if it and the checkpoint are there."""
     manifest = case.engine.manifest
     model = manifest.model
     if model.parameters > PLAIN_LIMIT:
@@ -108,40 +114,37 @@ def plain_text(case: Case) -> Finding:
 
 
 def layers_of(manifest: Manifest) -> LayersSlice | None:
-    """Which layers of its model an engine is, if not all."""
+    """The layers of its model that an engine is; None: it is all of them."""
     return None if manifest.build.layers is None else parse_layers(manifest.build.layers)
 
 
 def sampled_text(case: Case) -> Finding:
     base, params = case.require_base(), case.params(*SETTINGS)
-    ours, theirs = (play(engine, case.prompts, params) for engine in (case.engine, base))
-    return case.compare(ours, theirs, case.replay(params))
+    return case.compare(case.play(params), case.play(params, base), case.replay(params))
 
 
 def chunks(case: Case) -> Finding:
-    """Prompts in smaller chunks than the engine was built for."""
+    """Takes prompts in smaller chunks than the engine was built for."""
     size = min(5, case.engine.manifest.build.prefill_chunk - 1)
     if size < 1 or max(map(len, case.prompts)) <= size + 1:
         raise NotChecked("no prompt is longer than a chunk")
     engine, params = case.rechunked(size), case.params()
-    return case.compare(
-        play(engine, case.prompts, params), case.greedy, case.replay(params, engine)
-    )
+    return case.compare(case.play(params, engine), case.greedy, case.replay(params, engine))
 
 
 def batch(case: Case) -> Finding:
-    """Greedy, sampled and rejecting requests at once, and each alone."""
+    """Runs greedy, sampled and rejecting requests at once, and each alone."""
     size = case.engine.manifest.build.max_batch
     if size == 1:
         raise NotChecked("the engine takes one request at a time (--max-batch 1)")
     rejecting = {"temperature": 0.8, "acceptance": "rejection"}
     params = case.params({}, SETTINGS[0], rejecting)
-    together = play(case.engine, case.prompts, params, together=True)
-    return case.compare(together, play(case.engine, case.prompts, params), case.replay(params))
+    together = case.play(params, together=True)
+    return case.compare(together, case.play(params), case.replay(params))
 
 
 def relaxed_top_1(case: Case) -> Finding:
-    """The program that relaxes, told that only the most probable token is near enough."""
+    """Tells the program that relaxes that only the most probable token is near enough."""
     vocabulary = case.engine.manifest.model.vocab_size
     params = [
         replace(
@@ -153,12 +156,11 @@ def relaxed_top_1(case: Case) -> Finding:
         )
         for own, prompt in zip(case.params(), case.prompts, strict=True)
     ]
-    relaxed = play(case.engine, case.prompts, params)
-    return case.compare(relaxed, case.greedy, case.replay(params))
+    return case.compare(case.play(params), case.greedy, case.replay(params))
 
 
-def rejection_law(case: Case) -> Finding:
-    """The first nextn + 2 tokens at temperature 1 against exact probabilities.
+def rejection_distribution(case: Case) -> Finding:
+    """Compares the first nextn + 2 tokens at temperature 1 with exact probabilities.
 
     These are products of the log-probabilities that the nextn 0 engine (or else this one) reports.
     """
@@ -166,8 +168,8 @@ def rejection_law(case: Case) -> Finding:
     hot = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
     judge = case.engine if isinstance(case.base, str) else case.base
     statistic, freedom, worst = 0.0, 0, (0.0, "")
-    step = max(1, len(case.prompts) // LAW_PROMPTS)
-    chosen = range(0, len(case.prompts), step)[:LAW_PROMPTS]
+    step = max(1, len(case.prompts) // REJECTION_PROMPTS)
+    chosen = range(0, len(case.prompts), step)[:REJECTION_PROMPTS]
     for number in chosen:
         prompts = [case.prompts[number]] * case.seeds
         params = [replace(hot, seed=seed) for seed in range(case.seeds)]
@@ -190,7 +192,7 @@ def rejection_law(case: Case) -> Finding:
 
 
 def acceptance(case: Case) -> Finding:
-    """Whether drafting is of use at all: damaged modules leave every text right."""
+    """Says whether drafting is of use at all: damaged modules leave every text right."""
     if case.engine.manifest.build.drafter in (None, "none"):
         raise NotChecked("the engine drafts nothing")
     found = merged([text.drafting for text in case.greedy])
@@ -215,6 +217,6 @@ CHECKS: dict[str, Callable[[Case], Finding]] = {
     "prompt chunks change nothing": chunks,
     "a batch changes nothing": batch,
     "relaxed top-1 is strict": relaxed_top_1,
-    "rejection has the model's law": rejection_law,
+    "rejection has the model's law": rejection_distribution,
     "drafts are accepted": acceptance,
 }

@@ -1,18 +1,20 @@
-"""What a check finds: passed, failed, or why it could not be made."""
+"""What a check finds: it passed, it failed, or it could not be made."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-Verdict = Literal["passed", "failed", "not checked"]
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One check's outcome, in a line and in figures."""
 
-    passed: bool
+    passed: bool | None  # None: the check could not be made
     detail: str
     figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        return {True: "passed", False: "failed", None: "not checked"}[self.passed]
 
 
 class NotChecked(Exception):  # noqa: N818 - not an error: a check that has nothing to check

@@ -2,6 +2,11 @@
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from mtpbuild.builder.tables import say
 from mtpbuild.builder.verify.verify import Verification
 
 STYLES = {"passed": "green", "failed": "bold red", "not checked": "yellow"}
@@ -18,8 +23,8 @@ def to_json(verification: Verification) -> dict[str, Any]:
         "against": None if v.against is None else str(v.against),
         "passed": not v.failed,
         "checks": [
-            {"check": c.name, "verdict": c.verdict, "detail": c.detail, **c.figures}
-            for c in v.checks
+            {"check": name, "verdict": c.verdict, "detail": c.detail, **c.figures}
+            for name, c in v.checks.items()
         ],
     }
 
@@ -29,36 +34,21 @@ def last_line(verification: Verification) -> str:
     failed = verification.failed
     if failed:
         return f"FAILED: {'; '.join(failed)}"
-    counts = [c.verdict for c in verification.checks]
+    counts = [found.verdict for found in verification.checks.values()]
     skipped = counts.count("not checked")
     more = f", {skipped} not checked" if skipped else ""
     return f"passed: {counts.count('passed')} checks{more}"
 
 
 def print_report(verification: Verification) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    build, console = verification.manifest.build, Console(highlight=False)
+    build = verification.manifest.build
     against = f", against {verification.against}" if verification.against else ""
     drafter = f", {build.drafter}" if build.drafter else ""
-    console.print(
-        f"{verification.folder}: {verification.manifest.model.name}, nextn {build.nextn}{drafter}"
-        f"{against}",
-        style="bold",
-        soft_wrap=True,
-    )
+    model = f"{verification.manifest.model.name}, nextn {build.nextn}"
+    say(f"{verification.folder}: {model}{drafter}{against}", style="bold")
     table = Table("check", "verdict", "found", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for check in verification.checks:
-        style = STYLES[check.verdict]
-        table.add_row(check.name, f"[{style}]{check.verdict}[/]", escape(check.detail))
-    console.print(table)
-    console.print(last_line(verification), style="bold", soft_wrap=True)
-
-
-def escape(text: str) -> str:
-    """Brackets of token lists are no markup."""
-    from rich.markup import escape
-
-    return escape(text)
+    for name, check in verification.checks.items():
+        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
+        table.add_row(name, verdict, escape(check.detail))
+    say(table)
+    say(last_line(verification), style="bold")

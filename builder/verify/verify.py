@@ -2,17 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from mtpbuild.builder.bench.dataset import BUILT_IN, FOLDER
+from mtpbuild.builder.bench.dataset import BUILT_IN, FOLDER, check_room
 from mtpbuild.builder.bench.engines import Wanted, build_engines
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import find_model, recipe_folder
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of
-from mtpbuild.builder.verify.finding import NotChecked, Verdict
+from mtpbuild.builder.verify.finding import Finding, NotChecked
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.errors import (
     MissingDependencyError,
@@ -41,25 +40,17 @@ class VerifyRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    name: str
-    verdict: Verdict
-    detail: str
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Verification:
     """All that a run of `mtpbuild verify` found out."""
 
     folder: Path
     manifest: Manifest
     against: Path | None
-    checks: list[Checked]
+    checks: dict[str, Finding]
 
     @property
     def failed(self) -> list[str]:
-        return [check.name for check in self.checks if check.verdict == "failed"]
+        return [name for name, found in self.checks.items() if found.passed is False]
 
 
 def verify(
@@ -92,20 +83,20 @@ def verify(
         case = Case(
             engine, base, rechunked, prompts, request.output_len, request.seeds, request.model
         )
-        checks = []
+        checks = {}
         for name in CHECKS:
             watch(f"checking: {name}")
-            checks.append(check(name, case))
+            checks[name] = check(name, case)
     folder = None if isinstance(against, str) else against
     return Verification(request.engine, engine.manifest, folder, checks)
 
 
-def check(name: str, case: Case) -> Checked:
+def check(name: str, case: Case) -> Finding:
+    """Make one check, or say why it can't be made."""
     try:
-        found = CHECKS[name](case)
+        return CHECKS[name](case)
     except NotChecked as reason:
-        return Checked(name, "not checked", str(reason))
-    return Checked(name, "passed" if found.passed else "failed", found.detail, found.figures)
+        return Finding(None, str(reason))
 
 
 def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
@@ -120,13 +111,8 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
     else:
         files = [recipe_folder() / FOLDER / f"{kind}.jsonl" for kind in BUILT_IN]
         found = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
-    room = engine.manifest.build.max_seq_len - request.output_len
     longest = max(len(request.token_ids) for request in found)
-    if longest > room:
-        raise UsageError(
-            f"{longest} prompt and {request.output_len} output tokens are more than the engine "
-            f"holds ({engine.manifest.build.max_seq_len}): see --output-len"
-        )
+    check_room(engine, longest, request.output_len, hint=": see --output-len")
     return [request.token_ids for request in found]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from mtpbuild.runtime.cli import error_line
 
@@ -19,18 +20,21 @@ Spell = Callable[[int], str]
 
 @error_line
 def diff(
-    a: Annotated[Path, typer.Argument(help="Trace of `mtpbuild run --trace FILE.jsonl`.")],
-    b: Annotated[Path, typer.Argument(help="Another one of the same requests.")],
+    a: Annotated[Path, Argument(help="Trace of `mtpbuild run --trace FILE.jsonl`.")],
+    b: Annotated[Path, Argument(help="Another one of the same requests.")],
     engine: Annotated[
-        Path | None, typer.Option(help="Engine directory: show texts beside token ids.")
+        Path | None, Option(help="Engine directory: show texts beside token ids.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Name the first step in which two traces differ, and its margin; exit code 1 if one does.
 
     Engines with another nextn, drafter or target are compared by their tokens; with the same nextn
     and drafter also by their drafts.
     """
+    from dataclasses import asdict
+    from json import dumps
+
     from mtpbuild.runtime.trace.diff import diff_traces
     from mtpbuild.runtime.trace.lines import read_trace
 
@@ -38,7 +42,7 @@ def diff(
     traces = read_trace(a), read_trace(b)
     found = diff_traces(*traces)
     if json:
-        typer.echo(_json(found))
+        typer.echo(dumps({"equal": found.equal} | asdict(found)))
     else:
         for line in _report(found, traces, spell):
             typer.echo(line)
@@ -62,13 +66,6 @@ def _speller(engine: Path | None) -> Spell:
         return f"{token} {tokenizer.special_name(token) or repr(text)}"
 
     return spell
-
-
-def _json(found: "TraceDiff") -> str:
-    import json
-    from dataclasses import asdict
-
-    return json.dumps({"equal": found.equal} | asdict(found))
 
 
 def _report(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.json_lines import first_error
 
 VERSION: Literal[1] = 1
 
@@ -150,7 +151,7 @@ def read_trace(path: Path) -> TraceFile:
         try:
             if whole:
                 raise ValueError("behind the summary, which is the last line of a trace")
-            whole = isinstance(_place(_parse(text), requests), SummaryLine)
+            whole = isinstance(place(_parse(text), requests), SummaryLine)
         except ValueError as error:
             raise UsageError(f"{path}:{number}: {error}") from None
     if not requests:
@@ -162,14 +163,11 @@ def _parse(text: bytes) -> Line:
     try:
         return _ANY.validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"][1:])
-        message = first["msg"].removeprefix("Value error, ")
-        reason = f"{where}: {message}" if where else message
-        raise ValueError(f"not a line of a trace ({reason})") from None
+        raise ValueError(f"not a line of a trace ({first_error(error, tags=1)})") from None
 
 
-def _place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
+def place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
+    """Put a line where it belongs; raises ValueError if nothing before it says so."""
     if isinstance(line, RequestLine):
         if line.task_id in requests:
             raise ValueError(f"request {line.task_id} has begun before")

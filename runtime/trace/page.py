@@ -9,14 +9,7 @@ from typing import Any
 
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.tokenizer import Tokenizer
-from mtpbuild.runtime.trace.lines import (
-    EndLine,
-    Line,
-    RequestLine,
-    StepLine,
-    TaskId,
-    TracedRequest,
-)
+from mtpbuild.runtime.trace.lines import Line, TaskId, TracedRequest, place
 
 TEMPLATE, PLACE = "page.html", "TRACE_DATA"
 
@@ -29,10 +22,7 @@ class Page:
         self._requests: dict[TaskId, TracedRequest] = {}
 
     def write(self, line: Line) -> None:
-        if isinstance(line, RequestLine):
-            self._requests[line.task_id] = TracedRequest(line)
-        elif isinstance(line, StepLine | EndLine):
-            self._requests[line.task_id].add(line)
+        place(line, self._requests)
 
     def close(self) -> None:
         if not self._requests:

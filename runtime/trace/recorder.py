@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Protocol, TextIO
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
@@ -35,7 +34,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Trace:
+class Trace(contextlib.AbstractContextManager["Trace", None]):
     """Writes what happens in each step of an engine's requests.
 
         with Trace(engine, "out.jsonl", "out.html") as trace:
@@ -77,15 +76,7 @@ class Trace:
             for sink in self._sinks:
                 sink.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.close(whole=kind is None)
 
     def _summary(self) -> SummaryLine:

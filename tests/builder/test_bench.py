@@ -24,7 +24,7 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime import engine as engine_module
-from mtpbuild.runtime.compat.flags import FieldFlags, RelaxedFlags
+from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.sampling_flags import SamplingFlags
@@ -242,7 +242,7 @@ def test_frozen_flags() -> None:
 
 def shared_flags() -> set[str]:
     """List the flags of the groups, which tests/runtime/test_sampling_flags.py freezes."""
-    groups = (SamplingFlags, FieldFlags, RelaxedFlags)
+    groups = (SamplingFlags, CompatFlags, RelaxedFlags)
     names = {field.name for group in groups for field in fields(group)} | {"extra_llm_api_options"}
     return {"--" + name.replace("_", "-") for name in names}
 
@@ -362,7 +362,11 @@ def test_a_configuration_says_nextn(smallest: Path, lines_file: Path) -> None:
         ("--nextn 0 --concurrency 0", 2, "--concurrency 0 is outside 1.."),
         ("--nextn 0 --concurrency 2,x", 2, "--concurrency '2,x' is not a list of numbers such as"),
         ("--nextn 0 --concurrency 3,4", 2, "--concurrency 3 does not divide 4: groups of the la"),
-        ("--nextn 0 --dataset none.jsonl", 2, "none.jsonl: no such file; built in: code, reas"),
+        (
+            "--nextn 0 --dataset none.jsonl",
+            2,
+            "can't be read (No such file or directory); built in: code, reas",
+        ),
         ("--nextn 0", 2, "this engine was built without a tokenizer"),
         ("--nextn 0 --threads 0", 2, "threads must be a number from 1, not 0"),
         ("--nextn 0 --out ids.jsonl", 2, "--out ids.jsonl: can't write there"),

@@ -10,11 +10,11 @@ import typer
 
 from mtpbuild.builder import build as pipeline
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.cli.numbers import parse_numbers
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.errors import CheckpointError, UsageError
+from mtpbuild.runtime.flag_groups import parse_list
 from tests.support.invoke import invoke, options
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
@@ -218,9 +218,9 @@ def test_the_command_line_is_light() -> None:
 
 
 def test_numbers() -> None:
-    assert parse_numbers("--nextn", "0,1, 15") == (0, 1, 15)
+    assert parse_list("--nextn", "0,1, 15", int, "0,1") == (0, 1, 15)
     with pytest.raises(UsageError, match="--nextn '1;2' is not a list"):
-        parse_numbers("--nextn", "1;2")
+        parse_list("--nextn", "1;2", int, "0,1")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_task_of_ones_own(tmp_path: Path) -> None:
         ('{"question": "a", "answer": "c", "x": 1}', None, "mine.jsonl:1: x: Extra inputs"),
         ('{"question": "a", "answer": "c", "output_tokens": 0}', None, "1: max_tokens"),
         ('{"question": "a", "answer": "c", "output_tokens": 1024}', None, "than the engine holds"),
-        ("", None, "no problems in it"),
+        ("", None, "no requests in it"),
         ('{"question": "a", "answer": "c"}', 2, "--num-problems 2 is outside 1..1"),
         ('{"question": "a", "answer": "c"}', 0, "--num-problems 0 is outside 1..1"),
     ],
@@ -168,7 +168,7 @@ def test_the_grid() -> None:
         ("3", None, on, "--relaxed-topk 3 and the configuration's 10; drop one"),
         ("1", None, Settings(), "is from 2"),
         ("2", "0.1,1.1", Settings(), "in 0..1"),
-        ("2;3", None, Settings(), "are lists such as 2,5,10"),
+        ("2;3", None, Settings(), "is not a list of numbers such as 2,5,10"),
     ):
         with pytest.raises(UsageError, match=says):
             grid(topk, delta, settings)
@@ -254,7 +254,11 @@ def test_above_temperature_0(here: Path) -> None:
         ("--engine engine --task none.jsonl", 2, "--task none.jsonl: can't be read (No such file"),
         ("--engine engine --temperature 1 --relaxed-topk 5", 2, "set --temperature to 0"),
         ("--engine engine --acceptance rejection", 2, "--acceptance: eval compares strict"),
-        ("--engine engine --relaxed-topk x", 2, "are lists such as 2,5,10 and 0.1,0.3,0.6, not"),
+        (
+            "--engine engine --relaxed-topk x",
+            2,
+            "--relaxed-topk 'x' is not a list of numbers such as 2,5,10",
+        ),
         ("--engine engine --spec-decode-nextn 2", 2, "asks for nextn 2, the engine was built for"),
         ("--engine engine --out task.jsonl", 2, "--out task.jsonl: can't write there"),
         (

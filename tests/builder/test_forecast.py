@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.cli.plan import parse_nextn
+from mtpbuild.builder.cli.numbers import parse_range
 from mtpbuild.builder.forecast.forecast import Forecast, ForecastRequest, forecast
 from mtpbuild.builder.forecast.latency import PUBLISHED_ACCEPTANCE, PUBLISHED_SPEED, fit
 from mtpbuild.builder.forecast.step import distinct_experts
@@ -267,9 +267,9 @@ def test_blocks_bound_the_split(config: DeepseekV3Config) -> None:
 
 
 def test_numbers() -> None:
-    assert parse_nextn("0..5") == (0, 1, 2, 3, 4, 5)
-    assert parse_nextn("3") == (3,)
-    assert parse_nextn("5,1,1") == (1, 5)
+    assert parse_range("0..5") == (0, 1, 2, 3, 4, 5)
+    assert parse_range("3") == (3,)
+    assert parse_range("5,1,1") == (1, 5)
 
 
 def test_frozen_flags() -> None:

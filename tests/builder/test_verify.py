@@ -18,11 +18,12 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.verify import verify as module
 from mtpbuild.builder.verify.checks import CHECKS, Case
 from mtpbuild.builder.verify.compare import LEAST, TIE, compare
-from mtpbuild.builder.verify.law import EXPECTED, fit, survival
+from mtpbuild.builder.verify.distribution import EXPECTED, fit, survival
+from mtpbuild.builder.verify.finding import Finding
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.verify.report import last_line
-from mtpbuild.builder.verify.verify import Checked, check
+from mtpbuild.builder.verify.verify import check
 from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.stats import Acceptance
@@ -319,7 +320,9 @@ def test_the_last_line() -> None:
     manifest = toy_engine(Toy).manifest
 
     def line(*verdicts: str) -> str:
-        checks = [Checked(f"check {i}", v, "") for i, v in enumerate(verdicts)]  # type: ignore[arg-type]
+        passed = {"passed": True, "failed": False, "not checked": None}
+        checks = {f"check {i}": Finding(passed[v], "") for i, v in enumerate(verdicts)}
+        assert [found.verdict for found in checks.values()] == list(verdicts)
         return last_line(module.Verification(Path("e"), manifest, None, checks))
 
     assert line("passed", "not checked", "passed") == "passed: 2 checks, 1 not checked"

@@ -3,7 +3,7 @@
 import pytest
 
 from mtpbuild.builder.plan import NEXTN_LIMIT as PLAN_LIMIT
-from mtpbuild.runtime.compat.keys import NEXTN_LIMIT
+from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.compat.settings import (
     Settings,
     Source,

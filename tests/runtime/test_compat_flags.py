@@ -1,4 +1,4 @@
-"""The field's flags on `run` and `build`, with the inputs that users paste."""
+"""The flags of vLLM and TensorRT-LLM on `run` and `build`, with the inputs that users paste."""
 
 import re
 from collections.abc import Sequence
@@ -251,8 +251,11 @@ def test_agreement(blog: Path, built: list[BuildRequest]) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--spec-decode-nextn 16", "--spec-decode-nextn 16 is outside 0..15"),
-        ("--spec-decode-max-draft-len -1", "--spec-decode-max-draft-len -1 is outside 0..15"),
+        ("--spec-decode-nextn 16", "--spec-decode-nextn must be a whole number in 0..15, not 16"),
+        (
+            "--spec-decode-max-draft-len -1",
+            "--spec-decode-max-draft-len must be a whole number in 0..15, not -1",
+        ),
         (
             "--spec-decode-algo EAGLE3",
             "--spec-decode-algo: 'EAGLE3' is not supported by mtpbuild; supported: MTP",
@@ -273,8 +276,8 @@ def test_bad_flags(flags: str, line: str, engine_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--relaxed-topk 0", "--relaxed-topk 0 is below 1"),
-        ("--relaxed-delta 2", "--relaxed-delta must be a number of 0..1, not 2.0"),
+        ("--relaxed-topk 0", "--relaxed-topk must be a whole number from 1, not 0"),
+        ("--relaxed-delta 2", "--relaxed-delta must be a number in 0..1, not 2.0"),
     ],
 )
 def test_bad_relaxed_flags(flags: str, line: str, engine_dir: Path) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.runtime.compat.settings import Settings, parse_llm_yaml, require_supported
+from mtpbuild.runtime.compat.parse import parse_llm_yaml
+from mtpbuild.runtime.compat.settings import Settings, require_supported
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 
 # The vocabulary is written out: a name that vanishes from the code has to fail here.
@@ -129,10 +130,13 @@ def test_tensorrt_llm(text: str, settings: Settings, tmp_path: Path) -> None:
             "speculative_config: {max_draft_len: 3}",
             ": speculative_config: decoding_type is missing; supported: MTP",
         ),
-        (MTP + "max_draft_len: 16}", "speculative_config: max_draft_len 16 is outside 0..15"),
+        (
+            MTP + "max_draft_len: 16}",
+            "speculative_config: max_draft_len must be a whole number in 0..15, not 16",
+        ),
         (
             MTP + "num_nextn_predict_layers: 16}",
-            "speculative_config: num_nextn_predict_layers 16 is outside 0..15",
+            "speculative_config: num_nextn_predict_layers must be a whole number in 0..15, not 16",
         ),
         (
             MTP + "max_draft_len: 3, num_nextn_predict_layers: 2}",
@@ -145,14 +149,14 @@ def test_tensorrt_llm(text: str, settings: Settings, tmp_path: Path) -> None:
         ),
         (MTP + "drafter: x}", "unknown key 'drafter'; did you mean 'use_mtp_vanilla'?"),
         (MTP + "relaxed_top: 3}", "unknown key 'relaxed_top'; did you mean 'relaxed_topk'?"),
-        (MTP + "relaxed_topk: 0}", "relaxed_topk 0 is below 1"),
+        (MTP + "relaxed_topk: 0}", "relaxed_topk must be a whole number from 1, not 0"),
         (MTP + "relaxed_topk: 2.5}", "relaxed_topk must be a whole number from 1, not 2.5"),
-        (MTP + "relaxed_delta: -0.1}", "relaxed_delta must be a number of 0..1, not -0.1"),
-        (MTP + "relaxed_delta: .inf}", "relaxed_delta must be a number of 0..1, not inf"),
+        (MTP + "relaxed_delta: -0.1}", "relaxed_delta must be a number in 0..1, not -0.1"),
+        (MTP + "relaxed_delta: .inf}", "relaxed_delta must be a number in 0..1, not inf"),
         (MTP + "use_mtp_vanilla: 1}", "use_mtp_vanilla must be true or false, not 1"),
         (
             MTP + "end_thinking_phase_token: -1}",
-            "end_thinking_phase_token -1 is below 0",
+            "end_thinking_phase_token must be a whole number from 0, not -1",
         ),
     ],
 )

@@ -5,11 +5,8 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.runtime.compat.settings import (
-    Settings,
-    parse_speculative_config,
-    require_supported,
-)
+from mtpbuild.runtime.compat.parse import parse_speculative_config
+from mtpbuild.runtime.compat.settings import Settings, require_supported
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.synthetic import synthetic_rates
 
@@ -104,19 +101,25 @@ def test_older_method_names(alias: str) -> None:
         ("3", "must be an object of keys and values, not 3"),
         ('["mtp"]', "must be an object of keys and values, not ['mtp']"),
         ('{"method": "mtp", "method": "mtp"}', "'method' is given twice"),
-        ('{"num_speculative_tokens": 16}', "num_speculative_tokens 16 is outside 0..15"),
-        ('{"num_speculative_tokens": -1}', "num_speculative_tokens -1 is outside 0..15"),
+        (
+            '{"num_speculative_tokens": 16}',
+            "num_speculative_tokens must be a whole number in 0..15, not 16",
+        ),
+        (
+            '{"num_speculative_tokens": -1}',
+            "num_speculative_tokens must be a whole number in 0..15, not -1",
+        ),
         (
             '{"num_speculative_tokens": "3"}',
-            "num_speculative_tokens must be a whole number of 0..15, not '3'",
+            "num_speculative_tokens must be a whole number in 0..15, not '3'",
         ),
         (
             '{"num_speculative_tokens": true}',
-            "num_speculative_tokens must be a whole number of 0..15, not True",
+            "num_speculative_tokens must be a whole number in 0..15, not True",
         ),
         (
             '{"num_speculative_tokens": 3.0}',
-            "num_speculative_tokens must be a whole number of 0..15, not 3.0",
+            "num_speculative_tokens must be a whole number in 0..15, not 3.0",
         ),
         (
             '{"num_speculative_token": 3}',
@@ -138,11 +141,11 @@ def test_older_method_names(alias: str) -> None:
         ),
         (
             '{"rejection_sample_method": "exact"}',
-            "rejection_sample_method 'exact' is unknown; known: standard, synthetic, block",
+            "rejection_sample_method must be one of standard, block, synthetic, not 'exact'",
         ),
         (
             '{"draft_sample_method": 1}',
-            "draft_sample_method 1 is unknown; known: greedy, probabilistic",
+            "draft_sample_method must be one of probabilistic, greedy, not 1",
         ),
         (
             in_json(**SYNTHETIC),
@@ -168,7 +171,7 @@ def test_older_method_names(alias: str) -> None:
         ),
         (
             in_json(**SYNTHETIC, synthetic_acceptance_rates=[1.5]),
-            "synthetic_acceptance_rates must be a number of 0..1, not 1.5",
+            "synthetic_acceptance_rates must be a number in 0..1, not 1.5",
         ),
         (
             in_json(**SYNTHETIC, synthetic_acceptance_rates=[]),
@@ -176,11 +179,11 @@ def test_older_method_names(alias: str) -> None:
         ),
         (
             in_json(**SYNTHETIC, synthetic_acceptance_length=0.5),
-            "synthetic_acceptance_length must be a number of 1..16, not 0.5",
+            "synthetic_acceptance_length must be a number in 1..16, not 0.5",
         ),
         (
             '{"rejection_sample_method": "synthetic", "synthetic_acceptance_length": NaN}',
-            "synthetic_acceptance_length must be a number of 1..16, not nan",
+            "synthetic_acceptance_length must be a number in 1..16, not nan",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Whether sampled texts have a known law: chi-square over a partition of all texts by prefix."""
+"""Compares sampled texts with a known distribution: chi-square over all texts, cut by prefix."""
 
 import math
 from collections import Counter
@@ -22,7 +22,7 @@ class Fit:
 
 
 def known_prefixes(texts: Sequence[Played]) -> dict[Prefix, float]:
-    """Exact probability, at temperature 1 and without filters, of every prefix that was seen."""
+    """Gives each prefix that was seen its exact probability at temperature 1, without filters."""
     known: dict[Prefix, float] = {}
     for text in texts:
         total = 0.0

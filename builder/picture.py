@@ -1,0 +1,73 @@
+"""What our pictures share: two panels, their style, the figures' intervals, the small print."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from mtpbuild.runtime.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
+GREY = "#777777"
+
+
+def require_matplotlib() -> None:
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError(
+            "the picture of a benchmark needs matplotlib: pip install 'mtpbuild[bench]'"
+        )
+
+
+@contextmanager
+def panels(path: Path, note: str) -> Iterator[tuple["Figure", "Axes", "Axes"]]:
+    """Two empty panels, which are styled and saved when the block ends; note: small print."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    yield figure, left, right
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.yaxis.grid(True, color="#dddddd")
+        axes.set_axisbelow(True)
+    figure.supxlabel(fill(note, 150), fontsize=7, color=GREY)
+    figure.savefig(path, dpi=160)
+
+
+def label_x(axes: "Axes", name: str, places: Sequence[object], **options: Any) -> None:
+    """Write the names of the places 0, 1, .. under a panel."""
+    axes.set_xlabel(name)
+    axes.set_xticks(range(len(places)), list(map(str, places)), **options)
+
+
+def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
+    """One legend for both panels, with the picture's title above it."""
+    figure.legend(
+        handles=handles,
+        title=title,
+        title_fontsize=13,
+        loc="outside upper center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+    )
+
+
+def spans(points: Sequence[tuple[float, float | None, float | None]]) -> list[list[float]]:
+    """How far (value, low, high) reach below and above their values; None: no interval."""
+    below = [max(0.0, value - (low or value)) for value, low, _ in points]
+    return [below, [max(0.0, (high or value) - value) for value, _, high in points]]
+
+
+def write_above(axes: "Axes", text: str, place: float, height: float) -> None:
+    axes.annotate(
+        text, (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=7
+    )

@@ -1,0 +1,23 @@
+"""The folder that a measurement writes to: can it be written, and its JSON file."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.picture import require_matplotlib
+from mtpbuild.runtime.errors import UsageError
+
+
+def prepare(out: Path) -> None:
+    """Find out now, not after the measurement, that results can't be drawn or written."""
+    require_matplotlib()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UsageError(f"--out {out}: can't write there ({error.strerror})") from None
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

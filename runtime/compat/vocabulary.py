@@ -1,0 +1,86 @@
+"""What a configuration of another system is made of: keys that are ours, idle ones, later ones."""
+
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mtpbuild.runtime.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Later:
+    """A key that this version refuses unless its value asks for nothing."""
+
+    instead: str
+    idle: tuple[int, ...] = ()  # besides null, false, 0 and empty
+
+    def refusal(self, key: str, value: object) -> list[str]:
+        """The line that refuses it, if there is something to refuse."""
+        if not value or (type(value) is int and value in self.idle):
+            return []
+        refused = f"{key} {show(value)} is not supported by this version"
+        return [f"{refused}; {self.instead}: leave it out"]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The keys of one configuration object of another system."""
+
+    ours: Mapping[str, str]  # key -> field of Settings
+    no_effect: Mapping[str, str]  # key -> what to do instead, if anything
+    later: Mapping[str, Later]  # what would change a result and is not there yet
+    switches: Mapping[str, str] = field(default_factory=dict)  # key of ours -> what true means
+
+
+@dataclass(frozen=True)
+class Methods:
+    """The names of a system's speculative methods, of which mtpbuild has one."""
+
+    key: str
+    ours: str
+    others: tuple[str, ...]
+    aliases: tuple[str, ...] = ()  # older names of ours
+
+    def check(self, name: object, where: str) -> tuple[str, ...]:
+        """The deprecation line of an older name; raises UsageError for a method that isn't ours."""
+        known = (self.ours, *self.others)
+        spelled = {_spelling(method): method for method in known}
+        given = _spelling(str(name))
+        if given in map(_spelling, self.aliases):
+            return (f"{where} {name!r} is deprecated: write {self.ours!r}",)
+        if given not in spelled:
+            raise UsageError(
+                f"{where}: unknown method {reprlib.repr(name)}, known: {', '.join(known)}"
+            )
+        if spelled[given] != self.ours:
+            raise UsageError(
+                f"{where}: {name!r} is not supported by mtpbuild; supported: {self.ours}"
+            )
+        return ()
+
+
+CHAIN = Later("each step verifies one chain of nextn drafts")
+FIXED = Later("nextn is fixed when the engine is built")
+DEVICES = Later("an engine runs on one device", idle=(1, -1))
+ALWAYS = Later("every step drafts")
+MODULES = "the MTP modules are those of the checkpoint"  # instead of a model that drafts
+
+
+def words(names: str) -> tuple[str, ...]:
+    """A long list of another system's names."""
+    return tuple(names.split())
+
+
+def no_effect(names: str, **hints: str) -> Mapping[str, str]:
+    """Keys that are taken and do nothing; hints: of some, what to do instead."""
+    return dict.fromkeys(words(names), "") | hints
+
+
+def show(value: object) -> str:
+    """A value as its user wrote it, cut to a line."""
+    return (value if isinstance(value, str) else json.dumps(value, default=repr))[:60]
+
+
+def _spelling(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
