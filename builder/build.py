@@ -39,8 +39,8 @@ from mtpbuild.runtime.manifest import (
     FloatType,
     Manifest,
     ProgramSpec,
+    engine_folders,
     hash_file,
-    parts,
     rank_name,
     read_manifest,
 )
@@ -92,7 +92,7 @@ class BuiltEngine:
 
     def file_sizes(self) -> list[int]:
         """Bytes of every file but the manifests, which count as 0; ranks share programs on disk."""
-        found = [part.files for _, part in parts(self.folder, self.manifest)]
+        found = [part.files for _, part in engine_folders(self.folder, self.manifest)]
         return [0] * len(found) + [file.size for files in found for file in files.values()]
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias, overload
 
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
-from mtpbuild.runtime.group.start import own_parts
+from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import load_programs
@@ -62,7 +62,7 @@ class Engine:
         folder = Path(path)
         manifest = read_manifest(folder)
         try:
-            for part, own in own_parts(folder, manifest):
+            for part, own in own_folders(folder, manifest):
                 check_files(part, own, verify_hashes=verify_hashes)
             tokenizer = load_tokenizer(folder, manifest)
             programs = load_programs(folder, manifest, threads=threads, provider=provider)

@@ -12,7 +12,7 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.weights_file import Placed
-from mtpbuild.runtime.programs.inductor import Package
+from mtpbuild.runtime.programs.aot_package import Package
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from on_gpu.machine import Machine
 from on_gpu.parts import Parts, State, random_model

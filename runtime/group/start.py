@@ -2,7 +2,7 @@
 
 Rank 0 is the engine that its user sees. The others follow it: they run what it runs, each on its
 share of the weights, and nobody talks to them. `torchrun` starts all of them, or rank 0 starts the
-others itself (`started`). They meet through torch.distributed (`programs/inductor_ranks.py`).
+others itself (`started`). They meet through torch.distributed (`channel.py`).
 """
 
 import contextlib
@@ -17,27 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mtpbuild.runtime.errors import (
-    EngineError,
-    EngineFileError,
-    MtpbuildError,
-    RankError,
-    UsageError,
-)
-from mtpbuild.runtime.manifest import (
-    Manifest,
-    parts,
-    rank_name,
-    ranks_here,
-    read_manifest,
-    read_rank,
-)
+from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
+from mtpbuild.runtime.manifest import Manifest, engine_folders, rank_name, ranks_here, read_rank
+from mtpbuild.runtime.targets import find_target
 
 GROUP = "mtpbuild"  # the process group that compiled programs name
 LISTENER = "MTPBUILD_RANKS_LISTENER"  # in the environment: a socket of rank 0, if it `started` them
 TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
 PER_CORE = 4  # more ranks than this on a core are a mistake
-FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.group.start")
+FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
 LOST = 3  # exit code of a follower that ended because another rank did
 
 
@@ -83,7 +71,7 @@ def own_gpu() -> int:
     return int(text)
 
 
-def own_parts(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
+def own_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
     """The folders that this process reads, with their manifests: the engine's, and its rank's."""
     yield folder, manifest
     if manifest.split:
@@ -107,41 +95,13 @@ def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> Non
 
 def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
     """Which builds one rank of an engine, or all that are missing."""
-    build = manifest.build
-    flags = {
-        "model": manifest.whole_model,
-        "layers": build.layers,
-        "nextn": build.nextn,
-        "drafter": build.drafter,
-        "max-batch": build.max_batch,
-        "max-seq-len": build.max_seq_len,
-        "prefill-chunk": build.prefill_chunk,
-        "target": manifest.target.name,
-        "tp": build.tp,
-        "ep": build.ep,
-        "device": "cuda" if manifest.target.compute_capabilities else None,
-        "rank": rank,
-        "out": folder,
-    }
+    build, target = manifest.build, manifest.target
+    fields = ("layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk", "tp", "ep")
+    flags = {"model": manifest.whole_model, "target": target.name, "rank": rank, "out": folder}
+    flags |= {name.replace("_", "-"): getattr(build, name) for name in fields}
+    flags["device"] = "cuda" if target.compute_capabilities else None
     given = [f"--{flag} {value}" for flag, value in flags.items() if value is not None]
-    if build.attention_dp:
-        given.append("--attention-dp")
-    return " ".join(["mtpbuild build", *given])
-
-
-def follow(folder: Path, threads: int | None = None) -> None:
-    """Be a rank other than 0 until rank 0 closes its engine.
-
-    threads: of the CPU; those of rank 0. Raises RankError if another rank dies or hangs,
-    EngineError for what is wrong here.
-    """
-    manifest = read_manifest(folder)
-    if own_rank(folder, manifest) == 0:
-        raise UsageError("rank 0 is the engine: Engine.load")
-
-    from mtpbuild.runtime.group import lead
-
-    lead.follow(folder, manifest, threads)
+    return " ".join(["mtpbuild build", *given, *["--attention-dp"] * build.attention_dp])
 
 
 @dataclass(frozen=True)
@@ -188,11 +148,10 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
             "spread them over machines with torchrun"
         )
     if manifest.target.compute_capabilities:
-        _require_gpus(folder, tp)
+        _require_gpus(folder, manifest)
     time_limit()
     require_ranks(folder, manifest, range(tp))
-    for _ in parts(folder, manifest):  # a folder of another build is seen before anything runs
-        pass
+    list(engine_folders(folder, manifest))  # sees a rank of another build before anything runs
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as undo:
         group = {
             "WORLD_SIZE": str(tp),
@@ -217,9 +176,11 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
                 follower.end(patience)
 
 
-def _require_gpus(folder: Path, tp: int) -> None:
-    from mtpbuild.runtime.programs.inductor import visible_gpus
+def _require_gpus(folder: Path, manifest: Manifest) -> None:
+    with find_target(manifest.target.name).importing():
+        from mtpbuild.runtime.group.gpus import visible_gpus
 
+    tp = manifest.build.tp
     if tp > (gpus := visible_gpus()):
         raise UsageError(
             f"{folder}: {tp} ranks need a GPU each, this machine has {gpus}: spread them over "
@@ -228,7 +189,7 @@ def _require_gpus(folder: Path, tp: int) -> None:
 
 
 def _numbers(rank: int) -> dict[str, str]:
-    """Of a rank, where all are on one machine."""
+    """What tells a rank its number, where all are on one machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
@@ -260,7 +221,7 @@ def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
 
 @contextlib.contextmanager
 def environment(changes: dict[str, str]) -> Iterator[None]:
-    """As it is changed, while the block runs."""
+    """Change the environment while the block runs."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -271,17 +232,3 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def main(folder: str, threads: str | None = None) -> int:
-    """A follower's process; returns its exit code."""
-    try:
-        follow(Path(folder), None if threads is None else int(threads))
-    except MtpbuildError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return LOST if isinstance(error, RankError) else error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -29,10 +29,11 @@ class DeviceArray:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def slot(self, index: int) -> "DeviceArray":
-        """[1, ..]: one entry of the first dimension, in place."""
+    def __getitem__(self, slots: slice) -> "DeviceArray":
+        """[last - first, ..]: entries of the first dimension, in place."""
+        first, last, _ = slots.indices(self.shape[0])
         size = self.nbytes // self.shape[0]
-        return DeviceArray(self.address + index * size, (1, *self.shape[1:]), self.dtype)
+        return DeviceArray(self.address + first * size, (last - first, *self.shape[1:]), self.dtype)
 
 
 class Device:
@@ -100,6 +101,13 @@ class Device:
         }[isinstance(source, DeviceArray), isinstance(target, DeviceArray)]
         places = (_address(target), _address(source))
         self._call("cudaMemcpyAsync", *places, source.nbytes, kind, self.stream)
+
+    def host(self, array: DeviceArray) -> NDArray[Any]:
+        """A copy, once all that is queued is done."""
+        found = np.empty(array.shape, array.dtype)
+        self.copy(array, found)
+        self.synchronise()
+        return found
 
     def synchronise(self) -> None:
         self._call("cudaStreamSynchronize", self.stream)

@@ -30,16 +30,16 @@ from mtpbuild.builder.targets import inductor as target
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
-from mtpbuild.runtime.programs import inductor, inductor_cuda
+from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.base import Programs
-from mtpbuild.runtime.programs.inductor import InductorPrograms
+from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.builder.test_cli import invoke
 from tests.builder.test_inductor_cuda import EagerPackage, manifest_of
 from tests.builder.test_inductor_engine import prompts, touch
 from tests.conftest import EngineBuilder
 from tests.support.checkpoints import lower, make_predictable, random_checkpoint, save_checkpoint
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu, opened
 
 CHUNK, SLOTS, LENGTH = 4, 2, 30
 NEAR = 0.25  # a smaller gap between two logits may be ranked either way
@@ -78,7 +78,7 @@ MakePrograms = Callable[..., tuple[Programs, Manifest]]
 
 
 @pytest.fixture
-def eagerly(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms:
+def eagerly(model: Transformer) -> MakePrograms:
     """eagerly(nextn, drafter, gpu) -> programs behind the CPU's or the GPU's run time."""
 
     def make(
@@ -88,14 +88,11 @@ def eagerly(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms
         sizes = (SLOTS, 200, CHUNK)
         plan = Plan(model.config, nextn, drafter, *sizes, gpu=capability, dtype="bfloat16")
         made = make_programs(plan, narrow(model))
-        packages = {f"{p.name}.pt2": EagerPackage(p) for p in made}
-        for module in (inductor, inductor_cuda):
-            monkeypatch.setattr(module, "Package", lambda path, *_: packages[path.name])
-            monkeypatch.setattr(module, "load_file", lambda path, device="cpu": {})
-        manifest, folder = manifest_of(plan, made), Path("none")
+        packages, manifest = {p.name: EagerPackage(p) for p in made}, manifest_of(plan, made)
+        opener = opened(packages)
         if gpu is None:
-            return InductorPrograms(folder, manifest, 1), manifest
-        return CudaPrograms(folder, manifest, gpu), manifest  # type: ignore[arg-type]
+            return InductorPrograms(manifest, 1, opener), manifest
+        return CudaPrograms(manifest, gpu, opener), manifest  # type: ignore[arg-type]
 
     return make
 
@@ -168,11 +165,11 @@ def test_on_a_gpu(eagerly: MakePrograms, model: Transformer, tmp_path: Path) -> 
         check(model, asked, play(engine, asked, [GREEDY] * 3, together=True))
     assert isinstance(programs, CudaPrograms)
     assert programs.state["kv.0"].dtype == np.uint16
-    held = [*programs._state.values(), *programs._controls.values(), programs._active]
+    held, opener = programs._given.values(), opened(programs._packages)
     needed = manifest.files["weights.safetensors"].size + sum(tensor.nbytes for tensor in held)
     with pytest.raises(EngineError, match="of GPU memory"):
-        inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed - 1))  # type: ignore[arg-type]
-    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed))  # type: ignore[arg-type]
+        inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed - 1), opener)  # type: ignore[arg-type]
+    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed), opener)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("nextn", "drafter"), [*ENGINES, (2, "none")])

@@ -23,10 +23,11 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.group import gpus
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.group.nccl import CudaRankPrograms, Peers, watch, within
+from mtpbuild.runtime.group.nccl import Peers, watch, within
 from mtpbuild.runtime.manifest import read_manifest
-from mtpbuild.runtime.programs import inductor
+from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.builder.test_cli import invoke
 from tests.builder.test_ranks import (
@@ -61,7 +62,7 @@ def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("gpus")
     with eager_ranks.in_place_of_the_compiler(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "compiling_gpu", lambda target, device: "9.0")
-        patch.setattr(inductor, "visible_gpus", lambda: 2)
+        patch.setattr(gpus, "visible_gpus", lambda: 2)
         checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
         flags: dict[str, Any] = {"tp": 2, "ep": 2, "device": "cuda", "max_batch": 2}
         yield make(checkpoint, folder / "engine", nextn=1, **flags)
@@ -101,7 +102,7 @@ def test_a_rank_that_dies_or_hangs(
 
 
 def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inductor, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: 1)
     code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
     assert (code, err) == (
         2,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import MAX_RANKS
+from mtpbuild.runtime.ranks import MAX_RANKS
 
 if TYPE_CHECKING:
     from torch import Tensor
