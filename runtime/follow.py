@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from mtpbuild.runtime.errors import MtpbuildError, RankError, UsageError
-from mtpbuild.runtime.group.start import LOST, own_rank
+from mtpbuild.runtime.errors import MtpbuildError, RankError
+from mtpbuild.runtime.group.start import LOST
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import follow_programs
 
@@ -15,10 +15,7 @@ def follow(folder: Path, threads: int | None = None) -> None:
     threads: of the CPU; those of rank 0. Raises RankError if another rank dies or hangs,
     EngineError for what is wrong here.
     """
-    manifest = read_manifest(folder)
-    if own_rank(folder, manifest) == 0:
-        raise UsageError("rank 0 is the engine: Engine.load")
-    follow_programs(folder, manifest, threads)
+    follow_programs(folder, read_manifest(folder), threads)
 
 
 def main(folder: str, threads: str | None = None) -> int:

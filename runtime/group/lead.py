@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mtpbuild.runtime.controls import GREEDY, Controls
-from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.errors import EngineError, UsageError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import own_folders, own_rank
 from mtpbuild.runtime.manifest import Manifest, check_files
 from mtpbuild.runtime.programs.base import Bools, Ints, Programs, StepOutput
 
-LoadRank: TypeAlias = Callable[[Path, Manifest, Channel], Programs]  # from a rank's own folder
+LoadRank: TypeAlias = Callable[..., Programs]  # of a rank's folder, manifest, and `channel`
 
 
 class LeadingPrograms:
@@ -58,7 +58,7 @@ def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
     *_, (own_folder, own) = own_folders(folder, manifest)
     channel = Channel(0, manifest.build.tp)
     try:
-        return LeadingPrograms(load(own_folder, own, channel), channel)
+        return LeadingPrograms(load(own_folder, own, channel=channel), channel)
     except BaseException:
         channel.close()
         raise
@@ -66,11 +66,14 @@ def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
 
 def follow(folder: Path, manifest: Manifest, load: LoadRank) -> None:
     """Do what rank 0 does, from beginning to end."""
-    channel = Channel(own_rank(folder, manifest), manifest.build.tp)
+    rank = own_rank(folder, manifest)
+    if rank == 0:
+        raise UsageError("rank 0 is the engine: Engine.load")
+    channel = Channel(rank, manifest.build.tp)
     try:
         for own_folder, own in own_folders(folder, manifest):  # in the group: a failure is noticed
             check_files(own_folder, own)
-        _repeat(load(own_folder, own, channel), channel)
+        _repeat(load(own_folder, own, channel=channel), channel)
     finally:
         channel.close()
 

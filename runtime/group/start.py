@@ -13,9 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
 from mtpbuild.runtime.manifest import Manifest, engine_folders, rank_name, ranks_here, read_rank
@@ -26,6 +24,10 @@ LISTENER = "MTPBUILD_RANKS_LISTENER"  # in the environment: a socket of rank 0, 
 TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
 PER_CORE = 4  # more ranks than this on a core are a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
+FLAGS = (  # of a command that builds ranks
+    *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
+    *("target", "tp", "ep", "device", "rank", "out"),
+)
 LOST = 3  # exit code of a follower that ended because another rank did
 
 
@@ -94,44 +96,50 @@ def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> Non
 
 
 def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
-    """Which builds one rank of an engine, or all that are missing."""
-    build, target = manifest.build, manifest.target
-    fields = ("layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk", "tp", "ep")
-    flags = {"model": manifest.whole_model, "target": target.name, "rank": rank, "out": folder}
-    flags |= {name.replace("_", "-"): getattr(build, name) for name in fields}
-    flags["device"] = "cuda" if target.compute_capabilities else None
-    given = [f"--{flag} {value}" for flag, value in flags.items() if value is not None]
-    return " ".join(["mtpbuild build", *given, *["--attention-dp"] * build.attention_dp])
+    """The command that builds one rank of an engine, or all that are missing."""
+    values: dict[str, object] = manifest.build.model_dump() | {"model": manifest.whole_model}
+    values |= {"target": manifest.target.name, "rank": rank, "out": folder}
+    values["device"] = "cuda" if manifest.target.compute_capabilities else None
+    given = [(name.replace("_", "-"), values[name]) for name in FLAGS if values[name] is not None]
+    flags = [f"--{name} {value}" for name, value in given]
+    return " ".join(["mtpbuild build", *flags, *["--attention-dp"] * manifest.build.attention_dp])
 
 
-@dataclass(frozen=True)
 class Follower:
-    """A rank that this process started."""
+    """A rank that this process starts on this machine."""
 
-    rank: int
-    process: subprocess.Popen[bytes]
-    errors: IO[bytes]
+    def __init__(self, folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> None:
+        self._name = f"rank {rank}"
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
+        self._process = subprocess.Popen(
+            [*FOLLOWER, str(folder), *([] if threads is None else [str(threads)])],
+            env=os.environ | group | _numbers(rank),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,  # Ctrl-C is rank 0's
+        )
 
     def reason(self) -> str | None:
-        """Why it ended by itself; None if it runs, or ended because another one did."""
-        code = self.process.poll()
+        """Why it ended by itself; None if it runs, or ended because another rank did."""
+        code = self._process.poll()
         if code in (None, 0, LOST):
             return None
         if code is not None and code < 0:
-            return f"rank {self.rank} was killed by signal {-code}"
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+            return f"{self._name} was killed by signal {-code}"
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
         said = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
-        return said if said.startswith(name := f"rank {self.rank}") else f"{name}: {said}"
+        return said if said.startswith(self._name) else f"{self._name}: {said}"
 
     def end(self, patience: float) -> None:
         """Wait so many seconds for its end, then kill it."""
         try:
-            self.process.wait(patience)
+            self._process.wait(patience)
         except subprocess.TimeoutExpired:
-            self.process.kill()  # also where it is stopped
-            self.process.wait()
-        self.errors.close()
+            self._process.kill()  # also where it is stopped
+            self._process.wait()
+        self._errors.close()
 
 
 @contextlib.contextmanager
@@ -165,7 +173,7 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
         followers, patience = list[Follower](), 0.0
         try:
             for rank in range(1, tp):
-                followers.append(_start(folder, rank, threads, group))
+                followers.append(Follower(folder, rank, threads, group))
             undo.enter_context(environment(group | own))
             yield
             patience = 10.0
@@ -193,20 +201,6 @@ def _numbers(rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
-def _start(folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> Follower:
-    errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
-    count = [] if threads is None else [str(threads)]
-    process = subprocess.Popen(
-        [*FOLLOWER, str(folder), *count],
-        env=os.environ | group | _numbers(rank),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        start_new_session=True,  # Ctrl-C is rank 0's
-    )
-    return Follower(rank, process, errors)
-
-
 def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
     """What the rank that failed first has to say; it may be about to."""
     end = time.monotonic() + patience
@@ -222,13 +216,11 @@ def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
 @contextlib.contextmanager
 def environment(changes: dict[str, str]) -> Iterator[None]:
     """Change the environment while the block runs."""
-    before = {name: os.environ.get(name) for name in changes}
+    before = {name: value for name, value in os.environ.items() if name in changes}
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in changes:
+            del os.environ[name]
+        os.environ.update(before)

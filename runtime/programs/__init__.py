@@ -25,7 +25,7 @@ def load_programs(
         return load(folder, manifest)
     from mtpbuild.runtime.group.lead import lead  # with torch.distributed
 
-    return lead(folder, manifest, lambda own, part, channel: load(own, part, channel=channel))
+    return lead(folder, manifest, load)
 
 
 def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None) -> None:
@@ -33,7 +33,7 @@ def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None
     load = _loader(folder, manifest, threads=threads)
     from mtpbuild.runtime.group.lead import follow
 
-    follow(folder, manifest, lambda own, part, channel: load(own, part, channel=channel))
+    follow(folder, manifest, load)
 
 
 def _loader(

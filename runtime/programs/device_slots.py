@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.controls import CONTROLS
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, StateSpec
 from mtpbuild.runtime.programs.base import MIXED, Ints, host_type
@@ -87,12 +86,11 @@ def check_gpu(
     if here not in target.compute_capabilities:
         built = f"{folder}: built for an {target.hardware}"
         raise EngineError(f"{built}, this one has {here}; {advice}")
-    inputs, slots = {t.name: t for t in manifest.programs[MIXED].inputs}, manifest.build.max_batch
-    controls = [inputs[name] for name in (*(c.name for c in CONTROLS), "active")]
-    shapes = [(s.dtype, s.shape) for s in manifest.state]
-    shapes += [(t.dtype, (slots, *map(int, t.shape[1:]))) for t in controls]
-    state = sum(math.prod(shape) * host_type(dtype).itemsize for dtype, shape in shapes)
-    free = gpu.free_memory()
+    held_state, slots = {s.name: s.shape for s in manifest.state}, manifest.build.max_batch
+    state, free = 0, gpu.free_memory()
+    for t in manifest.programs[MIXED].inputs:
+        shape = held_state.get(t.name) or (slots, *map(int, t.shape[1:]))
+        state += math.prod(shape) * host_type(t.dtype).itemsize
     if size + state > free:
         raise EngineError(
             f"{folder}: needs more than {(size + state) / 1e9:.2f} GB of GPU memory ({held} "

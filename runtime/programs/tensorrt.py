@@ -43,23 +43,16 @@ class Compiled:
 
     def _check(self, trt: ModuleType, spec: ProgramSpec, caches: Collection[str]) -> None:
         """Require the manifest's tensors, no others, and caches that are written in place."""
-        engine = self._engine
-        wanted = {
-            t.name: (np.dtype(t.dtype), tuple(d if isinstance(d, int) else -1 for d in t.shape))
-            for t in (*spec.inputs, *spec.outputs)
-        }
-        found = {}
+        engine, aliases = self._engine, {f"{name}.out": name for name in caches}
+        wanted, found = dict[str, Any](), dict[str, Any]()
+        for t in (*spec.inputs, *spec.outputs):
+            shape = tuple(d if isinstance(d, int) else -1 for d in t.shape)
+            wanted[t.name] = np.dtype(t.dtype), shape, aliases.get(t.name)
         for name in map(engine.get_tensor_name, range(engine.num_io_tensors)):
             dtype = np.dtype(trt.nptype(engine.get_tensor_dtype(name)))
-            found[name] = dtype, tuple(engine.get_tensor_shape(name))
-        differing = sorted(n for n in wanted | found if wanted.get(n) != found.get(n))
-        aliases = {f"{name}.out": name for name in caches}
-        differing += [
-            t.name
-            for t in spec.outputs
-            if t.name in aliases and engine.get_aliased_input_tensor(t.name) != aliases[t.name]
-        ]
-        if differing:
+            alias = engine.get_aliased_input_tensor(name) if name in aliases else None
+            found[name] = dtype, tuple(engine.get_tensor_shape(name)), alias
+        if differing := sorted(n for n in wanted | found if wanted.get(n) != found.get(n)):
             raise EngineError(
                 f"{self._path}: {differing[0]} is not what engine.json says; rebuild the engine"
             )
