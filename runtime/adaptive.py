@@ -1,4 +1,4 @@
-"""How many tokens to draft: what pays best by the acceptance and the step times seen so far."""
+"""Decides how many tokens to draft, by the acceptance and the step times seen so far."""
 
 import time
 from collections.abc import Hashable, Sequence
@@ -19,7 +19,7 @@ STAY = 1.05  # another nextn must be so much better, for its program has to sett
 
 
 class Odds:
-    """How likely a request's drafts are accepted, by position; recent steps count most."""
+    """Tells how likely a request's drafts are accepted, by position; recent steps count most."""
 
     def __init__(self, nextn: int) -> None:
         self.judged = [0.0] * nextn  # steps in which the drafts before this one were accepted
@@ -56,9 +56,12 @@ class Odds:
 
 
 class Times:
-    """Seconds of a step, by nextn: two are tried, the others lie on the line through these until
-    they were chosen themselves. Ratios are then corrected slowly; how fast the machine is and how
-    long the contexts are, which concerns all, is followed quickly."""
+    """Knows the seconds of a step, by nextn.
+
+    Two are tried, the others lie on the line through these until they were chosen themselves.
+    Ratios are then corrected slowly; how fast the machine is and how long the contexts are, which
+    concerns all, is followed quickly.
+    """
 
     def __init__(self, nextn: int) -> None:
         self._trials: list[list[float]] = [[] for _ in range(nextn + 1)]
@@ -129,7 +132,7 @@ class AdaptiveNextn(Pace):
             self._times[kind].add(self._nextn, seconds)
 
     def add(self, request: Hashable, accepted: int, drafted: int) -> None:
-        """What became of a request's drafts in that step."""
+        """Learn what became of a request's drafts in that step."""
         for odds in (self._odds[request], self._all):
             odds.add(accepted, drafted)
 

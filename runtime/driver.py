@@ -1,4 +1,4 @@
-"""Who steps the loop: whoever waits for tokens, one thread at a time."""
+"""The driver lets whoever waits for tokens step the loop, one thread at a time."""
 
 import contextlib
 import threading

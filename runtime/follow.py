@@ -9,19 +9,19 @@ from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import follow_programs
 
 
-def follow(folder: Path, threads: int | None = None) -> None:
+def follow(folder: str | Path, threads: int | None = None) -> None:
     """Be a rank other than 0 until rank 0 closes its engine.
 
-    threads: of the CPU; those of rank 0. Raises RankError if another rank dies or hangs,
+    threads: how many of the CPU's, as rank 0 has. Raises RankError if another rank dies or hangs,
     EngineError for what is wrong here.
     """
-    follow_programs(folder, read_manifest(folder), threads)
+    follow_programs(Path(folder), read_manifest(Path(folder)), threads)
 
 
 def main(folder: str, threads: str | None = None) -> int:
     """Follow, and return the process's exit code."""
     try:
-        follow(Path(folder), None if threads is None else int(threads))
+        follow(folder, None if threads is None else int(threads))
     except MtpbuildError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return LOST if isinstance(error, RankError) else error.exit_code

@@ -60,7 +60,7 @@ class FileSpec(_Record):
 
 
 class ModelInfo(_Record):
-    """What was compiled."""
+    """The model that was compiled."""
 
     name: str
     architecture: str
@@ -77,7 +77,7 @@ class ModelInfo(_Record):
 
 
 class BuildInfo(_Record):
-    """How it was compiled: the flags of `mtpbuild build`."""
+    """The flags of `mtpbuild build` that it was compiled with."""
 
     nextn: int = Field(ge=0, le=15)
     drafter: Literal["mtp-eagle", "mtp-vanilla", "none"] | None
@@ -99,12 +99,12 @@ class BuildInfo(_Record):
 
     @property
     def drafts(self) -> str:
-        """How many a step makes, in words."""
+        """The number of drafts that a step makes, in words."""
         return f"0 to {self.nextn}" if self.adaptive else str(self.nextn)
 
     @property
     def ranks(self) -> Ranks:
-        """How many processes share the model, and how."""
+        """The processes that share the model."""
         return Ranks(self.tp, self.ep, self.attention_dp)
 
     @property
@@ -114,7 +114,7 @@ class BuildInfo(_Record):
 
 
 class TargetInfo(_Record):
-    """What it was compiled for."""
+    """The target and machine that it was compiled for."""
 
     name: str
     hardware: str
@@ -212,7 +212,7 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
 
 
 def ranks_here(folder: Path, manifest: Manifest) -> list[int]:
-    """Which ranks' folders are there: they may be built one by one, on several machines."""
+    """The ranks whose folders are here: they may be built one by one, on several machines."""
     ranks = range(manifest.build.tp if manifest.split else 0)
     return [rank for rank in ranks if (folder / rank_name(rank)).is_dir()]
 

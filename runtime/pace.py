@@ -1,4 +1,4 @@
-"""How one step follows another: one at a time, or a step ahead."""
+"""The pace of a loop says how one step follows another: one at a time, or a step ahead."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast

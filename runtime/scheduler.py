@@ -1,4 +1,4 @@
-"""Which request is in which slot, and who is next."""
+"""The scheduler knows which request is in which slot, and who is next."""
 
 import contextlib
 from collections import deque

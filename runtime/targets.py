@@ -17,7 +17,7 @@ GROUP = "mtpbuild.targets"
 
 @dataclass(frozen=True)
 class Target:
-    """What is known of a target before anything of it is imported.
+    """A target, as far as it is known before anything of it is imported.
 
     programs: module with `load(folder, manifest, threads, **options)`, which gives an engine's
     programs. lowering: module whose `TARGET` builds them. install: what to do where a package is

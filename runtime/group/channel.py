@@ -1,7 +1,8 @@
-"""What rank 0 tells the other ranks of an engine over torch.distributed: its programs' calls.
+"""Messages from rank 0 to the other ranks of an engine: the calls of its programs.
 
-What comes out each rank computes by itself, from logits that are the same on all. With the next
-message rank 0 says which tokens it got, so that a rank which got others ends the run.
+They go over torch.distributed. Each rank computes by itself what comes out, from logits that are
+the same on all. With the next message rank 0 says which tokens it got, so that a rank which got
+others ends the run.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ HEAD = 512  # bytes of a message; what is longer follows
 
 
 class Channel:
-    """What rank 0 tells the others, in order. All ranks of a group make it, at the same time.
+    """Rank 0's messages to the others, in order. All ranks of a group make it, at the same time.
 
     While rank 0 has nothing to tell it says so: a rank that waits longer than the time limit knows
     that rank 0 hangs.
@@ -175,7 +176,7 @@ def use_in_programs(group: dist.ProcessGroup) -> None:
 
 
 def _store(listener: str, limit: timedelta) -> c10d.TCPStore:
-    """Where ranks on one machine meet: at a socket that rank 0 has open already."""
+    """The meeting place of ranks on one machine: a socket that rank 0 has open already."""
     return c10d.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

@@ -1,4 +1,4 @@
-"""How rank 0 leads: what is called of its programs, the other ranks' programs do too."""
+"""Rank 0 leads: what is called of its programs, the other ranks' programs do too."""
 
 import weakref
 from collections.abc import Callable

@@ -50,7 +50,7 @@ class Peers:
 
 
 class Queue(Protocol):
-    """What is asked of a rank's GPU: work is queued, and waited for while `alive` is asked."""
+    """A rank's GPU: work is queued on it, and waited for while `alive` is asked."""
 
     device: torch.device
 

@@ -63,7 +63,7 @@ def own_rank(folder: Path, manifest: Manifest) -> int:
 
 
 def own_gpu() -> int:
-    """Which of the machine's GPUs this rank takes; raises EngineError if nobody says."""
+    """The number of the GPU that this rank takes; raises EngineError if nobody says."""
     text = os.environ.get("LOCAL_RANK", "")
     if not text.isdecimal():
         raise EngineError(
@@ -197,12 +197,12 @@ def _require_gpus(folder: Path, manifest: Manifest) -> None:
 
 
 def _numbers(rank: int) -> dict[str, str]:
-    """What tells a rank its number, where all are on one machine."""
+    """The variables that tell a rank its number, where all are on one machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
-    """What the rank that failed first has to say; it may be about to."""
+    """Wait a little for the words of the rank that failed first."""
     end = time.monotonic() + patience
     while True:
         for follower in followers:

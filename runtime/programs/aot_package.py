@@ -21,7 +21,7 @@ class Runner(Protocol):
     """A program that can be run."""
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs in the manifest's order, state written over; returns the other outputs."""
+        """Take inputs in the manifest's order and write over the state; return other outputs."""
         ...
 
 
@@ -62,7 +62,7 @@ class Package:
 
 
 def open_packages(folder: Path, manifest: Manifest) -> Opener:
-    """How an engine's programs are opened on a device, and by their names."""
+    """Give what loads an engine's weights onto a device, and then opens programs by name."""
 
     def on(device: str) -> Callable[[str], Runner]:
         weights = load_file(folder / WEIGHTS, device=device)  # memory-mapped on a CPU
@@ -73,7 +73,7 @@ def open_packages(folder: Path, manifest: Manifest) -> Opener:
 
 
 def this_machine() -> str:
-    """What `target.hardware` of an engine must be for it to run here."""
+    """The name of this hardware, which an engine's `target.hardware` must equal to run here."""
     if platform.machine() != "x86_64":
         return f"{platform.machine()} CPU"
     return HARDWARE if torch.cpu.get_capabilities()["avx2"] else "x86-64 CPU without AVX2"

@@ -67,7 +67,7 @@ class DeviceSlots(Slots):
 
 
 class Gpu(Protocol):
-    """What is asked of a GPU before anything is loaded onto it."""
+    """A GPU, as far as it is looked at before anything is loaded onto it."""
 
     @property
     def compute_capability(self) -> str: ...

@@ -52,7 +52,7 @@ class HostSlots(Slots):
 
 
 def rounded(rows: int, capacity: int) -> int:
-    """How many rows a program is given that wants `rows` of them."""
+    """The rows that a program is given which wants `rows` of them."""
     return min(-(-rows // ROW_STEP) * ROW_STEP, capacity)
 
 
@@ -87,7 +87,7 @@ class Caches:
         }
 
     def pointers(self) -> dict[str, int]:
-        """Where each cache begins in the memory of `device`."""
+        """The address of each cache in the memory of `device`."""
         return {name: flat.ctypes.data for name, flat in self._flat.items()}
 
     def move(self, source: int, target: int, lengths: NDArray[Any]) -> None:

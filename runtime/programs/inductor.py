@@ -24,7 +24,7 @@ from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 @dataclass(frozen=True)
 class Machine:
-    """How programs are opened, the GPU of a number, and what joins GPUs; a test has its own."""
+    """Opens programs, finds a GPU by its number and joins GPUs; a test has its own."""
 
     opener: Callable[[Path, Manifest], Opener] = open_packages
     gpu: Callable[[int], Gpu] = Gpu

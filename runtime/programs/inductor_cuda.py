@@ -21,7 +21,7 @@ from mtpbuild.runtime.programs.torch_cuda import Gpu, Work
 
 
 class Report:
-    """What the host is told of a step: tensors one behind the other, which one copy brings over.
+    """A step's report to the host: tensors one behind the other, which one copy brings over.
 
     It has two pages on the host, so that a step can fill one while the other is read.
     """
@@ -121,7 +121,7 @@ class CudaPrograms(DeviceSlots):
         return work
 
     def _prepare(self, work: Work, graphs: bool) -> Work:
-        """How to queue it. The run before the capture changes nothing: no slot is active yet."""
+        """Give what queues it. The run before the capture changes nothing: no slot is active."""
         if not graphs:
             return partial(self._gpu.run, work)
         self._gpu.run(work)

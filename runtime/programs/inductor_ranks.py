@@ -134,7 +134,7 @@ class AttentionDPPrograms(RankPrograms):
         return self._choose(some(every), some(every & self._every_mixed))
 
     def _padding(self, chunk: int) -> list[torch.Tensor]:
-        """Inputs of a prefill whose results nobody reads."""
+        """Make the inputs of a prefill whose results nobody reads."""
         sizes = {"chunk": chunk, "rows": rounded(chunk, self._capacity)}
         inputs = []
         for spec in self._programs[PREFILL].inputs:

@@ -1,4 +1,4 @@
-"""What B slots hold, in any kind of memory: caches, carried state, and what requests ask for."""
+"""Slots hold caches, carried state and what their requests ask for, in any kind of memory."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
@@ -17,17 +17,17 @@ Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:l
 
 
 class Memory(Protocol):
-    """Where state lies, for a program to find it: the host, or a GPU as torch or CUDA see it."""
+    """Memory that holds state: the host's, or a GPU's as torch or CUDA see it."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """dtype: as in a manifest."""
+        """Allocate; `dtype` is spelled as in a manifest."""
         ...
 
     def copy(self, source: Array, target: Array) -> None:
-        """Equal in shape; the source may be an array of the host, wherever the target is."""
+        """Copy between equal shapes; the source may lie on the host, wherever the target is."""
 
     def host(self, array: Array) -> NDArray[Any]:
-        """For tests and tools: the array where it is the host's already, else a copy of it."""
+        """Show tests and tools the array: itself if it is the host's, else a copy."""
         ...
 
 
@@ -123,7 +123,7 @@ class Slots:
         return {t.name: self._memory.zeros(shape, t.dtype) for t, shape in shapes}
 
     def _prompt_inputs(self, start: int, tokens: Ints) -> dict[str, NDArray[Any]]:
-        """What the host gives prefill: a chunk, the tokens behind it, and where it begins."""
+        """The host's share of prefill's inputs: a chunk, the tokens behind it, where it begins."""
         chunk = len(tokens) - self.lookahead
         given = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
         return given | {"start": np.array([start], np.int64)}

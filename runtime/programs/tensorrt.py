@@ -157,7 +157,7 @@ def _same(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, Device
 
 
 def _outs(state: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
-    """Where a program writes the new values of state tensors."""
+    """Memory by the names that a program gives the new values of state tensors."""
     return {f"{name}.out": array for name, array in state.items()}
 
 

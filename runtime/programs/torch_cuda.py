@@ -31,7 +31,7 @@ class Gpu:
 
     @property
     def compute_capability(self) -> str:
-        """Such as 9.0."""
+        """The GPU's, such as 9.0."""
         return ".".join(map(str, torch.cuda.get_device_capability(self.device)))
 
     def free_memory(self) -> int:
@@ -62,7 +62,7 @@ class Gpu:
             work()
 
     def capture(self, work: Work) -> Work:
-        """What `work` queues, as one CUDA graph; the result queues it again. Nothing runs yet.
+        """Make one CUDA graph of what `work` queues; the result queues it. Nothing runs yet.
 
         The work was run before (it may load code), and keeps no tensor that it makes.
         """
