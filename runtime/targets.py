@@ -61,12 +61,12 @@ def register(target: Target) -> None:
 
 def find_target(name: str) -> Target:
     """The target of that name; raises UsageError that lists the known ones."""
-    if name not in _registered:
-        for entry in entry_points(group=GROUP, name=name):
-            register(entry.load())
-    if name not in _registered:
-        raise UsageError(f"unknown target {name!r}; supported: {', '.join(names())}")
-    return _registered[name]
+    if name in _registered:
+        return _registered[name]
+    for entry in entry_points(group=GROUP, name=name):
+        target: Target = entry.load()
+        return target
+    raise UsageError(f"unknown target {name!r}; supported: {', '.join(names())}")
 
 
 def names() -> tuple[str, ...]:
