@@ -20,6 +20,7 @@ from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.manifest import (
     Manifest,
     ProgramSpec,
+    engine_folders,
     hash_file,
     read_manifest,
 )
