@@ -81,7 +81,10 @@ class Checkpoint:
 
     def _refuse_not_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # or NaN
-            raise CheckpointError(f"{self.files[name]}: tensor {name} holds NaN or Inf")
+            raise self._wrong(name, "holds NaN or Inf")
+
+    def _wrong(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.files[name]}: tensor {name} {what}")
 
     def check(self, config: ModelConfig) -> list[Weight]:
         """The table of this checkpoint's weights, after every name, shape and dtype was checked.
@@ -136,35 +139,24 @@ class Checkpoint:
         name, format = source.name, self.format(source.name)
         if format is None or len(source.shape) != 2:
             if self.dtypes[name] not in DTYPES:
-                raise CheckpointError(
-                    f"{self.files[name]}: tensor {name} is {self.dtypes[name]}; "
-                    f"supported: {SUPPORTED}"
-                )
+                raise self._wrong(name, f"is {self.dtypes[name]}; supported: {SUPPORTED}")
             self._check_shape(name, source.shape, "config.json")
             return {name}
         if not format.fits(source.shape):
-            raise CheckpointError(
-                f"{self.files[name]}: tensor {name} of shape {list(source.shape)} "
-                f"does not split into the blocks of {format.name}"
-            )
+            shape = f"of shape {list(source.shape)}"
+            raise self._wrong(name, f"{shape} does not split into the blocks of {format.name}")
         parts = format.parts(source.shape)
         missing = (name + suffix for suffix in parts if name + suffix not in self.files)
         self._refuse(missing, "missing tensor")
         for suffix, part in parts.items():
-            if self.dtypes[name + suffix] != part.dtype:
-                raise CheckpointError(
-                    f"{self.files[name + suffix]}: tensor {name + suffix} is "
-                    f"{self.dtypes[name + suffix]}, {format.name} needs {part.dtype}"
-                )
+            if (dtype := self.dtypes[name + suffix]) != part.dtype:
+                raise self._wrong(name + suffix, f"is {dtype}, {format.name} needs {part.dtype}")
             self._check_shape(name + suffix, part.shape, f"{format.name} of {list(source.shape)}")
         return {name + suffix for suffix in parts} | {f"{name.removesuffix('weight')}input_scale"}
 
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
-        if self.shapes[name] != shape:
-            raise CheckpointError(
-                f"{self.files[name]}: tensor {name} has shape {list(self.shapes[name])}, "
-                f"{why} makes it {list(shape)}"
-            )
+        if (found := self.shapes[name]) != shape:
+            raise self._wrong(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -194,21 +194,13 @@ def calibrate(
 
 
 def fitted(
-    model: Model,
-    load: Load,
-    speeds: Iterable[Measured],
-    lengths: Mapping[int, float],
-    source: str,
+    model: Model, load: Load, speeds: Iterable[Measured], lengths: Mapping[int, float], source: str
 ) -> Latency:
     """The constants that make a model's steps as fast as measured."""
-    points = [
-        (
-            speed.nextn,
-            lengths[speed.nextn] / speed.tokens_per_s,
-            sum(part.seconds for part in model.step(speed.nextn, load)),
-        )
-        for speed in speeds
-    ]
+    points = []
+    for speed in speeds:
+        step = Step(speed.nextn, lengths[speed.nextn], model.step(speed.nextn, load), latency=0.0)
+        points.append((step.nextn, step.acceptance / speed.tokens_per_s, step.roofline))
     return latency.fit(points, source)
 
 

@@ -1,6 +1,7 @@
 """The weights of a checkpoint by class: bytes stored, bytes per rank, and parameters."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -41,12 +42,12 @@ class Class:
     parameters: int = 0
     bytes: int = 0
     per_rank: float = 0.0
-    formats: dict[str, int] = field(default_factory=dict)  # bytes in each
+    formats: Counter[str] = field(default_factory=Counter)  # bytes in each
 
     @property
     def format(self) -> str:
         """The format that most of its bytes are in."""
-        return max(self.formats, key=lambda name: self.formats[name])
+        return self.formats.most_common(1)[0][0]
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,7 @@ def classes(layout: Layout, ranks: Ranks) -> list[Class]:
             size = nbytes(part)
             one.bytes += size
             one.per_rank += size * held(source, part.shape, ranks)
-            name = PLAIN if format is None else format.name
-            one.formats[name] = one.formats.get(name, 0) + size
+            one.formats[PLAIN if format is None else format.name] += size
     return sorted(found.values(), key=lambda one: one.module)
 
 

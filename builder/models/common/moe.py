@@ -128,7 +128,8 @@ class GatheredMoE(MoE):
             experts = self.config.n_routed_experts // ep
             own = (self.rank - ids // experts) % ep == 0
             weights, ids = torch.where(own, weights, 0.0), ids % experts
-        few = is_few(math.prod(x.shape[:-1]))
+        tokens = math.prod(x.shape[:-1])  # a prompt's chunk is a symbol while it is traced
+        few = isinstance(tokens, int) and tokens <= MAX_TOKENS
         if not self.kernels or not (few or self.chunk):
             return self.gathered(x, weights, ids)
         flat = [each.flatten(0, -2) for each in (x, weights, ids.int())]
@@ -172,11 +173,6 @@ class GatheredMoE(MoE):
 def shared_experts(c: MoEConfig, ranks: Ranks) -> MLP | None:
     inner = c.n_shared_experts * c.moe_intermediate_size // ranks.parts
     return MLP(c.hidden_size, inner) if inner else None
-
-
-def is_few(tokens: int) -> bool:
-    """A prompt's chunk is a symbol while it is traced."""
-    return isinstance(tokens, int) and tokens <= MAX_TOKENS
 
 
 def feed_forward(c: MoEConfig, layer: int, ranks: Ranks = ALONE) -> nn.Module:
