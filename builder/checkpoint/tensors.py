@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.shards import find_shards
+from mtpbuild.builder.checkpoint.shards import find_shards, more
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.share import WHOLE, Share
 from mtpbuild.builder.models.common.weights import Source, Weight
@@ -52,19 +52,16 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """One weight in fp32, dequantised; raises CheckpointError if it holds NaN or Inf."""
-        format = self.format(name)
-        tensor = self.stored(name).float() if format is None else format.decode(self.parts(name))
+        if (format := self.format(name)) is None:
+            tensor = self.stored(name).float()
+        else:
+            suffixes = format.parts((1, 1))
+            tensor = format.decode({suffix: self.part(name, suffix) for suffix in suffixes})
         self._refuse_not_finite(name, tensor)
         return tensor
 
-    def parts(self, name: str) -> dict[str, Tensor]:
-        """A quantised weight as it is stored; raises CheckpointError if a scale is not finite."""
-        format = self.format(name)
-        assert format is not None, f"{name} is not quantised"
-        return {suffix: self.part(name, suffix) for suffix in format.parts((1, 1))}
-
     def part(self, name: str, suffix: str) -> Tensor:
-        """One of these parts; raises CheckpointError if it holds floats that are not finite."""
+        """A quantised weight's values or scales; raises CheckpointError if they hold NaN or Inf."""
         part = self.stored(name + suffix)
         if part.is_floating_point():
             self._refuse_not_finite(name + suffix, part.float())
@@ -129,10 +126,8 @@ class Checkpoint:
         return formats.pop() if len(formats) == 1 else None
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
-        first, *rest = [*sorted(names), None]
-        if first is not None:
-            more = f" (and {len(rest) - 1} more)" if len(rest) > 1 else ""
-            raise CheckpointError(f"{self.folder}: {what} {first}{more}")
+        if found := sorted(names):
+            raise CheckpointError(f"{self.folder}: {what} {found[0]}{more(len(found) - 1)}")
 
     def _check_weight(self, source: Source) -> set[str]:
         """Require the dtypes and shapes of all parts of a weight; returns their names."""

@@ -129,7 +129,6 @@ def forecast(request: ForecastRequest) -> Forecast:
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = Model(layout.config, found, request.ranks, gpu)
     load = Load(request.max_batch, request.context, request.cache)
-    parts = {nextn: model.step(nextn, load) for nextn in request.nextn}
     late = calibrate(request, model, load, lengths)
     most = max(request.nextn)
     return Forecast(
@@ -143,7 +142,7 @@ def forecast(request: ForecastRequest) -> Forecast:
         cache_bytes=model.cache_bytes(most, request.cache),
         scratch_bytes=model.scratch_bytes(most, request.max_batch, request.prefill_chunk),
         latency=late,
-        steps=[Step(n, lengths[n], parts[n], late.seconds(n)) for n in request.nextn],
+        steps=[Step(n, lengths[n], model.step(n, load), late.seconds(n)) for n in request.nextn],
     )
 
 

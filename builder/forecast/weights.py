@@ -61,12 +61,9 @@ class Layout:
     repeated: bool  # MTP layers hold copies of embedding and head
 
     def parts(self, source: Source) -> dict[str, Part]:
-        format = self.format(source)
-        return (
-            {"": Part(self.plain(source), source.shape)}
-            if format is None
-            else format.parts(source.shape)
-        )
+        if (format := self.format(source)) is not None:
+            return format.parts(source.shape)
+        return {"": Part(self.plain(source), source.shape)}
 
 
 def find_layout(model: str, checkpoint: Path | None) -> Layout:

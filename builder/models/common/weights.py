@@ -31,6 +31,9 @@ class Source:
     routed: bool = False  # a routed expert's: groups of ranks hold it, split by their columns
 
 
+Sources = list[Source]
+
+
 @dataclass(frozen=True)
 class Weight:
     """One parameter of the program (named as in its state_dict) and how it is made."""
@@ -89,20 +92,18 @@ def moe(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
 
 
-def _experts(c: MoEConfig, s: Share, at: str, proj: str) -> list[Source]:
+def _experts(c: MoEConfig, s: Share, at: str, proj: str) -> Sources:
     E, inner = c.hidden_size, c.moe_intermediate_size
     ids = s.experts(c.n_routed_experts)
     return [projection(f"{at}.experts.{e}", proj, E, inner, routed=True) for e in ids]
 
 
-def _dense(to: str, gate: list[Source], up: list[Source], down: list[Source]) -> Iterator[Weight]:
+def _dense(to: str, gate: Sources, up: Sources, down: Sources) -> Iterator[Weight]:
     yield product(f"{to}.experts.gate_up_proj", *gate, *up)
     yield product(f"{to}.experts.down_proj", *down, rows=lambda *w: torch.cat(w, dim=1), joined=1)
 
 
-def _gathered(
-    to: str, gate: list[Source], up: list[Source], down: list[Source]
-) -> Iterator[Weight]:
+def _gathered(to: str, gate: Sources, up: Sources, down: Sources) -> Iterator[Weight]:
     """Each expert is a slice, whose gate and up are one product."""
     pairs = tuple(source for pair in zip(gate, up, strict=True) for source in pair)
 
