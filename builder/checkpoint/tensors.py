@@ -13,8 +13,8 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.shards import find_shards, more
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.common.weights import Source, Weight
+from mtpbuild.builder.models.common.share import WHOLE, Share, Source
+from mtpbuild.builder.models.common.weights import Weight
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.quantize.format import Format, Shape
 from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, stored_format
@@ -37,7 +37,7 @@ class Checkpoint:
     stored_names: Mapping[str, str] = field(default_factory=dict)  # where a file has another
 
     def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
-        """Only some of the tensors, under other names; names: stored name -> new name."""
+        """Keep only some of the tensors, under other names. names: stored name -> new name."""
         return replace(
             self,
             files={new: self.files[old] for old, new in names.items()},
@@ -105,7 +105,7 @@ class Checkpoint:
         return table
 
     def _equal(self, name: str, other: str) -> bool:
-        """Whether two weights are the same; those as large as a vocabulary a piece at a time."""
+        """Compare two weights; those as large as a vocabulary go a piece at a time."""
         if self.format(name) is not None or self.format(other) is not None:
             return torch.equal(self.read(name), self.read(other))
         if self.shapes[name] != self.shapes[other]:

@@ -1,4 +1,4 @@
-"""From a model and a machine to sizes, step times and tokens per second."""
+"""Foretells sizes, step times and tokens per second of a model on a machine."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -61,7 +61,7 @@ class Step:
 
     @property
     def limit(self) -> str:
-        """What most of the step's time goes to."""
+        """The limit that most of the step's time goes to."""
         times = {"latency": self.latency, "memory": 0.0, "compute": 0.0}
         for part in self.parts:
             times[part.limit] += part.seconds
@@ -86,7 +86,7 @@ class Forecast:
 
     @property
     def is_published(self) -> bool:
-        """Whether it is the setting whose speeds are published."""
+        """Tell whether it is the setting whose speeds are published."""
         request = self.request
         setting = (self.name, self.gpu.name, request.ranks, request.max_batch, request.context)
         return request.acceptance is None and setting == latency.PUBLISHED

@@ -10,8 +10,7 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint
 from mtpbuild.builder.checkpoint.write import nbytes
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.share import WHOLE
-from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.common.share import WHOLE, Source
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.quantize.format import Format, Part, Shape
 from mtpbuild.builder.quantize.scheme import PLAIN, SCHEMES
@@ -52,7 +51,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint stores each weight, known from its files or from its recipe."""
+    """A checkpoint's way to store each weight, known from its files or from its recipe."""
 
     name: str
     config: ModelConfig
@@ -110,7 +109,7 @@ def classes(layout: Layout, ranks: Ranks) -> list[Class]:
 
 
 def held(source: Source, shape: Shape, ranks: Ranks) -> float:
-    """How much of a stored tensor one rank holds (spec/deepseek-v3.md section 5).
+    """The fraction of a stored tensor that one rank holds (spec/deepseek-v3.md section 5).
 
     shape: the tensor's, of those that make a quantised weight; a number can't be cut.
     """

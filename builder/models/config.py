@@ -130,7 +130,7 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What the compiler reads of any model; fields carry the checkpoints' own names."""
+    """The compiler reads this of any model; fields carry the checkpoints' own names."""
 
     vocab_size: int = integer()
     hidden_size: int = integer()
@@ -149,7 +149,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ModelConfig):
-    """What models with routed experts have, behind some dense layers."""
+    """Models with routed experts have this, behind some dense layers."""
 
     intermediate_size: int = integer()
     moe_intermediate_size: int = integer(1, 1)

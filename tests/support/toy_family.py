@@ -25,8 +25,8 @@ from mtpbuild.builder.models.common.layers import (
     parameter,
 )
 from mtpbuild.builder.models.common.reference import Reference
-from mtpbuild.builder.models.common.share import Share
-from mtpbuild.builder.models.common.weights import Source, Weight, mlp, product, vector
+from mtpbuild.builder.models.common.share import Share, Source
+from mtpbuild.builder.models.common.weights import Weight, mlp, product, vector
 from mtpbuild.builder.models.config import ModelConfig, Reader, integer
 from mtpbuild.builder.models.family import Costs, Family, Split
 from mtpbuild.runtime.ranks import Ranks

@@ -52,8 +52,8 @@ class Gate(nn.Module):
 class MoE(Kernels):
     """A rank of several computes a part of the sum.
 
-    With attention-DP all of it, of its own tokens: routed experts see those of all ranks, so ranks
-    must have equally many.
+    With attention-DP it computes all of it for its own tokens. Routed experts see the tokens of all
+    ranks, so ranks must have equally many.
     """
 
     def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
@@ -110,8 +110,8 @@ class DenseMoE(MoE):
 class GatheredMoE(MoE):
     """Many experts: only the chosen ones' weights are read.
 
-    By an op if `use_kernels` said so, where a step has few tokens and their number is fixed; else
-    the weights are gathered for each token.
+    An op reads them if `use_kernels` said so and tokens are few, or a prompt's chunk has a bound;
+    else the weights are gathered for each token.
     """
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:

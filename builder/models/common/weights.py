@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
-from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models.common.share import Share, Source
 from mtpbuild.builder.models.config import MoEConfig
 
 Transform = Callable[..., Tensor]
@@ -19,16 +19,6 @@ Transform = Callable[..., Tensor]
 def stack_rows(*w: Tensor) -> Tensor:
     """Projections of one input become one product: [out_i, ..] each -> [sum of out_i, ..]."""
     return torch.cat(w) if len(w) > 1 else w[0]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A tensor of the checkpoint and the shape that the configuration demands."""
-
-    name: str
-    shape: tuple[int, ...]
-    axis: int | None = None  # that ranks split; None: each holds all of it
-    routed: bool = False  # a routed expert's: groups of ranks hold it, split by their columns
 
 
 Sources = list[Source]
@@ -63,7 +53,7 @@ def product(to: str, *sources: Source, rows: Transform = stack_rows, joined: int
 
 
 def projection(at: str, proj: str, hidden: int, inner: int, routed: bool = False) -> Source:
-    """One of an MLP's products; ranks split its inner columns."""
+    """An MLP's product; ranks split its inner columns."""
     down = proj == "down"
     shape = (hidden, inner) if down else (inner, hidden)
     return Source(f"{at}.{proj}_proj.weight", shape, int(down), routed)
