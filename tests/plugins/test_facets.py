@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mtpbuild.plugins
 from mtpbuild.plugins import FACETS, TARGETS, facet, facets, file_of
@@ -41,3 +42,17 @@ def test_every_file_is_an_entry() -> None:
 def test_a_reference_is_the_op_itself() -> None:
     rope = mtpbuild.plugins.rope
     assert facet(rope, "inductor") is rope._init_fn
+
+
+def test_cuda_tensors_get_the_facet() -> None:
+    """What PyTorch calls for CUDA tensors, here on the CPU and in Triton's interpreter."""
+    triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("a GPU runs it in tests/gpu")
+    kernels = {op: op._backend_fns for op in FACETS}
+    assert {op for op in FACETS if "cuda" in kernels[op]} == {
+        op for op in FACETS if file_of(op, "cuda")
+    }
+    write = mtpbuild.plugins.kv_write
+    operands = (torch.zeros(1, 1, 5, 2), torch.ones(1, 1, 2, 2), torch.tensor([3]))
+    assert torch.equal(kernels[write]["cuda"](*operands), write(*operands))
