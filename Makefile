@@ -9,12 +9,12 @@ venv: .venv/.installed
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[cpu,build,dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[cpu,build,dev]'  # setuptools' of editables
 	touch $@
 
 run: venv  ## build engines/tiny_n3 and stream text through it
 	$(BIN)/mtpbuild build --model deepseek-tiny --nextn 3
-	$(BIN)/mtpbuild run --engine engines/tiny_n3 --prompt "def fibonacci(n):" --max-tokens 128
+	$(BIN)/mtpbuild run --engine engines/tiny_n3 --chat "What is 47 + 85?"
 
 check: venv
 	$(BIN)/ruff check .

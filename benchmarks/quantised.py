@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from script import run
 
 from mtpbuild.builder.bench.figures import ALL
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.eval.figures import Figures, rows
 from mtpbuild.builder.eval.measure import STRICT, Answered, ask
@@ -28,6 +28,7 @@ from mtpbuild.builder.eval.problems import load_problems
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime import Engine, SamplingParams

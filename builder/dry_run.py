@@ -1,40 +1,29 @@
 """`mtpbuild build --dry-run`: a build's checks, graphs and sizes; writes nothing."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mtpbuild.builder import layout
-from mtpbuild.builder.build import (
-    BuildRequest,
-    Stages,
-    find_source,
-    make_plans,
-    make_prints,
-    needs,
-)
-from mtpbuild.builder.checkpoint.generation import generation_ids
+from mtpbuild.builder.checks import needs
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.runtime.errors import MissingDependencyError
-
-if TYPE_CHECKING:
-    from mtpbuild.builder.targets import Target
+from mtpbuild.builder.prepare import prepare
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One engine: bytes of its weights file and of its state at run time; of each rank."""
+    """One engine that a build would make; bytes are those of each rank."""
 
     folder: Path
     plan: Plan
-    weights: int
-    state: int
+    weights: int  # bytes of the weights file
+    state: int  # bytes of the state at run time
     graphs: dict[str, int]  # program -> nodes
     unchanged: bool
 
@@ -56,40 +45,22 @@ class DryRun:
 
 def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     """Raises what `build` would before it writes, but for what only this machine lacks."""
-    request = replace(request, dry_run=True)
-    source, config = find_source(request)
-    ids = generation_ids(source.folder, config)
-    plans = dict(make_plans(config, request, source.engine))
-    prints = make_prints(source, plans, request)
-    for out in plans:
-        layout.check_place(out, source.name, force=request.force)
-        if request.rank is not None:
-            layout.check_ranks(out, prints[out], force=request.force)
+    job = prepare(replace(request, dry_run=True))
     with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
-        from mtpbuild.builder import model_source, weightless
-        from mtpbuild.builder.targets import load_target
+        from mtpbuild.builder import weightless
 
-        target = load_target(request.target)
-        lacking = list(dict.fromkeys(chain.from_iterable(lacks(target, p) for p in plans.values())))
-    with stages("check checkpoint"):
-        model = model_source.ModelSource(
-            source.name,
-            source.folder,
-            config,
-            ids,
-            device="meta",
-            formats=target.formats,
-            layers=request.layers,
-            share=request.share,
-            dtype=request.dtype,
+        lacking = list(
+            dict.fromkeys(chain.from_iterable(map(job.target.lacks, job.plans.values())))
         )
-        ranks = range(request.tp) if request.rank is None else [request.rank]
-        weightless.check_slices(model, ranks[: request.ep])  # ranks of one group have equal parts
+    with stages("check checkpoint"):
+        model = job.open_model(device="meta")
+        # Ranks of one group have equal parts.
+        weightless.check_slices(model, job.ranks[: request.ranks.ep])
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     with stages("export"):
-        graphs = weightless.export(model, plans.values())
+        graphs = weightless.export(model, job.plans.values(), job.target.trace)
     return DryRun(
-        checkpoint=source.folder,
+        checkpoint=job.source.folder,
         files=len(set(model.checkpoint.files.values())),
         tensors=len(model.checkpoint.files),
         dequantised=model.dequantised(),
@@ -103,22 +74,12 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
                 weights,
                 sum(ITEM_BYTES[s.dtype] * prod(s.shape) for s in state_specs(plan)),
                 exported,
-                not layout.lacking(out, prints[out], ranks),
+                not layout.lacking(out, job.fingerprints[out], job.ranks),
             )
-            for (out, plan), exported in zip(plans.items(), graphs, strict=True)
+            for (out, plan), exported in zip(job.plans.items(), graphs, strict=True)
         ],
         lacking=lacking,
     )
-
-
-def lacks(target: "Target", plan: Plan) -> Iterator[str]:
-    """Packages and parts without which the plan can't be built here."""
-    if plan.tp > 1 and plan.plugins:
-        yield "target tensorrt builds one rank only so far"
-    try:
-        target.check(plan)
-    except MissingDependencyError as error:
-        yield str(error)
 
 
 def print_dry_run(done: DryRun) -> None:
@@ -137,7 +98,7 @@ def print_dry_run(done: DryRun) -> None:
         console.print(f"{found} would be dequantised to {done.dtype}")
     table = Table("engine", "nextn", "drafter", "weights", "state", "build")
     for engine in done.engines:
-        each = " per rank" if engine.plan.tp > 1 else ""
+        each = " per rank" if engine.plan.ranks.tp > 1 else ""
         table.add_row(
             str(engine.folder),
             f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.layout import SIDE_FILES
+from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import HASH_LIMIT, hash_file

@@ -1,4 +1,4 @@
-"""Turns lowered files into an engine directory: manifest, hashes, and one atomic rename."""
+"""Engines and their ranks on disk: what is there, what lacks, what is shared, what moves."""
 
 import contextlib
 import json
@@ -6,23 +6,14 @@ import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.staging import replace_folder
+from mtpbuild.builder.building import replace_folder
 from mtpbuild.runtime.errors import BuildError, EngineError, MtpbuildError
 from mtpbuild.runtime.manifest import (
     MANIFEST,
-    BuildInfo,
-    FileSpec,
+    WEIGHTS,
     Manifest,
-    ModelInfo,
-    ProgramSpec,
-    StateSpec,
-    TargetInfo,
-    WeightsType,
     check_files,
     hash_file,
     rank_name,
@@ -30,25 +21,31 @@ from mtpbuild.runtime.manifest import (
     read_manifest,
     read_rank,
 )
+from mtpbuild.runtime.ranks import Ranks
 
-CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
-SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "generation_config.json")
+
+def rank_folders(folder: Path, ranks: Ranks, wanted: Iterable[int]) -> dict[int, Path]:
+    """The folder of each wanted rank, which is made; the engine's own if there is but one rank."""
+    folders = {rank: folder / rank_name(rank) if ranks.tp > 1 else folder for rank in wanted}
+    for place in folders.values():
+        place.mkdir(exist_ok=True)
+    return folders
 
 
 def link(old: Path, new: Path) -> None:
-    """The same file once more; a copy where the file system has no hard links."""
+    """Make `new` the same file as `old`; a copy where the file system has no hard links."""
     try:
         os.link(old, new)
     except OSError:
         shutil.copyfile(old, new)
 
 
-def share_file(path: Path, sha256: str, siblings: Path, within: str = "") -> bool:
+def share_file(path: Path, sha256: str, siblings: Path, inner: str = "") -> bool:
     """Make `path` a hard link to the equal file of an engine in `siblings`, if there is one.
 
-    within: the folder of a rank, in the sibling too.
+    inner: the rank's folder in which the file is, in the sibling too.
     """
-    for folder in sorted(siblings.glob(f"*/{within}")):
+    for folder in sorted(siblings.glob(f"*/{inner}")):
         manifest = existing(folder)
         spec = manifest.files.get(path.name) if manifest is not None else None
         other = folder / path.name
@@ -62,16 +59,6 @@ def share_file(path: Path, sha256: str, siblings: Path, within: str = "") -> boo
     return False
 
 
-def rank_folders(folder: Path, plan: Plan, ranks: Iterable[int]) -> dict[int, Path]:
-    """Where weights and programs of each rank go; the engine's own folder if there is but one."""
-    if plan.tp == 1:
-        return {0: folder}
-    folders = {rank: folder / rank_name(rank) for rank in ranks}
-    for place in folders.values():
-        place.mkdir(exist_ok=True)
-    return folders
-
-
 def share_programs(first: Path, others: Iterable[Path]) -> None:
     """Give other ranks what was compiled for the first; only weights differ."""
     for place in others:
@@ -80,81 +67,10 @@ def share_programs(first: Path, others: Iterable[Path]) -> None:
                 link(file, place / file.name)
 
 
-def copy_side_files(checkpoint: Path, folder: Path) -> None:
-    """config.json, and of `SIDE_FILES` those that the checkpoint has."""
-    for name in (CONFIG, *SIDE_FILES):
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, folder / name)
-    template = _configured_template(folder / "tokenizer_config.json")
-    if template is not None and not (folder / TEMPLATE).exists():
-        (folder / TEMPLATE).write_text(template, encoding="utf-8")
-
-
-def _configured_template(path: Path) -> str | None:
-    """The chat template as older checkpoints carry it: inside tokenizer_config.json."""
-    try:
-        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError, AttributeError):  # the run time says what is wrong with the file
-        return None
-    return template if isinstance(template, str) else None
-
-
-def write_manifest(
-    folder: Path,
-    *,
-    plan: Plan,
-    fingerprint: str,
-    model: ModelInfo,
-    target: TargetInfo,
-    programs: dict[str, ProgramSpec],
-    state: tuple[StateSpec, ...],
-    weights: WeightsType,
-    hashes: dict[str, str],
-    layers: LayersSlice | None = None,
-    rank: int | None = None,
-) -> None:
-    """Write engine.json over everything that lies in the folder; `hashes` are known already.
-
-    rank: whose folder it is, if the engine has several.
-    """
-    drafters: list[str] = [] if plan.drafter is None else [plan.drafter]
-    manifest = Manifest(
-        mtpbuild=version("mtpbuild"),
-        model=model,
-        build=BuildInfo(
-            nextn=plan.nextn,
-            drafter=plan.drafter,
-            adaptive=plan.adaptive,
-            max_batch=plan.max_batch,
-            max_seq_len=plan.max_seq_len,
-            prefill_chunk=plan.prefill_chunk,
-            weights=weights,
-            dtype=plan.dtype,
-            fingerprint=fingerprint,
-            tp=plan.tp,
-            ep=plan.ep,
-            attention_dp=plan.attention_dp,
-            layers=None if layers is None else str(layers),
-        ),
-        target=target,
-        capabilities={"acceptance": ["strict", "rejection", "relaxed"], "drafter": drafters},
-        lookahead=plan.lookahead,
-        programs=programs,
-        state=state,
-        files=describe_files(folder, hashes),
-        rank=rank,
-    )
-    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-
-
-def describe_files(folder: Path, known: dict[str, str]) -> dict[str, FileSpec]:
-    return {
-        path.name: FileSpec(
-            size=path.stat().st_size, sha256=known.get(path.name) or hash_file(path)
-        )
-        for path in sorted(folder.iterdir())
-        if path.name != MANIFEST and path.is_file()
-    }
+def remove_weights(folders: Iterable[Path]) -> None:
+    """Remove the weights files of programs that hold their weights themselves."""
+    for folder in folders:
+        (folder / WEIGHTS).unlink()
 
 
 def existing(out: Path) -> Manifest | None:
@@ -181,7 +97,7 @@ def check_place(out: Path, model: str, *, force: bool) -> None:
 
 
 def model_of(out: Path) -> str | None:
-    """Which model's engine stands at `out`, also one of another format version."""
+    """The name of the model whose engine stands at `out`, also in another format version."""
     try:
         name = json.loads((out / MANIFEST).read_text(encoding="utf-8"))["model"]["name"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -202,42 +118,46 @@ def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
 
 
 def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
-    """Which ranks are not at `out`, whole and made from exactly these inputs.
+    """The ranks that are not at `out` intact and made from exactly these inputs.
 
     An engine that is not split is its rank 0.
     """
     manifest = existing(out)
-    if manifest is None or manifest.build.fingerprint != fingerprint or not _whole(out, manifest):
+    if (
+        manifest is None
+        or manifest.build.fingerprint != fingerprint
+        or not _is_intact(out, manifest)
+    ):
         return list(ranks)
-    return [rank for rank in ranks if manifest.split and _whole_rank(out, manifest, rank) is None]
+    return [rank for rank in ranks if manifest.split and _intact_rank(out, manifest, rank) is None]
 
 
 @dataclass(frozen=True)
-class Rank:
-    """One of several, in its folder."""
+class RankFolder:
+    """The folder of one of several ranks, with its manifest."""
 
     folder: Path
     manifest: Manifest
 
 
-def whole_rank(out: Path, fingerprint: str) -> Rank | None:
-    """The first rank of a build that is at `out` and as it was built."""
+def intact_rank(out: Path, fingerprint: str) -> RankFolder | None:
+    """The first rank of a build that is at `out` as it was built."""
     manifest = existing(out)
     if manifest is None or manifest.build.fingerprint != fingerprint:
         return None
-    found = (_whole_rank(out, manifest, rank) for rank in ranks_here(out, manifest))
+    found = (_intact_rank(out, manifest, rank) for rank in ranks_here(out, manifest))
     return next((rank for rank in found if rank is not None), None)
 
 
-def _whole_rank(out: Path, manifest: Manifest, rank: int) -> Rank | None:
+def _intact_rank(out: Path, manifest: Manifest, rank: int) -> RankFolder | None:
     try:
-        found = Rank(out / rank_name(rank), read_rank(out, manifest, rank))
+        found = RankFolder(out / rank_name(rank), read_rank(out, manifest, rank))
     except EngineError:
         return None
-    return found if _whole(found.folder, found.manifest) else None
+    return found if _is_intact(found.folder, found.manifest) else None
 
 
-def _whole(folder: Path, manifest: Manifest) -> bool:
+def _is_intact(folder: Path, manifest: Manifest) -> bool:
     try:
         check_files(folder, manifest)
     except (EngineError, OSError):
@@ -246,7 +166,7 @@ def _whole(folder: Path, manifest: Manifest) -> bool:
 
 
 def publish(new: Path, out: Path) -> None:
-    """Put an engine at its place; some of several ranks go to others of the same build there."""
+    """Put an engine at its place; ranks that were built alone join those of the same build."""
     own = read_manifest(new)
     ranks = ranks_here(new, own)
     if len(ranks) == own.build.tp or not own.split:

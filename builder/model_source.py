@@ -27,14 +27,11 @@ from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import Weight, weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.quantize.kept import Kept, can_stay, in_pairs
 from mtpbuild.builder.weights_file import WEIGHTS, Placed, read_places, write_weights
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType, hash_file
 from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
-
-__all__ = ["ModelSource", "load_model", "trace"]
 
 
 @dataclass(frozen=True)

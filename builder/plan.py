@@ -1,12 +1,14 @@
 """What one engine is built for: decided from the request and the configuration, without torch."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.manifest import FloatType, StateSpec
+from mtpbuild.runtime.ranks import Ranks
 
 Nextn = int | Literal["auto"]  # as said on the command line
 ADAPTIVE_NEXTN = 4  # drafts of a step, at most, where nextn is "auto"
@@ -26,21 +28,15 @@ class Plan:
     max_batch: int
     max_seq_len: int
     prefill_chunk: int
-    compute_capabilities: tuple[str, ...] = ()  # of the GPUs that a TensorRT target compiles for
-    fast_build: bool = False  # of target tensorrt: tries fewer kernels
-    plugins: bool = False  # of target tensorrt: our kernels are there for every op
-    strip_weights: bool = False  # of target tensorrt: loading puts them back
-    gpu: str | None = None  # compute capability that target inductor compiles on and for; None: CPU
-    tp: int = 1  # ranks that share the model
-    ep: int = 1  # parts of the routed experts
-    attention_dp: bool = False  # all else is whole on each rank, which has its own max_batch slots
-    dtype: FloatType = "float32"  # of weights, caches and hidden states (model/precision.py)
+    style: GraphStyle = field(default_factory=GraphStyle)
+    ranks: Ranks = field(default_factory=Ranks)
+    compute_capabilities: tuple[str, ...] = ()  # of the GPUs that it is compiled for; none: a CPU
+    options: Any = None  # the target's own
     adaptive: bool = False  # nextn is the most: each step drafts as many as the run time says
 
     @property
-    def fixed(self) -> bool:
-        """Whether caches and slots keep their size: one CUDA graph, and one TensorRT profile."""
-        return bool(self.compute_capabilities)
+    def dtype(self) -> FloatType:
+        return self.style.dtype
 
     @property
     def window(self) -> int:
@@ -51,10 +47,10 @@ class Plan:
     def capacity(self) -> int:
         """S: cache rows per slot. A live slot's window starts below max_seq_len; T rows more.
 
-        On a GPU steps overlap: a slot may have ended in the step before, and moves T rows on.
+        Where steps overlap a slot may have ended in the step before, and moves T rows on.
         """
-        rows = self.max_seq_len + self.window * (2 if self.gpu else 1)
-        return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.fixed or self.gpu else rows
+        rows = self.max_seq_len + self.window * self.style.spare_windows
+        return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.style.whole_caches else rows
 
     @property
     def lookahead(self) -> int:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from mtpbuild.builder import layout
-from mtpbuild.builder.build import BuildRequest, find_source
+from mtpbuild.builder.building import under_construction
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES, copy_side_files
+from mtpbuild.builder.manifest_of import describe_files
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.prepare import find_source
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.staging import staging
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, UsageError
@@ -29,10 +32,10 @@ def refit(
 ) -> tuple[Manifest, Manifest]:
     """Replace the weights of `engine` by those of `model`, a checkpoint folder or a recipe's name.
 
-    Of an engine with some of its model's layers, by the same layers of `model`. Returns the
-    manifests before and after. Raises UsageError with the differences if the checkpoint has another
-    architecture or other number formats, CheckpointError or BuildError; the engine is then as it
-    was. Programs that are loaded keep the weights that they were loaded with.
+    An engine of some layers gets the same layers of `model`. Returns the manifests before and
+    after. Raises UsageError with the differences if the checkpoint has another architecture or
+    other number formats, CheckpointError or BuildError; the engine is then as it was. Programs that
+    are loaded keep the weights that they were loaded with.
     """
     watch("check engine")
     old = read_manifest(engine)
@@ -40,14 +43,43 @@ def refit(
     if old.split:
         raise UsageError(f"{engine}: an engine of {old.build.tp} ranks: rebuild it")
     target = load_target(old.target.name)
-    if target.embeds_weights:
+    if target.embeds_weights(target.Options()):
         raise UsageError(
             f"{engine}: programs of target {old.target.name} hold their weights: rebuild it"
         )
-    if layout.CONFIG not in old.files:
-        raise UsageError(f"{engine}: has no {layout.CONFIG} to compare with: rebuild it")
+    if CONFIG not in old.files:
+        raise UsageError(f"{engine}: has no {CONFIG} to compare with: rebuild it")
 
     watch("check checkpoint")
+    new = open_model(engine, old, model, target.formats)
+    new.tell_formats()
+
+    with under_construction(engine) as building:
+        folder = building.folder
+        watch("write weights")
+        weights = new.write_weights(folder, siblings=engine.resolve().parent)
+        refuse(engine, new.folder, list(tensor_differences(engine, folder)))
+        watch("package")
+        replaced = {WEIGHTS, CONFIG, *SIDE_FILES}
+        for name in old.files.keys() - replaced:
+            layout.link(engine / name, folder / name)
+        copy_side_files(new.folder, folder)
+        hashes = {n: f.sha256 for n, f in old.files.items() if n not in replaced} | weights.hashes
+        mark = f"{old.build.fingerprint} refitted with {weights.hashes[WEIGHTS]}"
+        fingerprint = hashlib.sha256(mark.encode()).hexdigest()
+        changes = {
+            "mtpbuild": version("mtpbuild"),
+            "model": new.info(),
+            "build": old.build.model_copy(update={"fingerprint": fingerprint}),
+            "files": describe_files(folder, hashes),
+        }
+        manifest = old.model_copy(update=changes)
+        (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return old, manifest
+
+
+def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]) -> ModelSource:
+    """The new model, of which the engine has all layers or some; it must have the same shape."""
     whole = find_model(model)
     refuse(engine, whole.folder, differences(load_config(engine), load_config(whole.folder)))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
@@ -58,38 +90,13 @@ def refit(
         source.folder,
         config,
         ids,
-        formats=target.formats,
+        formats=formats,
         layers=layers,
         dtype=old.build.dtype,
     )
     if new.weights_type != old.build.weights:
         refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
-    new.tell_formats()
-
-    with staging(engine) as stage:
-        folder = stage.folder
-        watch("write weights")
-        weights = new.write_weights(folder, siblings=engine.resolve().parent)
-        refuse(engine, source.folder, list(tensor_differences(engine, folder)))
-        watch("package")
-        replaced = {WEIGHTS, layout.CONFIG, *layout.SIDE_FILES}
-        for name in old.files.keys() - replaced:
-            layout.link(engine / name, folder / name)
-        layout.copy_side_files(source.folder, folder)
-        hashes = {n: f.sha256 for n, f in old.files.items() if n not in replaced} | weights.hashes
-        mark = f"{old.build.fingerprint} refitted with {weights.hashes[WEIGHTS]}"
-        manifest = old.model_copy(
-            update={
-                "mtpbuild": version("mtpbuild"),
-                "model": new.info(),
-                "build": old.build.model_copy(
-                    update={"fingerprint": hashlib.sha256(mark.encode()).hexdigest()}
-                ),
-                "files": layout.describe_files(folder, hashes),
-            }
-        )
-        (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    return old, manifest
+    return new
 
 
 def refuse(engine: Path, checkpoint: Path, found: list[str]) -> None:
@@ -126,7 +133,7 @@ def tensor_differences(old: Path, new: Path) -> Iterator[str]:
 
 
 def header(path: Path) -> dict[str, dict[str, Any]]:
-    """Of a safetensors file."""
+    """The header of a safetensors file: dtype, shape and offsets by tensor."""
     try:
         with path.open("rb") as file:
             entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))

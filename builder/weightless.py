@@ -1,7 +1,7 @@
 """A model without a weight in memory: what `build --dry-run` looks at beyond names and flags."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,12 +9,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mtpbuild.builder import model_source
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, stream_pieces
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.programs import Program
+from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.quantize.format import Shape
 from mtpbuild.runtime.errors import BuildError
 
@@ -61,7 +62,9 @@ def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:
                 raise BuildError(f"rank {rank}: {is_to_be}")
 
 
-def export(model: ModelSource, plans: Iterable[Plan]) -> list[dict[str, int]]:
+def export(
+    model: ModelSource, plans: Iterable[Plan], trace: Callable[[Program, Plan], Traced]
+) -> list[dict[str, int]]:
     """Export each plan's programs on tensors that only have shapes -> nodes of each graph.
 
     The model, which is on the meta device, is of no use afterwards.
@@ -70,7 +73,7 @@ def export(model: ModelSource, plans: Iterable[Plan]) -> list[dict[str, int]]:
         model.model.to_empty(device="cpu")
         return [
             {
-                program.name: len(model_source.trace(program, plan).exported.graph.nodes)
+                program.name: len(trace(program, plan).exported.graph.nodes)
                 for program in model.programs(plan)
             }
             for plan in plans

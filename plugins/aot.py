@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import compile_launch
 
 NAMESPACE = "mtpbuild"
 PORTABLE = 80  # its PTX runs on every later GPU; tiles of 16 rows gain nothing from a newer one
-TORCH = {  # a plugin takes and gives no BOOL
+TORCH = {
+    "BOOL": torch.int32,  # a plugin takes and gives no BOOL
     "INT32": torch.int32,
     "INT64": torch.int64,
     "BF16": torch.bfloat16,
@@ -36,52 +38,56 @@ Converter = Callable[..., Any]
 def as_plugins(
     launches: Launches, results: Callable[[Sequence[Launch]], Tensor | tuple[Tensor, ...]]
 ) -> Converter:
-    """A converter of Torch-TensorRT for an op; `launches` takes what the op takes.
+    """Make a converter of Torch-TensorRT for an op, whose operands `launches` takes.
 
-    results: which of the launches' tensors the op returns; those that are bool there come as int32.
+    `results` picks the tensors that the op returns; one that is bool in the op comes as int32.
     The converter raises ContractError if TensorRT could not launch a kernel.
     """
 
     def convert(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-        there: dict[int, Any] = {}  # id of a launch's tensor -> the network's
-        operands = [_operand(ctx, arg, f"{name}_{i}", there) for i, arg in enumerate(args)]
-        made = launches(*operands)
+        given, form = tree_flatten(args)  # an operand may be a list
+        operands = [_stand_in(arg) for arg in given]
+        made = launches(*tree_unflatten(operands, form))
+        read = {id(tensor) for launch in made for tensor in launch.inputs}
+        there = {  # id of a launch's tensor -> the network's
+            id(operand): _network_tensor(ctx, arg, f"{name}_{i}")
+            for i, (arg, operand) in enumerate(zip(given, operands, strict=True))
+            if isinstance(operand, Tensor) and id(operand) in read
+        }
         for launch in made:
             inputs = [there[id(tensor)] for tensor in launch.inputs if tensor is not None]
             layer = ctx.net.add_plugin(plugin(launch)(*inputs), aot=True)
             layer.name = f"{name}/{launch.kernel.__name__}"
-            for i, tensor in enumerate(launch.outputs):
-                there[id(tensor)] = layer.get_output(i)
-        given = results(made)
-        if isinstance(given, Tensor):
-            return there[id(given)]
-        return tuple(there[id(tensor)] for tensor in given)
+            there |= {id(tensor): layer.get_output(i) for i, tensor in enumerate(launch.outputs)}
+        return tree_map(lambda tensor: there[id(tensor)], results(made))
 
     return convert
 
 
-def _operand(ctx: Any, arg: Any, name: str, there: dict[int, Any]) -> Any:
-    """A meta tensor like the network's, int32 for bool; what is no tensor stays as it is."""
+def _stand_in(arg: Any) -> Any:
+    """Make a meta tensor like the network's, int32 for bool; a number or None is left alone."""
     if arg is None or isinstance(arg, int | float):
         return arg
+    shape = tuple(arg.shape)
+    assert -1 not in shape, "a plugin has fixed shapes"
+    dtype = arg.dtype if isinstance(arg, Tensor) else TORCH[arg.dtype.name]
+    return torch.empty(shape, dtype=TORCH["BOOL"] if dtype == torch.bool else dtype, device="meta")
+
+
+def _network_tensor(ctx: Any, arg: Any, name: str) -> Any:
+    """Find a weight's constant or another tensor of the network, as int32 if it is bool."""
     trt = import_module("tensorrt")
-    if isinstance(arg, Tensor) and arg.dtype in TENSORRT:  # a weight
-        given = ctx.constants.constant(arg, getattr(trt.DataType, TENSORRT[arg.dtype]), name)
-        tensor = torch.empty_like(arg, device="meta")
-    else:
-        utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
-        given = utils.get_trt_tensor(ctx, arg, name)
-        if given.dtype.name == "BOOL":
-            given = ctx.net.add_cast(given, trt.int32).get_output(0)
-        shape = tuple(given.shape)
-        assert -1 not in shape, "a plugin has fixed shapes"
-        tensor = torch.empty(shape, dtype=TORCH[given.dtype.name], device="meta")
-    there[id(tensor)] = given
-    return tensor
+    if isinstance(arg, Tensor) and arg.dtype in TENSORRT:
+        return ctx.constants.constant(arg, getattr(trt.DataType, TENSORRT[arg.dtype]), name)
+    utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
+    given = utils.get_trt_tensor(ctx, arg, name)
+    if given.dtype.name == "BOOL":
+        given = ctx.net.add_cast(given, trt.int32).get_output(0)
+    return given
 
 
 def describe(launch: Launch) -> dict[str, Any]:
-    """All that goes into a plugin, but the kernel's text."""
+    """All that tells a plugin from another, but the kernel's text."""
     return {
         "kernel": launch.kernel.__name__,
         "inputs": [f"{name} {_text(tensor)}" for name, tensor in _inputs(launch).items()],
@@ -95,7 +101,7 @@ def describe(launch: Launch) -> dict[str, Any]:
 
 
 def plugin(launch: Launch) -> Any:
-    """Its definition in `tensorrt.plugin`, which makes layers of the network's tensors."""
+    """The launch's definition in `tensorrt.plugin`, which makes layers of network tensors."""
     trtp = import_module("tensorrt.plugin")
     digest = hashlib.sha256(json.dumps(describe(launch)).encode()).hexdigest()
     name = f"{launch.kernel.__name__}_{digest[:8]}"
@@ -105,7 +111,7 @@ def plugin(launch: Launch) -> Any:
 
 
 def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
-    """The descriptor of the outputs, and the kernel with how it is launched."""
+    """Tell TensorRT what the outputs are, and the kernel with how it is launched."""
     trt = import_module("tensorrt")
     ptx = compile_launch(launch, PORTABLE)
     inputs = [_parameter(name, trtp.TensorDesc) for name in _inputs(launch)]
@@ -147,7 +153,7 @@ def _parameter(name: str, annotation: Any) -> Parameter:
 
 
 def _inputs(launch: Launch) -> dict[str, Tensor]:
-    """By the kernel's names for them, without what it is compiled without."""
+    """Inputs by the kernel's names for them, but those that it is compiled without."""
     named = zip(launch.kernel.arg_names, launch.inputs, strict=False)
     return {name: tensor for name, tensor in named if tensor is not None}
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Constants:
-    """Those of one network. They live as long as it does: it does not copy them."""
+    """The constants of one network. It does not copy them, so they live as long as it does."""
 
     def __init__(self, network: Any) -> None:
         self.network = network
@@ -16,9 +16,9 @@ class Constants:
         self._weights: dict[tuple[Any, ...], Any] = {}
 
     def constant(self, tensor: Tensor, dtype: Any, name: str) -> Any:
-        """A contiguous tensor as one of the network, of TensorRT's dtype.
+        """Add a contiguous tensor to the network, as TensorRT's `dtype`.
 
-        uint8 holds a value of `dtype` per byte, of FP4 two of the last dimension.
+        A uint8 tensor holds a value of `dtype` per byte, or two of its last dimension if FP4.
         """
         import tensorrt as trt
 
@@ -37,10 +37,10 @@ class Constants:
     def weight(
         self, dtype: Any, values: Tensor, scales: Tensor, scales_2: Tensor | None, name: str
     ) -> Any:
-        """A weight as `matmul_scaled` takes it, dequantised in the network: [K, N] of `dtype`.
+        """Dequantise a weight in the network, from what `matmul_scaled` takes to [K, N] of `dtype`.
 
-        In two levels if it is nvfp4, as in the networks that ModelOpt exports: TensorRT sees the
-        format in front of the product, and may choose kernels of its own for it.
+        nvfp4 is dequantised in two levels, as in the networks that ModelOpt exports: TensorRT sees
+        the format in front of the product, and may choose kernels of its own for it.
         """
         import tensorrt as trt
 
@@ -59,12 +59,12 @@ class Constants:
 
 
 def by_outputs(values: Tensor) -> Tensor:
-    """nvfp4 with two inputs per byte [K / 2, N] -> two outputs [K, N / 2], as TensorRT packs it."""
+    """Repack nvfp4 from two inputs per byte [K / 2, N] to two outputs [K, N / 2], for TensorRT."""
     inputs = torch.stack([values & 0xF, values >> 4], dim=1).flatten(0, 1)
     return inputs[:, 0::2] | inputs[:, 1::2] << 4
 
 
 def one(scales: Tensor) -> Tensor:
-    """A single number if all are the same, as those of weights that were quantised together."""
+    """Give one number if all are the same, as where weights were quantised together."""
     first = scales.flatten()[0]
     return first.clone() if bool((scales == first).all()) else scales  # another address

@@ -5,12 +5,14 @@ Floats are tensors or constants, and scratch memory is an output of one launch a
 next (docs/plugins.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 AOT_SHARED = 48 << 10  # bytes of shared memory that TensorRT gives an AOT plugin
 
@@ -28,8 +30,25 @@ class Launch:
     warps: int = 4
     stages: int = 1  # tiles in flight; each costs shared memory
 
+    @classmethod
+    def by_name(
+        cls,
+        kernel: Any,
+        grid: tuple[int, ...],
+        known: Mapping[str, Tensor | int | None],
+        outputs: Mapping[str, Tensor],
+        constants: Mapping[str, Any],
+        warps: int = 4,
+    ) -> "Launch":
+        """Take as inputs and sizes those of `known` that the kernel has parameters for."""
+        given = [known[n] for n in kernel.arg_names if n not in outputs and n not in constants]
+        inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
+        sizes: Any = tuple(given[len(inputs) :])
+        made = tuple(outputs[name] for name in kernel.arg_names if name in outputs)
+        return cls(kernel, grid, inputs, sizes, made, constants, warps)
+
     def run(self) -> None:
-        """Fill the outputs. Traceable: export and AOTInductor see the kernel itself."""
+        """Fill the outputs. A trace holds the kernel itself: export and AOTInductor see it."""
         from torch.library import wrap_triton
         from triton import knobs
 
@@ -46,7 +65,29 @@ class Launch:
         )
 
 
+def run(launches: Sequence[Launch]) -> tuple[Tensor, ...]:
+    """Run the launches in order, and return what the last one gives."""
+    for launch in launches:
+        launch.run()
+    return launches[-1].outputs
+
+
+def by_kernels(op: CustomOpDef) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function that runs launches an op of its own, with the operands of `op`.
+
+    In an exported program it can stand for `op`: AOTInductor sees the launches in it.
+    """
+
+    def define(function: Any) -> Callable[..., Any]:
+        function.__signature__ = signature(op._init_fn)
+        name = f"mtpbuild_triton::{op._qualname.rpartition('::')[2]}"
+        return torch.library.triton_op(name, function, mutates_args=())
+
+    return define
+
+
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return (a + b - 1) // b
 
 
@@ -56,7 +97,7 @@ def tile(size: int, least: int = 16) -> int:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use."""
+    """Bytes of shared memory that one program may use."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return AOT_SHARED
     properties = torch.cuda.get_device_properties(device)

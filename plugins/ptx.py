@@ -1,4 +1,4 @@
-"""Kernels to PTX without a GPU, in the form that TensorRT's AOT plugins launch.
+"""Compiles kernels to PTX without a GPU, in the form that TensorRT's AOT plugins launch.
 
     python -m mtpbuild.plugins.ptx [--shape deepseek-v3] [--architectures 80,90,100,120] [--json]
 
@@ -9,14 +9,16 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.asked import in_order
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
+from mtpbuild.runtime.controls import CONTROLS, control_shapes
 
 ARCHITECTURES = (80, 90, 100, 120)
 PTX_VERSION = 87  # Triton's own is newer than what drivers of CUDA 12.8 take
@@ -47,7 +49,7 @@ class Ptx:
 
 
 def compile_launch(launch: Launch, architecture: int) -> Ptx:
-    """PTX of the launch's kernel for its dtypes and constants; the tensors may be meta tensors.
+    """Compile the launch's kernel for its dtypes and constants; the tensors may be meta tensors.
 
     Raises ContractError for what an AOT plugin may not need: scratch memory, more shared memory.
     """
@@ -81,7 +83,7 @@ def compile_launch(launch: Launch, architecture: int) -> Ptx:
 
 
 def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
-    """Triton type of each parameter, "constexpr" for those that vanish, and the latter's values."""
+    """Name each parameter's Triton type, "constexpr" where it vanishes, and the values of those."""
     values = (*launch.inputs, *launch.sizes, *launch.outputs)
     names = launch.kernel.arg_names
     given = dict(zip(names, values, strict=False)) | dict(launch.constants)
@@ -98,7 +100,7 @@ def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 def _without_scratch(text: str, name: str, shared: int) -> Ptx:
-    """Triton adds two pointers behind the arguments, which TensorRT would not pass."""
+    """Take out the two pointers that Triton adds behind the arguments; TensorRT passes none."""
     entry = re.search(r"\.visible \.entry (\w+)\((.*?)\)", text, re.DOTALL)
     assert entry is not None, "Triton writes one entry point"
     parameters = [line.strip() for line in entry[2].strip().split(",\n")]
@@ -118,7 +120,7 @@ def _without_scratch(text: str, name: str, shared: int) -> Ptx:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's kernels are compiled for; T window tokens, X experts."""
+    """The sizes of a model that its kernels are compiled for."""
 
     batch: int
     tokens: int
@@ -135,32 +137,24 @@ class Shape:
     cache: torch.dtype
 
 
+DEEPSEEK = Shape(8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.bfloat16)  # 1 of 8 ranks
 SHAPES = {
-    # A rank of 8: 16 heads.
-    "deepseek-v3": Shape(
-        8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.bfloat16
-    ),
-    "deepseek-v3-fp8-cache": Shape(
-        8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.float8_e4m3fn
-    ),
-    "deepseek-v3-fp32": Shape(
-        8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.float32
-    ),
+    "deepseek-v3": DEEPSEEK,
+    "deepseek-v3-fp8-cache": replace(DEEPSEEK, cache=torch.float8_e4m3fn),
+    "deepseek-v3-fp32": replace(DEEPSEEK, cache=torch.float32),
     "small": Shape(2, 3, 4, 40, 8, 1000, 48, 32, 8, 4, 2, 2, torch.float32),
-}  # fmt: skip
+}
 
 
 def launches(s: Shape) -> tuple[Launch, ...]:
-    """Every kernel, on meta tensors; those of weights in each form that these have."""
-    from mtpbuild.plugins.accept_rewind.distribution import Shaping
-    from mtpbuild.plugins.accept_rewind.mixed import Judging
+    """Launch every kernel once on meta tensors, or once per form of weights that it takes."""
+    from mtpbuild.plugins.accept_mixed.triton import mixed_launches
     from mtpbuild.plugins.accept_rewind.triton import greedy_launches
-    from mtpbuild.plugins.accept_rewind.triton_law import law_launch
-    from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
     from mtpbuild.plugins.kv_write.triton import kv_launch
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
     from mtpbuild.plugins.mla_attention.triton import mla_launches
     from mtpbuild.plugins.moe.triton import moe_launches, route_launch
+    from mtpbuild.plugins.shaped_probs.triton import shape_launch
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -168,24 +162,17 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     B, T, V = s.batch, s.tokens, s.vocab
     compute = torch.float32 if s.cache == torch.float32 else torch.bfloat16
     width = s.rank + s.rope
-    slots, on = empty(B, dtype=torch.int64), empty(B, dtype=torch.int32)  # plugins take no bool
+    slots, on = empty(B, dtype=torch.int64), empty(B, dtype=torch.int32)
     cache = empty(B, 1, 4096, width, dtype=s.cache)
     fresh = empty(B, 1, T, width, dtype=s.cache)
     q = empty(B, s.heads, T, width, dtype=compute)
     k_scale = empty(1) if s.cache == torch.float8_e4m3fn else None
-    floats, window = empty(B), empty(B, T, dtype=torch.int64)
-    judging = Judging(
-        shaping=Shaping(floats, slots, floats, floats),
-        rejection=on,
-        block=on,
-        synthetic=empty(B, T),
-        relaxed_topk=slots,
-        relaxed_delta=floats,
-        thinking_ids=empty(B, 2, dtype=torch.int64),
-        banned_ids=empty(B, 4, dtype=torch.int64),
-        banned_until=slots,
-        uniforms=empty(B, 3 + max(T - 2, 0), 4096),
-    )
+    window, shapes = empty(B, T, dtype=torch.int64), control_shapes(T - 1, 4096)
+    flags = {"bool": torch.int32}  # plugins take no bool
+    asked = {
+        c.name: empty(B, *shapes[c.name], dtype=flags.get(c.dtype) or getattr(torch, c.dtype))
+        for c in CONTROLS
+    }
     logits, probs = empty(B, T, V), empty(B, T - 1, V)
     N, X = B * T, s.experts
     ids = empty(N, s.chosen, dtype=torch.int32)
@@ -213,8 +200,8 @@ def launches(s: Shape) -> tuple[Launch, ...]:
         kv_launch(cache, fresh, slots),
         *mla_launches(q, cache, fresh, slots, slots, 0.1, s.rank, k_scale, splits=4),
         *greedy_launches(logits, window, slots, slots, on),
-        *mixed_launches(logits, window, slots, slots, on, on, probs, judging),
-        law_launch(logits, floats, slots, floats, floats),
+        *mixed_launches(logits, window, slots, slots, on, on, probs, in_order(asked)),
+        shape_launch(logits, asked),
         route_launch(empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5),
         *scaled(fp8),
         *scaled(nvfp4),

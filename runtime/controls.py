@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_BANNED = 16  # tokens that a request may forbid before its min_tokens
+MAX_LOGPROBS = 5  # alternatives that a row reports
 NOTHING = -1  # fills a list of ids or rates that is shorter than its place
 
 # Streams of `uniforms`, each numbered by absolute position. Strict draws its target with DRAFT.

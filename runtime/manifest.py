@@ -12,6 +12,7 @@ from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
 
 FORMAT_VERSION: Literal[2] = 2
 MANIFEST = "engine.json"
+WEIGHTS = "weights.safetensors"  # of all programs; a target may put them into its programs
 # Of any engine; a manifest beyond them is damaged.
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK, MAX_RANKS = 1024, 1 << 24, 1 << 16, 64
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request

@@ -6,10 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from mtpbuild.runtime.checks import SETTINGS, whole_number
-from mtpbuild.runtime.controls import MAX_BANNED, Controls
+from mtpbuild.runtime.controls import MAX_BANNED, MAX_LOGPROBS, Controls
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import MAX_LOGPROBS
 from mtpbuild.runtime.synthetic import check_synthetic, conditional, synthetic_rates
 
 

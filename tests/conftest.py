@@ -9,11 +9,11 @@ from typing import Any, Literal
 import pytest
 from filelock import FileLock
 
+from tests.support.engines import EngineBuilder
+
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-EngineBuilder = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -30,22 +30,15 @@ def build_engine(shared_folder: Path) -> EngineBuilder:
     def build(
         model: str | Path, nextn: int | Literal["auto"], drafter: str | None = None, **flags: Any
     ) -> Path:
-        from mtpbuild.builder.build import BuildRequest
         from mtpbuild.builder.build import build as run_build
+        from tests.support.requests import build_request
 
         options = "".join(f"_{name}{value}" for name, value in sorted(flags.items()))
         out = shared_folder / "engines" / f"{Path(model).name}_n{nextn}_{drafter}{options}"
         out.parent.mkdir(exist_ok=True)
         with FileLock(f"{out}.lock"):
             if not out.exists():
-                request = BuildRequest(
-                    str(model),
-                    nextn=(nextn,),
-                    drafter=drafter,  # type: ignore[arg-type]
-                    out=out,
-                    **flags,
-                )
-                run_build(request)
+                run_build(build_request(model, (nextn,), drafter=drafter, out=out, **flags))
         return out
 
     return build

@@ -12,11 +12,11 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
-from tests.builder.test_transformers import transformers_greedy, transformers_model
 from tests.reference.recompute import row_logits
 from tests.support.checkpoints import load_reference
 from tests.support.engines import greedy_ids
 from tests.support.prompts import CODE, QUESTIONS
+from tests.support.transformers_oracle import transformers_greedy, transformers_model
 
 CHUNK, OUTPUT = 32, 128  # of the fixture's engines; tokens of a text
 TIE = 1e-3  # fp32 kernels for one and for four tokens round differently

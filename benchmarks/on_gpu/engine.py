@@ -9,12 +9,14 @@ from pathlib import Path
 
 import torch
 
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.model_source import load_model
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.manifest import read_manifest
@@ -33,7 +35,7 @@ class Eager:
         built, folder = manifest.build, find_model(manifest.model.name).folder
         config = load_config(folder)
         sizes = built.max_batch, built.max_seq_len, built.prefill_chunk
-        plan = Plan(config, built.nextn, built.drafter, *sizes, dtype=built.dtype)
+        plan = Plan(config, built.nextn, built.drafter, *sizes, GraphStyle(dtype=built.dtype))
         model = load_model(folder, config, built.dtype).to(device)
         self.lookahead, self.device = plan.lookahead, device
         self.prefill_program, self.step_program, _ = make_programs(plan, model)
@@ -72,7 +74,9 @@ def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
     """folder: an engine of deepseek-tiny for one request; None builds it for this GPU."""
     with tempfile.TemporaryDirectory() as scratch:
         if folder is None:
-            asked = BuildRequest("deepseek-tiny", (3,), target="inductor", device="cuda")
+            asked = BuildRequest(
+                "deepseek-tiny", (3,), target="inductor", options={"device": "cuda"}
+            )
             folder = build(replace(asked, out=Path(scratch) / "engine"))[0].folder
         manifest = read_manifest(folder)
         if manifest.build.max_batch > 1:

@@ -11,9 +11,10 @@ from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.targets import load_target, make_options
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.runtime.programs.inductor import Package
-from mtpbuild.runtime.programs.torch_cuda import Gpu
 from on_gpu.machine import Machine
 from on_gpu.parts import Parts, State, random_model
 from on_gpu.slices import Slice
@@ -58,10 +59,18 @@ class Bench:
         self._state = self._fill()
 
     def plan(self, nextn: int) -> Plan:
-        gpu = Gpu().compute_capability if self.machine.device == "cuda" else None
         length, drafter = self.case.context + ROOM, "mtp-eagle" if nextn else None
-        config, dtype = self.case.config, self.case.dtype
-        return Plan(config, nextn, drafter, 1, length, 8, gpu=gpu, dtype=dtype)  # type: ignore[arg-type]
+        target = load_target("inductor")
+        options = make_options(target, {"device": self.machine.device, "dtype": self.case.dtype})
+        gpus = target.compute_capabilities(BuildRequest("slice"), options)
+        style, config = target.style(options), self.case.config
+        return Plan(
+            config,
+            *(nextn, drafter, 1, length, 8),  # type: ignore[arg-type]
+            style,
+            compute_capabilities=gpus,
+            options=options,
+        )
 
     def _fill(self) -> State:
         """Caches of random rows, `context` of them committed; the window is full of drafts."""

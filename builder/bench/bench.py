@@ -14,8 +14,8 @@ from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, measure
 from mtpbuild.builder.bench.picture import draw
 from mtpbuild.builder.bench.report import Report, to_json
-from mtpbuild.builder.build import Stages
 from mtpbuild.builder.results import prepare, write_json
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.engine import Engine
 
 OUT = Path("bench_results")

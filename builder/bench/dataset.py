@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 
-from mtpbuild.builder.build import within
+from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
@@ -72,7 +72,7 @@ def group_up(
         count = there if default is None else min(-(-default // size) * size, there)
     if count % size:
         raise UsageError(f"--num-requests {count} is not a multiple of --concurrency {size}")
-    return groups[: within(1, count, there, "--num-requests") // size]
+    return groups[: in_range(1, count, there, "--num-requests") // size]
 
 
 def seeded(params: SamplingParams, number: int) -> SamplingParams:
@@ -105,10 +105,10 @@ def _read(kind: str, path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
         for number, r in enumerate(read_requests(path, engine, asked.params, "--dataset", built_in))
     ]
     if asked.output_len is not None:
-        most = within(1, asked.output_len, capacity, "--output-len")
+        most = in_range(1, asked.output_len, capacity, "--output-len")
         prompts = [replace(p, params=replace(p.params, max_tokens=most)) for p in prompts]
     if asked.input_len is not None:
-        length = within(1, asked.input_len, capacity, "--input-len")
+        length = in_range(1, asked.input_len, capacity, "--input-len")
         bos = engine.manifest.model.bos_token_id
         prompts = [sized(p, length, prompts, bos) for p in prompts]
     hint = ": see --input-len, --output-len"

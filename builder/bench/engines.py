@@ -4,18 +4,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtpbuild.builder import layout
-from mtpbuild.builder.build import (
-    DEFAULT_MAX_SEQ_LEN,
-    BuildRequest,
-    Stages,
-    build,
-    find_source,
-    within,
-)
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
 from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
+from mtpbuild.builder.prepare import DEFAULT_MAX_SEQ_LEN, find_source
 from mtpbuild.builder.recipe import Source
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import MAX_BATCH
 
@@ -40,7 +37,7 @@ class Wanted:
         object.__setattr__(self, "nextn", in_order([0, *self.nextn]))
         object.__setattr__(self, "concurrency", tuple(sorted(set(self.concurrency))))
         for size in self.concurrency:
-            within(1, size, MAX_BATCH, "--concurrency")
+            in_range(1, size, MAX_BATCH, "--concurrency")
             if self.max_batch % size:
                 raise UsageError(
                     f"--concurrency {size} does not divide {self.max_batch}: groups of the largest "

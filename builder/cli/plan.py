@@ -43,7 +43,7 @@ def plan(
     """Foretell sizes, step times and speed of a model on GPUs that need not be here."""
     from json import dumps
 
-    from mtpbuild.builder.build import needs
+    from mtpbuild.builder.checks import needs
 
     with needs("build", "torch", "safetensors"):
         from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast

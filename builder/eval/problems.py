@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtpbuild.builder.bench.dataset import FOLDER, Prompt, check_room, seeded
-from mtpbuild.builder.build import within
+from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.json_lines import AskingLine, read_lines
@@ -52,7 +52,7 @@ def load_problems(
     problems = read_lines(path, f"--task {task}", Line, take, hint)
     if count is None:
         return problems[: NUM_PROBLEMS if task in TASKS else None]
-    return problems[: within(1, count, len(problems), "--num-problems")]
+    return problems[: in_range(1, count, len(problems), "--num-problems")]
 
 
 def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:

@@ -1,14 +1,15 @@
 """What a step asks of its acceptance, and the two kinds: greedy alone, and every mode mixed."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mtpbuild.plugins import accept_rewind
-from mtpbuild.plugins.accept_rewind.branch import when
-from mtpbuild.plugins.accept_rewind.distribution import Shaping, draw, shaped_probs
-from mtpbuild.plugins.accept_rewind.mixed import Judging, Verdict, accept_mixed, draft_number
+from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed, draft_number
+from mtpbuild.plugins.asked import Asked
+from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 
 State = dict[str, Tensor]
 
@@ -34,10 +35,9 @@ class GreedyAcceptance:
     """
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
-        tokens, n, lengths, logprobs, margins = accept_rewind(
-            logits, state["window"], state["num_drafts"], state["lengths"], active
-        )
-        return Verdict(tokens, n, lengths, logprobs, margins, state["thinking"].clone())
+        *slots, thinking = slots_of(state, active)
+        tokens, n, lengths, logprobs, margins = accept_rewind(logits, *slots)
+        return Verdict(tokens, n, lengths, logprobs, margins, thinking.clone())
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
         return logits.argmax(-1)
@@ -47,26 +47,20 @@ class GreedyAcceptance:
 
 
 class MixedAcceptance:
-    """Each slot as its request asks. sampled_drafts [B]: draw drafts where the target is drawn."""
+    """Judge and draft in each slot as its request asks.
 
-    def __init__(self, judging: Judging, sampled_drafts: Tensor) -> None:
-        self.judging, self.drawn = judging, sampled_drafts
+    Drafts are drawn from their distribution where `sampled_drafts` says so and the target is drawn.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
         self.lengths: Tensor | None = None
         self.probs: list[Tensor] = []
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         B, T, V = logits.shape
-        empty = logits.new_zeros(B, T - 1, V)
-        verdict = accept_mixed(
-            logits,
-            state["window"],
-            state["num_drafts"],
-            state["lengths"],
-            active,
-            state["thinking"],
-            state.get("draft_probs", empty),
-            self.judging,
-        )
+        probs = state.get("draft_probs", logits.new_zeros(B, T - 1, V))
+        verdict = accept_mixed(logits, *slots_of(state, active), probs, self.asked)
         self.lengths = verdict.lengths
         return verdict
 
@@ -77,32 +71,38 @@ class MixedAcceptance:
         (DESIGN 5): accepted more often than an argmax, or than one drawn at a number of its own.
         """
         assert self.lengths is not None, "drafts are chosen after judging"
-        number, shaping = draft_number(self.judging, self.lengths, k), self.judging.shaping
-        operands = (logits, number, self.drawn, *vars(shaping).values())
-        sampled = (shaping.temperature > 0).any()
-        draft, law = when(sampled, _sampled_draft, _greedy_draft, operands)
-        self.probs.append(law)
+        number = draft_number(self.asked, self.lengths, k)
+        shaping = {name: self.asked[name] for name in SHAPING}
+        operands = (logits, number, self.asked["sampled_drafts"], shaping)
+        sampled = (self.asked["temperature"] > 0).any()
+        draft, probs = when(sampled, _sampled_draft, _greedy_draft, operands)
+        self.probs.append(probs)
         return draft
 
     def draft_probs(self, state: State) -> State:
         if "draft_probs" not in state:
             return {}
         unused = state["draft_probs"][:, len(self.probs) :]  # of an adaptive engine
-        laws = [*self.probs, unused] if unused.shape[1] else self.probs
-        return {"draft_probs": torch.cat(laws, dim=1)} if laws else {}
+        probs = [*self.probs, unused] if unused.shape[1] else self.probs
+        return {"draft_probs": torch.cat(probs, dim=1)} if probs else {}
+
+
+def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gather what acceptance reads of each slot, in the order of its operands."""
+    return state["window"], state["num_drafts"], state["lengths"], active, state["thinking"]
 
 
 def _sampled_draft(
-    logits: Tensor, number: Tensor, drawn: Tensor, *shaping: Tensor
+    logits: Tensor, number: Tensor, drawn: Tensor, shaping: Asked
 ) -> tuple[Tensor, ...]:
-    """A draft [B, 1] and the law that it was drawn from [B, 1, V]: a point if it is an argmax."""
-    best, chosen = logits.argmax(-1), drawn & (shaping[0] > 0)
-    q = shaped_probs(logits, Shaping(*shaping).rows(2))
+    """A draft [B, 1] and what it was drawn from [B, 1, V]: a point mass if it is an argmax."""
+    best, chosen = logits.argmax(-1), drawn & (shaping["temperature"] > 0)
+    q = shaped_probs(logits, shaping)
     point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
     draft = torch.where(chosen[:, None], draw(q, number)[0], best)
     return draft, torch.where(chosen[:, None, None], q, point)
 
 
-def _greedy_draft(logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """The law is not asked for."""
+def _greedy_draft(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    """The argmax; nobody asks for what it was drawn from."""
     return logits.argmax(-1), torch.zeros_like(logits)

@@ -57,19 +57,22 @@ def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
     most = plan.nextn
     drafter = make_drafter(plan, most)
     prefill = PrefillProgram(model, drafter)
-    acceptance = KernelAcceptance if plan.plugins else MixedAcceptance
-    if plan.plugins or plan.gpu:
-        use_kernels(model, most_tokens(plan) if plan.plugins else None)
+    style = plan.style
+    acceptance = KernelAcceptance if style.all_kernels else MixedAcceptance
+    if style.step_kernels:
+        use_kernels(model, most_tokens(plan) if style.all_kernels else None)
     names = tuple(s.name for s in state_specs(plan))
     filled = tuple(name for name in names if name not in OWN)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     if drafter is not None and drafter.lookahead:
         prompt["ahead"] = _ints(1, drafter.lookahead)
-    B = plan.max_batch if plan.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
+    B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     active = {"active": torch.ones(B, dtype=torch.bool)}
-    whole = plan.fixed or plan.gpu is not None
+    whole = style.whole_caches
     new = _outs(names)
-    programs = [Program("prefill", prefill.eval(), filled, prompt, _outs(filled), whole=plan.fixed)]
+    programs = [
+        Program("prefill", prefill.eval(), filled, prompt, _outs(filled), whole=style.fixed)
+    ]
     for nextn in range(most + 1) if plan.adaptive else (most,):
         drafter = make_drafter(plan, nextn)
         step = StepProgram(model, drafter, nextn, most).eval()

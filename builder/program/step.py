@@ -5,6 +5,7 @@ known tokens are t_0 .. t_M; t_M is in no cache yet, so `lengths` = M.
 """
 
 from dataclasses import replace
+from inspect import Parameter, Signature
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.program.accept import Acceptance, GreedyAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
-from mtpbuild.plugins.accept_rewind.distribution import Shaping
-from mtpbuild.plugins.accept_rewind.mixed import Judging
+from mtpbuild.plugins.asked import named
+from mtpbuild.runtime.controls import CONTROLS
 
 State = dict[str, Tensor]
 
@@ -105,39 +106,20 @@ class MixedStepProgram(StepProgram):
         super().__init__(model, drafter, nextn, most)
         self.acceptance = acceptance
 
-    def forward(  # type: ignore[override]  # a program of its own
-        self,
-        state: State,
-        active: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        rejection: Tensor,
-        block: Tensor,
-        synthetic: Tensor,
-        sampled_drafts: Tensor,
-        relaxed_topk: Tensor,
-        relaxed_delta: Tensor,
-        thinking_ids: Tensor,
-        banned_ids: Tensor,
-        banned_until: Tensor,
-        uniforms: Tensor,
-    ) -> tuple[State, State]:
-        """Per slot what its request asks for; shapes as in `Shaping` and `Judging`."""
-        judging = Judging(
-            shaping=Shaping(temperature, top_k, top_p, min_p),
-            rejection=rejection,
-            block=block,
-            synthetic=synthetic[:, : self.nextn + 1] if self.unused else synthetic,
-            relaxed_topk=relaxed_topk,
-            relaxed_delta=relaxed_delta,
-            thinking_ids=thinking_ids,
-            banned_ids=banned_ids,
-            banned_until=banned_until,
-            uniforms=uniforms,
-        )
-        return self.step(state, active, self.acceptance(judging, sampled_drafts))
+    def forward(self, state: State, active: Tensor, *controls: Tensor) -> tuple[State, State]:
+        """controls: what each slot's request asks for, in the order of the table `CONTROLS`."""
+        asked = named(controls)
+        if self.unused:
+            asked["synthetic"] = asked["synthetic"][:, : self.nextn + 1]
+        return self.step(state, active, self.acceptance(asked))
+
+    # torch.export names a graph's inputs after parameters: to it, each control is one.
+    forward.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("self", "state", "active", *(control.name for control in CONTROLS))
+        ]
+    )
 
 
 class PrefillProgram(nn.Module):

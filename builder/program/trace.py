@@ -29,12 +29,13 @@ def trace(program: Program, plan: Plan) -> Traced:
     """One ExportedProgram. `rows` (cache rows in use) varies, the `chunk` of a prefill, and the
     `batch` of a decode step where there is more than one slot (with one, all stays static).
 
-    Of a fixed plan, nothing but the chunk varies; a GPU's decode steps take the caches whole."""
+    In a fixed style nothing but the chunk varies; a GPU's decode steps take the caches whole.
+    """
     least = 2 * plan.window + 2
     rows = Dim("rows", min=least, max=plan.capacity)
     chunk = Dim("chunk", min=1, max=most_tokens(plan))
     slots: dict[int, Any] = {}
-    if program.batch > 1 and not plan.fixed:
+    if program.batch > 1 and not plan.style.fixed:
         slots = {0: Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))}
     specs = {s.name: s for s in state_specs(plan) if s.name in program.state}
     state, shapes = {}, {}

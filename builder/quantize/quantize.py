@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.building import under_construction
+from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
-from mtpbuild.builder.layout import SIDE_FILES
 from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
 from mtpbuild.builder.models.deepseek_v3.weights import Source, duplicates
 from mtpbuild.builder.quantize.files import nbytes, split, tensors_of, write_shards
@@ -20,7 +21,6 @@ from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK
 from mtpbuild.builder.quantize.nvfp4 import GROUP
 from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.staging import staging
 from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
 from mtpbuild.runtime.errors import BuildError
 
@@ -85,10 +85,10 @@ def quantize(
             parts[name + suffix] = part
             share = done.shares.setdefault(format.name if format else part.dtype.lower(), Share())
             share.bytes += nbytes(part)
-    with staging(request.out, "checkpoint") as stage:
+    with under_construction(request.out, "checkpoint") as building:
         weights = encode_all(checkpoint, formats, done, watch)
-        write_shards(stage.folder, split(parts), tensors_of(weights))
-        write_configuration(source.folder, stage.folder, config, request.scheme)
+        write_shards(building.folder, split(parts), tensors_of(weights))
+        write_configuration(source.folder, building.folder, config, request.scheme)
     return done
 
 

@@ -1,17 +1,14 @@
-"""One file per target, loaded by name: `lower` turns a traced program into the target's files."""
+"""The targets: one torch-free file each for its options and checks, one for its lowering."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from importlib import import_module
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.weights_file import Placed
+from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import TargetInfo
 
-TARGETS = {
+TARGETS: dict[str, str | Target] = {  # a module that has a TARGET, or the target itself
     "onnxruntime": "mtpbuild.builder.targets.onnxruntime",
     "inductor": "mtpbuild.builder.targets.inductor",
     "tensorrt": "mtpbuild.builder.targets.tensorrt",
@@ -19,25 +16,37 @@ TARGETS = {
 }
 
 
-class Target(Protocol):
-    formats: tuple[str, ...]  # of quantised weights that stay as they are
-    embeds_weights: bool  # programs hold them: the engine needs no weights file beside
-
-    def check(self, plan: Plan) -> None:
-        """Raise BuildError if the plan can't be built for the target, or not on this machine."""
-        ...
-
-    def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-        """Write the program beside the weights file in `folder`; returns the file's name."""
-        ...
-
-    def info(self, plan: Plan) -> TargetInfo:
-        """What the engine needs to run."""
-        ...
-
-
 def load_target(name: str) -> Target:
+    """Raises UsageError that lists the targets if there is no such one."""
     if name not in TARGETS:
         raise UsageError(f"unknown target {name!r}; supported: {', '.join(TARGETS)}")
-    target: Target = import_module(TARGETS[name]).TARGET
+    found = TARGETS[name]
+    if isinstance(found, Target):
+        return found
+    target: Target = import_module(found).TARGET
     return target
+
+
+def all_targets() -> Iterator[Target]:
+    return map(load_target, TARGETS)
+
+
+def targets_that(can: Callable[[Target], bool]) -> str:
+    """Names of the targets that can do something, for a refusal."""
+    return ", ".join(target.name for target in all_targets() if can(target))
+
+
+def make_options(target: Target, flags: Mapping[str, Any]) -> Any:
+    """A target's options; raises UsageError for a flag that only others have."""
+    for flag, value in flags.items():
+        if flag not in flags_of(target):
+            owners = targets_that(lambda other, flag=flag: flag in flags_of(other))  # type: ignore[misc]
+            said = f"--{flag.replace('_', '-')}" + ("" if value is True else f" {value}")
+            if not owners:
+                raise UsageError(f"{said}: no target has this option")
+            raise UsageError(f"{said} is for target {owners}, not {target.name}")
+    return target.Options(**flags)
+
+
+def flags_of(target: Target) -> set[str]:
+    return {field.name for field in fields(target.Options)}

@@ -1,172 +1,72 @@
-"""Target inductor: ExportedProgram -> AOTInductor package; all state in place, weights outside."""
+"""Target inductor: AOTInductor packages for a CPU or an NVIDIA GPU, also of several ranks."""
 
-import contextlib
-import logging
-import shutil
-import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import torch._inductor
-from safetensors.torch import save
-from torch._C._distributed_c10d import (
-    HashStore,
-    ProcessGroup,
-    _register_process_group,
-    _unregister_process_group,
-)
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch._inductor.decomposition import fast_random_decomps, register_decomposition
-from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
-from torch._inductor.package.package import package_aoti
-from torch._inductor.utils import fresh_cache
-from torch.distributed.distributed_c10d import GroupName
-from torch.fx import GraphModule, Node
-from torch.fx.graph import CodeGen
-from torch.utils import _pytree as pytree
+import typer
 
-from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.targets.gpu_graph import for_gpu
-from mtpbuild.builder.weights_file import Placed
-from mtpbuild.plugins import inductor_facets
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError
-from mtpbuild.runtime.group.start import GROUP
-from mtpbuild.runtime.manifest import TargetInfo
-from mtpbuild.runtime.programs.inductor import CONSTANTS, HARDWARE, TORCH, this_machine
+from mtpbuild.builder.checks import needs
+from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.errors import UsageError
 
-OPTIONS: dict[str, Any] = {
-    "aot_inductor.package": True,
-    "aot_inductor.package_constants_in_so": False,  # they are in the engine's weights file
-    "always_keep_tensor_constants": True,  # small ones too: weights have no values yet
-    "aot_inductor.enable_line_tables": False,  # would hold the build machine's paths
-    "aot_inductor.precompile_headers": False,  # would stay in the temporary folder
-    "cpp.march": "x86-64-v3",  # not `native`: an engine runs where HARDWARE says
-    "cpp.simdlen": 256,
-    "cpp.vec_isa_ok": True,  # `check` has asked
-    "cpp.dynamic_threads": True,  # their number is chosen when the engine is loaded
-    "compile_threads": 1,  # one C++ file per program: nothing to do in parallel
-}
+if TYPE_CHECKING:
+    from mtpbuild.builder.request import BuildRequest
 
-for op, facet in inductor_facets().items():
-    register_decomposition([op])(facet)
-fast_random_decomps.cache_clear()  # the table that compiling takes, if something was compiled
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow it
 
 
-class InductorTarget:
+@dataclass(frozen=True)
+class InductorOptions:
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
+    dtype: Annotated[str, typer.Option(help="Of weights and caches: float32 or bfloat16.")] = (
+        "float32"
+    )
+
+
+class Inductor(Target):
+    name = "inductor"
+    lowering = "mtpbuild.builder.targets.lower_inductor"
+    Options = InductorOptions
     formats = ("fp8", "nvfp4")
-    embeds_weights = False
+    several_ranks = True
 
-    def check(self, plan: Plan) -> None:
-        if plan.gpu is None and this_machine() != HARDWARE:
-            raise BuildError(
-                f"target inductor builds on an {HARDWARE}, this is an {this_machine()}"
-            )
-        try:
-            compiler = get_cpp_compiler()
-        except InvalidCxxCompiler:
-            compiler = ""
-        if plan.gpu and find_spec("triton") is None:
-            raise MissingDependencyError(
-                "target inductor on a GPU needs triton: pip install 'mtpbuild[triton]'"
-            )
-        if not shutil.which(compiler):
-            raise BuildError("target inductor needs a C++ compiler (g++): none is found")
-
-    def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-        if traced.plan.gpu:
-            traced = replace(traced, exported=for_gpu(traced.exported))
-        program = in_place(traced)
-        examples = pytree.tree_leaves(traced.exported.example_inputs)
-        file = f"{traced.name}.pt2"
-        with (
-            tempfile.TemporaryDirectory(dir=folder) as scratch,  # goes where a dead build goes
-            _pretended_group(traced.plan.tp),
+    def check(self, request: "BuildRequest", options: InductorOptions) -> None:
+        for flag, value, known in (
+            ("--device", options.device, DEVICES),
+            ("--dtype", options.dtype, DTYPES),
         ):
-            package_aoti(str(folder / file), _compile(program, tuple(examples), scratch))
-        _write_constants(traced, weights, folder)
-        return file
+            if value not in known:
+                raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(known)}")
+        if options.dtype != "float32" and request.ranks.tp > 1:
+            raise UsageError(f"--dtype {options.dtype} is for one rank: --tp works in float32")
+        if options.device != "cpu" and request.ranks.attention_dp:
+            raise UsageError(
+                "--attention-dp is for --device cpu: leave it out, or build for the CPU"
+            )
 
-    def info(self, plan: Plan) -> TargetInfo:
-        if plan.gpu is None:
-            return TargetInfo(name="inductor", hardware=HARDWARE, versions={"torch": TORCH})
-        return TargetInfo(
-            name="inductor",
-            hardware=f"NVIDIA GPU of compute capability {plan.gpu}",
-            versions={"torch": TORCH},
-            compute_capabilities=(plan.gpu,),
+    def compute_capabilities(
+        self, request: "BuildRequest", options: InductorOptions
+    ) -> tuple[str, ...]:
+        """The one of this machine's GPU, on which AOTInductor compiles."""
+        if options.device == "cpu":
+            return ()
+        with needs("build", "torch"):
+            from mtpbuild.runtime.programs import torch_cuda
+
+        return (torch_cuda.Gpu().compute_capability,)
+
+    def style(self, options: InductorOptions) -> GraphStyle:
+        """On a GPU steps overlap: a slot may have ended in the step before, and moves on."""
+        if options.device == "cpu":
+            return GraphStyle(dtype=options.dtype)  # type: ignore[arg-type]
+        return GraphStyle(
+            whole_caches=True,
+            step_kernels=True,
+            spare_windows=2,
+            dtype=options.dtype,  # type: ignore[arg-type]
         )
 
 
-def in_place(traced: Traced) -> GraphModule:
-    """Before: state in, state and outputs out. After: state is written over, outputs come out.
-
-    A state tensor that is passed on as it came is not touched.
-    """
-    program = traced.exported.module(check_guards=False)
-    assert isinstance(program, GraphModule)
-    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
-    state = {spec.name: node for spec, node in zip(traced.inputs, inputs, strict=True)}
-    end = program.graph.output_node()
-    given = pytree.tree_leaves(end.args[0])
-    outputs: list[Node] = []
-    with program.graph.inserting_before(end):
-        for spec, value in zip(traced.outputs, given, strict=True):
-            if not spec.name.endswith(".out"):
-                outputs.append(value)
-                continue
-            old = state[spec.name.removesuffix(".out")]
-            if value.target is torch.ops.aten.clone.default and value.args[0] is old:
-                continue
-            program.graph.call_function(torch.ops.aten.copy_.default, (old, value))
-    end.args = (tuple(outputs),)
-    program.graph.set_codegen(CodeGen())  # plain arguments in the order of the manifest
-    return GraphModule(program, program.graph)
-
-
-@contextlib.contextmanager
-def _pretended_group(ranks: int) -> Iterator[None]:
-    """The process group that collectives name: the compiler asks it for its size."""
-    group = ProcessGroup(HashStore(), 0, ranks)
-    _register_process_group(GroupName(GROUP), group)
-    try:
-        yield
-    finally:
-        _unregister_process_group(GroupName(GROUP))
-
-
-def _compile(program: GraphModule, examples: tuple[Any, ...], scratch: str) -> list[Any]:
-    """Paths in `scratch`: the shared library and its metadata."""
-    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), fresh_cache(dir=scratch, delete=False):
-        warnings.simplefilter("ignore")
-        try:
-            parts = torch._inductor.aot_compile(program, examples, options=OPTIONS)
-            assert isinstance(parts, list)
-        except InductorError as error:
-            cause = error.inner_exception
-            if not isinstance(cause, CppCompileError):
-                raise
-            lines = (line for line in cause.output.splitlines() if "error" in line)
-            raise BuildError(f"the C++ compiler failed ({next(lines, 'silently')})") from None
-    return [part for part in parts if not str(part).endswith(".cpp")]
-
-
-def _write_constants(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> None:
-    """What a program reads and no checkpoint holds, such as the rotary frequencies."""
-    exported = traced.exported
-    named = {**exported.constants, **exported.state_dict}
-    own = {
-        name: value
-        for name, value in named.items()
-        if isinstance(value, torch.Tensor) and name.removeprefix("model.") not in weights
-    }
-    (folder / CONSTANTS.format(traced.name)).write_bytes(save(own))
-
-
-TARGET = InductorTarget()
+TARGET = Inductor()

@@ -1,260 +1,66 @@
-"""Target tensorrt: ExportedProgram -> Torch-TensorRT's converters -> one engine per program."""
+"""Target tensorrt, for data-centre GPUs: Torch-TensorRT's converters, our kernels as plugins."""
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from types import ModuleType
-from typing import Any, Final
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch.export import ExportedProgram
+import typer
 
-from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.targets.strip import strip
-from mtpbuild.builder.targets.timing_cache import timing_cache
-from mtpbuild.builder.targets.trt_compile import compile_network, new_config
-from mtpbuild.builder.weights_file import WEIGHTS, Placed
-from mtpbuild.plugins import tensorrt_converters, tensorrt_decompositions
-from mtpbuild.plugins.constants import Constants
-from mtpbuild.plugins.ptx import ContractError
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError
-from mtpbuild.runtime.manifest import TargetInfo, TensorSpec
-from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
-from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS
+from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.errors import MtpbuildError
 
-NAME: Final = "tensorrt"
-CUMSUM = torch.ops.aten.cumsum.default
-GATHER = torch.ops.aten.gather.default
-DTYPES = {
-    torch.bool: "bool",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.float32: "float32",
-}
-LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
+if TYPE_CHECKING:
+    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.request import BuildRequest
+
+ASSUMED = "10.0"  # of a dry run without a GPU: graphs and sizes are the same for all
 
 
-class TensorRtTarget:
-    embeds_weights = True
+@dataclass(frozen=True)
+class TensorRtOptions:
+    fast_build: Annotated[
+        bool, typer.Option("--fast-build", help="Compile sooner, run slower.")
+    ] = False
+    strip_weights: Annotated[
+        bool, typer.Option("--strip-weights", help="One file of weights, not 3.")
+    ] = False
+
+
+class TensorRt(Target):
+    name = "tensorrt"
+    lowering = "mtpbuild.builder.targets.lower_tensorrt"
+    Options = TensorRtOptions
     formats = ("fp8", "nvfp4")
 
-    def check(self, plan: Plan) -> None:
-        tensorrt_api(NAME)
-        (capability,) = plan.compute_capabilities
-        if float(capability) < 8:
-            raise BuildError(
-                f"target {NAME}: kernels are for GPUs of compute capability 8.0 and later, this "
-                f"one has {capability}"
-            )
-        if find_spec("triton") is None:
-            raise MissingDependencyError(_needs("triton"))
-        torch_tensorrt()
+    def takes_ranks(self, request: "BuildRequest") -> bool:
+        """Only the graph of a rank is there so far, with a part of each expert."""
+        ranks = request.ranks
+        return request.dry_run and ranks.ep == 1 and not ranks.attention_dp
 
-    def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-        engine, missing = compile_program(traced, load_file(folder / WEIGHTS))  # mapped
-        if traced.plan.strip_weights:
-            save_file(missing, folder / CONSTANTS.format(traced.name))
-        file = f"{traced.name}.engine"
-        (folder / file).write_bytes(engine)
-        (folder / f"{traced.name}.layers.json").write_text(layers_of(engine), encoding="utf-8")
-        return file
+    def compute_capabilities(
+        self, request: "BuildRequest", options: TensorRtOptions
+    ) -> tuple[str, ...]:
+        """The one of this machine's GPU: TensorRT compiles on the GPU that an engine is for."""
+        from mtpbuild.runtime.programs.cuda import Device
 
-    def info(self, plan: Plan) -> TargetInfo:
-        return TargetInfo(
-            name=NAME,
-            hardware=f"NVIDIA GPU of compute capability {plan.compute_capabilities[0]}",
-            versions={NAME: tensorrt_api(NAME).__version__},
-            compute_capabilities=plan.compute_capabilities,
-        )
-
-
-@cache
-def torch_tensorrt() -> ModuleType:
-    """Torch-TensorRT's compiler, with our converters."""
-    try:
-        dynamo = import_module("torch_tensorrt.dynamo")
-    except ImportError as error:
-        raise MissingDependencyError(_needs((error.name or "").partition(".")[0])) from None
-    registry = import_module("torch_tensorrt.dynamo.conversion")
-    first = registry.ConverterPriority.HIGH
-    own = {CUMSUM: cumsum, GATHER: gather, torch.ops.tensorrt.fused_nccl_all_reduce.default: total}
-    for op, converter in (tensorrt_converters() | own).items():
-        register = registry.dynamo_tensorrt_converter
-        register(op, supports_dynamic_shapes=True, priority=first)(converter)
-    return dynamo
-
-
-def _needs(package: str) -> str:
-    return (
-        f"building for target {NAME} needs {package}: "
-        "pip install 'mtpbuild[tensorrt,tensorrt-build,build]'"
-    )
-
-
-def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """One layer; Torch-TensorRT's own converter writes a loop, and has none for RTX."""
-    trt = tensorrt_api(NAME)
-    utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
-    values, axis = args
-    last = torch.tensor(axis % len(values.shape), dtype=torch.int32)
-    constant = utils.get_trt_tensor(ctx, last, f"{name}_axis")  # held until the network is compiled
-    total = trt.CumulativeOperation.SUM
-    return ctx.net.add_cumulative(values, constant, total, False, False).get_output(0)
-
-
-def gather(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """One layer; Torch-TensorRT's own converter does the same, but for fixed sizes alone."""
-    values, axis, ids = args
-    layer = ctx.net.add_gather_v2(values, ids, tensorrt_api(NAME).GatherMode.ELEMENT)
-    layer.axis = axis % len(values.shape)
-    return layer.get_output(0)
-
-
-def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """An all-reduce, as Torch-TensorRT's lowering fuses it with the wait for it."""
-    trt = tensorrt_api(NAME)
-    what, how = trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM
-    everyone = torch.arange(ctx.ranks).numpy()
-    layer = ctx.net.add_dist_collective(args[0], what, how, -1, everyone)
-    layer.num_ranks = ctx.ranks
-    return layer.get_output(0)
-
-
-def compile_program(
-    traced: Traced, values: Mapping[str, torch.Tensor]
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A serialised engine; `values` as of `convert`. Raises BuildError.
-
-    And the constants that it lacks: none, unless the plan is to strip it.
-    """
-    trt = tensorrt_api(NAME)
-    with _quiet(trt):
         try:
-            interpreter = convert(traced, values)
-        except ContractError as error:
-            reason = str(error).splitlines()[0]  # the rest says where in the graph
-            raise BuildError(f"target {NAME}: TensorRT can't launch a kernel ({reason})") from None
-        builder, network = interpreter.builder, interpreter.ctx.net
-        config = new_config(trt, builder, network, traced.plan)
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `layers_of`
-        plan = traced.plan
-        held = interpreter.ctx.constants.held
-        missing = strip(trt, network, config, values, held) if plan.strip_weights else {}
-        with timing_cache(trt, config, plan.compute_capabilities[0]):
-            return compile_network(trt, builder, network, config, traced.name), missing
+            return (Device(self.name).compute_capability,)
+        except MtpbuildError:
+            if not request.dry_run:
+                raise
+            return (ASSUMED,)
+
+    def style(self, options: TensorRtOptions) -> GraphStyle:
+        return GraphStyle(fixed=True, whole_caches=True, step_kernels=True, all_kernels=True)
+
+    def embeds_weights(self, options: TensorRtOptions) -> bool:
+        return not options.strip_weights
+
+    def lacks(self, plan: "Plan") -> Iterator[str]:
+        if plan.ranks.tp > 1:
+            yield f"target {self.name} builds one rank only so far"
+        yield from super().lacks(plan)
 
 
-def layers_of(engine: Any) -> str:
-    """TensorRT's own account of what it compiled, as JSON."""
-    trt = tensorrt_api(NAME)
-    loaded = trt.Runtime(errors_of(trt)).deserialize_cuda_engine(engine)
-    inspector = loaded.create_engine_inspector()
-    text: str = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
-    return text
-
-
-def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
-    """Torch-TensorRT's interpreter: it holds the builder, the network and the network's constants.
-
-    The network's tensors are named as the manifest's. values: of the model's parameters, which
-    were traced without any.
-    """
-    exported = traced.exported
-    for name in exported.state_dict:
-        value = values[name.removeprefix("model.")]
-        exported.state_dict[name] = torch.nn.Parameter(value, requires_grad=False)
-    interpreter = _interpret(exported.run_decompositions(tensorrt_decompositions()), traced)
-    network = interpreter.ctx.net
-    for count, tensor, specs in (
-        (network.num_inputs, network.get_input, traced.inputs),
-        (network.num_outputs, network.get_output, traced.outputs),
-    ):
-        assert count == len(specs), "every input and output of the program is the network's"
-        for i, spec in enumerate(specs):
-            tensor(i).name = spec.name
-    return interpreter
-
-
-def _interpret(exported: ExportedProgram, traced: Traced) -> Any:
-    """What Torch-TensorRT does before it compiles; names and engine are our business."""
-    dynamo = torch_tensorrt()
-    lowering = import_module(f"{dynamo.__name__}.lowering")
-    settings = dynamo.CompilationSettings(truncate_double=True, min_block_size=1)
-    exported = lowering.pre_export_lowering(exported, settings)
-    exported = exported.run_decompositions(lowering.get_decompositions(False))
-    module = lowering.post_lowering(exported.module(), settings)
-    inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
-    interpreter = _interpreter_class()(module, inputs, compilation_settings=settings)
-    interpreter.ctx.ranks = traced.plan.tp  # for `total`
-    interpreter.ctx.constants = Constants(interpreter.ctx.net)
-    interpreter._construct_trt_network_def()
-    return interpreter
-
-
-@cache
-def _interpreter_class() -> Any:
-    trt, conversion = tensorrt_api(NAME), import_module("torch_tensorrt.dynamo.conversion")
-
-    class Interpreter(conversion.TRTInterpreter):  # type: ignore[misc, name-defined]
-        """Each result has PyTorch's type: the converters of where, amax, argmax and others give
-        int32 or float for int64 (exact, as ids and rows stay below 2**24)."""
-
-        def run_node(self, n: torch.fx.Node) -> Any:
-            result, value = super().run_node(n), n.meta.get("val")
-            if not isinstance(result, trt.ITensor) or not isinstance(value, torch.Tensor):
-                return result
-            wanted = getattr(trt, DTYPES[value.dtype])
-            if result.dtype == wanted:
-                return result
-            return self.ctx.net.add_cast(result, wanted).get_output(0)
-
-    return Interpreter
-
-
-def _input(spec: TensorSpec, chunk: int) -> Any:
-    least, most = (
-        tuple(size if isinstance(size, int) else n for size in spec.shape) for n in (1, chunk)
-    )
-    shapes = {"min_shape": least, "opt_shape": most, "max_shape": most}
-    fixed = not any(isinstance(size, str) for size in spec.shape)
-    Input = import_module("torch_tensorrt").Input
-    return Input(dtype=getattr(torch, spec.dtype), **({"shape": most} if fixed else shapes))
-
-
-class _Errors(logging.Handler):
-    """What TensorRT says through Torch-TensorRT goes where errors are kept."""
-
-    def __init__(self, errors: list[str]) -> None:
-        super().__init__(logging.ERROR)
-        self.errors = errors
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.errors.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def _quiet(trt: ModuleType) -> Iterator[None]:
-    """No word of each node that is converted, folded or named twice."""
-    compiler, network = map(logging.getLogger, LOGGERS)
-    level, handler = compiler.level, _Errors(errors_of(trt).errors)
-    compiler.setLevel(logging.CRITICAL)
-    network.propagate = False
-    network.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        network.removeHandler(handler)
-        network.propagate = True
-        compiler.setLevel(level)
-
-
-TARGET = TensorRtTarget()
+TARGET = TensorRt()

@@ -1,67 +1,61 @@
-"""Target tensorrt-rtx: ONNX -> one TensorRT-RTX engine per program, compiled without a GPU."""
+"""Target tensorrt-rtx: engines for RTX GPUs, compiled from ONNX on any machine."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Final
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
-from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX
-from mtpbuild.builder.targets.trt_compile import compile_network, new_config, new_network
-from mtpbuild.builder.weights_file import Placed
-from mtpbuild.runtime.errors import BuildError
-from mtpbuild.runtime.manifest import TargetInfo
-from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
+import typer
 
-NAME: Final = "tensorrt-rtx"
-SORTED = 3840  # values that TopK takes; filters of decode_mixed sort the vocabulary
+from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.errors import UsageError
 
+if TYPE_CHECKING:
+    from mtpbuild.builder.request import BuildRequest
 
-class TensorRtRtxTarget:
-    formats: tuple[str, ...] = ()
-    embeds_weights = True  # taking them out again (REFIT, STRIP_PLAN) needs a GPU
-
-    def check(self, plan: Plan) -> None:
-        tensorrt_api(NAME)
-        if plan.config.vocab_size > SORTED:
-            raise BuildError(
-                f"target {NAME}: the model has {plan.config.vocab_size} tokens, and TensorRT-RTX "
-                f"sorts at most {SORTED} values, which sampling needs"
-            )
-
-    def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-        graph = folder / ONNX.lower(traced, weights, folder)
-        file = f"{traced.name}.engine"
-        (folder / file).write_bytes(compile_graph(graph, traced.plan))
-        graph.unlink()
-        return file
-
-    def info(self, plan: Plan) -> TargetInfo:
-        capabilities = plan.compute_capabilities
-        return TargetInfo(
-            name=NAME,
-            hardware=f"NVIDIA GPU of compute capability {' or '.join(capabilities)}",
-            versions={NAME: tensorrt_api(NAME).__version__},
-            compute_capabilities=capabilities,
-        )
+# GPUs that TensorRT-RTX compiles fp32 programs for. (It knows sm75, but no fp32 product there.)
+GPUS = {"8.0": "sm80", "8.6": "sm86", "8.9": "sm89", "12.0": "sm120", "12.1": "sm121"}
+FLAG = "--compute-capability"
 
 
-def compile_graph(graph: Path, plan: Plan) -> Any:
-    """A serialised engine of an ONNX file; its weights lie beside it. Raises BuildError."""
-    trt = tensorrt_api(NAME)
-    log = errors_of(trt)
-    builder = trt.Builder(log)
-    network = new_network(trt, builder)
-    parser = trt.OnnxParser(network, log)
-    if not parser.parse_from_file(str(graph)):
-        reason = " ".join(parser.get_error(0).desc().split())
-        raise BuildError(f"TensorRT can't read {graph.stem}: {reason}")
-    config = new_config(trt, builder, network, plan)
-    config.num_compute_capabilities = len(plan.compute_capabilities)
-    for i, capability in enumerate(plan.compute_capabilities):
-        name = "SM" + capability.replace(".", "")
-        config.set_compute_capability(getattr(trt.ComputeCapability, name), i)
-    return compile_network(trt, builder, network, config, graph.stem)
+@dataclass(frozen=True)
+class RtxOptions:
+    compute_capability: Annotated[
+        str | None, typer.Option(help="Of the GPUs: sm89, sm120; several: sm89,sm120.")
+    ] = None
 
 
-TARGET = TensorRtRtxTarget()
+class TensorRtRtx(Target):
+    name = "tensorrt-rtx"
+    lowering = "mtpbuild.builder.targets.lower_tensorrt_rtx"
+    Options = RtxOptions
+
+    def compute_capabilities(self, request: "BuildRequest", options: RtxOptions) -> tuple[str, ...]:
+        """`sm89,sm120` -> ("8.9", "12.0"), in rising order."""
+        known = ", ".join(GPUS.values())
+        if options.compute_capability is None:
+            raise UsageError(f"target {self.name} needs {FLAG}: of {known} those of your GPUs")
+        asked = options.compute_capability.split(",")
+        for text in asked:
+            if _dotted(text) not in GPUS:
+                raise UsageError(
+                    f"{FLAG} {text}: TensorRT-RTX engines are for RTX GPUs, not for data-centre "
+                    f"GPUs such as Hopper; supported: {known}"
+                )
+        return tuple(name for name in GPUS if name in map(_dotted, asked))
+
+    def style(self, options: RtxOptions) -> GraphStyle:
+        return GraphStyle(fixed=True, whole_caches=True)
+
+    def embeds_weights(self, options: RtxOptions) -> bool:
+        """Taking them out again (REFIT, STRIP_PLAN) needs a GPU."""
+        return True
+
+
+def _dotted(text: str) -> str:
+    """sm120 -> 12.0; what is no such name stays as it is."""
+    name = re.fullmatch(r"sm_?(\d+)(\d)", text.strip().lower())
+    return f"{name[1]}.{name[2]}" if name else text.strip()
+
+
+TARGET = TensorRtRtx()

@@ -1,12 +1,14 @@
 """A TensorRT network -> a serialised engine: what both flavours are told in the same words."""
 
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import BuildError
-from mtpbuild.runtime.programs.tensorrt_api import errors_of
+from mtpbuild.runtime.manifest import TargetInfo
+from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
+Flavour = Literal["tensorrt", "tensorrt-rtx"]
 FAST = 1  # of TensorRT's levels 0 to 5; it takes 3 by itself
 
 
@@ -15,11 +17,14 @@ def new_network(trt: ModuleType, builder: Any) -> Any:
     return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 
 
-def new_config(trt: ModuleType, builder: Any, network: Any, plan: Plan) -> Any:
+def new_config(
+    trt: ModuleType, builder: Any, network: Any, plan: Plan, *, fast: bool = False
+) -> Any:
+    """The compiler's settings; fast: it tries fewer kernels."""
     config = builder.create_builder_config()
     # fp32 is fp32: with TF32 a window of four tokens could give other tokens than four steps.
     config.clear_flag(trt.BuilderFlag.TF32)
-    if plan.fast_build:
+    if fast:
         config.builder_optimization_level = FAST
     for profile in _profiles(builder, network, plan):
         config.add_optimization_profile(profile)
@@ -50,3 +55,14 @@ def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, pr
     if engine is None:
         raise BuildError(f"TensorRT can't compile {program}: {log.first()}")
     return engine
+
+
+def gpu_info(name: Flavour, plan: Plan) -> TargetInfo:
+    """What an engine of either flavour needs to run."""
+    capabilities = plan.compute_capabilities
+    return TargetInfo(
+        name=name,
+        hardware=f"NVIDIA GPU of compute capability {' or '.join(capabilities)}",
+        versions={name: tensorrt_api(name).__version__},
+        compute_capabilities=capabilities,
+    )

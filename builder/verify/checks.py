@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from mtpbuild.builder.bench.figures import merged
-from mtpbuild.builder.build import needs
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
+from mtpbuild.builder.checks import needs
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.verify.compare import MOST, PARTED, Replay, compare
 from mtpbuild.builder.verify.distribution import fit, known_prefixes, survival

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from mtpbuild.builder.bench.dataset import BUILT_IN, FOLDER, check_room
 from mtpbuild.builder.bench.engines import Wanted, build_engines
-from mtpbuild.builder.build import Stages, within
+from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import find_model, recipe_folder
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of
 from mtpbuild.builder.verify.finding import Finding, NotChecked
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
@@ -56,8 +57,8 @@ def verify(
     request: VerifyRequest, watch: Callable[[str], None] = lambda stage: None
 ) -> Verification:
     """Make every check that can be made; raises EngineError, UsageError or what a build does."""
-    within(2, request.output_len, 1 << 20, "--output-len")
-    within(LEAST_SEEDS, request.seeds, 1 << 20, "--seeds")
+    in_range(2, request.output_len, 1 << 20, "--output-len")
+    in_range(LEAST_SEEDS, request.seeds, 1 << 20, "--seeds")
     with ExitStack() as stack:
         # 1. The engine, and what it is asked.
         watch("loading the engine")

@@ -34,16 +34,6 @@ def accept_rewind(
 @accept_rewind.register_fake
 def _(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    floats = logits.new_empty(logits.shape[:2])
-    like = torch.empty_like
+) -> tuple[Tensor, ...]:
+    like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(floats)
-
-
-@accept_rewind.register_kernel("cuda")
-def _(
-    logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
-
-    return accept_rewind_triton(logits, window, num_drafts, lengths, active)

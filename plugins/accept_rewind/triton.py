@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, cdiv, tile
+from mtpbuild.plugins.accept_rewind.op import accept_rewind
+from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run, tile
 
 BLOCK = 4096  # logits per program: 32 programs for a row of 129,280
 LOWEST = tl.constexpr(-3.0e38)  # finite, so that no -inf is subtracted from itself
@@ -18,11 +19,11 @@ def best_of_block(
     best, ids,
     TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, i): block i of row r = slot * TOKENS + token.
+    """Program (r, i) sums up block i of row r = slot * TOKENS + token.
 
-    best [B * TOKENS, blocks, 4]: largest and second logit that may be emitted, then largest and sum
-    of exponentials (relative to it) of all; ids [B * TOKENS, blocks]: where the largest is, the
-    lowest of ties.
+    best [B * TOKENS, blocks, 4] holds the largest and second logit that may be emitted, then the
+    largest of all and the sum of exponentials relative to it. ids [B * TOKENS, blocks] says where
+    the largest is; ties go to the lowest.
     """
     r = tl.program_id(0)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -45,7 +46,7 @@ def best_of_block(
 
 @triton.jit
 def without(x, v, banned_ids, BANNED: tl.constexpr):
-    """Logits x of the ids v, -inf for those that can't be emitted yet."""
+    """Put -inf into the logits x of those ids v that can't be emitted yet."""
     for i in tl.static_range(BANNED):
         x = tl.where(v == tl.load(banned_ids + i), float("-inf"), x)
     return x
@@ -58,7 +59,7 @@ def verdict_of_slot(
     tokens, num_tokens, new_lengths, logprobs, margins,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Program b: all rows of slot b; outputs as of the op."""
+    """Program b judges all rows of slot b; the outputs are the op's results."""
     b = tl.program_id(0)
     j, i = tl.arange(0, ROWS), tl.arange(0, BLOCKS)
     at = ((b * TOKENS + j) * blocks)[:, None] + i[None, :]
@@ -86,22 +87,24 @@ def verdict_of_slot(
     tl.store(margins + to, first - tl.maximum(second, LOWEST), some)
 
 
+def vocabulary_block(vocab: int) -> int:
+    """Logits that a program reads at a time."""
+    return min(BLOCK, tile(vocab))
+
+
 def best_launch(
     logits: Tensor,
     lengths: Tensor | None = None,
     banned_ids: Tensor | None = None,
     banned_until: Tensor | None = None,
 ) -> Launch:
-    """Its outputs are `best` and `ids`; logits [B, T, V], bans as in `Judging`."""
+    """Make the launch that gives `best` and `ids` of logits [B, T, V], without banned tokens."""
     B, T, V = logits.shape
     blocks = cdiv(V, BLOCK)
     best = logits.new_empty(B * T, blocks, 4)
     ids = logits.new_empty(B * T, blocks, dtype=torch.int32)
-    constants = {
-        "TOKENS": T,
-        "BANNED": 0 if banned_ids is None else banned_ids.shape[1],
-        "BLOCK": min(BLOCK, tile(V)),
-    }
+    bans = 0 if banned_ids is None else banned_ids.shape[1]
+    constants = {"TOKENS": T, "BANNED": bans, "BLOCK": vocabulary_block(V)}
     operands = logits, lengths, banned_ids, banned_until
     return Launch(best_of_block, (B * T, blocks), operands, (V,), (best, ids), constants, warps=8)
 
@@ -109,29 +112,17 @@ def best_launch(
 def greedy_launches(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Launch, Launch]:
-    """Operands as of the op; the second launch's outputs are its results."""
+    """Make the launches for the op's operands; the second one's outputs are its results."""
     first = best_launch(logits)
     (B, T), blocks = window.shape, first.grid[1]
-    floats = logits.new_empty(B, T)
-    outputs = (
-        torch.empty_like(window),
-        torch.empty_like(lengths),
-        torch.empty_like(lengths),
-        floats,
-        torch.empty_like(floats),
-    )
+    like, floats = torch.empty_like, logits.new_empty(B, T)
+    outputs = like(window), like(lengths), like(lengths), floats, like(floats)
     constants = {"TOKENS": T, "ROWS": tile(T, 2), "BLOCKS": tile(blocks, 2)}
     operands = *first.outputs, window, num_drafts, lengths, active
     return first, Launch(verdict_of_slot, (B,), operands, (blocks,), outputs, constants)
 
 
-@torch.library.triton_op("mtpbuild_triton::accept_rewind", mutates_args=())
-def accept_rewind_triton(
-    logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The op on a GPU."""
-    first, second = greedy_launches(logits.contiguous(), window, num_drafts, lengths, active)
-    first.run()
-    second.run()
-    tokens, n, new_lengths, logprobs, margins = second.outputs
-    return tokens, n, new_lengths, logprobs, margins
+@by_kernels(accept_rewind)
+def accept_rewind_triton(logits: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
+    """Do the op on a GPU."""
+    return run(greedy_launches(logits.contiguous(), *slots))

@@ -1,7 +1,7 @@
 """experts_nbits in ONNX: ONNX Runtime's own QMoE, which here has one expert to choose per row.
 
-So a row's result is its own to the bit: over several experts QMoE sums in an order that depends on
-the rows beside it and on the threads.
+So a row's result depends on nothing else, to the bit: over several experts QMoE sums in an order
+that depends on the rows beside it and on the threads.
 """
 
 from typing import Any

@@ -16,7 +16,7 @@ def experts_nbits(
     down_values: Tensor,
     down_scales: Tensor,
 ) -> Tensor:
-    """x [N, E] and the expert of each row, ids [N] -> down(silu(gate(x)) * up(x)) [N, E].
+    """Compute down(silu(gate(x)) * up(x)) [N, E] of rows x [N, E], with the expert ids [N] of each.
 
     values uint8 [X, outputs, bytes] and scales [X, outputs, inputs / 32] of each product, in the
     blocks of `matmul_nbits`; gate_up's outputs are a gate, its up, the next gate, and so on. Both
@@ -27,17 +27,16 @@ def experts_nbits(
     return torch.einsum("ni,noi->no", inner, _chosen(ids, down_values, down_scales))
 
 
-@experts_nbits.register_fake
-def _(x: Tensor, *others: Tensor) -> Tensor:
-    return torch.empty_like(x)
+experts_nbits.register_fake(lambda x, *others: torch.empty_like(x))
 
 
 def bits_of(values: Tensor, scales: Tensor) -> int:
+    """Bits of one weight; `scales` say how many there are."""
     return values.shape[-1] * 8 // (scales.shape[-1] * BLOCK)
 
 
 def _chosen(ids: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """Weights [N, outputs, inputs] of each row's expert."""
+    """Dequantise the weights [N, outputs, inputs] of each row's expert."""
     own, factors = values.index_select(0, ids), scales.index_select(0, ids)
     blocks = own.unflatten(-1, (scales.shape[-1], -1)).flatten(0, 1)
     return dequantise(blocks, factors.flatten(0, 1)).unflatten(0, own.shape[:2])

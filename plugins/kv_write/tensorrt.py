@@ -4,8 +4,8 @@ from typing import Any
 
 
 def kv_write_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """A converter of Torch-TensorRT. The cache must be an input of the network, the result one of
-    its outputs, and the caller gives both one address."""
+    """Convert for Torch-TensorRT: the cache must be an input of the network and the result an
+    output, and the caller gives both one address."""
     import tensorrt as trt
 
     cache, rows, start = args

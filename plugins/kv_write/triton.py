@@ -1,11 +1,11 @@
 """kv_write in Triton: a slot's fresh rows are one run of memory."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, cdiv
+from mtpbuild.plugins.kv_write.op import kv_write
+from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run
 
 BLOCK = 1024
 
@@ -17,7 +17,7 @@ def kv_copy(
     cache,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, i): BLOCK of the count values that slot b writes; width values make a row."""
+    """Program (b, i) copies BLOCK of the count values that slot b writes, width to a row."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = (b * capacity + tl.load(start + b)) * width
@@ -25,15 +25,13 @@ def kv_copy(
 
 
 def kv_launch(cache: Tensor, rows: Tensor, start: Tensor) -> Launch:
-    """Into `cache` itself; operands as of the op."""
+    """Make the launch for the op's operands; it writes into `cache` itself."""
     (B, _, S, C), count = cache.shape, rows.shape[2] * rows.shape[3]
     grid = B, cdiv(count, BLOCK)
     return Launch(kv_copy, grid, (rows, start), (S, C, count), (cache,), {"BLOCK": BLOCK})
 
 
-@torch.library.triton_op("mtpbuild_triton::kv_write", mutates_args=())
+@by_kernels(kv_write)
 def kv_write_triton(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    """The op on a GPU. Its copy is what a target that works in place drops."""
-    out = cache.clone()
-    kv_launch(out, rows.contiguous(), start).run()
-    return out
+    """Do the op on a GPU. A target that works in place drops the copy."""
+    return run([kv_launch(cache.clone(), rows.contiguous(), start)])[0]

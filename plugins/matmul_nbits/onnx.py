@@ -25,7 +25,7 @@ MatMulNBits = Op(Opset(DOMAIN, 1), NAME, SCHEMA)
 
 
 def matmul_nbits_onnx(x: Any, values: Any, scales: Any) -> Any:
-    """A row's result does not depend on the rows beside it: integer sums are exact."""
+    """Write one node. A row's result does not depend on others: integer sums are exact."""
     N, blocks, width = (int(size) for size in values.shape)
     sizes = (blocks * BLOCK, N, bits_of(width), BLOCK, INT8)
     return MatMulNBits(x, values, scales, **dict(zip(INTEGERS, sizes, strict=True)))

@@ -8,21 +8,19 @@ BLOCK = 32
 
 @torch.library.custom_op("mtpbuild::matmul_nbits", mutates_args=())
 def matmul_nbits(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """x [.., K] with uint8 values [N, K / 32, bytes] and scales [N, K / 32] -> [.., N].
+    """Multiply x [.., K] by a weight of uint8 values [N, K / 32, bytes] and scales [N, K / 32].
 
-    32 bytes per block: int8, zero at 128. 16: int4, zero at 8, the low nibble first. A target may
-    round x to int8 per row and block too.
+    A block of 32 bytes holds int8 with zero at 128; one of 16 holds int4 with zero at 8, the low
+    nibble first. The result is [.., N]. A target may round x to int8 per row and block too.
     """
     return x @ dequantise(values, scales).T
 
 
-@matmul_nbits.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], values.shape[0])
+matmul_nbits.register_fake(lambda x, values, _: x.new_empty(*x.shape[:-1], values.shape[0]))
 
 
 def dequantise(values: Tensor, scales: Tensor) -> Tensor:
-    """values [N, blocks, 32 or 16] and scales [N, blocks] -> fp32 [N, K]."""
+    """Turn values [N, blocks, 32 or 16] and scales [N, blocks] into fp32 [N, K]."""
     bits = bits_of(values.shape[-1])
     if bits == 4:
         values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(2)
@@ -30,5 +28,5 @@ def dequantise(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def bits_of(width: int) -> int:
-    """Of blocks with so many bytes."""
+    """Bits of one weight, if a block has `width` bytes."""
     return width * 8 // BLOCK

@@ -15,25 +15,16 @@ from torch import Tensor
 def matmul_scaled(
     x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
 ) -> Tensor:
-    """x [.., K] and a weight [K, N] -> [.., N] in x's type, which the weight is rounded to."""
+    """Multiply x [.., K] by a weight [K, N] that is rounded to x's type."""
     return x @ dequantise(values, scales, scales_2).to(x.dtype)
 
 
-@matmul_scaled.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], values.shape[-1])
-
-
-@matmul_scaled.register_kernel("cuda")
-def _(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_cuda
-
-    return matmul_scaled_cuda(x, values, scales, scales_2)
+matmul_scaled.register_fake(lambda x, values, *_: x.new_empty(*x.shape[:-1], values.shape[-1]))
 
 
 @torch.library.custom_op("mtpbuild::dequantise_scaled", mutates_args=())
 def dequantise_scaled(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    """A weight in fp32; rounded once."""
+    """Dequantise a weight to fp32, rounded once."""
     return dequantise(values, scales, scales_2)
 
 
@@ -45,7 +36,7 @@ def _(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
 
 
 def dequantise(values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    """A weight as the op takes it -> fp32 [.., K, N]."""
+    """Turn a weight as the op takes it into fp32 [.., K, N]."""
     blocks = values.unflatten(-2, (scales.shape[-2], -1))  # [.., blocks, block, N]
     if scales_2 is None:
         return (e4m3(blocks) * scales.unsqueeze(-2)).flatten(-3, -2)
@@ -64,7 +55,7 @@ def e2m1(codes: Tensor) -> Tensor:
 
 
 def _floats(codes: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """uint8 -> fp32 by its bits: not every compiler and GPU has the types."""
+    """Make fp32 of uint8 codes by their bits: not every compiler and GPU has the types."""
     bits, bias = exponent + mantissa, (1 << exponent - 1) - 1
     size = codes.int() & (1 << bits) - 1
     normal = ((size << 23 - mantissa) + (127 - bias << 23)).view(torch.float32)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def matmul_scaled_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """A converter of Torch-TensorRT; `ctx.constants` are the network's `Constants`."""
+    """Convert for Torch-TensorRT; `ctx.constants` are the network's `Constants`."""
     x, values, scales = args[:3]
     scales_2 = args[3] if len(args) == 4 else None
     weight = ctx.constants.weight(x.dtype, values, scales, scales_2, name)

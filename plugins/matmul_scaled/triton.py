@@ -1,14 +1,15 @@
 """matmul_scaled in Triton: tiles of the weight are dequantised in registers, then multiplied."""
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, cdiv, tile
-from mtpbuild.plugins.matmul_scaled.op import dequantise
+from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run, tile
+from mtpbuild.plugins.matmul_scaled.op import dequantise, matmul_scaled
 
 MAX_TOKENS = 64  # more of them pay for a weight that is dequantised in memory
 PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
@@ -19,7 +20,7 @@ OPEN_BLOCK = 32  # rows of a program where their number is open
 
 @triton.jit
 def float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """e4m3 or e2m1 -> fp32 by its bits: sm_80 has neither type."""
+    """Make fp32 of e4m3 or e2m1 codes by their bits: sm_80 has neither type."""
     bits: tl.constexpr = EXPONENT + MANTISSA
     bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     least: tl.constexpr = 2.0 ** (1 - bias - MANTISSA)
@@ -36,9 +37,10 @@ def scaled_tile(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows k from `begin` on and columns n of a weight [DEPTH, WIDTH] in fp32; others are 0.
+    """Load rows k (from `begin` on) and columns n of a weight [DEPTH, WIDTH] as fp32; others are 0.
 
-    expert: which one of a stack. BLOCK: inputs per scale. BY_INPUT: scales_2 are too.
+    `expert` picks one weight of a stack. BLOCK inputs share a scale. BY_INPUT says that scales_2
+    are per inputs too.
     """
     there = deep[:, None] & right[None, :]
     block = expert * (DEPTH // BLOCK) + k // BLOCK
@@ -72,7 +74,7 @@ def scaled_product(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s, j): BLOCK_M rows by BLOCK_N columns of the product over split s of inputs."""
+    """Program (i, s, j) multiplies BLOCK_M rows by BLOCK_N columns, over split s of the inputs."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -94,7 +96,7 @@ def scaled_product(
 
 
 def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None) -> Launch:
-    """x [rows, K]; the result is the sum of its output [splits, rows, N] over the splits.
+    """Make the launch for x [rows, K]; its output [splits, rows, N] is summed over the splits.
 
     How a row is summed does not depend on the rows beside it.
     """
@@ -104,38 +106,30 @@ def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor |
     splits = max(1, min(PROGRAMS // columns, K // SPLIT_INPUTS))
     parts = x.new_empty(splits, rows, N, dtype=torch.float32)
     constants = {
-        "DEPTH": K,
-        "WIDTH": N,
-        "BLOCK": K // scales.shape[0],
+        **{"DEPTH": K, "WIDTH": N, "BLOCK": K // scales.shape[0]},
         "BY_INPUT": scales_2 is not None and scales_2.shape != (1, N),
-        "BLOCK_M": block,
-        "BLOCK_N": BLOCK_N,
-        "BLOCK_K": BLOCK_K,
+        **{"BLOCK_M": block, "BLOCK_N": BLOCK_N, "BLOCK_K": BLOCK_K},
     }
     inputs = (x, values, scales, scales_2)
     grid = (columns, splits, cdiv(rows, block))
     return Launch(scaled_product, grid, inputs, (rows,), (parts,), constants)
 
 
-@torch.library.triton_op("mtpbuild_triton::matmul_scaled", mutates_args=())
-def matmul_scaled_triton(
-    x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
-) -> Tensor:
-    """matmul_scaled on a GPU, for few tokens."""
-    launch = product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)
-    launch.run()
-    return launch.outputs[0].sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
+@by_kernels(matmul_scaled)
+def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
+    """Multiply by the kernel, which is for few tokens."""
+    (parts,) = run([product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)])
+    return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
-def matmul_scaled_cuda(
-    x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
-) -> Tensor:
-    """matmul_scaled on a GPU: by the kernel in a step, which knows how many tokens a slot has.
+def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:
+    """Do matmul_scaled on a GPU, in a step by the kernel and elsewhere by the reference.
 
-    (The number of slots may be a symbol while it is traced, and a prompt's chunk is one.)
+    A step knows how many tokens a slot has. (While it is traced the number of slots may be a
+    symbol, and a prompt's chunk is one.)
     """
     tokens = math.prod(x.shape[:-1])
     many = isinstance(tokens, int) and tokens > MAX_TOKENS
     if many or not isinstance(x.shape[-2], int):
-        return x @ dequantise(values, scales, scales_2).to(x.dtype)
-    return matmul_scaled_triton(x, values, scales, scales_2)
+        return x @ dequantise(*weight).to(x.dtype)
+    return few_rows(x, *weight)

@@ -15,7 +15,10 @@ def mla_attention_inductor(
     scale: float,
     kv_lora_rank: int,
 ) -> Tensor:
-    """As the reference; with a head dimension the products would copy the cache for each head."""
+    """Compute what the reference does, without a head dimension.
+
+    With one the products would copy the cache for each head.
+    """
     (B, H, T, C), S = q.shape, cache.shape[2]
     rows, old, new = (q * scale).reshape(B, H * T, C), cache[:, 0], fresh[:, 0]
     committed = torch.arange(S, device=q.device) < base[:, None]  # [B, S]

@@ -12,7 +12,7 @@ from mtpbuild.plugins.mla_attention.op import FLOOR
 def mla_attention_onnx(
     q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, kv_lora_rank: int
 ) -> Any:
-    """Heads become rows [B, 1, H * T, C]: the cache is read once for all of them.
+    """Make heads rows [B, 1, H * T, C], so that the cache is read once for all of them.
 
     If the cache given is the one that the fresh rows were just written to, at `base`, one score
     block over it does; else two under one softmax.
@@ -49,7 +49,7 @@ def _holds(cache: ir.Value, fresh: ir.Value, base: ir.Value) -> bool:
 
 
 def _softmax(*masked: Any) -> Any:
-    """`floored_softmax` of blocks of scores side by side."""
+    """Apply `floored_softmax` to blocks of scores, side by side."""
     scores = masked[0] if len(masked) == 1 else op.Concat(*masked, axis=-1)
     largest = op.ReduceMax(scores, _ints(-1), keepdims=1)
     least = op.Add(largest, op.Constant(value_float=math.log(FLOOR)))
@@ -65,10 +65,10 @@ def _count(rows: Any) -> Any:
 
 
 def _mask(count: Any, last: Any, heads: int, tokens: Any) -> Any:
-    """Additive [B, 1, H * T, count]: query t sees row j if j <= last[b] + t.
+    """Make an additive mask [B, 1, H * T, count]: query t sees row j if j <= last[b] + t.
 
-    tokens None: all queries alike, [B, 1, 1, count]. Equal for every layer: the pass that merges
-    common subexpressions leaves one.
+    Without `tokens` all queries are alike, and the mask is [B, 1, 1, count]. It is equal for every
+    layer, so that the pass that merges common subexpressions leaves one.
     """
     visible = op.Reshape(last, _ints(-1, 1, 1, 1))
     if tokens is not None:

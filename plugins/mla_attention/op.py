@@ -9,11 +9,11 @@ FLOOR = 1e-32
 
 
 def floored_softmax(scores: Tensor) -> Tensor:
-    """Softmax over the last axis, for a CPU: no weight is less than `FLOOR` of the largest.
+    """Take a softmax over the last axis where no weight is less than `FLOOR` of the largest.
 
-    No fp32 sum notices such weights. Without the floor those of trained, sharp attention are often
-    subnormal numbers, and a CPU takes a hundred cycles for an operation on one: they were half of
-    a step's time. Masked scores (-inf) are raised too, so what they weigh must be finite.
+    It is for a CPU. No fp32 sum notices such weights, but those of trained, sharp attention are
+    often subnormal numbers, and a CPU takes a hundred cycles for an operation on one: they were
+    half of a step's time. Masked scores (-inf) are raised too, so what they weigh must be finite.
     """
     least = scores.amax(-1, keepdim=True) + math.log(FLOOR)
     return torch.maximum(scores, least).softmax(-1)
@@ -30,7 +30,7 @@ def mla_attention(
     kv_lora_rank: int,
     k_scale: Tensor | None = None,
 ) -> Tensor:
-    """Absorbed MLA: one latent head of keys and values for all query heads.
+    """Attend to one latent head of keys and values with all query heads (absorbed MLA).
 
     q [B, H, T, C] (latent part, then rotary part); cache [B, 1, S, C]; fresh [B, 1, F, C]; base and
     first [B] int. Query t of slot b sees the cache's rows j < base[b] and the fresh rows
@@ -60,31 +60,8 @@ def mla_attention(
     return o.contiguous()
 
 
-@mla_attention.register_fake
-def _(
-    q: Tensor,
-    cache: Tensor,
-    fresh: Tensor,
-    base: Tensor,
-    first: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    k_scale: Tensor | None = None,
-) -> Tensor:
-    return q.new_empty(*q.shape[:3], kv_lora_rank)
-
-
-@mla_attention.register_kernel("cuda")
-def _(
-    q: Tensor,
-    cache: Tensor,
-    fresh: Tensor,
-    base: Tensor,
-    first: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    k_scale: Tensor | None = None,
-) -> Tensor:
-    from mtpbuild.plugins.mla_attention.triton import mla_attention_triton
-
-    return mla_attention_triton(q, cache, fresh, base, first, scale, kv_lora_rank, k_scale)
+mla_attention.register_fake(
+    lambda q, cache, fresh, base, first, scale, kv_lora_rank, *_: q.new_empty(
+        *q.shape[:3], kv_lora_rank
+    )
+)

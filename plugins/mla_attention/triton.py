@@ -1,13 +1,15 @@
 """mla_attention in Triton: partial softmaxes over splits of the cache, then their combination."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import AOT_SHARED, Launch, cdiv, shared_memory, tile
+from mtpbuild.plugins.launch import AOT_SHARED, Launch, by_kernels, cdiv, run, shared_memory, tile
+from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
 SPLIT_ROWS = 512  # a split of fewer rows costs more than it saves
@@ -23,12 +25,12 @@ def mla_partial(
     SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, m, s): BLOCK_M of slot b's HEADS * TOKENS query rows over split s of its cache.
+    """Program (b, m, s) has BLOCK_M of slot b's HEADS * TOKENS query rows and split s of its cache.
 
     A slot's committed rows are dealt evenly to the splits, so its length alone decides its cost.
     The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is normalised
-    within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the weights' sum;
-    of a split without rows only lse (-inf) is written.
+    within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the weights' sum.
+    A split without rows writes only its lse, -inf.
     """
     b = tl.program_id(0).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
@@ -83,7 +85,7 @@ def _attend(
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into the running softmax; row j is seen if j <= last [BLOCK_M].
+    """Take one tile of keys into the running softmax; row j is seen if j <= last [BLOCK_M].
 
     The first tile holds a row that every query sees, so `top` is finite from then on. Scores are
     summed by CHUNKs of the latent: that bounds the shared memory which queries and keys need.
@@ -119,7 +121,7 @@ def mla_combine(
     out,
     RANK: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, m): query row m of slot b from its splits, but those without rows."""
+    """Program (b, m) combines query row m of slot b from those of its splits that have rows."""
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
     latent = tl.arange(0, LATENT)
     top = float("-inf")
@@ -139,7 +141,7 @@ def mla_combine(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Query rows and keys per step of a program, latent values per product, warps."""
+    """How a program works: query rows and keys per step, latent values per product, warps."""
 
     m: int
     n: int
@@ -148,10 +150,10 @@ class Tiles:
 
 
 def tiles(rows: int, rank: int, rope: int, bytes_each: int, shared: int) -> Tiles:
-    """The largest tiles for `rows` query rows whose keys and queries fit `shared` bytes.
+    """Choose the largest tiles for `rows` query rows whose keys and queries fit `shared` bytes.
 
-    DeepSeek's 576 bf16 values: 64 x 32 (139 KB) on data-centre GPUs from 16 heads and 4 tokens on,
-    16 x 16 in chunks of 128 (35 KB) as an AOT plugin.
+    DeepSeek's 576 bf16 values get 64 x 32 (139 KB) on data-centre GPUs from 16 heads and 4 tokens
+    on, and 16 x 16 in chunks of 128 (35 KB) as an AOT plugin.
     """
     latent, width = tile(rank), tile(rank) + tile(rope)
     for m, n in ((64, 32), (32, 32), (16, 32), (16, 16)):
@@ -161,7 +163,7 @@ def tiles(rows: int, rank: int, rope: int, bytes_each: int, shared: int) -> Tile
 
 
 def split_count(slots: int, blocks: int, capacity: int) -> int:
-    """An open batch (export traces it as a symbol) is split as one slot would be."""
+    """Count the splits; an open batch (export traces it as a symbol) has those of one slot."""
     known = slots if isinstance(slots, int) else 1
     return max(1, min(PROGRAMS // (known * blocks), cdiv(capacity, SPLIT_ROWS)))
 
@@ -175,10 +177,11 @@ def mla_launches(
     scale: float,
     kv_lora_rank: int,
     k_scale: Tensor | None = None,
+    *,
     splits: int | None = None,
     shared: int = AOT_SHARED,
 ) -> tuple[Launch, ...]:
-    """Operands as of the op; the last launch's first output is its result."""
+    """Make the launches for the op's operands; the last one's first output is its result."""
     B, H, T, C = q.shape
     rows, rope, latent = H * T, C - kv_lora_rank, tile(kv_lora_rank)
     t = tiles(rows, kv_lora_rank, rope, q.element_size(), shared)
@@ -187,58 +190,25 @@ def mla_launches(
         splits = split_count(B, blocks, cache.shape[2])
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
     out = q.new_empty(B, H, T, kv_lora_rank)
-    whole = splits == 1
-    partial = out if whole else lse.new_empty(B, splits, rows, kv_lora_rank)
-    first_launch = Launch(
-        mla_partial,
-        (B, blocks, splits),
-        (q, cache, fresh, base, first, k_scale),
-        (cache.shape[2], fresh.shape[2]),
-        (partial, lse),
-        {
-            "HEADS": H,
-            "TOKENS": T,
-            "RANK": kv_lora_rank,
-            "ROPE": rope,
-            "SCALE": scale,
-            "BLOCK_M": t.m,
-            "BLOCK_N": t.n,
-            "LATENT": latent,
-            "ROTARY": tile(rope),
-            "CHUNK": t.chunk,
-        },
-        t.warps,
-    )
-    if whole:
-        return (first_launch,)
+    partial = out if splits == 1 else lse.new_empty(B, splits, rows, kv_lora_rank)
+    known: dict[str, Any] = {"q": q, "cache": cache, "fresh": fresh, "base": base, "first": first}
+    known |= {"k_scale": k_scale, "capacity": cache.shape[2], "fresh_rows": fresh.shape[2]}
+    constants = {
+        **{"HEADS": H, "TOKENS": T, "RANK": kv_lora_rank, "ROPE": rope, "SCALE": scale},
+        **{"BLOCK_M": t.m, "BLOCK_N": t.n, "LATENT": latent, "ROTARY": tile(rope)},
+        "CHUNK": t.chunk,
+    }
+    outputs, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
+    launch = Launch.by_name(mla_partial, grid, known, outputs, constants, t.warps)
+    if splits == 1:
+        return (launch,)
     constants = {"RANK": kv_lora_rank, "LATENT": latent}
     combine = Launch(mla_combine, (B, rows), (partial, lse), (rows, splits), (out,), constants)
-    return first_launch, combine
+    return launch, combine
 
 
-@torch.library.triton_op("mtpbuild_triton::mla_attention", mutates_args=())
-def mla_attention_triton(
-    q: Tensor,
-    cache: Tensor,
-    fresh: Tensor,
-    base: Tensor,
-    first: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    k_scale: Tensor | None = None,
-) -> Tensor:
-    """The op on a GPU."""
-    launches = mla_launches(
-        q.contiguous(),
-        cache,
-        fresh.contiguous(),
-        base,
-        first,
-        scale,
-        kv_lora_rank,
-        k_scale,
-        shared=shared_memory(q.device),
-    )
-    for launch in launches:
-        launch.run()
-    return launches[-1].outputs[0]
+@by_kernels(mla_attention)
+def mla_attention_triton(q: Tensor, cache: Tensor, fresh: Tensor, *others: Any) -> Tensor:
+    """Do the op on a GPU."""
+    shared = shared_memory(q.device)
+    return run(mla_launches(q.contiguous(), cache, fresh.contiguous(), *others, shared=shared))[0]

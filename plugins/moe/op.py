@@ -19,7 +19,7 @@ def moe_route(
     normalise: bool,
     factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """logits [N, X] fp32, bias [X] -> weights [N, experts] fp32 and ids [N, experts] int32.
+    """Choose experts by logits [N, X] fp32 and a bias [X]: weights and int32 ids [N, experts].
 
     The bias selects, the unbiased scores weigh; of `groups` equal groups the `kept_groups` with the
     largest sum of two biased scores are searched. Ids come by falling biased score; ties go to the
@@ -42,31 +42,10 @@ def moe_route(
 
 @moe_route.register_fake
 def _(
-    logits: Tensor,
-    bias: Tensor,
-    groups: int,
-    kept_groups: int,
-    experts: int,
-    normalise: bool,
-    factor: float,
+    logits: Tensor, bias: Tensor, groups: int, kept_groups: int, experts: int, *_: float
 ) -> tuple[Tensor, Tensor]:
     weights = logits.new_empty(logits.shape[0], experts)
     return weights, torch.empty_like(weights, dtype=torch.int32)
-
-
-@moe_route.register_kernel("cuda")
-def _(
-    logits: Tensor,
-    bias: Tensor,
-    groups: int,
-    kept_groups: int,
-    experts: int,
-    normalise: bool,
-    factor: float,
-) -> tuple[Tensor, Tensor]:
-    from mtpbuild.plugins.moe.triton import moe_route_triton
-
-    return moe_route_triton(logits, bias, groups, kept_groups, experts, normalise, factor)
 
 
 @torch.library.custom_op("mtpbuild::moe", mutates_args=())
@@ -81,11 +60,11 @@ def moe(
     down_scales: Tensor | None = None,
     down_scales_2: Tensor | None = None,
 ) -> Tensor:
-    """x [N, E], weights and ids [N, k] of the chosen experts -> their weighted sum [N, E].
+    """Sum the chosen experts' outputs for x [N, E], with their weights and ids [N, k]: [N, E].
 
-    gate_up_proj [X, E, 2 I] (gate, then up), down_proj [X, I, E]; an id occurs once per token.
+    gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]; an id occurs once per token.
     With scales they are what `matmul_scaled` takes, and are rounded to x's type. Shared experts are
-    not its business. The kernel takes up to 64 tokens.
+    not its business. The kernel takes up to `MAX_TOKENS` tokens.
     """
     chosen = ids.flatten()
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
@@ -96,20 +75,11 @@ def moe(
     return (y.reshape(*ids.shape, -1) * weights[..., None]).sum(1).type_as(x)
 
 
+moe.register_fake(lambda x, *others: torch.empty_like(x))
+
+
 def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:
-    """Some experts' weights, dequantised if they have scales."""
-    values, *scales = (part if part is None else part.index_select(0, ids) for part in weight)
+    """Gather some experts' weights, dequantised if they have scales."""
+    values, *scales = (held if held is None else held.index_select(0, ids) for held in weight)
     assert values is not None
     return values if scales[0] is None else dequantise(values, scales[0], scales[1])
-
-
-@moe.register_fake
-def _(x: Tensor, *others: Tensor | None) -> Tensor:
-    return torch.empty_like(x)
-
-
-@moe.register_kernel("cuda")
-def _(*operands: Tensor | None) -> Tensor:
-    from mtpbuild.plugins.moe.triton import moe_triton
-
-    return moe_triton(*operands)

@@ -5,14 +5,14 @@ from typing import Any
 from mtpbuild.plugins.aot import as_plugins
 from mtpbuild.plugins.moe.triton import moe_launches
 
-_parts = as_plugins(moe_launches, lambda made: made[-1].outputs[0])
+_of_each_expert = as_plugins(moe_launches, lambda made: made[-1].outputs[0])
 
 
 def moe_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """A converter of Torch-TensorRT."""
+    """Convert for Torch-TensorRT."""
     import tensorrt as trt
 
-    parts = _parts(ctx, target, args, kwargs, name)  # [N, k, E]
-    layer = ctx.net.add_reduce(parts, trt.ReduceOperation.SUM, 1 << 1, False)
+    outputs = _of_each_expert(ctx, target, args, kwargs, name)  # [N, k, E]
+    layer = ctx.net.add_reduce(outputs, trt.ReduceOperation.SUM, 1 << 1, False)
     layer.name = f"{name}/sum"
     return layer.get_output(0)

@@ -5,14 +5,16 @@ tokens, the others leave at once. So a chosen expert's weights are read once, by
 and nothing is sorted or gathered.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, cdiv, tile
+from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run, tile
 from mtpbuild.plugins.matmul_scaled.triton import scaled_tile
-from mtpbuild.plugins.moe.op import MAX_TOKENS
+from mtpbuild.plugins.moe.op import MAX_TOKENS, moe, moe_route
 
 
 @triton.jit
@@ -22,7 +24,7 @@ def route(
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, CHOSEN: tl.constexpr,
     NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program n: token n's experts. ROW and WIDE are EXPERTS and CHOSEN as powers of two."""
+    """Program n chooses token n's experts. ROW and WIDE are EXPERTS and CHOSEN as powers of two."""
     n = tl.program_id(0)
     x = tl.arange(0, ROW)
     there = x < EXPERTS
@@ -62,7 +64,7 @@ def pairs_of_tokens(
     count,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of each token [BLOCK_M, WIDE], filled up with count.
+    """Number the pairs of each token [BLOCK_M, WIDE]; the rest is filled up with count.
 
     (Ids are loaded by the kernels: the compiler takes a pointer that a function gets, and whose
     result is part of an address, for one that is written to, and copies what is there.)
@@ -80,7 +82,7 @@ def gate_and_up(
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i): BLOCK_N columns of silu(x gate) * (x up) for the expert of pair p."""
+    """Program (p, i) computes BLOCK_N columns of silu(x gate) * (x up) for the expert of pair p."""
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
     every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
@@ -125,7 +127,7 @@ def down(
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i): BLOCK_N columns of the weighted outputs of the expert of pair p."""
+    """Program (p, i) computes BLOCK_N columns of the weighted outputs of the expert of pair p."""
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
     every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
@@ -164,18 +166,12 @@ def route_launch(
     normalise: bool,
     factor: float,
 ) -> Launch:
-    """Operands as of the op; its outputs are the op's results."""
+    """Make the launch for the op's operands; its outputs are the op's results."""
     N, X = logits.shape
     weights = logits.new_empty(N, experts)
     constants = {
-        "EXPERTS": X,
-        "GROUPS": groups,
-        "KEPT": kept_groups,
-        "CHOSEN": experts,
-        "NORMALISE": normalise,
-        "FACTOR": factor,
-        "ROW": tile(X, 2),
-        "WIDE": tile(experts, 2),
+        **{"EXPERTS": X, "GROUPS": groups, "KEPT": kept_groups, "CHOSEN": experts},
+        **{"NORMALISE": normalise, "FACTOR": factor, "ROW": tile(X, 2), "WIDE": tile(experts, 2)},
     }
     outputs = weights, torch.empty_like(weights, dtype=torch.int32)
     return Launch(route, (N,), (logits, bias), (), outputs, constants, warps=1)
@@ -192,22 +188,14 @@ def moe_launches(
     down_scales: Tensor | None = None,
     down_scales_2: Tensor | None = None,
 ) -> tuple[Launch, Launch]:
-    """Operands as of the op; its result is the second one's output [N, k, E], summed over k."""
+    """Make the launches for the op's operands; the last one's output [N, k, E] is summed over k."""
     (N, k), E, width = ids.shape, x.shape[1], gate_up_proj.shape[2] // 2
     if N > MAX_TOKENS:
         raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {N}")
     count = N * k
-    inner = x.new_empty(count, width)
-    parts = weights.new_empty(N, k, E)
-    shape = {
-        "CHOSEN": k,
-        "WIDE": tile(k, 2),
-        "HIDDEN": E,
-        "INNER": width,
-        "BLOCK_M": tile(N),
-        "BLOCK_N": 64,
-        "BLOCK_K": 64,
-    }
+    inner, parts = x.new_empty(count, width), weights.new_empty(N, k, E)
+    tiles = {"BLOCK_M": tile(N), "BLOCK_N": 64, "BLOCK_K": 64}
+    shape = {"CHOSEN": k, "WIDE": tile(k, 2), "HIDDEN": E, "INNER": width, **tiles}
     first = Launch(
         gate_and_up,
         (count, cdiv(width, 64)),
@@ -228,42 +216,18 @@ def moe_launches(
 
 
 def block_size(inputs: int, scales: Tensor | None) -> int:
-    """Inputs per scale; all of them without."""
+    """Inputs that share a scale: all of them, if there are no scales."""
     return inputs if scales is None else inputs // scales.shape[1]
 
 
-@torch.library.triton_op("mtpbuild_triton::moe_route", mutates_args=())
-def moe_route_triton(
-    logits: Tensor,
-    bias: Tensor,
-    groups: int,
-    kept_groups: int,
-    experts: int,
-    normalise: bool,
-    factor: float,
-) -> tuple[Tensor, Tensor]:
-    """moe_route on a GPU."""
-    launch = route_launch(logits, bias, groups, kept_groups, experts, normalise, factor)
-    launch.run()
-    weights, ids = launch.outputs
-    return weights, ids
+@by_kernels(moe_route)
+def moe_route_triton(*operands: Any) -> tuple[Tensor, ...]:
+    """Do moe_route on a GPU."""
+    return run([route_launch(*operands)])
 
 
-@torch.library.triton_op("mtpbuild_triton::moe", mutates_args=())
-def moe_triton(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_scales: Tensor | None = None,
-    gate_up_scales_2: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    down_scales_2: Tensor | None = None,
-) -> Tensor:
-    """moe on a GPU."""
-    scales = (gate_up_scales, gate_up_scales_2, down_scales, down_scales_2)
-    launches = moe_launches(x, weights, ids, gate_up_proj, down_proj, *scales)
-    for launch in launches:
-        launch.run()
-    return launches[-1].outputs[0].sum(1).type_as(x)
+@by_kernels(moe)
+def moe_triton(x: Tensor, *operands: Any) -> Tensor:
+    """Do moe on a GPU."""
+    (parts,) = run(moe_launches(x, *operands))
+    return parts.sum(1).type_as(x)

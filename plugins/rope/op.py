@@ -19,6 +19,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> 
     return y.flatten(-2).to(x.dtype).contiguous()
 
 
-@rope.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> Tensor:
-    return torch.empty_like(x)
+rope.register_fake(lambda x, *others: torch.empty_like(x))

@@ -14,7 +14,6 @@ Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
-MAX_LOGPROBS = 5  # alternatives that a row reports
 
 
 def host_type(dtype: str) -> np.dtype[Any]:

@@ -31,8 +31,8 @@ from triton.runtime import driver
 sys.path.insert(0, {str(SCRIPTS)!r})
 from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.models.common.layers import use_kernels
-from mtpbuild.builder.targets.gpu_graph import for_gpu
-from mtpbuild.builder.targets.inductor import in_place
+from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.program.trace import trace
 
 class Pretended:  # a GPU, for what is asked while tracing
@@ -53,7 +53,8 @@ torch.set_num_threads(1)
 case = replace(slices.small((0, 2)), dtype="bfloat16")
 bench = slice_bench.Bench(case, machine.Machine("cpu"), True, Path("none"))
 use_kernels(bench.model)
-plan = replace(bench.plan(2), gpu="9.0")
+style = replace(bench.plan(2).style, whole_caches=True, step_kernels=True, spare_windows=2)
+plan = replace(bench.plan(2), style=style)
 programs = [(part.name, part.program) for part in r1.needed(bench)]
 for name, program in [*programs[4:], ("step", bench.step(2))]:
     traced = trace(program, plan)

@@ -1,29 +1,15 @@
 """A small checkpoint, and a compiler without torch.export for tests of what is around it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
-from torch.export import ExportedProgram
-from torch.fx import Graph
 
-from mtpbuild.builder import model_source
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
-from mtpbuild.builder.plan import Plan
-from mtpbuild.builder.program.programs import Program
-from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
-from mtpbuild.builder.weights_file import Placed
-from tests.support.checkpoints import make_predictable, random_checkpoint, save_checkpoint
-
-SMALLEST: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-}
+from tests.support.checkpoints import SMALLEST, make_predictable, random_checkpoint, save_checkpoint
+from tests.support.fake_target import quick_target
+from tests.support.inductor_engines import touch
 
 
 @pytest.fixture(scope="session")
@@ -46,18 +32,14 @@ def predictable_folder(predictable: Transformer, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick() -> Iterator[None]:
     """Graphs are two bytes: builds take milliseconds and all else is real."""
+    with quick_target("onnxruntime"):
+        yield
 
-    def trace(program: Program, plan: Plan) -> Traced:
-        exported = cast(ExportedProgram, SimpleNamespace(graph=Graph()))
-        return Traced(program.name, exported, (), (), plan)
 
-    def lower(
-        self: OnnxRuntimeTarget, traced: Traced, weights: Mapping[str, Placed], folder: Path
-    ) -> str:
-        (folder / f"{traced.name}.onnx").write_bytes(b"\x08\x0a")
-        return f"{traced.name}.onnx"
-
-    monkeypatch.setattr(model_source, "trace", trace)
-    monkeypatch.setattr(OnnxRuntimeTarget, "lower", lower)
+@pytest.fixture
+def quick_inductor() -> Iterator[None]:
+    """As `quick`, for target inductor."""
+    with quick_target("inductor", lower=touch):
+        yield

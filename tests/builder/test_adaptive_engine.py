@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.adaptive import AdaptiveNextn
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import read_manifest
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy
+from tests.support.engines import EngineBuilder
 
 COUNT = 60
 PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
@@ -36,8 +37,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one draft: five programs to compile. tests/builder/test_step.py has more."""
-    for module in ("plan", "pipeline"):
-        monkeypatch.setattr(f"mtpbuild.builder.{module}.ADAPTIVE_NEXTN", 1)
+    monkeypatch.setattr("mtpbuild.builder.plan.ADAPTIVE_NEXTN", 1)
 
 
 @pytest.mark.usefixtures("restless", "few")

@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.build import BuildRequest, make_plans
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.prepare import make_plans
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.manifest import read_manifest
-from tests.builder.test_ranks import (
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+from tests.support import eager_ranks
+from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.rank_engines import (
     GREEDY,
     HOT,
     NEXTN,
@@ -32,10 +36,7 @@ from tests.builder.test_ranks import (
     make,
     running,
 )
-from tests.reference.recompute import greedy
-from tests.reference.sampling import sample
-from tests.support import eager_ranks
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.requests import build_request
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),
@@ -131,7 +132,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     for rank in range(2):
         size = (engine / f"rank{rank}" / "weights.safetensors").stat().st_size
         assert size / 4 == pytest.approx(whole - routed / 2, rel=0.05)
-    request = BuildRequest(str(checkpoint), (NEXTN,), target="inductor", tp=2, attention_dp=True)
+    request = build_request(checkpoint, (NEXTN,), target="inductor", tp=2, attention_dp=True)
     ((out, _),) = make_plans(load_config(checkpoint), request, "two")
     assert out == Path("engines/two_n2_tp2_adp")
 

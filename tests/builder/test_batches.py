@@ -13,7 +13,7 @@ from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.base import StepOutput
 from mtpbuild.runtime.programs.device_caches import DeviceCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
-from tests.conftest import EngineBuilder
+from tests.support.engines import EngineBuilder
 
 CHUNK, T, SLOTS = 4, 4, 3
 ENGINES = [

@@ -17,9 +17,11 @@ from mtpbuild.builder.bench.figures import (
     rows,
 )
 from mtpbuild.builder.bench.measure import Sample
-from mtpbuild.builder.build import BuildRequest, Stages, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.plan import Nextn
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags

@@ -8,7 +8,7 @@ weights, or nearly. Here programs run eagerly; compiled ones are in the full mat
 import itertools
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.build import BuildRequest, Stages, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.models.common.precision import hold_in
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
@@ -26,7 +26,8 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.refit import refit
-from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
@@ -34,16 +35,17 @@ from mtpbuild.runtime.programs import inductor, inductor_cuda
 from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.programs.inductor import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from tests.builder.test_cli import invoke
-from tests.builder.test_inductor_cuda import EagerPackage, manifest_of
-from tests.builder.test_inductor_engine import prompts, touch
-from tests.conftest import EngineBuilder
+from tests.support.bfloat16 import check, check_logprobs, rounded
 from tests.support.checkpoints import lower, make_predictable, random_checkpoint, save_checkpoint
+from tests.support.eager_package import EagerPackage, manifest_of
+from tests.support.engines import EngineBuilder
 from tests.support.fake_gpu import FakeGpu
+from tests.support.inductor_engines import prompts
+from tests.support.invoke import invoke
+from tests.support.requests import altered, build_request
+from tests.support.styles import style_of
 
 CHUNK, SLOTS, LENGTH = 4, 2, 30
-NEAR = 0.25  # a smaller gap between two logits may be ranked either way
-OFF = 0.3  # of a log-probability; most are within a hundredth
 GREEDY = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
 ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (2, "mtp-eagle"), (3, "mtp-vanilla")]
@@ -56,13 +58,6 @@ def model() -> Transformer:
     """Of weights that bfloat16 holds exactly; computed in fp32."""
     torch.set_num_threads(1)
     return rounded(make_predictable())
-
-
-@torch.no_grad()
-def rounded(model: Transformer) -> Transformer:
-    for parameter in model.parameters():
-        parameter.copy_(parameter.bfloat16())
-    return model
 
 
 def narrow(model: Transformer) -> DeepseekV3:
@@ -84,9 +79,8 @@ def eagerly(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms
     def make(
         nextn: int, drafter: DrafterName | None, gpu: FakeGpu | None = None
     ) -> tuple[Programs, Manifest]:
-        capability = None if gpu is None else gpu.compute_capability
-        sizes = (SLOTS, 200, CHUNK)
-        plan = Plan(model.config, nextn, drafter, *sizes, gpu=capability, dtype="bfloat16")
+        style = style_of("inductor", device="cuda" if gpu else "cpu", dtype="bfloat16")
+        plan = Plan(model.config, nextn, drafter, SLOTS, 200, CHUNK, style)
         made = make_programs(plan, narrow(model))
         packages = {f"{p.name}.pt2": EagerPackage(p) for p in made}
         for module in (inductor, inductor_cuda):
@@ -98,33 +92,6 @@ def eagerly(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms
         return CudaPrograms(folder, manifest, gpu), manifest  # type: ignore[arg-type]
 
     return make
-
-
-def check(model: Transformer, asked: Sequence[list[int]], played: Sequence[Played]) -> None:
-    """Greedy texts: each token is the argmax or nearly, with the log-probability that it has."""
-    gaps = [gap for pair in zip(asked, played, strict=True) for gap in judged(model, *pair)[0]]
-    assert max(gaps) < NEAR
-    assert sum(gap > 0 for gap in gaps) <= len(gaps) / 20, "and the argmax it is mostly"
-    check_logprobs(model, asked, played)
-
-
-def check_logprobs(
-    model: Transformer, asked: Sequence[list[int]], played: Sequence[Played]
-) -> None:
-    off = [each for pair in zip(asked, played, strict=True) for each in judged(model, *pair)[1]]
-    assert max(off) < OFF
-    assert 0 < np.median(off) < 0.01
-
-
-@torch.no_grad()
-def judged(model: Transformer, prompt: list[int], text: Played) -> tuple[list[float], list[float]]:
-    """Per token: how far below the largest logit, and how far off the log-probability is."""
-    known = torch.tensor([prompt + text.token_ids[:-1]])
-    logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]
-    said = torch.tensor(text.token_ids)[:, None]
-    gaps = logits.amax(-1) - logits.gather(-1, said)[:, 0]
-    meant = logits.log_softmax(-1).gather(-1, said)[:, 0]
-    return gaps.tolist(), (meant - torch.tensor(text.logprobs)).abs().tolist()
 
 
 def test_texts_of_every_nextn(eagerly: MakePrograms, model: Transformer) -> None:
@@ -178,7 +145,9 @@ def test_on_a_gpu(eagerly: MakePrograms, model: Transformer, tmp_path: Path) -> 
 @pytest.mark.parametrize(("nextn", "drafter"), [*ENGINES, (2, "none")])
 def test_state_keeps_its_types(nextn: int, drafter: DrafterName | None, model: Transformer) -> None:
     """What a target writes over a state tensor must be of its type."""
-    plan = Plan(model.config, nextn, drafter, SLOTS, 60, CHUNK, dtype="bfloat16")
+    plan = Plan(
+        model.config, nextn, drafter, SLOTS, 60, CHUNK, style_of("inductor", dtype="bfloat16")
+    )
     specs = {spec.name: spec for spec in state_specs(plan)}
     for program in make_programs(plan, narrow(model)):
         slots = 1 if program.name == "prefill" else len(program.arguments["active"])
@@ -206,22 +175,17 @@ def test_logits_are_not_rounded(model: Transformer) -> None:
     assert len(rounded.unique()) < rounded.numel() / 2, "in bfloat16 they would tie"
 
 
-@pytest.fixture
-def untraced(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target.InductorTarget, "lower", touch)
-
-
 def header(file: Path) -> dict[str, Any]:
     raw = file.read_bytes()
     (size,) = struct.unpack("<Q", raw[:8])
     return dict(json.loads(raw[8 : 8 + size]))
 
 
-@pytest.mark.usefixtures("untraced")
+@pytest.mark.usefixtures("quick_inductor")
 def test_an_engine_directory(tmp_path: Path) -> None:
     source = random_checkpoint(tmp_path / "source", num_hidden_layers=2)
-    wide = BuildRequest(str(source), (3,), out=tmp_path / "engine", target="inductor")
-    request = replace(wide, dtype="bfloat16")
+    wide = build_request(source, (3,), out=tmp_path / "engine", target="inductor")
+    request = altered(wide, dtype="bfloat16")
     (foreseen,) = dry_run(request, Stages()).engines
     (before,), (built,) = build(wide), build(request)
     assert not built.unchanged, "another type, another engine"
@@ -254,12 +218,12 @@ def test_an_engine_directory(tmp_path: Path) -> None:
     assert read_manifest(built.folder).build.dtype == "bfloat16"
 
 
-@pytest.mark.usefixtures("untraced")
+@pytest.mark.usefixtures("quick_inductor")
 def test_it_has_a_place_of_its_own(
     smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    request = BuildRequest(str(smallest), (0,), target="inductor", dtype="bfloat16")
+    request = build_request(smallest, (0,), target="inductor", dtype="bfloat16")
     (built,) = build(request)
     assert built.folder == Path("engines/small_n0_bf16")
 
@@ -267,7 +231,10 @@ def test_it_has_a_place_of_its_own(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("float16",), "--dtype float16 is unknown; supported: float32, bfloat16"),
+        (
+            ("float16", "--target", "inductor"),
+            "--dtype float16 is unknown; supported: float32, bfloat16",
+        ),
         (("bfloat16",), "--dtype bfloat16 is for target inductor, not onnxruntime"),
         (
             ("bfloat16", "--target", "inductor", "--tp", "2"),

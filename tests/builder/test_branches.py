@@ -5,8 +5,8 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.targets.branches import without_branches
-from mtpbuild.plugins.accept_rewind.branch import when
+from mtpbuild.builder.targets.passes.branches import without_branches
+from mtpbuild.plugins.branch import when
 
 
 def doubled(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

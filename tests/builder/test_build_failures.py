@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder import layout, model_source
-from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
-from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
+from mtpbuild.builder.build import BuiltEngine, build
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.targets import TARGETS, load_target
 from mtpbuild.runtime.errors import BuildError, CheckpointError
 from mtpbuild.runtime.manifest import check_files, read_manifest
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
+from tests.support.fake_target import fake_target
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -36,15 +39,16 @@ STAGES = (
 BLOCKED = """
 import sys, time
 from pathlib import Path
-from mtpbuild.builder import model_source
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
+from mtpbuild.builder.request import BuildRequest
+from tests.support.fake_target import in_place_of
 
 def trace(*args):
     print("in the middle", flush=True)
     time.sleep(60)
 
-model_source.trace = trace
-build(BuildRequest(sys.argv[1], (0,), max_batch=2, out=Path(sys.argv[2])))
+with in_place_of("onnxruntime", trace=trace):
+    build(BuildRequest(sys.argv[1], (0,), max_batch=2, out=Path(sys.argv[2])))
 """
 
 
@@ -162,11 +166,11 @@ def no_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_graph(patch: pytest.MonkeyPatch) -> None:
-    def lower(self: OnnxRuntimeTarget, traced: Any, weights: Any, folder: Path) -> str:
+    def lower(traced: Any, weights: Any, folder: Path) -> str:
         (folder / "decode.onnx").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    patch.setattr(OnnxRuntimeTarget, "lower", lower)
+    patch.setitem(TARGETS, "onnxruntime", fake_target(load_target("onnxruntime"), lower=lower))
 
 
 def no_manifest(patch: pytest.MonkeyPatch) -> None:

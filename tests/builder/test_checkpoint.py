@@ -24,9 +24,15 @@ from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.weights_file import write_weights
 from mtpbuild.runtime.errors import CheckpointError
-from tests.support.checkpoints import SHAPES, make_model, random_checkpoint, save_checkpoint
+from tests.support.checkpoints import (
+    SHAPES,
+    SMALL,
+    make_model,
+    random_checkpoint,
+    save_checkpoint,
+    shard,
+)
 
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
 MTP_EMBEDDING = "model.layers.1.embed_tokens.weight"
 MTP_HEAD = "model.layers.1.shared_head.head.weight"
@@ -57,21 +63,6 @@ def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
     tensors = load_file(folder / SINGLE)
     change(tensors)
     save_file(tensors, folder / SINGLE)
-
-
-def shard(folder: Path, count: int = 3) -> None:
-    """Rewrite model.safetensors as shards and an index."""
-    tensors = load_file(folder / SINGLE)
-    (folder / SINGLE).unlink()
-    names = sorted(tensors)
-    weight_map: dict[str, str] = {}
-    for i in range(count):
-        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-        save_file({name: tensors[name] for name in names[i::count]}, folder / file)
-        weight_map |= dict.fromkeys(names[i::count], file)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index))
 
 
 def assert_equal(a: Tensors, b: Tensors) -> None:

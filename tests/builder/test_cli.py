@@ -3,25 +3,25 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from mtpbuild.builder import build as pipeline
-from mtpbuild.builder.build import BuildRequest
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.flag_groups import parse_list
+from tests.support.invoke import invoke, options
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
 BLOCKED = """
 import signal, time
 from mtpbuild.builder import cli
-from mtpbuild.builder import model_source
+from tests.support.fake_target import in_place_of
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
@@ -29,8 +29,8 @@ def trace(*args):
     print("in the middle", flush=True)
     time.sleep(60)
 
-model_source.trace = trace
-cli.app()
+with in_place_of("onnxruntime", trace=trace):
+    cli.app()
 """
 
 
@@ -39,20 +39,6 @@ RECIPE = '\nengine = "b"\ndescription = "d"\nconfig = "c"\nlayout = "bf16"'
 
 def mtpbuild(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*MAIN, *map(str, args)], capture_output=True, text=True, check=False)
-
-
-def invoke(*args: str | Path) -> tuple[int, str, str]:
-    """The same in this process: exit code, standard output, standard error."""
-    done = CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "300"})
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.stdout, done.stderr
-
-
-def options(command: str) -> list[str]:
-    group = typer.main.get_command(app)
-    found: Sequence[typer.core.TyperOption] = group.commands[command].params  # type: ignore[attr-defined]
-    names = [name for option in found for name in option.opts + option.secondary_opts]
-    return sorted(name for name in names if name.startswith("-"))  # not those of arguments
 
 
 def test_frozen_flags() -> None:
@@ -106,7 +92,7 @@ def test_frozen_flags() -> None:
 def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = list[BuildRequest]()
 
-    def build(request: BuildRequest, stages: pipeline.Stages) -> list[pipeline.BuiltEngine]:
+    def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
         seen.append(request)
         return []
 
@@ -118,7 +104,7 @@ def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     full = BuildRequest("x", (3, 0), "mtp-vanilla", 2, 99, 8, "onnxruntime", tmp_path, True)
     gpus = ("--compute-capability", "sm89,sm120", "--fast-build")
     assert invoke("build", "--model", "x", *gpus)[0] == 0
-    wanted = BuildRequest("x", compute_capability=("sm89", "sm120"), fast_build=True)
+    wanted = BuildRequest("x", options={"compute_capability": "sm89,sm120", "fast_build": True})
     assert seen.pop() == wanted
     assert invoke("build", "--model", "deepseek-r1-fp4")[0] == 0
     assert seen.pop() == BuildRequest("deepseek-r1-fp4", target="tensorrt")

@@ -20,8 +20,7 @@ from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
-from tests.builder.test_checkpoint import SMALL, shard
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import SMALL, random_checkpoint, shard
 
 Damage = Callable[[Path], None]
 TINY = SMALL | {"vocab_size": 11, "hidden_size": 8, "n_routed_experts": 4, "n_group": 2}

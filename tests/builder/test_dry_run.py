@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.build import BuildRequest, Stages, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.model_source import ModelSource
@@ -16,12 +16,14 @@ from mtpbuild.builder.models.common.share import Share
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weightless import check_slices
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError
-from tests.builder.conftest import SMALLEST
-from tests.builder.test_cli import invoke
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import SMALLEST, random_checkpoint
+from tests.support.invoke import invoke
+from tests.support.requests import build_request
 
 TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 
@@ -29,7 +31,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 @pytest.mark.usefixtures("quick")
 def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     out = tmp_path / "engine"
-    request = BuildRequest(str(smallest), nextn=(1,), out=out)
+    request = build_request(smallest, nextn=(1,), out=out)
     done = dry_run(request, Stages())
     assert not out.exists()
     (foreseen,) = done.engines

@@ -23,8 +23,8 @@ from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.compat.settings import Settings
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.programs.base import Bools, StepOutput
-from tests.runtime.conftest import write_engine
 from tests.support.bench_samples import fake_engine, sample, write_lines
+from tests.support.engines import write_engine
 from tests.support.fakes import EOS, THINKING, FakePrograms, fake_manifest
 
 THINK, CLOSE = THINKING

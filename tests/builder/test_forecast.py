@@ -16,7 +16,7 @@ from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
 from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.runtime.errors import UsageError
-from tests.builder.test_cli import invoke, options
+from tests.support.invoke import invoke, options
 
 EIGHT = Ranks(8)
 FORMATS = {"attention": "bf16", "dense MLPs": "nvfp4", "experts": "nvfp4"}

@@ -33,8 +33,8 @@ from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.common.share import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.targets.gpu_graph import for_gpu
-from mtpbuild.builder.targets.inductor import _pretended_group, in_place
+from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from mtpbuild.builder.targets.lower_inductor import _pretended_group, in_place
 from mtpbuild.builder.program.trace import trace
 from tests.support.checkpoints import lower, make_model
 

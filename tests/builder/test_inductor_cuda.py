@@ -7,107 +7,34 @@ computes is tests/gpu/test_inductor.py's business.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
-from mtpbuild.builder.plan import DrafterName, Plan, state_specs
-from mtpbuild.builder.program.programs import Program, make_programs
+from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.manifest import FileSpec, Manifest, ProgramSpec, TargetInfo, TensorSpec
+from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs import inductor_cuda
-from mtpbuild.runtime.programs.base import MAX_LOGPROBS
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from tests.builder.test_inductor_engine import GREEDY, HOT, controls, prompts
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support.checkpoints import lower
+from tests.support.eager_package import EagerPackage, manifest_of
 from tests.support.fake_gpu import FakeGpu
-from tests.support.fakes import fake_manifest
 from tests.support.forced import Run
+from tests.support.inductor_engines import GREEDY, HOT, controls, prompts
+from tests.support.styles import style_of
 
 CHUNK, SLOTS = 4, 3
 
 
-class EagerPackage:
-    """A program run eagerly; as a compiled one, it writes its state over. `slots`: of each run."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.slots: list[int] = []
-
-    @torch.no_grad()
-    def run(self, inputs: list[Tensor]) -> list[Tensor]:
-        self.slots.append(len(inputs[0]))
-        names = (*self.program.state, *self.program.arguments)
-        given = dict(zip(names, inputs, strict=True))
-        state = {name: given[name] for name in self.program.state}
-        result = self.program.module(state, *(given[name] for name in self.program.arguments))
-        new, outputs = result if isinstance(result, tuple) else (result, {})
-        for name, tensor in state.items():
-            tensor.copy_(new[name])
-        return list(outputs.values())
-
-
-def manifest_of(plan: Plan, programs: tuple[Program, ...]) -> Manifest:
-    """As a build for a GPU would write it."""
-    manifest = fake_manifest(
-        nextn=plan.nextn,
-        max_batch=plan.max_batch,
-        max_seq_len=plan.max_seq_len,
-        prefill_chunk=plan.prefill_chunk,
-        vocab_size=plan.config.vocab_size,
-        lookahead=plan.lookahead,
-    )
-    T, floats = plan.window, {"logprobs", "margins", "top_logprobs"}
-
-    def spec(name: str, tensor: Tensor) -> TensorSpec:
-        sizes: tuple[int | str, ...] = ("batch", *tensor.shape[1:])
-        if name == "tokens":
-            sizes = (1, "chunk")
-        elif name in ("ahead", "start"):
-            sizes = tuple(tensor.shape)
-        dtype: Any = str(tensor.dtype).removeprefix("torch.")
-        return TensorSpec(name=name, dtype=dtype, shape=sizes)
-
-    def result(name: str) -> TensorSpec:
-        shape: tuple[int, ...] = () if name == "num_tokens" else (T,)
-        shape = (T, MAX_LOGPROBS) if name.startswith("top") else shape
-        dtype: Any = "float32" if name in floats else "int64"
-        return TensorSpec(name=name, dtype=dtype, shape=("batch", *shape))
-
-    state = {s.name: s for s in state_specs(plan)}
-    specs = {
-        p.name: ProgramSpec(
-            file=f"{p.name}.pt2",
-            inputs=(
-                *(
-                    TensorSpec(name=n, dtype=state[n].dtype, shape=(p.batch, *state[n].shape[1:]))
-                    for n in p.state
-                ),
-                *(spec(n, tensor) for n, tensor in p.arguments.items()),
-            ),
-            outputs=tuple(result(n) for n in p.outputs),
-        )
-        for p in programs
-    }
-    target = TargetInfo(
-        name="inductor",
-        hardware="NVIDIA GPU of compute capability 9.0",
-        versions={},
-        compute_capabilities=("9.0",),
-    )
-    files = {"weights.safetensors": FileSpec(size=5 * 10**9, sha256="")}
-    return manifest.model_copy(
-        update={"programs": specs, "state": tuple(state.values()), "target": target, "files": files}
-    )
-
-
 MakePrograms = Callable[..., tuple[CudaPrograms, Manifest, FakeGpu]]
+
+
+ON_GPU = style_of("inductor", device="cuda")
 
 
 @pytest.fixture
@@ -117,7 +44,7 @@ def on_gpu(predictable: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePro
     def make(
         nextn: int = 3, drafter: DrafterName | None = "mtp-eagle", slots: int = SLOTS, **how: bool
     ) -> tuple[CudaPrograms, Manifest, FakeGpu]:
-        plan = Plan(predictable.config, nextn, drafter, slots, 200, CHUNK, gpu="9.0")
+        plan = Plan(predictable.config, nextn, drafter, slots, 200, CHUNK, ON_GPU)
         programs = make_programs(plan, lower(predictable))
         packages = {f"{p.name}.pt2": EagerPackage(p) for p in programs}
         monkeypatch.setattr(

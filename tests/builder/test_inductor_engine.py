@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.refit import refit
-from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError
@@ -30,26 +30,25 @@ from mtpbuild.runtime.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.programs import inductor, load_programs, torch_cuda
 from mtpbuild.runtime.programs.inductor import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import cache_rows, greedy
-from tests.reference.sampling import sample
 from tests.support.checkpoints import make_predictable, save_checkpoint
-from tests.support.engines import greedy_ids
+from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_gpu import FakeGpu
 from tests.support.forced import Run, Seen
+from tests.support.inductor_engines import (
+    CHUNK,
+    ENGINES,
+    GREEDY,
+    HOT,
+    NEXTN,
+    SHAPE,
+    SLOTS,
+    check_texts,
+    prompts,
+)
+from tests.support.requests import altered
 
 pytestmark = pytest.mark.xdist_group("inductor")  # the others would wait for the compiler
-CHUNK, NEXTN, SLOTS = 4, 2, 3
-# One layer and one module; rotary frequencies too many to be written into the code.
-SHAPE: dict[str, Any] = {
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-    "qk_rope_head_dim": 20,
-}
-GREEDY = SamplingParams(max_tokens=25, ignore_eos=True)
-HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
-ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +78,6 @@ def load(engine: Path) -> InductorPrograms:
     return programs
 
 
-def prompts(*lengths: int) -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, 61, n).tolist() for n in lengths]
-
-
 def check_steps(
     programs: InductorPrograms, reference: Transformer, nextn: int, drafter: DrafterName | None
 ) -> None:
@@ -103,26 +97,6 @@ def check_steps(
 
 def test_every_step_equals_recomputation(programs: InductorPrograms, model: Transformer) -> None:
     check_steps(programs, model, NEXTN, "mtp-eagle")
-
-
-def check_texts(engine: Path, reference: Transformer) -> None:
-    """O2 and O7, greedy and sampled; requests join and leave a batch at any step."""
-    asked = prompts(140, 1, 6, 2, 11, 3)
-    params = [replace(GREEDY, max_tokens=n) for n in (5, 30, 17)]
-    params += [HOT, replace(HOT, temperature=1.3, top_k=9, max_tokens=30), replace(HOT, min_p=0.1)]
-    with Engine.load(engine, threads=1) as loaded:
-        results = loaded.generate(asked, params)
-    for prompt, each, result in zip(asked, params, results, strict=True):
-        if each.temperature:
-            wanted = sample(reference, prompt, each.max_tokens, controls(each))
-        else:
-            wanted = greedy(reference, prompt, each.max_tokens)
-        assert result.token_ids == wanted
-
-
-def controls(params: SamplingParams) -> Controls:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed")
-    return Controls(**{name: getattr(params, name) for name in names})
 
 
 def test_texts_equal_plain_decoding(engine: Path, model: Transformer) -> None:
@@ -254,16 +228,8 @@ def test_running_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.reload(inductor)
 
 
-def touch(self: object, traced: Traced, weights: object, folder: Path) -> str:
-    (folder / f"{traced.name}.pt2").touch()
-    return f"{traced.name}.pt2"
-
-
-@pytest.mark.usefixtures("quick")
-def test_engines_of_both_targets_share_weights(
-    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(target.InductorTarget, "lower", touch)
+@pytest.mark.usefixtures("quick", "quick_inductor")
+def test_engines_of_both_targets_share_weights(smallest: Path, tmp_path: Path) -> None:
     names = ("onnxruntime", "inductor")
     built = [
         build(BuildRequest(str(smallest), (0,), out=tmp_path / name, target=name))[0]
@@ -315,24 +281,23 @@ def test_devices_that_can_not_be(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(error, match=says) as caught:
-        build(replace(small_place, **fields))
+        build(altered(small_place, **fields))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_inductor")
 def test_an_engine_says_which_gpu_it_is_for(
     small_place: BuildRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_cuda, "Gpu", lambda: FakeGpu("9.0"))
-    monkeypatch.setattr(target.InductorTarget, "lower", touch)
-    (built,) = build(replace(small_place, device="cuda"))
+    (built,) = build(altered(small_place, device="cuda"))
     info = built.manifest.target
     assert info.hardware == "NVIDIA GPU of compute capability 9.0"
     assert info.compute_capabilities == ("9.0",)
     with pytest.raises(EngineError, match="no NVIDIA GPU can be used here"):
         Engine.load(built.folder)
     monkeypatch.setattr(torch_cuda, "Gpu", lambda: FakeGpu("10.0"))
-    (again,) = build(replace(small_place, device="cuda"))
+    (again,) = build(altered(small_place, device="cuda"))
     assert not again.unchanged, "another GPU, another engine"
     shutil.rmtree(built.folder)
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint
 from mtpbuild.builder.model_source import ModelSource, load_model
@@ -16,19 +16,19 @@ from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
-from tests.builder.test_quantize import SHAPE
-from tests.plugins.test_onnx_facets import rounded
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.numbers import in_int8_blocks
 
 IDS = GenerationIds(bos=None, eos=(), thinking=None)
 BOTH = ("int8", "int4")
-MANY = SHAPE | {"n_routed_experts": 24, "num_experts_per_tok": 3}  # chosen ones are gathered
+MANY = QUANTIZABLE | {"n_routed_experts": 24, "num_experts_per_tok": 3}  # chosen ones are gathered
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 
 
@@ -36,7 +36,7 @@ PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("plain") / "model"
-    return save_checkpoint(folder, make_predictable(**SHAPE), **SHAPE)
+    return save_checkpoint(folder, make_predictable(**QUANTIZABLE), **QUANTIZABLE)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def plain_with_rounding(folder: Path) -> Transformer:
     model, checkpoint = load_plain(folder), open_checkpoint(folder)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and checkpoint.format(f"{name}.weight") is not None:
-            module.register_forward_pre_hook(lambda _, given: (rounded(given[0]),))
+            module.register_forward_pre_hook(lambda _, given: (in_int8_blocks(given[0]),))
     return model
 
 

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
+from mtpbuild.builder.targets.style import GraphStyle
 from tests.support.checkpoints import lower, make_predictable
+from tests.support.styles import style_of
 
 SLOTS, STEPS = 8, 4
+FIXED = GraphStyle(fixed=True, whole_caches=True)
 
 
 def controls(program: Program) -> dict[str, Tensor]:
@@ -47,9 +50,10 @@ def test_steps_are_the_same(nextn: int, drafter: DrafterName | None) -> None:
     reference = make_predictable(
         num_hidden_layers=2, num_nextn_predict_layers=2, n_routed_experts=24
     )
-    plan = Plan(reference.config, nextn, drafter, SLOTS, 100, 4, ("9.0",))
+    plan = Plan(reference.config, nextn, drafter, SLOTS, 100, 4, FIXED)
     plain, own = (
-        make_programs(p, lower(reference))[2] for p in (plan, replace(plan, plugins=True))
+        make_programs(p, lower(reference))[2]
+        for p in (plan, replace(plan, style=style_of("tensorrt")))
     )
     torch.manual_seed(1)
     state = {s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in state_specs(plan)}

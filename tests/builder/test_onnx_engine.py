@@ -16,9 +16,8 @@ from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from mtpbuild.runtime.programs.slots import ROW_STEP
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy
-from tests.support.engines import greedy_ids
+from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.forced import Run, Seen
 
 CHUNK = 4

@@ -12,16 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mtpbuild.builder import layout
-from mtpbuild.builder.build import (
-    BuildRequest,
-    BuiltEngine,
-    Stages,
-    build,
-    needs,
-)
+from mtpbuild.builder.build import BuiltEngine, build
+from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
+from mtpbuild.builder.checks import needs
 from mtpbuild.builder.recipe import load_recipes
-from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.errors import (
     BuildError,
     CheckpointError,
@@ -39,10 +35,12 @@ from mtpbuild.runtime.manifest import (
     read_manifest,
 )
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
+from tests.support.fake_target import quick_target
+from tests.support.requests import build_request
 
 
 def request(checkpoint: Path, *nextn: int, **flags: Any) -> BuildRequest:
-    return BuildRequest(str(checkpoint), nextn or None, **flags)
+    return build_request(checkpoint, nextn or None, **flags)
 
 
 def build_one(checkpoint: Path, nextn: int, out: Path, **flags: Any) -> BuiltEngine:
@@ -122,7 +120,8 @@ def test_unchanged_is_left_alone_without_torch(engines: Path, smallest: Path) ->
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from mtpbuild.builder.build import BuildRequest, build\n"
+        "from mtpbuild.builder.build import build\n"
+        "from mtpbuild.builder.request import BuildRequest\n"
         "built = build(BuildRequest(sys.argv[1], (0, 1), out=Path(sys.argv[2])))\n"
         "assert [engine.unchanged for engine in built] == [True, True]\n"
         "assert not {'torch', 'onnx', 'onnxruntime', 'safetensors'} & set(sys.modules)\n"
@@ -155,19 +154,18 @@ class TestQuick:
         assert third.stat().st_nlink == 1
 
     def test_weights_that_programs_take_in_are_not_shared(
-        self, smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, smallest: Path, tmp_path: Path
     ) -> None:
         links = []
 
-        def lower(self: Any, traced: Any, weights: Any, folder: Path) -> str:
+        def lower(traced: Any, weights: Any, folder: Path) -> str:
             links.append((folder / "weights.safetensors").stat().st_nlink)
             (folder / "program").write_bytes(b"")
             return "program"
 
         build_one(smallest, 0, tmp_path / "a")
-        monkeypatch.setattr(OnnxRuntimeTarget, "embeds_weights", True)
-        monkeypatch.setattr(OnnxRuntimeTarget, "lower", lower)
-        build_one(smallest, 1, tmp_path / "b")
+        with quick_target("onnxruntime", lower=lower, embeds_weights=lambda options: True):
+            build_one(smallest, 1, tmp_path / "b")
         assert set(links) == {1}
 
     def test_without_hard_links_weights_are_copied(
@@ -200,12 +198,12 @@ class TestQuick:
     def test_side_files(self, smallest: Path, tmp_path: Path) -> None:
         """Tokenizer and generation defaults come along; nothing else does."""
         model = shutil.copytree(smallest, tmp_path / "model")
-        for name in (*layout.SIDE_FILES, "README.md", "modeling.py"):
+        for name in (*SIDE_FILES, "README.md", "modeling.py"):
             (model / name).write_text("{}")
         write_tokenizer(model / "tokenizer.json")
         (model / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
         built = build_one(model, 0, tmp_path / "engine")
-        assert set(contents(built.folder)) == engine_files(built.folder) | set(layout.SIDE_FILES)
+        assert set(contents(built.folder)) == engine_files(built.folder) | set(SIDE_FILES)
         check_files(built.folder, built.manifest, verify_hashes=True)
         assert built.manifest.model.eos_token_ids == (7, 5)
         assert built.manifest.model.bos_token_id == 0

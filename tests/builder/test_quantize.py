@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,20 +17,9 @@ from mtpbuild.builder.quantize.formats import FORMATS
 from mtpbuild.builder.quantize.quantize import MODELOPT, Quantized, QuantizeRequest
 from mtpbuild.builder.quantize.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime.errors import CheckpointError, UsageError
-from tests.builder.test_cli import invoke
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import QUANTIZABLE, random_checkpoint
+from tests.support.invoke import invoke
 
-SHAPE: dict[str, Any] = {  # all sizes split into blocks of 32
-    "hidden_size": 160,
-    "intermediate_size": 192,
-    "moe_intermediate_size": 64,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_hidden_layers": 2,
-    "num_nextn_predict_layers": 1,
-}
 Q_A = "model.layers.0.self_attn.q_a_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.3.gate_proj.weight"
 MTP_EXPERT = "model.layers.2.mlp.experts.3.gate_proj.weight"
@@ -41,7 +29,7 @@ EXACT = ("norm.weight", "gate.weight", "bias", "eh_proj.weight", "embed_tokens.w
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    folder = random_checkpoint(tmp_path_factory.mktemp("source") / "model", **SHAPE)
+    folder = random_checkpoint(tmp_path_factory.mktemp("source") / "model", **QUANTIZABLE)
     tensors = load_file(folder / SINGLE)
     tensors = {k: t if k.endswith("bias") else t.bfloat16() for k, t in tensors.items()}
     for name, of in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):

@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,22 +12,23 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder import fingerprint as fingerprint_module
-from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
+from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.targets.inductor import InductorTarget
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.runtime.errors import BuildError, EngineFileError
 from mtpbuild.runtime.group.start import own_parts, started
 from mtpbuild.runtime.manifest import MANIFEST, check_files, parts, rank_name, read_manifest
-from tests.builder.test_cli import invoke
 from tests.support.checkpoints import random_checkpoint
+from tests.support.fake_target import quick_target
+from tests.support.invoke import invoke
+from tests.support.requests import altered, build_request
 
-pytestmark = pytest.mark.usefixtures("quick")
 TP = 4
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -37,19 +38,18 @@ SHAPE: dict[str, Any] = {
 }
 
 
+def touch(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+    """Stand in for AOTInductor, which writes two files."""
+    assert len(weights) > 10
+    (folder / f"{traced.name}.constants.safetensors").write_bytes(b"constants")
+    (folder / f"{traced.name}.pt2").write_bytes(b"program")
+    return f"{traced.name}.pt2"
+
+
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `quick`, for the target that ranks have."""
-
-    def lower(
-        self: InductorTarget, traced: Traced, weights: Mapping[str, Placed], folder: Path
-    ) -> str:
-        assert len(weights) > 10
-        (folder / f"{traced.name}.constants.safetensors").write_bytes(b"constants")
-        (folder / f"{traced.name}.pt2").write_bytes(b"program")
-        return f"{traced.name}.pt2"
-
-    monkeypatch.setattr(InductorTarget, "lower", lower)
+def quickly() -> Iterator[None]:
+    with quick_target("inductor", lower=touch):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     checkpoint: Path, out: Path, rank: int | None, stages: Stages | None = None, **flags: Any
 ) -> BuiltEngine:
-    request = BuildRequest(str(checkpoint), (1,), target="inductor", tp=TP, rank=rank, out=out)
-    (engine,) = build(replace(request, **flags), stages)
+    request = build_request(checkpoint, (1,), target="inductor", tp=TP, rank=rank, out=out)
+    (engine,) = build(altered(request, **flags), stages)
     return engine
 
 
@@ -107,7 +107,7 @@ def test_one_after_another(checkpoint: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in [out, *out.rglob("*")]}
     assert run(checkpoint, out, 0).unchanged
     assert {path: path.stat().st_mtime_ns for path in [out, *out.rglob("*")]} == before
-    request = BuildRequest(str(checkpoint), (1,), target="inductor", tp=TP, out=out)
+    request = build_request(checkpoint, (1,), target="inductor", tp=TP, out=out)
     assert dry_run(replace(request, rank=0), Stages()).engines[0].unchanged
     assert not dry_run(request, Stages()).engines[0].unchanged
     assert not run(checkpoint, out, None).unchanged  # the other two
@@ -139,8 +139,8 @@ def test_an_interrupted_rank(
         if stage == "lower decode":
             raise KeyboardInterrupt
 
-    every = ", ".join(f"rank {rank}" for rank in range(TP))
-    for rank, finished in ((1, "rank 1, prefill"), (None, f"{every}, prefill")):
+    every = ", ".join(f"weights rank{rank}" for rank in range(TP))
+    for rank, finished in ((1, "weights rank1, prefill"), (None, f"{every}, prefill")):
         with pytest.raises(KeyboardInterrupt):
             run(checkpoint, out, rank, Stages(watch))
         assert not out.exists()
@@ -202,9 +202,7 @@ def test_ranks_of_another_build(checkpoint: Path, tmp_path: Path) -> None:
         run(checkpoint, out, 1, max_batch=2)
     with pytest.raises(BuildError, match="holds ranks of another build"):
         dry_run(
-            BuildRequest(
-                str(checkpoint), (1,), target="inductor", tp=TP, rank=1, out=out, max_batch=2
-            ),
+            build_request(checkpoint, (1,), target="inductor", tp=TP, rank=1, out=out, max_batch=2),
             Stages(),
         )
     assert contents(out) == before

@@ -14,49 +14,44 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mtpbuild.builder import layout
-from mtpbuild.builder.build import BuildRequest, BuiltEngine, Stages, build
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
-from mtpbuild.runtime import Engine, EngineError, SamplingParams
+from mtpbuild.builder.stages import Stages
+from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError, UsageError
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.start import started
 from mtpbuild.runtime.manifest import MANIFEST, read_manifest
-from tests.builder.test_cli import invoke
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import eager_ranks
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.invoke import invoke
+from tests.support.rank_engines import (
+    GREEDY,
+    HOT,
+    NEXTN,
+    PROMPT,
+    RELAXED,
+    SHAPE,
+    followers,
+    make,
+    request_and_build,
+    running,
+    seconds_to_notice,
+)
+from tests.support.requests import build_request
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's own, in export and gloo
 ]
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "num_hidden_layers": 1,
-    "first_k_dense_replace": 0,
-    "num_nextn_predict_layers": 1,
-}
-CHUNK, NEXTN = 4, 2
-GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
-HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
-RELAXED = replace(
-    GREEDY,
-    relaxed_topk=5,
-    relaxed_delta=0.5,
-    begin_thinking_phase_token=62,
-    end_thinking_phase_token=63,
-)
-PROMPT = [62, 7, 9, 11, 13, 2]
 
 
 @pytest.fixture(scope="module")
@@ -81,33 +76,6 @@ def engine(eagerly: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFac
     for rank in (1, 0):  # as on two machines, but for the programs: the second takes the first's
         make(checkpoint, out, tp=2, rank=rank)
     return out
-
-
-def make(checkpoint: Path, out: Path, nextn: int = NEXTN, **flags: Any) -> Path:
-    return request_and_build(checkpoint, out, nextn, **flags).folder
-
-
-def request_and_build(checkpoint: Path, out: Path, nextn: int = NEXTN, **flags: Any) -> BuiltEngine:
-    given: dict[str, Any] = {"drafter": "mtp-eagle", "prefill_chunk": CHUNK, "target": "inductor"}
-    (built,) = build(BuildRequest(str(checkpoint), (nextn,), out=out, **given | flags))
-    return built
-
-
-@contextlib.contextmanager
-def running(folder: Path) -> Iterator[Engine]:
-    with (
-        started(folder, read_manifest(folder), threads=1),
-        Engine.load(folder, threads=1) as loaded,
-    ):
-        yield loaded
-
-
-def followers() -> list[int]:
-    """Processes that this one has started and not yet waited for."""
-    tasks = Path("/proc/self/task").iterdir()
-    children = " ".join((task / "children").read_text() for task in tasks).split()
-    found = [int(child) for child in children]
-    return [pid for pid in found if b"eager_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_tokens(engine: Path, model: Transformer) -> None:
@@ -151,7 +119,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     code, out, _ = invoke("inspect", engine)
     assert code == 0
     assert re.search(r"ranks +2\b", out)
-    done = dry_run(BuildRequest(str(checkpoint), (NEXTN,), target="inductor", tp=2), Stages())
+    done = dry_run(build_request(checkpoint, (NEXTN,), target="inductor", tp=2), Stages())
     assert 0.5 * whole < done.engines[0].weights < 0.8 * whole
     assert done.engines[0].folder == Path("engines/shared_n2_tp2")
 
@@ -168,23 +136,6 @@ def test_a_rank_that_dies_or_hangs(
     assert seconds_to_notice(engine, number, says[number]) < 10
 
 
-def seconds_to_notice(engine: Path, number: signal.Signals, says: str) -> float:
-    """Until an engine whose follower gets a signal in the middle of a request has ended."""
-    times = list[float]()
-
-    def generate(loaded: Engine) -> None:
-        stream = loaded.stream(PROMPT, replace(GREEDY, max_tokens=200))
-        next(stream)
-        os.kill(followers()[0], number)
-        times.append(time.monotonic())
-        stream.result()
-
-    with pytest.raises(RankError, match=says), running(engine) as loaded:
-        generate(loaded)
-    assert not followers()
-    return time.monotonic() - times[0]
-
-
 @pytest.mark.parametrize(
     ("number", "idle"),
     [(signal.SIGKILL, 0.0), (signal.SIGSTOP, 6.0)],
@@ -193,11 +144,11 @@ def seconds_to_notice(engine: Path, number: signal.Signals, says: str) -> float:
 def test_rank_0_dies_or_hangs(engine: Path, number: signal.Signals, idle: float) -> None:
     """The others notice, also while nothing runs; to wait is no failure."""
     code = (
-        "import sys, time, torch\nfrom pathlib import Path\nfrom tests.builder import test_ranks\n"
-        "import pytest\nfrom tests import eager_ranks\ntorch.set_num_threads(1)\n"
+        "import sys, time, torch\nfrom pathlib import Path\nimport pytest\n"
+        "from tests.support import eager_ranks, rank_engines\ntorch.set_num_threads(1)\n"
         "eager_ranks.use(pytest.MonkeyPatch())\n"
-        "with test_ranks.running(Path(sys.argv[1])):\n"
-        "    print(test_ranks.followers()[0], flush=True)\n    time.sleep(60)\n"
+        "with rank_engines.running(Path(sys.argv[1])):\n"
+        "    print(rank_engines.followers()[0], flush=True)\n    time.sleep(60)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(eager_ranks.ROOT), ranks_module.TIMEOUT: "5"}
     command = [sys.executable, "-c", code, str(engine)]

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine
-from tests.builder.test_ranks import CHUNK, GREEDY, HOT, NEXTN, RELAXED, SHAPE, running
-from tests.conftest import EngineBuilder
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.engines import EngineBuilder
+from tests.support.rank_engines import CHUNK, GREEDY, HOT, NEXTN, RELAXED, SHAPE, running
 
 pytestmark = [
     pytest.mark.full,

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from mtpbuild.builder import build as pipeline
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.controls import Controls
@@ -28,8 +27,13 @@ from mtpbuild.runtime.group.nccl import CudaRankPrograms, Peers, watch, within
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import inductor
 from mtpbuild.runtime.programs.torch_cuda import Gpu
-from tests.builder.test_cli import invoke
-from tests.builder.test_ranks import (
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+from tests.support import eager_ranks
+from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.fake_target import in_place_of
+from tests.support.invoke import invoke
+from tests.support.rank_engines import (
     GREEDY,
     HOT,
     PROMPT,
@@ -39,10 +43,6 @@ from tests.builder.test_ranks import (
     running,
     seconds_to_notice,
 )
-from tests.reference.recompute import greedy
-from tests.reference.sampling import sample
-from tests.support import eager_ranks
-from tests.support.checkpoints import make_predictable, save_checkpoint
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),
@@ -59,8 +59,11 @@ def model() -> Transformer:
 def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     folder = tmp_path_factory.mktemp("gpus")
-    with eager_ranks.in_place_of_the_compiler(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "compiling_gpu", lambda target, device: "9.0")
+    with (
+        eager_ranks.in_place_of_the_compiler(),
+        in_place_of("inductor", compute_capabilities=lambda request, options: ("9.0",)),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(inductor, "visible_gpus", lambda: 2)
         checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
         flags: dict[str, Any] = {"tp": 2, "ep": 2, "device": "cuda", "max_batch": 2}

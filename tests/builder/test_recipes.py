@@ -9,7 +9,7 @@ from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import default_target, find_model, find_recipe, load_recipes
 from mtpbuild.builder.targets import TARGETS
 from mtpbuild.runtime.errors import MissingWeightsError, UsageError
-from tests.builder.test_cli import invoke
+from tests.support.invoke import invoke
 
 R1 = "models--deepseek-ai--DeepSeek-R1"
 

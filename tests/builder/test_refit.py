@@ -11,17 +11,18 @@ import pytest
 import torch
 
 from mtpbuild.builder import layout
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
+from mtpbuild.builder.checkpoint import side_files
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.refit import refit
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.manifest import MANIFEST, check_files, read_manifest
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import make_predictable, save_checkpoint, write_tokenizer
-from tests.support.engines import greedy_ids
+from tests.support.engines import EngineBuilder, greedy_ids
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -116,9 +117,9 @@ class TestQuick:
         self.refused(engine, tmp_path / "nothing", "neither a recipe nor a checkpoint")
         manifest = json.loads((engine / MANIFEST).read_text())
         older = json.loads(json.dumps(manifest))
-        (engine / layout.CONFIG).unlink()
+        (engine / side_files.CONFIG).unlink()
         self.refused(engine, model, "config.json is missing; rebuild the engine")
-        del older["files"][layout.CONFIG]
+        del older["files"][side_files.CONFIG]
         (engine / MANIFEST).write_text(json.dumps(older))
         self.refused(engine, model, "has no config.json to compare with: rebuild it")
         older["target"]["name"] = "tensorrt-rtx"
@@ -146,7 +147,7 @@ class TestQuick:
         def full(*args: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(layout, "copy_side_files", full)
+        monkeypatch.setattr("mtpbuild.builder.refit.copy_side_files", full)
         self.refused(engine, checkpoint(tmp_path / "other", 1), "No space left on device")
 
     def test_without_hard_links(

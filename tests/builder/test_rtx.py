@@ -11,17 +11,20 @@ import onnx.parser
 import pytest
 
 from mtpbuild.builder import model_source
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.targets.onnxruntime import TARGET as ONNX
-from mtpbuild.builder.targets.tensorrt_rtx import SORTED, compile_graph
+from mtpbuild.builder.program.trace import trace
+from mtpbuild.builder.targets import lower_onnxruntime
+from mtpbuild.builder.targets.lower_tensorrt_rtx import SORTED, compile_graph
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import BuildError, EngineError
 from mtpbuild.runtime.manifest import check_files
 from tests.support import fake_cuda, fake_tensorrt
+from tests.support.requests import build_request
+from tests.support.styles import style_of
 
 pytestmark = pytest.mark.tensorrt
 trt: Any = pytest.importorskip(
@@ -32,7 +35,13 @@ HEADER = '<ir_version: 10, opset_import: ["": 24]> graph '
 
 
 def plan_of(folder: Path, **changes: Any) -> Plan:
-    plan = Plan(load_config(folder), 3, "mtp-vanilla", 2, 100, 4, ("8.9", "12.0"))
+    style = style_of("tensorrt-rtx")
+    plan = Plan(
+        load_config(folder),
+        *(3, "mtp-vanilla", 2, 100, 4),
+        style,
+        compute_capabilities=("8.9", "12.0"),
+    )
     return replace(plan, **changes)
 
 
@@ -44,7 +53,7 @@ def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     source = model_source.ModelSource("toy", predictable_folder, plan.config, ids)
     places = source.write_weights(folder, siblings=folder / "none").places
     for program in source.programs(plan):
-        ONNX.lower(model_source.trace(program, plan), places, folder)
+        lower_onnxruntime.lower(trace(program, plan), places, folder)
     return folder
 
 
@@ -75,12 +84,12 @@ def test_engines_of_two_gpus(program: str, graphs: Path, predictable_folder: Pat
 
 def test_a_build(predictable_folder: Path, tmp_path: Path) -> None:
     """From the command's request to a directory that is whole, and what this machine says of it."""
-    request = BuildRequest(
-        str(predictable_folder),
+    request = build_request(
+        predictable_folder,
         (0,),
         out=tmp_path / "engine",
         target="tensorrt-rtx",
-        compute_capability=("sm120",),
+        compute_capability="sm120",
     )
     (built,) = build(request)
     check_files(built.folder, built.manifest, verify_hashes=True)

@@ -11,9 +11,9 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.controls import Controls
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy, next_logits
 from tests.reference.sampling import sample
+from tests.support.engines import EngineBuilder
 
 CHUNK, COUNT = 4, 60
 BEGIN, END = 7, 8

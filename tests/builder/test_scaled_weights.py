@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder import model_source
-from mtpbuild.builder.build import BuildRequest, build
+from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.checkpoint.tensors import stream_weights
@@ -25,10 +24,12 @@ from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
+from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
-from mtpbuild.builder.targets import inductor as target
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.builder.verify.compare import MOST
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
@@ -37,17 +38,16 @@ from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_sca
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, read_manifest
-from tests.builder.test_quantize import SHAPE
 from tests.reference.recompute import greedy
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
 
 IDS = GenerationIds(bos=None, eos=(), thinking=None)
 BOTH = ("fp8", "nvfp4")
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
-MANY = SHAPE | {"n_routed_experts": 24, "n_group": 4, "num_experts_per_tok": 3}  # gathered
+MANY = QUANTIZABLE | {"n_routed_experts": 24, "n_group": 4, "num_experts_per_tok": 3}  # gathered
 SCALED: dict[str, tuple[dict[str, Any], Scheme]] = {
-    "fp8": (SHAPE, SCHEMES["fp8"]),
-    "nvfp4": (SHAPE, Scheme("nvfp4", "nvfp4", ("*.kv_b_proj",))),
+    "fp8": (QUANTIZABLE, SCHEMES["fp8"]),
+    "nvfp4": (QUANTIZABLE, Scheme("nvfp4", "nvfp4", ("*.kv_b_proj",))),
     "fp8-experts": (MANY, SCHEMES["fp8"]),
     "nvfp4-experts": (MANY, SCHEMES["nvfp4"]),
     "mixed": (MANY, Scheme("fp8", "nvfp4", ("*.mlp.experts.*.down_proj",))),
@@ -184,7 +184,7 @@ def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
     plan = Plan(kept.config, 1, "mtp-eagle", 1, 64, 8)
     pairs = zip(make_programs(plan, kept), make_programs(plan, whole), strict=True)
     for ours, theirs in list(pairs)[:2]:
-        found = [model_source.trace(program, plan) for program in (ours, theirs)]
+        found = [trace(program, plan) for program in (ours, theirs)]
         used = {str(node.target) for node in found[0].exported.graph.nodes}
         assert "mtpbuild.matmul_scaled.default" in used
         assert ("mtpbuild.dequantise_scaled.default" in used) == (name == "fp8-experts")

@@ -14,7 +14,7 @@ from mtpbuild.builder.models.common import layers
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3, MTPModule
 from mtpbuild.builder.program import accept, draft
 from mtpbuild.plugins import accept_rewind, mla_attention
-from tests.builder.test_step import check_case
+from tests.support.steps import check_case
 
 EAGLE = ("yarn-three-modules", 4, "mtp-eagle")
 VANILLA = ("yarn-three-modules", 3, "mtp-vanilla")

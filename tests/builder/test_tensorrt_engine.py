@@ -15,15 +15,19 @@ import pytest
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file
 
-from mtpbuild.builder import layout
-from mtpbuild.builder.build import BuildRequest, build
-from mtpbuild.builder.compute_capability import compute_capabilities
+from mtpbuild.builder.build import build
+from mtpbuild.builder.manifest_of import describe_files
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.targets import (
+    lower_onnxruntime,
+    lower_tensorrt,
+    lower_tensorrt_rtx,
+    tensorrt_rtx,
+)
 from mtpbuild.builder.targets import tensorrt as target_tensorrt
-from mtpbuild.builder.targets import tensorrt_rtx
-from mtpbuild.builder.targets.onnxruntime import OnnxRuntimeTarget
 from mtpbuild.builder.targets.trt_compile import new_config
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime import Engine, SamplingParams
@@ -39,12 +43,12 @@ from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import tensorrt
 from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms
 from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS, WEIGHTS, as_stored
-from tests.builder.conftest import SMALLEST
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.checkpoints import SMALLEST, make_predictable, save_checkpoint
+from tests.support.engines import EngineBuilder
 from tests.support.fake_cuda import OUT_OF_MEMORY, FakeCuda
+from tests.support.fake_target import quick_target
 from tests.support.fake_tensorrt import (
     BuilderFlag,
     FakeTensorRt,
@@ -53,6 +57,8 @@ from tests.support.fake_tensorrt import (
     Refitter,
     without_weights,
 )
+from tests.support.requests import altered, build_request
+from tests.support.styles import style_of
 
 CHUNK, SLOTS, COUNT = 4, 2, 40
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
@@ -95,7 +101,7 @@ def engine(folder: Path, build_engine: EngineBuilder, trt: FakeTensorRt) -> Path
         max_seq_len=100,
         prefill_chunk=CHUNK,
         target="tensorrt-rtx",
-        compute_capability=("sm120", "sm89"),
+        compute_capability="sm120,sm89",
     )
 
 
@@ -206,7 +212,7 @@ def test_compiled_without_tf32(trt: FakeTensorRt, tmp_path: Path, engine: Path) 
     trt.flags = set()
     capabilities = read_manifest(engine).target.compute_capabilities
     plan = replace(cheap_plan(), compute_capabilities=capabilities)
-    assert tensorrt_rtx.compile_graph(tmp_path / "decode.onnx", plan)
+    assert lower_tensorrt_rtx.compile_graph(tmp_path / "decode.onnx", plan)
     assert BuilderFlag.TF32 not in trt.flags
 
 
@@ -214,7 +220,16 @@ def cheap_plan(vocab_size: int = 61) -> Plan:
     from mtpbuild.builder.models.deepseek_v3.config import parse_config
     from tests.support.checkpoints import BASE
 
-    return Plan(parse_config(BASE | {"vocab_size": vocab_size}), 0, None, 1, 64, 4, ("12.0",))
+    return Plan(
+        parse_config(BASE | {"vocab_size": vocab_size}),
+        0,
+        None,
+        1,
+        64,
+        4,
+        style_of("tensorrt-rtx"),
+        compute_capabilities=("12.0",),
+    )
 
 
 def refusal(engine: Path, manifest: Manifest | None = None) -> str:
@@ -299,7 +314,7 @@ def stripped(engine: Path, tmp_path: Path) -> Path:
 def described(folder: Path) -> Manifest:
     """With the files as they are now."""
     manifest = read_manifest(folder)
-    return manifest.model_copy(update={"files": layout.describe_files(folder, {})})
+    return manifest.model_copy(update={"files": describe_files(folder, {})})
 
 
 class TestWeightsPutBack:
@@ -360,12 +375,12 @@ class TestWeightsPutBack:
 @pytest.fixture
 def place(folder: Path, tmp_path: Path, trt: FakeTensorRt) -> Iterator[BuildRequest]:
     """A build that is to fail, and to leave no engine."""
-    yield BuildRequest(
-        str(folder),
+    yield build_request(
+        folder,
         (0,),
         out=tmp_path / "engine",
         target="tensorrt-rtx",
-        compute_capability=("sm120",),
+        compute_capability="sm120",
     )
     assert not (tmp_path / "engine").exists()
 
@@ -374,18 +389,21 @@ class TestWhatCanNotBeBuilt:
     @pytest.mark.parametrize(
         ("asked", "says"),
         [
-            ((), "target tensorrt-rtx needs --compute-capability: of sm80, sm86, sm89, sm120, sm1"),
             (
-                ("sm90",),
+                None,
+                "target tensorrt-rtx needs --compute-capability: of sm80, sm86, sm89, sm120, s",
+            ),
+            (
+                "sm90",
                 "--compute-capability sm90: TensorRT-RTX engines are for RTX GPUs, not for",
             ),
-            (("sm120", "sm75"), "--compute-capability sm75: "),
-            (("",), "--compute-capability : TensorRT-RTX engines are"),
+            ("sm120,sm75", "--compute-capability sm75: "),
+            ("", "--compute-capability : TensorRT-RTX engines are"),
         ],
     )
-    def test_gpus(self, place: BuildRequest, asked: tuple[str, ...], says: str) -> None:
+    def test_gpus(self, place: BuildRequest, asked: str | None, says: str) -> None:
         with pytest.raises(UsageError) as caught:
-            build(replace(place, compute_capability=asked))
+            build(altered(place, compute_capability=asked))
         assert str(caught.value).startswith(says)
 
     def test_another_target(self, place: BuildRequest) -> None:
@@ -402,9 +420,9 @@ class TestWhatCanNotBeBuilt:
         assert str(caught.value) == says
 
     def test_large_vocabularies(self, trt: FakeTensorRt) -> None:
-        tensorrt_rtx.TARGET.check(cheap_plan(3840))
+        tensorrt_rtx.TARGET.check_machine(cheap_plan(3840))
         with pytest.raises(BuildError, match="the model has 3841 tokens, and TensorRT-RTX s"):
-            tensorrt_rtx.TARGET.check(cheap_plan(3841))
+            tensorrt_rtx.TARGET.check_machine(cheap_plan(3841))
 
     @pytest.mark.usefixtures("quick")
     def test_graphs_that_tensorrt_refuses(
@@ -418,11 +436,11 @@ class TestWhatCanNotBeBuilt:
             "{ d = Add(c,c) o = TensorScatter(d,u,s) }"
         )
 
-        def lower(self: object, traced: Traced, weights: object, folder: Path) -> str:
+        def lower(traced: Traced, weights: object, folder: Path) -> str:
             onnx.save(onnx.parser.parse_model(graph), folder / "prefill.onnx")
             return "prefill.onnx"
 
-        monkeypatch.setattr(OnnxRuntimeTarget, "lower", lower)
+        monkeypatch.setattr(lower_onnxruntime, "lower", lower)
         with pytest.raises(BuildError, match="TensorRT can't compile prefill: the cache of a"):
             build(place)
 
@@ -449,13 +467,15 @@ class TestTargetTensorRt:
         trt: FakeTensorRt,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        asked = replace(place, target="tensorrt", compute_capability=())
-        with pytest.raises(UsageError, match="--compute-capability is for target tensorrt-rtx, no"):
+        asked = replace(place, target="tensorrt", options={})
+        with pytest.raises(
+            UsageError, match="--compute-capability sm120 is for target tensorrt-rtx"
+        ):
             build(replace(place, target="tensorrt"))
         with pytest.raises(UsageError, match="--fast-build is for target tensorrt, not tensorrt-r"):
-            build(replace(place, fast_build=True))
+            build(altered(place, fast_build=True))
         with pytest.raises(UsageError, match="--strip-weights is for target tensorrt, not tensorr"):
-            build(replace(place, strip_weights=True))
+            build(altered(place, strip_weights=True))
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "cuda.bindings.runtime", None)
             with pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[tensorrt\]'"):
@@ -477,18 +497,18 @@ class TestTargetTensorRt:
         plan = replace(cheap_plan(), compute_capabilities=("7.5",))
         says = "kernels are for GPUs of compute capability 8.0 and later, this one has 7.5"
         with pytest.raises(BuildError, match=says):
-            target_tensorrt.TARGET.check(plan)
+            target_tensorrt.TARGET.check_machine(plan)
         with monkeypatch.context() as patch:
-            patch.setattr(target_tensorrt, "find_spec", lambda name: None)
+            patch.setattr(lower_tensorrt, "find_spec", lambda name: None)
             with pytest.raises(MissingDependencyError, match=r"needs triton: pip install 'mtpb"):
-                target_tensorrt.TARGET.check(cheap_plan())
+                target_tensorrt.TARGET.check_machine(cheap_plan())
 
         def convert(*operands: object) -> None:
             raise ContractError("mla_partial: 65536 bytes of shared memory > 49152\n\nin a graph")
 
-        monkeypatch.setattr(target_tensorrt, "convert", convert)
+        monkeypatch.setattr(lower_tensorrt, "convert", convert)
         with pytest.raises(BuildError) as caught:
-            target_tensorrt.compile_program(cast(Traced, None), {})
+            lower_tensorrt.compile_program(cast(Traced, None), {})
         says = "can't launch a kernel (mla_partial: 65536 bytes of shared memory > 49152)"
         assert str(caught.value) == f"target tensorrt: TensorRT {says}"
 
@@ -503,21 +523,20 @@ class TestTargetTensorRt:
         trt: FakeTensorRt,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        def lower(target: object, traced: Traced, weights: object, folder: Path) -> str:
-            assert traced.plan.strip_weights == strip
+        def lower(traced: Traced, weights: object, folder: Path) -> str:
+            assert traced.plan.options.strip_weights == strip
             (folder / f"{traced.name}.engine").write_bytes(b"an engine")
             return f"{traced.name}.engine"
 
         monkeypatch.setitem(sys.modules, "tensorrt", trt)
-        monkeypatch.setattr(target_tensorrt.TensorRtTarget, "check", lambda target, plan: None)
-        monkeypatch.setattr(target_tensorrt.TensorRtTarget, "lower", lower)
-        request = BuildRequest(
-            str(folder), (0,), out=tmp_path / "out", target="tensorrt", strip_weights=strip
+        request = build_request(
+            folder, (0,), out=tmp_path / "out", target="tensorrt", strip_weights=strip
         )
-        (built,) = build(request)
+        with quick_target("tensorrt", check_machine=lambda plan: None, lower=lower):
+            (built,) = build(request)
+            (other,) = build(replace(request, nextn=(1,), out=tmp_path / "other"))
         assert (WEIGHTS in built.manifest.files) == strip
         check_files(built.folder, built.manifest, verify_hashes=True)
-        (other,) = build(replace(request, nextn=(1,), out=tmp_path / "other"))
         if strip:  # engines of other nextn share them
             assert (other.folder / WEIGHTS).samefile(built.folder / WEIGHTS)
 
@@ -528,14 +547,18 @@ class TestTargetTensorRt:
             '<ir_version: 10, opset_import: ["": 24]> g (float[2] x) => (float[2] y) { y = Abs(x) }'
         )
         plain = new_config(trt, builder, network, cheap_plan())  # type: ignore[arg-type]
-        fast = replace(cheap_plan(), fast_build=True)
-        quick = new_config(trt, builder, network, fast)  # type: ignore[arg-type]
+        quick = new_config(trt, builder, network, cheap_plan(), fast=True)  # type: ignore[arg-type]
         levels = plain.builder_optimization_level, quick.builder_optimization_level
         assert levels == (3, 1)
 
 
-def test_compute_capabilities() -> None:
-    read = compute_capabilities
-    assert read("tensorrt-rtx", ("sm120", " SM89", "12.0")) == ("8.9", "12.0")
-    assert read("tensorrt-rtx", ("12.1", "8.6", "sm_80")) == ("8.0", "8.6", "12.1")
-    assert read("onnxruntime", ()) == ()
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("sm120, SM89,12.0", ("8.9", "12.0")),
+        ("12.1,8.6,sm_80", ("8.0", "8.6", "12.1")),
+    ],
+)
+def test_compute_capabilities(asked: str, found: tuple[str, ...]) -> None:
+    options = tensorrt_rtx.RtxOptions(asked)
+    assert tensorrt_rtx.TARGET.compute_capabilities(BuildRequest("x"), options) == found

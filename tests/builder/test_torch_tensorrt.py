@@ -12,8 +12,7 @@ import pytest
 
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
-from tests.builder.conftest import SMALLEST
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import SMALLEST, random_checkpoint
 
 pytestmark = pytest.mark.tensorrt
 pytest.importorskip(

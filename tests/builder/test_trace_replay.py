@@ -11,9 +11,9 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.trace.lines import RequestLine, TracedRequest, read_trace
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import row_logits
 from tests.reference.sampling import distribution
+from tests.support.engines import EngineBuilder
 
 COUNT = 40
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)

@@ -1,6 +1,5 @@
 """Oracle O1: transformers' DeepSeek-V3 on the same checkpoint, in fp32."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,26 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import EngineBuilder
 from tests.support.checkpoints import SHAPES, load_reference, random_checkpoint
-from tests.support.engines import greedy_ids
+from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.transformers_oracle import transformers_greedy, transformers_model
 
 ATOL = 2e-4
-
-
-def transformers_model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it lists the MTP layers as unused
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    with torch.no_grad():
-        out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None
-        )
-    return out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

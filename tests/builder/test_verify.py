@@ -27,9 +27,8 @@ from mtpbuild.builder.verify.verify import check
 from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.stats import Acceptance
-from tests.conftest import EngineBuilder
 from tests.reference.recompute import next_logits
-from tests.runtime.conftest import write_engine, write_manifest
+from tests.support.engines import EngineBuilder, write_engine, write_manifest
 from tests.support.fakes import FakePrograms, fake_manifest
 from tests.support.toy import (
     Biased,

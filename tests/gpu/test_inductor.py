@@ -15,10 +15,10 @@ from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms, load
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from mtpbuild.runtime.tokenizer import load_tokenizer
-from tests.builder.test_bfloat16 import check, check_logprobs, rounded
-from tests.builder.test_inductor_engine import CHUNK, ENGINES, GREEDY, HOT, check_texts, prompts
-from tests.conftest import EngineBuilder
+from tests.support.bfloat16 import check, check_logprobs, rounded
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.engines import EngineBuilder
+from tests.support.inductor_engines import CHUNK, ENGINES, GREEDY, HOT, check_texts, prompts
 
 pytestmark = [
     pytest.mark.gpu,

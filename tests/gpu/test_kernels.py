@@ -62,13 +62,13 @@ def test_mixed_acceptance(seed: int) -> None:
     case = kernels.random_mixed(seed, 50 + 400 * seed, seed % 5)
     kernels.check_mixed(case, "cuda")
     kernels.check_flags(case, "cuda")
-    case.judging.banned_until.zero_()
+    case.asked["banned_until"].zero_()
     kernels.check_filters(case, "cuda")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_laws(seed: int) -> None:
-    kernels.check_law(seed, 50 + 4000 * seed, 1 + seed % 3, "cuda")
+    kernels.check_shaped_probs(seed, 50 + 4000 * seed, 1 + seed % 3, "cuda")
 
 
 @RANDOM

@@ -3,7 +3,7 @@
 import pytest
 
 from mtpbuild.runtime import Engine, SamplingParams
-from tests.conftest import EngineBuilder
+from tests.support.engines import EngineBuilder
 
 ort = pytest.importorskip("onnxruntime")
 pytestmark = [

@@ -12,10 +12,10 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.start import TIMEOUT
-from tests.builder.test_ranks import GREEDY, HOT, PROMPT, SHAPE, make
-from tests.builder.test_ranks import running as started
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.rank_engines import GREEDY, HOT, PROMPT, SHAPE, make
+from tests.support.rank_engines import running as started
 
 pytestmark = [
     pytest.mark.gpu,

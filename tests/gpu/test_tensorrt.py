@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.compute_capability import RTX
+from mtpbuild.builder.targets.tensorrt_rtx import GPUS as RTX
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.programs.cuda import Device
 from mtpbuild.runtime.programs.tensorrt_api import tensorrt_api
-from tests.conftest import EngineBuilder
+from tests.support.engines import EngineBuilder
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n"]
@@ -28,7 +28,7 @@ def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
         return {"target": target, "strip_weights": bool(stripped)}
     if capability not in RTX:
         pytest.skip(f"TensorRT-RTX has no engines for compute capability {capability}")
-    return {"target": target, "compute_capability": (capability,)}
+    return {"target": target, "compute_capability": capability}
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6, "top_p": 0.95, "seed": 3}])

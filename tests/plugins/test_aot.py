@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from mtpbuild.plugins import accept_rewind, aot, tensorrt_converters
+from mtpbuild.plugins import accept_rewind, aot, facets
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import SHAPES, ContractError, Ptx, launches
 
@@ -95,7 +95,7 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
         *(given(name, "INT64", 2) for name in ("num_drafts", "lengths")),
         given("active", "BOOL", 2),
     )
-    convert = tensorrt_converters()[accept_rewind._opoverload]
+    convert = facets("tensorrt")[accept_rewind._opoverload]
     results = convert(ctx, accept_rewind._opoverload, operands, {}, "judge")
     names = ["window", "num_drafts", "lengths", "active as INT32"]
     assert made == [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mtpbuild.plugins import inductor_facets, kv_write, mla_attention
+from mtpbuild.plugins import facets, kv_write, mla_attention
 from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
 from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
 from mtpbuild.plugins.mla_attention.op import FLOOR
@@ -52,4 +52,4 @@ def test_every_op_has_one() -> None:
     names = {
         op.partition("::")[2] for op in torch._C._dispatch_get_all_op_names() if "mtpbuild" in op
     }
-    assert {op.__name__.partition(".")[0] for op in inductor_facets()} == names
+    assert {op.__name__.partition(".")[0] for op in facets("inductor")} == names

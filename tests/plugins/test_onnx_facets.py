@@ -14,18 +14,19 @@ from torch import Tensor, nn
 from torch._C import _dispatch_get_all_op_names
 from torch.export import Dim
 
-from mtpbuild.builder.targets.onnxruntime import OPSET
+from mtpbuild.builder.targets.lower_onnxruntime import OPSET
 from mtpbuild.plugins import (
     accept_rewind,
     experts_nbits,
+    facets,
     kv_write,
     matmul_nbits,
     mla_attention,
-    onnx_facets,
     rope,
 )
 from mtpbuild.plugins.experts_nbits.op import _chosen
 from mtpbuild.plugins.mla_attention.op import FLOOR, floored_softmax
+from tests.support.numbers import in_int8_blocks
 
 GARBAGE = 1e20  # in every row that must not count: it weighs 1e-32 (`floored_softmax`)
 Op = Callable[..., Any]
@@ -64,7 +65,7 @@ class Facet:
                 opset_version=OPSET,
                 optimize=False,
                 verbose=False,
-                custom_translation_table=onnx_facets(),
+                custom_translation_table=facets("onnx"),
             )
         assert program is not None
         self.model = onnx.load_from_string(program.model_proto.SerializeToString())
@@ -111,8 +112,8 @@ def test_every_op_has_a_facet() -> None:
     assert {"mtpbuild::kv_write", "mtpbuild::mla_attention"} <= registered
     others = ("moe", "moe_route", "accept_mixed", "shaped_probs", "matmul_scaled")
     elsewhere = {f"mtpbuild::{name}" for name in (*others, "dequantise_scaled")}
-    facets = {op.name() for op in onnx_facets()}  # type: ignore[attr-defined]
-    assert facets == registered - elsewhere
+    written = {op.name() for op in facets("onnx")}
+    assert written == registered - elsewhere
 
 
 def test_kv_write() -> None:
@@ -269,13 +270,6 @@ def test_accept_rewind(K: int, V: int) -> None:
     assert seen == set(range(T + 1))
 
 
-def rounded(x: Tensor) -> Tensor:
-    """x as MatMulNBits takes it: int8 per row and block of 32."""
-    blocks = x.unflatten(-1, (-1, 32))
-    scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
-    return ((blocks / scales).round() * scales).flatten(-2)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_matmul_nbits(bits: int) -> None:
     """The product of rounded rows; each row's result is its own, to the bit."""
@@ -286,7 +280,7 @@ def test_matmul_nbits(bits: int) -> None:
     facet = Facet(lambda x: matmul_nbits(x, values, scales), (rows,), {0: {1: Dim("rows")}})
     assert facet.ops == ["MatMulNBits"]
     (got,) = facet.run(rows)
-    wanted = matmul_nbits(rounded(rows), values, scales)
+    wanted = matmul_nbits(in_int8_blocks(rows), values, scales)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-2)
     assert (got - matmul_nbits(rows, values, scales)).norm() < 0.02 * got.norm()
     for i in range(7):
@@ -309,8 +303,8 @@ def test_experts_nbits(bits: int, threads: int) -> None:
     facet = Facet(lambda x, ids: experts_nbits(x, ids, *weights), (rows, ids), varying, threads)
     assert [op for op in facet.ops if op != "Constant"] == ["OneHot", "QMoE"]
     (got,) = facet.run(rows, ids)
-    h = torch.einsum("ne,noe->no", rounded(rows), _chosen(ids, *weights[:2]))
-    inner_rows = rounded(torch.nn.functional.silu(h[:, ::2]) * h[:, 1::2])
+    h = torch.einsum("ne,noe->no", in_int8_blocks(rows), _chosen(ids, *weights[:2]))
+    inner_rows = in_int8_blocks(torch.nn.functional.silu(h[:, ::2]) * h[:, 1::2])
     wanted = torch.einsum("ni,noi->no", inner_rows, _chosen(ids, *weights[2:]))
     assert (got - wanted).norm() < 0.003 * got.norm()  # of a rounding that falls the other way
     assert (got - experts_nbits(rows, ids, *weights)).norm() < 0.03 * got.norm()

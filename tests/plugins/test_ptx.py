@@ -134,7 +134,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mtpbuild.plugins import accept_rewind, cuda_facets, kv_write, matmul_scaled, mla_attention
+from mtpbuild.plugins import accept_rewind, facets, kv_write, matmul_scaled, mla_attention
 from mtpbuild.plugins import moe, moe_route
 
 
@@ -165,7 +165,7 @@ example = (
     torch.randn(6, 20), torch.randn(6, 8), torch.randn(8), torch.randn(8, 20, 24),
     torch.randn(8, 12, 20), torch.zeros(20, 10, dtype=torch.uint8), torch.randn(5, 10),
 )
-exported = torch.export.export(Step(), example).run_decompositions(cuda_facets())
+exported = torch.export.export(Step(), example).run_decompositions(facets("cuda"))
 module = exported.module()
 graph = make_fx(dispatch_functionalize(lambda *inputs: module(*inputs)), tracing_mode="fake")
 for node in graph(*example).graph.nodes:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from mtpbuild.builder.program import accept
 from mtpbuild.builder.program.accept import MixedAcceptance
-from mtpbuild.plugins.accept_rewind import mixed
-from mtpbuild.plugins.accept_rewind.block import Block, verify_block
-from mtpbuild.plugins.accept_rewind.distribution import Shaping, draw, shaped_probs
-from mtpbuild.plugins.accept_rewind.mixed import Judging
+from mtpbuild.plugins.accept_mixed import op as mixed
+from mtpbuild.plugins.accept_mixed.block import Block, verify_block
+from mtpbuild.plugins.asked import Asked
+from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
+from mtpbuild.runtime.controls import ACCEPT, DRAFT
+from tests.support.kernels import asked_of
 
 V, K, FIRST, SLOTS = 3, 2, 0, 40_000
 P = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.45, 0.1, 0.45]])
@@ -37,17 +39,13 @@ def decode(
     *, rejection: bool | Tensor, sampled: bool, nextn: int = K, block: bool | Tensor = False
 ) -> Tensor:
     """The first COUNT tokens of every slot, [SLOTS, COUNT], decoded with nextn drafts a step."""
-    ones = torch.ones(SLOTS)
-    judging = Judging(
-        shaping=Shaping(ones, torch.zeros(SLOTS, dtype=torch.int64), ones, 0 * ones),
+    asked = asked_of(
+        SLOTS,
+        nextn,
+        temperature=torch.ones(SLOTS),
         rejection=torch.full((SLOTS,), rejection) if isinstance(rejection, bool) else rejection,
         block=torch.full((SLOTS,), block) if isinstance(block, bool) else block,
-        synthetic=torch.full((SLOTS, nextn + 1), -1.0),
-        relaxed_topk=torch.ones(SLOTS, dtype=torch.int64),
-        relaxed_delta=0 * ones,
-        thinking_ids=torch.full((SLOTS, 2), -1),
-        banned_ids=torch.full((SLOTS, 2), -1),
-        banned_until=torch.zeros(SLOTS, dtype=torch.int64),
+        sampled_drafts=torch.full((SLOTS,), sampled),
         uniforms=NUMBERS,
     )
     state = {
@@ -62,7 +60,7 @@ def decode(
         active = state["lengths"] < COUNT
         if not active.any():
             return tokens[:, :COUNT]
-        mode = MixedAcceptance(judging, torch.full((SLOTS,), sampled))
+        mode = MixedAcceptance(asked)
         verdict = mode.judge(P[state["window"]].log(), state, active)
         for slot_row in range(nextn + 1):
             rows = (slot_row < verdict.n).nonzero()[:, 0]
@@ -157,11 +155,11 @@ def test_strict_text_does_not_depend_on_drafts(sampled: bool) -> None:
 
 def shared_numbers(patch: pytest.MonkeyPatch) -> None:
     """Accepting with the number that the draft was drawn with."""
-    patch.setattr(mixed, "ACCEPT", mixed.DRAFT)
+    patch.setattr(mixed, "ACCEPT", DRAFT)
 
 
 def recover_with_the_accepting_number(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mixed, "RECOVER", mixed.ACCEPT)
+    patch.setattr(mixed, "RECOVER", ACCEPT)
 
 
 def recover_from_p(patch: pytest.MonkeyPatch) -> None:
@@ -191,8 +189,8 @@ def block_residual_without_weight(patch: pytest.MonkeyPatch) -> None:
 def block_drafts_with_seen_numbers(patch: pytest.MonkeyPatch) -> None:
     """A dropped draft's number serves again, though the block's verdict depended on it."""
 
-    def wrong(judging: Judging, lengths: Tensor, k: int) -> Tensor:
-        return judging.uniforms[:, mixed.DRAFT].gather(1, lengths[:, None] + k)
+    def wrong(asked: Asked, lengths: Tensor, k: int) -> Tensor:
+        return asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
 
     patch.setitem(vars(accept), "draft_number", wrong)
 
@@ -210,8 +208,8 @@ def block_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def q_for_p(patch: pytest.MonkeyPatch) -> None:
-    def wrong(logits: Tensor, shaping: Shaping) -> Tensor:
-        return shaped_probs(torch.roll(logits, 1, dims=-1), shaping)
+    def wrong(logits: Tensor, asked: Asked) -> Tensor:
+        return shaped_probs(torch.roll(logits, 1, dims=-1), asked)
 
     patch.setitem(vars(mixed), "shaped_probs", wrong)
 

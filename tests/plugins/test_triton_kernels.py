@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from mtpbuild.builder.models.common.layers import GatheredMoE, use_kernels
 from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, RopeConfig
 from mtpbuild.plugins import matmul_scaled, moe, moe_route
-from tests.plugins.test_modes import BANNED, BLOCK, REJECTION, RELAXED, SAMPLED, SYNTHETIC, operands
 from tests.support import kernels
+from tests.support.acceptance_cases import (
+    BANNED,
+    BLOCK,
+    REJECTION,
+    RELAXED,
+    SAMPLED,
+    SYNTHETIC,
+    operands,
+)
 from tests.support.kernels import Attention, Experts, Mixed, Product
 
 triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
@@ -50,11 +58,8 @@ def bfloat16_products() -> Iterator[None]:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small vocabularies have many blocks, the last of them cut off."""
     from mtpbuild.plugins.accept_rewind import triton as greedy
-    from mtpbuild.plugins.accept_rewind import triton_law as law
-    from mtpbuild.plugins.accept_rewind import triton_mixed as mixed
 
-    for module in (greedy, law, mixed):
-        monkeypatch.setattr(module, "BLOCK", 32)
+    monkeypatch.setattr(greedy, "BLOCK", 32)
 
 
 @FEW
@@ -90,18 +95,16 @@ def test_the_table_of_modes(drafts: int) -> None:
     assert len(cases) > 2
     given = [operands(case) for case in cases]
     batch = Mixed(*(join(column) for column in zip(*given, strict=True)))
-    verdict = kernels.check_mixed(batch, "cpu")
-    emitted = [row[row >= 0].tolist() for row in verdict.tokens]
+    tokens = kernels.check_mixed(batch, "cpu")
+    emitted = [row[row >= 0].tolist() for row in tokens]
     assert emitted == [case.emitted for case in cases]
 
 
 def join(values: tuple[Any, ...]) -> Any:
-    """Operands of single slots as one batch, dataclasses field by field."""
+    """Operands of single slots as one batch, mappings name by name."""
     if isinstance(values[0], torch.Tensor):
         return torch.cat(values)
-    kind = type(values[0])
-    columns = zip(*(vars(value).values() for value in values), strict=True)
-    return kind(*(join(column) for column in columns))
+    return {name: torch.cat([value[name] for value in values]) for name in values[0]}
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -113,7 +116,7 @@ def test_mixed_acceptance(seed: int, vocab: int, drafts: int) -> None:
 @pytest.mark.usefixtures("small_blocks")
 def test_filters_without_a_sort() -> None:
     case = kernels.random_mixed(7, 70, 1, slots=8)
-    case.judging.banned_until.zero_()
+    case.asked["banned_until"].zero_()
     kernels.check_filters(case, "cpu")
 
 
@@ -125,7 +128,7 @@ def test_flags_as_numbers() -> None:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(("vocab", "tokens"), [(70, 1), (33, 3)])
 def test_laws_without_a_sort(vocab: int, tokens: int) -> None:
-    kernels.check_law(vocab, vocab, tokens, "cpu")
+    kernels.check_shaped_probs(vocab, vocab, tokens, "cpu")
 
 
 @pytest.mark.full

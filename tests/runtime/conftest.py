@@ -5,36 +5,8 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.runtime import engine as engine_module
-from mtpbuild.runtime.manifest import MANIFEST, FileSpec, Manifest, ProgramSpec, hash_file
-from tests.support.fakes import TEMPLATE, FakePrograms, backend_tokenizer, fake_manifest
-
-
-def write_engine(folder: Path, manifest: Manifest, *, tokenizer: bool = True) -> Manifest:
-    """Write an engine directory whose programs are placeholders."""
-    folder.mkdir()
-    for name in ("prefill.onnx", "decode.onnx", "weights.safetensors"):
-        (folder / name).write_bytes(name.encode() * 100)
-    if tokenizer:
-        (folder / "tokenizer.json").write_text(backend_tokenizer().to_str(), encoding="utf-8")
-        (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-        (folder / "generation_config.json").write_text('{"eos_token_id": 1}', encoding="utf-8")
-    program = ProgramSpec(file="decode.onnx", inputs=(), outputs=())
-    prefill = ProgramSpec(file="prefill.onnx", inputs=(), outputs=())
-    return write_manifest(
-        folder, manifest.model_copy(update={"programs": {"prefill": prefill, "decode": program}})
-    )
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Write engine.json, listing the files that are there."""
-    files = {
-        path.name: FileSpec(size=path.stat().st_size, sha256=hash_file(path))
-        for path in sorted(folder.iterdir())
-        if path.name != MANIFEST
-    }
-    manifest = manifest.model_copy(update={"files": files})
-    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest
+from tests.support.engines import write_engine
+from tests.support.fakes import FakePrograms, fake_manifest
 
 
 @pytest.fixture

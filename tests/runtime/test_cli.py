@@ -12,7 +12,7 @@ from typer.testing import Result as CliResult
 
 from mtpbuild.runtime import Engine, SamplingParams, cli, terminal
 from mtpbuild.runtime.manifest import read_manifest
-from tests.runtime.conftest import write_engine
+from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
 
 app = typer.Typer()

@@ -9,10 +9,11 @@ import typer
 from typer.testing import CliRunner
 
 from mtpbuild.builder import build as pipeline
-from mtpbuild.builder.build import BuildRequest
 from mtpbuild.builder.cli import app
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.controls import Controls
-from tests.runtime.conftest import write_engine
+from tests.support.engines import write_engine
 from tests.support.fakes import THINKING, FakePrograms, continuation, fake_manifest
 
 # As in TensorRT-LLM's blog, and in vllm-ascend's pages.
@@ -61,7 +62,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[BuildRequest]:
     """What `build` would have built."""
     seen = list[BuildRequest]()
 
-    def build(request: BuildRequest, stages: pipeline.Stages) -> list[pipeline.BuiltEngine]:
+    def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
         seen.append(request)
         return []
 

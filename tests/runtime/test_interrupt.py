@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.conftest import write_engine
+from tests.support.engines import write_engine
 from tests.support.fakes import fake_manifest
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, MtpbuildError, SamplingParams
-from tests.runtime.test_load import damage
+from tests.support.damage import damage
 
 TinyEngine = Callable[[int], Path]  # nextn -> engine directory of deepseek-tiny
 

@@ -13,7 +13,7 @@ from typer.testing import Result as CliResult
 
 from mtpbuild.runtime import Engine, SamplingParams, Trace
 from mtpbuild.runtime.trace.cli import diff
-from tests.runtime.conftest import write_engine
+from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
 PROMPT = [5, 6, 7]

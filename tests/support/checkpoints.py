@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.models.common.share import WHOLE, Share
 from mtpbuild.builder.models.deepseek_v3.config import load_config, parse_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
@@ -54,7 +55,6 @@ BASE: dict[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
-
 # What each shape is there for; oracles O1 to O3 run on all of them.
 SHAPES: dict[str, dict[str, Any]] = {
     "yarn-three-modules": {},
@@ -182,3 +182,39 @@ def write_tokenizer(path: Path, size: int = 1) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={f"t{i}": i for i in range(size)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path))
+
+
+SMALLEST: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+
+
+def shard(folder: Path, count: int = 3) -> None:
+    """Rewrite model.safetensors as shards and an index."""
+    tensors = load_file(folder / SINGLE)
+    (folder / SINGLE).unlink()
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for i in range(count):
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        save_file({name: tensors[name] for name in names[i::count]}, folder / file)
+        weight_map |= dict.fromkeys(names[i::count], file)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+QUANTIZABLE: dict[str, Any] = {  # all sizes split into blocks of 32
+    "hidden_size": 160,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+}

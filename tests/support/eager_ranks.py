@@ -26,16 +26,13 @@ from tests.support.fake_gpu import FakeGpu
 
 if TYPE_CHECKING:
     from mtpbuild.builder.program.trace import Traced
-    from mtpbuild.builder.targets.inductor import InductorTarget
     from mtpbuild.builder.weights_file import Placed
 
 ROOT = Path(__file__).parents[2]
 
 
-def lower(
-    self: "InductorTarget", traced: "Traced", weights: "Mapping[str, Placed]", folder: Path
-) -> str:
-    from mtpbuild.builder.targets.inductor import _write_constants
+def lower(traced: "Traced", weights: "Mapping[str, Placed]", folder: Path) -> str:
+    from mtpbuild.builder.targets.lower_inductor import _write_constants
 
     file = f"{traced.name}.pt2"
     torch.export.save(traced.exported, folder / file)
@@ -96,12 +93,11 @@ def use(patch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def in_place_of_the_compiler() -> Iterator[None]:
     """Build and load engines this way while the block runs."""
-    from mtpbuild.builder.targets.inductor import InductorTarget
+    from tests.support.fake_target import in_place_of
 
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
+    with in_place_of("inductor", lower=lower), pytest.MonkeyPatch.context() as patch:
         use(patch)
-        patch.setattr(InductorTarget, "lower", lower)
         patch.setenv(ranks.TIMEOUT, "30")
         yield
 

@@ -8,9 +8,9 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.controls import GREEDY, MAX_LOGPROBS, Controls
 from mtpbuild.runtime.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
-from mtpbuild.runtime.programs.base import MAX_LOGPROBS, Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1

@@ -4,13 +4,14 @@ Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/con
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from mtpbuild.plugins import (
     accept_rewind,
@@ -21,9 +22,11 @@ from mtpbuild.plugins import (
     moe_route,
     shaped_probs_op,
 )
-from mtpbuild.plugins.accept_rewind.distribution import Shaping, shaped_probs
-from mtpbuild.plugins.accept_rewind.mixed import Judging, Verdict, accept_mixed
-from mtpbuild.plugins.launch import AOT_SHARED
+from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
+from mtpbuild.plugins.asked import Asked, in_order
+from mtpbuild.plugins.launch import AOT_SHARED, run
+from mtpbuild.plugins.shaped_probs.op import shaped_probs
+from mtpbuild.runtime.controls import GREEDY, control_shapes
 
 FP8 = torch.float8_e4m3fn
 Draw = Callable[..., Any]
@@ -90,7 +93,9 @@ def check_attention(case: Attention, device: str) -> None:
     k_scale = None if k_scale is None else k_scale.to(device)
     before = cache.view(torch.uint8).clone()
     launches = mla_launches(
-        q, cache, fresh, base, first, 0.2, case.rank, k_scale, case.splits, case.shared
+        *(q, cache, fresh, base, first, 0.2, case.rank, k_scale),
+        splits=case.splits,
+        shared=case.shared,
     )
     for launch in launches:
         launch.run()
@@ -141,7 +146,7 @@ def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Operands of `accept_mixed`."""
+    """Operands of `accept_mixed`, by name."""
 
     logits: Tensor
     window: Tensor
@@ -150,16 +155,23 @@ class Mixed:
     active: Tensor
     thinking: Tensor
     draft_probs: Tensor
-    judging: Judging
+    asked: Asked
 
     def to(self, device: str) -> "Mixed":
-        return _to(self, device)
+        return Mixed(*tree_map(lambda tensor: tensor.to(device), [*vars(self).values()]))
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """Those of the op."""
+        *slots, asked = vars(self).values()
+        return *slots, in_order(asked)
 
 
-def _to(value: Any, device: str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return type(value)(*(_to(getattr(value, f.name), device) for f in fields(value)))
+def asked_of(slots: int, nextn: int = 0, **own: Tensor) -> dict[str, Tensor]:
+    """What plain requests ask, strict and greedy, but for the controls in `own`."""
+    rows = GREEDY.rows(control_shapes(nextn, positions=1))
+    every = {name: torch.from_numpy(row).expand(slots, *row.shape) for name, row in rows}
+    return {name: tensor.clone() for name, tensor in every.items()} | own
 
 
 def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
@@ -183,13 +195,12 @@ def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
     top_k = torch.randint(1, V + 3, (B,), generator=g)
     synthetic = torch.where(chance(0.15)[:, None], torch.rand(B, T, generator=g), -1.0)
     synthetic[:, -1] = -1.0
-    judging = Judging(
-        shaping=Shaping(
-            pick(0.0, 0.6, 1.0, 1.7),
-            torch.where(chance(0.5), top_k, 0),
-            pick(1.0, 0.9, 0.5, 1e-6),
-            pick(0.0, 0.0, 0.1, 1.0),
-        ),
+    asked = asked_of(
+        B,
+        temperature=pick(0.0, 0.6, 1.0, 1.7),
+        top_k=torch.where(chance(0.5), top_k, 0),
+        top_p=pick(1.0, 0.9, 0.5, 1e-6),
+        min_p=pick(0.0, 0.0, 0.1, 1.0),
         rejection=chance(0.6),
         block=chance(0.5),
         synthetic=synthetic,
@@ -208,36 +219,32 @@ def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
         chance(0.9),
         chance(0.5),
         q,
-        judging,
+        asked,
     )
 
 
-def check_mixed(case: Mixed, device: str) -> Verdict:
-    """Every figure of the verdict; returns the reference's."""
-    from mtpbuild.plugins.accept_rewind.triton_mixed import accept_mixed_triton
+def check_mixed(case: Mixed, device: str) -> Tensor:
+    """Every figure of the verdict; returns the tokens of the reference's."""
+    from mtpbuild.plugins.accept_mixed.triton import accept_mixed_triton
 
-    operands = [getattr(case, f.name) for f in fields(case)]
-    wanted = accept_mixed(*operands)
-    moved = case.to(device)
-    got = accept_mixed_triton(*(getattr(moved, f.name) for f in fields(moved)))
-    for f in fields(Verdict):
-        a, b = getattr(got, f.name).cpu(), getattr(wanted, f.name)
-        assert a.dtype == b.dtype, f.name
-        assert torch.allclose(a, b, rtol=1e-4, atol=2e-5), f"{f.name}: {a}, wanted {b}"
-    return wanted
+    wanted = accept_mixed_op(*case.operands)
+    got = accept_mixed_triton(*case.to(device).operands)
+    names = ("tokens", "n", "lengths", "logprobs", "thinking", "margins")
+    for name, a, b in zip(names, got, wanted, strict=True):
+        assert a.dtype == b.dtype, name
+        assert torch.allclose(a.cpu(), b, rtol=1e-4, atol=2e-5), f"{name}: {a}, wanted {b}"
+    return wanted[0]
 
 
 def check_filters(case: Mixed, device: str) -> None:
     """The tokens that top-k, top-p and min-p leave, found without sorting."""
-    from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
+    from mtpbuild.plugins.accept_mixed.triton import mixed_launches
 
-    wanted = shaped_probs(case.logits, case.judging.shaping.rows(2)).flatten(0, 1)
-    moved = case.to(device)
-    best, law, *_ = mixed_launches(*(getattr(moved, f.name) for f in fields(moved)))
-    best.run()
-    law.run()
+    wanted = shaped_probs(case.logits, case.asked).flatten(0, 1)
+    best, law, *_ = mixed_launches(*case.to(device).operands)
+    run([best, law])
     highest, floor, norm = law.outputs[0].cpu()[:, :3].T[..., None]
-    temperature = case.judging.shaping.temperature.repeat_interleave(case.logits.shape[1])[:, None]
+    temperature = case.asked["temperature"].repeat_interleave(case.logits.shape[1])[:, None]
     x = case.logits.flatten(0, 1) / torch.where(temperature > 0, temperature, 1.0)
     weights = (x - highest).exp()
     got = torch.where(weights >= floor * (1 - 1e-6), weights, 0.0) / norm  # two libraries' exp
@@ -247,35 +254,28 @@ def check_filters(case: Mixed, device: str) -> None:
 
 def check_flags(case: Mixed, device: str) -> None:
     """A plugin of TensorRT gets and gives int32 for bool: the verdicts are the same."""
-    from mtpbuild.plugins.accept_rewind.triton_mixed import mixed_launches
+    from mtpbuild.plugins.accept_mixed.triton import mixed_launches, verdict_of
 
-    moved = case.to(device)
-    judging = moved.judging
-    numbers = replace(judging, rejection=judging.rejection.int(), block=judging.block.int())
-    changed = replace(
-        moved, active=moved.active.int(), thinking=moved.thinking.int(), judging=numbers
-    )
     said = []
-    for operands in (moved, changed):
-        launches = mixed_launches(*(getattr(operands, f.name) for f in fields(operands)))
-        for launch in launches:
-            launch.run()
-        said.append([*launches[-1].outputs, launches[-2].outputs[1]])
+    flags = case.to(device).operands
+    numbers = tree_map(lambda x: x.int() if x.dtype == torch.bool else x, flags)
+    for operands in (flags, numbers):
+        launches = mixed_launches(*operands)
+        run(launches)
+        said.append(verdict_of(launches))
     assert said[1][4].dtype == torch.int32
     for got, wanted in zip(said[1], said[0], strict=True):
         assert torch.equal(got.to(wanted.dtype), wanted)
 
 
-def check_law(seed: int, vocab: int, tokens: int, device: str) -> None:
+def check_shaped_probs(seed: int, vocab: int, tokens: int, device: str) -> None:
     """`shaped_probs` as a kernel: the same tokens stay, with the same probabilities."""
-    from mtpbuild.plugins.accept_rewind.triton_law import law_launch
+    from mtpbuild.plugins.shaped_probs.triton import shape_launch
 
     case = random_mixed(seed, vocab, tokens - 1, slots=8)
-    operands = (case.logits, *vars(case.judging.shaping).values())
-    wanted = shaped_probs_op(*operands)
-    launch = law_launch(*(x.to(device) for x in operands))
-    launch.run()
-    got = launch.outputs[0].cpu()
+    wanted = shaped_probs_op(case.logits, in_order(case.asked))
+    moved = case.to(device)
+    got = run([shape_launch(moved.logits, moved.asked)])[0].cpu()
     assert torch.equal(got > 0, wanted > 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
@@ -381,7 +381,7 @@ def products(draw: Draw) -> Product:
 
 
 def check_product(case: Product, device: str) -> None:
-    from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_cuda, matmul_scaled_triton
+    from mtpbuild.plugins.matmul_scaled.triton import few_rows, matmul_scaled_triton
 
     g = torch.Generator().manual_seed(case.seed)
     K, N = case.inputs, case.outputs
@@ -391,7 +391,7 @@ def check_product(case: Product, device: str) -> None:
     values, scales, second = weight
     moved = (values.to(device), scales.to(device), None if second is None else second.to(device))
     tolerance = 1e-4 if case.dtype == torch.float32 else 3e-2
-    for kernel in (matmul_scaled_cuda, matmul_scaled_triton):  # the first takes it for few tokens
+    for kernel in (matmul_scaled_triton, few_rows):  # the first takes it for few tokens
         y = kernel(x.to(device), *moved)
         assert y.dtype == case.dtype
         assert y.shape == wanted.shape

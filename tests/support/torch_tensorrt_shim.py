@@ -102,15 +102,21 @@ def listing(folder: Path) -> dict[str, Any]:
     from mtpbuild.builder.checkpoint.generation import GenerationIds
     from mtpbuild.builder.models.deepseek_v3.config import load_config
     from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.targets.tensorrt import TARGET
     from mtpbuild.builder.targets.timing_cache import place
 
     config = load_config(folder)
     nextn = config.num_nextn_predict_layers
+    options = TARGET.Options(strip_weights=True)
     plan = Plan(
-        config, nextn, "mtp-vanilla", 2, 1100, 4, ("12.0",), plugins=True, strip_weights=True
+        config,
+        *(nextn, "mtp-vanilla", 2, 1100, 4),
+        TARGET.style(options),
+        compute_capabilities=("12.0",),
+        options=options,
     )
-    TARGET.check(plan)
+    TARGET.check_machine(plan)
     ids = GenerationIds(None, (), None)
     source = model_source.ModelSource("toy", folder, config, ids, formats=TARGET.formats)
     found = {}
@@ -119,7 +125,7 @@ def listing(folder: Path) -> dict[str, Any]:
         os.environ["XDG_CACHE_HOME"] = folder_name
         places = source.write_weights(out, siblings=out / "none").places
         for program in source.programs(plan):
-            traced = model_source.trace(program, plan)
+            traced = trace(program, plan)
             file = TARGET.lower(traced, places, out)
             layers = json.loads((out / f"{program.name}.layers.json").read_text())
             assert layers == {"size": (out / file).stat().st_size, "format": "JSON"}
@@ -144,7 +150,6 @@ def r1_listing(name: str) -> dict[str, Any]:
     trt = install()
     plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
 
-    from mtpbuild.builder import model_source
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.models.common.blocks import put
     from mtpbuild.builder.models.common.share import Share
@@ -153,15 +158,19 @@ def r1_listing(name: str) -> dict[str, Any]:
     from mtpbuild.builder.models.deepseek_v3.weights import weight_table
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
+    from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.quantize.kept import Kept, can_stay
     from mtpbuild.builder.quantize.scheme import SCHEMES
     from mtpbuild.builder.recipe import find_recipe
-    from mtpbuild.builder.targets.tensorrt import TARGET, convert
+    from mtpbuild.builder.targets.lower_tensorrt import convert
+    from mtpbuild.builder.targets.tensorrt import TARGET
+    from mtpbuild.runtime.ranks import Ranks
 
     recipe = find_recipe(name)
     assert recipe is not None
     config = parse_layers("0-3").of(load_config(recipe.config_folder))
-    plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, ("10.0",), plugins=True, tp=8)
+    style = TARGET.style(TARGET.Options())
+    plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, style, Ranks(8), ("10.0",))
     share, scheme = Share(8), SCHEMES[recipe.layout]
     model, table = DeepseekV3(config, share), weight_table(config, share)
     for weight in table:
@@ -177,7 +186,7 @@ def r1_listing(name: str) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for program in make_programs(plan, model):
-        network = convert(model_source.trace(program, plan), weights).ctx.net
+        network = convert(trace(program, plan), weights).ctx.net
         found[program.name] = describe(trt, network) | {
             "totals": totals(trt, network),
             "plugins": plugins.copy(),

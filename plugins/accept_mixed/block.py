@@ -1,8 +1,8 @@
 """Block verification: the drafts of a step are accepted or rejected together.
 
 Sun et al., "Block Verification Accelerates Speculative Decoding" (ICLR 2025), algorithm 2; vLLM's
-`rejection_sample_method: block`. The output's law is the target's, and no rule with that property
-accepts more drafts on average.
+`rejection_sample_method: block`. The output has the target's distribution, and no rule with that
+property accepts more drafts on average.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Block:
-    """Of K drafts per slot."""
+    """How a slot's K drafts fare together."""
 
     at_least: Tensor  # [B, K] chance that drafts 0 .. j are all kept; falls with j
-    rest: Tensor  # [B, K, V] law of the token behind j kept drafts, not normalised; negative: 0
+    rest: Tensor  # [B, K, V] weights of the token behind j kept drafts; negative counts as 0
 
 
 def verify_block(p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor) -> Block:
-    """p [B, K + 1, V] target's law per row, draft_probs [B, K, V] the drafts', real [B, K] bool.
+    """Judge K drafts by the target's distribution per row p [B, K + 1, V] and by the drafts' own.
+
+    draft_probs [B, K, V] is the latter; real [B, K] says which drafts there are.
+
 
     Weight c_j = min(c_{j-1} p(d_j) / q(d_j), 1) is the chance that a draft path deserves; a block
     of exactly j < m drafts is kept, if no longer one was, with chance S / (S + 1 - c_j), where

@@ -1,47 +1,43 @@
-"""From logits to the distribution that a request samples from, and a token from a uniform number.
+"""shaped_probs: from logits to the distribution that a request samples from, and a token of it.
 
-Plain PyTorch that every target can trace. Shapes: rows are [..], the vocabulary is V.
+The reference is plain PyTorch that every target can trace. V is the size of the vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.accept_rewind.branch import when
+from mtpbuild.plugins.asked import Asked, named
+from mtpbuild.plugins.branch import when
+
+SHAPING = ("temperature", "top_k", "top_p", "min_p")  # the controls that shape a distribution
 
 
-@dataclass(frozen=True)
-class Shaping:
-    """Per-slot parameters, each [B] or broadcastable to the rows; 0 (top_p: 1) switches one off."""
-
-    temperature: Tensor  # 0: greedy
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-
-    def rows(self, dims: int) -> "Shaping":
-        """The same with `dims` more dimensions behind the slots."""
-        index = (slice(None),) + (None,) * dims
-        return Shaping(
-            self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index]
-        )
-
-
-def shaped_probs(logits: Tensor, s: Shaping) -> Tensor:
-    """p [.., V] after temperature, top-k, top-p and min-p, in this order; s is [.., 1].
+def shaped_probs(logits: Tensor, asked: Asked) -> Tensor:
+    """Turn logits into p [B, T, V] by temperature, top-k, top-p and min-p, in this order.
 
     top-p is taken over what top-k left, min-p relative to the largest probability. Each filter is a
     threshold, so tokens that tie with the last one kept are kept too. A greedy row (temperature 0)
     comes out as the plain softmax.
     """
-    sampled = s.temperature > 0
-    p = (logits / torch.where(sampled, s.temperature, 1.0)).softmax(-1)
-    filters = sampled & ((s.top_k > 0) | (s.top_p < 1) | (s.min_p > 0))
-    k = torch.where(sampled, s.top_k, 0)
-    mass = torch.where(sampled, s.top_p, 1.0)
-    least = torch.where(sampled, s.min_p, 0.0)
+    temperature, top_k, top_p, min_p = (asked[name][:, None, None] for name in SHAPING)
+    sampled = temperature > 0
+    p = (logits / torch.where(sampled, temperature, 1.0)).softmax(-1)
+    filters = sampled & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    k = torch.where(sampled, top_k, 0)
+    mass = torch.where(sampled, top_p, 1.0)
+    least = torch.where(sampled, min_p, 0.0)
     return when(filters.any(), _filtered, _unfiltered, (p, k, mass, least))[0]
+
+
+@torch.library.custom_op("mtpbuild::shaped_probs", mutates_args=())
+def shaped_probs_op(logits: Tensor, asked: Sequence[Tensor]) -> Tensor:
+    """`shaped_probs` as an op, for targets that have its kernel; others trace the reference."""
+    return shaped_probs(logits, named(asked))
+
+
+shaped_probs_op.register_fake(lambda logits, asked: torch.empty_like(logits))
 
 
 def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[Tensor, ...]:
@@ -59,12 +55,12 @@ def _filtered(p: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> tuple[T
 
 
 def _unfiltered(p: Tensor, *filters: Tensor) -> tuple[Tensor, ...]:
-    """Normalised here too: a request's numbers don't depend on whether another one's filters."""
+    """Normalise p here too: a request's numbers don't depend on whether another one filters."""
     return (p / p.sum(-1, keepdim=True),)
 
 
 def draw(p: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """The token at `uniform` [..] in [0, 1) of the inverse CDF of p [.., V], in token-id order.
+    """Find the token at `uniform` [..] in [0, 1) of the inverse CDF of p [.., V], by token id.
 
     Also returns the distance of the uniform to the border of the token's cell: how far another
     target's rounding is from another token. p need not be normalised, but must not be all zero.

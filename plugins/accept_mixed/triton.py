@@ -1,37 +1,29 @@
-"""Acceptance in every mode in Triton: `mixed.py` as four launches.
+"""accept_mixed in Triton, in four launches.
 
-Blocks of the vocabulary are summed up (`triton.py`), each row's distribution is found, each row's
-target token is drawn, each slot is judged. Filters are thresholds, found by bisection over the bits
-of a float: a vocabulary is read some 30 times, but only by slots that filter, and never sorted.
+Blocks of the vocabulary are summed up (`accept_rewind`), each row's distribution is found (its
+filters are thresholds, as in `shaped_probs`), each row's target token is drawn, and each slot is
+judged. The vocabulary is never sorted.
 """
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.accept_rewind.distribution import Shaping
-from mtpbuild.plugins.accept_rewind.mixed import ACCEPT, DRAFT, RECOVER, TOP, Judging, Verdict
-from mtpbuild.plugins.accept_rewind.triton import best_launch, without
-from mtpbuild.plugins.launch import Launch, tile
+from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
+from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
+from mtpbuild.plugins.asked import named
+from mtpbuild.plugins.launch import Launch, by_kernels, run, tile
+from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
+from mtpbuild.runtime.controls import ACCEPT, DRAFT, RECOVER
 
-BLOCK = 4096
-ONE_BITS = tl.constexpr(0x3F800000)  # of the float 1.0: positive floats order as their bits do
 LOG_DRAFT, LOG_ACCEPT, LOG_RECOVER = (tl.constexpr(i) for i in (DRAFT, ACCEPT, RECOVER))
 # A row's figures: how its logits become its distribution, and what that says of its draft.
 HIGHEST, FLOOR, NORM, P_DRAFT, Q_DRAFT, NEAR, MARGIN, LSE = (tl.constexpr(i) for i in range(8))
-
-
-@triton.jit
-def weights_of(
-    row, v, vocab, temperature, highest, early, bans,
-    BANNED: tl.constexpr,
-):  # fmt: skip
-    """Of the ids v: exponentials of the logits that may be emitted, relative to the largest one."""
-    x = tl.load(row + v, v < vocab, float("-inf"))
-    if early:
-        x = without(x, v, bans, BANNED)
-    return tl.exp(x / temperature - highest)
 
 
 @triton.jit
@@ -42,9 +34,10 @@ def law_of_row(
     figures, target,
     TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program r, row slot * TOKENS + j: p = weight / NORM where weight >= FLOOR, else 0.
+    """Program r finds the distribution of row slot * TOKENS + j, and what it says of the draft.
 
-    figures [B * TOKENS, 8] (names above), target [B * TOKENS]: the argmax.
+    p is weight / NORM where weight >= FLOOR, else 0. figures [B * TOKENS, 8] are named above;
+    target [B * TOKENS] is the argmax.
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
@@ -105,65 +98,6 @@ def law_of_row(
 
 
 @triton.jit
-def floor_of_row(
-    row, vocab, t, highest, early, bans, k, limit, least,
-    BANNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The smallest weight that top-k, top-p and min-p leave."""
-    floor = 0.0
-    if (k > 0) & (k < vocab):
-        floor = _kth(row, vocab, t, highest, early, bans, k, BANNED, BLOCK)
-    if limit < 1:
-        floor = _nucleus(row, vocab, t, highest, early, bans, floor, limit, BANNED, BLOCK)
-    return tl.maximum(floor, least)
-
-
-@triton.jit
-def _kth(
-    row, vocab, t, highest, early, bans, k,
-    BANNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The k-th largest weight: the largest bits that at least k weights reach."""
-    low, high = 0, ONE_BITS + 1
-    for _ in range(30):
-        middle = (low + high) // 2
-        count = 0
-        for begin in range(0, vocab, BLOCK):
-            v = begin + tl.arange(0, BLOCK)
-            e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
-            reached = (e.to(tl.int32, bitcast=True) >= middle) & (v < vocab)
-            count += tl.sum(reached.to(tl.int32), 0)
-        low = tl.where(count >= k, middle, low)
-        high = tl.where(count >= k, high, middle)
-    return tl.cast(low, tl.float32, bitcast=True)
-
-
-@triton.jit
-def _nucleus(
-    row, vocab, t, highest, early, bans, floor, limit,
-    BANNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The smallest weight whose betters, of those from `floor` on, sum to less than `limit`."""
-    left = 0.0
-    for begin in range(0, vocab, BLOCK):
-        v = begin + tl.arange(0, BLOCK)
-        e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
-        left += tl.sum(tl.where(e >= floor, e, 0.0), 0)
-    low, high = -1, ONE_BITS
-    for _ in range(30):
-        middle = (low + high) // 2
-        better = 0.0
-        for begin in range(0, vocab, BLOCK):
-            v = begin + tl.arange(0, BLOCK)
-            e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
-            above = (e.to(tl.int32, bitcast=True) > middle) & (e >= floor)
-            better += tl.sum(tl.where(above, e, 0.0), 0)
-        low = tl.where(better < limit * left, low, middle)
-        high = tl.where(better < limit * left, middle, high)
-    return tl.maximum(floor, tl.cast(high, tl.float32, bitcast=True))
-
-
-@triton.jit
 def draw_of_row(
     logits, figures, best_token, num_drafts, lengths, draft_probs,
     temperature, rejection, block, banned_ids, banned_until, uniforms,
@@ -171,9 +105,9 @@ def draw_of_row(
     target, margins, chances,
     TOKENS: tl.constexpr, BANNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program r: the token that row r emits if the step ends there, and its margin.
+    """Program r draws the token that row r emits if the step ends there, with its margin.
 
-    chances [B * TOKENS, 2]: a block's weight before this row, and what p has there beyond q.
+    chances [B * TOKENS, 2] are a block's weight before this row, and what p has there beyond q.
     """
     r = tl.program_id(0)
     b, j = r // TOKENS, r % TOKENS
@@ -241,7 +175,7 @@ def verdict_of_mixed_slot(
     tokens, num_tokens, new_lengths, logprobs, new_thinking,
     TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program b: draft by draft, how many of slot b's are kept; outputs as of `Verdict`."""
+    """Program b keeps slot b's drafts until one fails, and writes what `Verdict` holds."""
     b = tl.program_id(0)
     drafts, length = tl.load(num_drafts + b), tl.load(lengths + b)
     begins, ends = tl.load(thinking_ids + b * 2), tl.load(thinking_ids + b * 2 + 1)
@@ -250,7 +184,7 @@ def verdict_of_mixed_slot(
     together = tl.load(block + b) != 0
     luck = uniforms + (b * streams + LOG_ACCEPT).to(tl.int64) * positions + length + 1
 
-    # Of a block: the most drafts whose chance to be kept together is above the one number.
+    # A block keeps as many drafts as have a chance, together, above the one number.
     missed, whole = 1.0, 0
     for j in tl.static_range(TOKENS - 2, -1, -1):
         next_row = chances + (b * TOKENS + j + 1) * 2
@@ -296,132 +230,54 @@ def verdict_of_mixed_slot(
     tl.store(logprobs + at, own - tl.load(figures + at * 8 + LSE, some, 0.0), some)
 
 
-def mixed_launches(
-    logits: Tensor,
-    window: Tensor,
-    num_drafts: Tensor,
-    lengths: Tensor,
-    active: Tensor,
-    thinking: Tensor,
-    draft_probs: Tensor,
-    judging: Judging,
-) -> tuple[Launch, ...]:
-    """Operands as of `accept_mixed`; outputs of the last two launches make the verdict."""
-    (B, T, V), s = logits.shape, judging.shaping
-    streams, positions = judging.uniforms.shape[1:]
-    bans = judging.banned_ids, judging.banned_until
-    best = best_launch(logits, lengths, *bans)
-    blocks = best.grid[1]
-    rows = {"TOKENS": T, "BANNED": judging.banned_ids.shape[1], "BLOCK": min(BLOCK, tile(V))}
-    figures = logits.new_empty(B * T, 8)
+def mixed_launches(*operands: Any) -> tuple[Launch, ...]:
+    """Make the launches for the op's operands; `verdict_of` picks the op's results of them."""
+    known: dict[str, Any] = signature(accept_mixed_op._init_fn).bind(*operands).arguments
+    known |= named(known.pop("asked"))
+    logits, lengths, bans = known["logits"], known["lengths"], known["banned_ids"]
+    B, T, V = logits.shape
+    best = best_launch(logits, lengths, bans, known["banned_until"])
+    blocks, (streams, positions) = best.grid[1], known["uniforms"].shape[1:]
+    known |= {"vocab": V, "blocks": blocks, "streams": streams, "positions": positions}
+    known |= zip(("best", "ids"), best.outputs, strict=True)
+    rows = {"TOKENS": T, "BANNED": bans.shape[1], "BLOCK": vocabulary_block(V)}
     argmax = logits.new_empty(B * T, dtype=torch.int32)
-    law = Launch(
+    figures = logits.new_empty(B * T, 8)
+    law = Launch.by_name(
         law_of_row,
         (B * T,),
-        (
-            *(logits, *best.outputs, window, lengths, draft_probs),
-            *(s.temperature, s.top_k, s.top_p, s.min_p),
-            *(judging.relaxed_topk, judging.relaxed_delta, *bans),
-        ),
-        (V, blocks),
-        (figures, argmax),
+        known,
+        {"figures": figures, "target": argmax},
         rows | {"BLOCKS": tile(blocks, 2)},
         warps=8,
     )
-    target, margins = torch.empty_like(argmax), logits.new_empty(B, T)
-    chances = logits.new_empty(B * T, 2)
-    draw = Launch(
-        draw_of_row,
-        (B * T,),
-        (
-            *(logits, figures, argmax, num_drafts, lengths, draft_probs),
-            *(s.temperature, judging.rejection, judging.block, *bans, judging.uniforms),
-        ),
-        (V, positions, streams),
-        (target, margins, chances),
-        rows,
-        warps=8,
-    )
-    verdict = Launch(
-        verdict_of_mixed_slot,
-        (B,),
-        (
-            *(logits, figures, chances, target, window, num_drafts, lengths, active, thinking),
-            *(s.temperature, judging.rejection, judging.block, judging.synthetic),
-            *(judging.thinking_ids, judging.uniforms),
-        ),
-        (V, positions, streams),
-        (
-            *(torch.empty_like(window), torch.empty_like(lengths), torch.empty_like(lengths)),
-            *(torch.empty_like(margins), torch.empty_like(thinking)),
-        ),
-        {"TOKENS": T, "ROWS": tile(T, 2)},
-    )
-    return best, law, draw, verdict
+    drawn = {
+        "target": torch.empty_like(argmax),
+        "margins": logits.new_empty(B, T),
+        "chances": logits.new_empty(B * T, 2),
+    }
+    known |= {"figures": figures, "best_token": argmax}
+    draw = Launch.by_name(draw_of_row, (B * T,), known, drawn, rows, warps=8)
+    verdict = {
+        "tokens": torch.empty_like(known["window"]),
+        "num_tokens": torch.empty_like(lengths),
+        "new_lengths": torch.empty_like(lengths),
+        "logprobs": torch.empty_like(drawn["margins"]),
+        "new_thinking": torch.empty_like(known["thinking"]),
+    }
+    sizes = {"TOKENS": T, "ROWS": tile(T, 2)}
+    judge = Launch.by_name(verdict_of_mixed_slot, (B,), known | drawn, verdict, sizes)
+    return best, law, draw, judge
 
 
-@torch.library.triton_op("mtpbuild_triton::accept_mixed", mutates_args=())
-def _verdict(
-    logits: Tensor,
-    window: Tensor,
-    num_drafts: Tensor,
-    lengths: Tensor,
-    active: Tensor,
-    thinking: Tensor,
-    draft_probs: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    rejection: Tensor,
-    block: Tensor,
-    synthetic: Tensor,
-    relaxed_topk: Tensor,
-    relaxed_delta: Tensor,
-    thinking_ids: Tensor,
-    banned_ids: Tensor,
-    banned_until: Tensor,
-    uniforms: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """tokens, n, lengths, logprobs, thinking, margins; an op's operands are tensors."""
-    judging = Judging(
-        Shaping(temperature, top_k, top_p, min_p),
-        rejection,
-        block,
-        synthetic,
-        relaxed_topk,
-        relaxed_delta,
-        thinking_ids,
-        banned_ids,
-        banned_until,
-        uniforms,
-    )
-    launches = mixed_launches(
-        logits, window, num_drafts, lengths, active, thinking, draft_probs, judging
-    )
-    for launch in launches:
-        launch.run()
-    tokens, n, new_lengths, logprobs, new_thinking = launches[-1].outputs
-    return tokens, n, new_lengths, logprobs, new_thinking, launches[-2].outputs[1]
+def verdict_of(launches: Sequence[Launch]) -> tuple[Tensor, ...]:
+    """Pick the op's results: what the last launch gives, and the margins of the one before it."""
+    return *launches[-1].outputs, launches[-2].outputs[1]
 
 
-def accept_mixed_triton(
-    logits: Tensor,
-    window: Tensor,
-    num_drafts: Tensor,
-    lengths: Tensor,
-    active: Tensor,
-    thinking: Tensor,
-    draft_probs: Tensor,
-    judging: Judging,
-) -> Verdict:
-    """`accept_mixed` on a GPU. The most probable tokens are left to torch."""
-    s, j = judging.shaping, judging
-    tokens, n, new_lengths, logprobs, new_thinking, margins = _verdict(
-        *(logits, window, num_drafts, lengths, active, thinking, draft_probs),
-        *(s.temperature, s.top_k, s.top_p, s.min_p, j.rejection, j.block, j.synthetic),
-        *(j.relaxed_topk, j.relaxed_delta, j.thinking_ids, j.banned_ids, j.banned_until),
-        j.uniforms,
-    )
-    top = logits.log_softmax(-1).topk(min(TOP, logits.shape[-1]), dim=-1)
-    return Verdict(tokens, n, new_lengths, logprobs, margins, new_thinking, top.indices, top.values)
+@by_kernels(accept_mixed_op)
+def accept_mixed_triton(*operands: Any) -> tuple[Tensor, ...]:
+    """Do the op on a GPU."""
+    launches = mixed_launches(*operands)
+    run(launches)
+    return verdict_of(launches)

@@ -1,6 +1,6 @@
 """Where an engine is made: a hidden sibling of its place, which becomes it by one rename.
 
-A build that ends early leaves its finished parts there, with a journal of them, for the next build
+A build that ends early leaves there what it has finished, with a journal of it, for the next build
 of the same inputs. One build at a time is at work in it: it holds a lock on the journal.
 """
 
@@ -16,14 +16,14 @@ from typing import IO
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtpbuild.runtime.errors import BuildError
-from mtpbuild.runtime.manifest import ProgramSpec, hash_file
+from mtpbuild.runtime.manifest import ProgramSpec, hash_file, rank_name
 
-JOURNAL = "parts.jsonl"  # a line that tells the inputs, then one per finished part
+JOURNAL = "parts.jsonl"  # a line that tells the inputs, then one for each thing that is finished
 
 logger = logging.getLogger(__name__)
 
 
-class Part(BaseModel):
+class Finished(BaseModel):
     """Something that is finished, and its files: path in the engine -> sha256."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,12 +33,12 @@ class Part(BaseModel):
     program: ProgramSpec | None = None
 
 
-class Staging:
-    """`folder` becomes the engine; `parts` of it are finished."""
+class Building:
+    """An engine in the making: `folder` becomes it, and `finished` says what of it is done."""
 
     def __init__(self, folder: Path, journal: IO[str]) -> None:
         self.folder = folder
-        self.parts: dict[str, Part] = {}
+        self.finished: dict[str, Finished] = {}
         self._journal = journal
 
     def resume(self, inputs: str, *, anew: bool) -> None:
@@ -46,33 +46,33 @@ class Staging:
         self._journal.seek(0)
         before, *lines = self._journal.read().splitlines() or [""]
         found = _parse(lines) if before == inputs and not anew else []
-        self.parts = {part.name: part for part in found if self._is_intact(part)}
+        self.finished = {part.name: part for part in found if self._is_intact(part)}
         self._journal.truncate(0)
-        lines = [inputs, *(part.model_dump_json() for part in self.parts.values())]
+        lines = [inputs, *(part.model_dump_json() for part in self.finished.values())]
         self._journal.writelines(f"{line}\n" for line in lines)
         self._journal.flush()
         self.folder.mkdir(exist_ok=True)
         self.prune()
 
     def add(self, name: str, files: Mapping[Path, str], program: ProgramSpec | None = None) -> None:
-        """Note that a part is finished; files: path -> sha256."""
+        """Note that something is finished; files: path -> sha256."""
         named = {path.relative_to(self.folder).as_posix(): files[path] for path in sorted(files)}
-        part = Part(name=name, files=named, program=program)
-        if self.parts.get(name) == part:
+        part = Finished(name=name, files=named, program=program)
+        if self.finished.get(name) == part:
             return
-        self.parts[name] = part
+        self.finished[name] = part
         self._journal.write(part.model_dump_json() + "\n")
         self._journal.flush()
 
     def hashes(self, place: Path) -> dict[str, str]:
         """File name -> sha256 of what is finished in one folder of the engine."""
-        files = [item for part in self.parts.values() for item in part.files.items()]
+        files = [item for part in self.finished.values() for item in part.files.items()]
         paths = ((self.folder / name, sha256) for name, sha256 in files)
         return {path.name: sha256 for path, sha256 in paths if path.parent == place}
 
     def prune(self) -> None:
-        """Remove all but finished parts."""
-        kept = {self.folder / name for part in self.parts.values() for name in part.files}
+        """Remove all that is not finished."""
+        kept = {self.folder / name for part in self.finished.values() for name in part.files}
         for path in sorted(self.folder.rglob("*"), reverse=True):  # what is in a folder before it
             if path.is_symlink() or not path.is_dir():
                 if path not in kept:
@@ -80,19 +80,19 @@ class Staging:
             elif not any(path.iterdir()):
                 path.rmdir()
 
-    def _is_intact(self, part: Part) -> bool:
+    def _is_intact(self, part: Finished) -> bool:
         try:
             return all(hash_file(self.folder / name) == part.files[name] for name in part.files)
         except OSError:
             return False
 
 
-def _parse(lines: list[str]) -> list[Part]:
-    """Up to the first that was not written to its end."""
+def _parse(lines: list[str]) -> list[Finished]:
+    """Read a journal up to the first line that was not written to its end."""
     parts = []
     for line in lines:
         try:
-            parts.append(Part.model_validate_json(line))
+            parts.append(Finished.model_validate_json(line))
         except ValidationError:
             break
     return parts
@@ -117,43 +117,66 @@ def _old(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def staging(
+def under_construction(
     out: Path,
     what: str = "engine",
     *,
     inputs: str = "",
     anew: bool = True,
-    part: str = "",
+    rank: int | None = None,
     put: Callable[[Path, Path], None] = replace_folder,
-) -> Iterator[Staging]:
-    """A temporary sibling of `out` that becomes it if the block ends well.
+) -> Iterator[Building]:
+    """Make a temporary sibling of `out` that becomes it if the block ends well.
 
-    If not, finished parts stay for the next build, unless it has other inputs or begins `anew`.
-    part: of the engine that is built alone, beside others. put: how the folder gets to its place.
+    If not, what is finished stays for the next build, unless that has other inputs or begins
+    `anew`. rank: the one that is built alone, beside others. put: how the folder gets to its place.
     Raises BuildError if it can't be written, or another process is at work on the same.
     """
     place = out.resolve()  # a link stays one
-    home = place.parent / f".{place.name}{part and '.'}{part}.building"
+    home = _home(place, rank)
     try:
         with _locked(home, out) as journal:
             _undo_replacing(place)
-            stage = Staging(home / place.name, journal)
+            building = Building(home / place.name, journal)
             try:
-                stage.resume(inputs, anew=anew)
-                if stage.parts:
-                    logger.warning("resuming %s: %s done", out, ", ".join(stage.parts))
-                yield stage
-                put(stage.folder, place)
-                stage.parts.clear()
+                building.resume(inputs, anew=anew)
+                if building.finished:
+                    logger.warning("resuming %s: %s done", out, ", ".join(building.finished))
+                yield building
+                put(building.folder, place)
+                building.finished.clear()
             finally:
-                _leave(stage, home, out)
+                _leave(building, home, out)
     except OSError as error:
         raise BuildError(f"{out}: can't write the {what} ({error.strerror or error})") from None
 
 
+def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> None:
+    """Remove what a build of the same inputs left behind, now that the engine stands.
+
+    What belongs to other inputs, or to a build that is at work, stays.
+    """
+    place = out.resolve()
+    home = _home(place, rank)
+    with contextlib.suppress(OSError, BuildError):
+        if (
+            not (home / JOURNAL)
+            .read_text(encoding="utf-8", errors="replace")
+            .startswith(fingerprint)
+        ):
+            return
+        with _locked(home, out) as journal:
+            _leave(Building(home / place.name, journal), home, out)
+
+
+def _home(place: Path, rank: int | None) -> Path:
+    alone = "" if rank is None else f".{rank_name(rank)}"
+    return place.parent / f".{place.name}{alone}.building"
+
+
 @contextlib.contextmanager
 def _locked(home: Path, out: Path) -> Iterator[IO[str]]:
-    """The journal in `home`, which is made; for one process at a time."""
+    """Make `home` and its journal, and keep other processes out of both."""
     while True:
         home.mkdir(parents=True, exist_ok=True)
         with (home / JOURNAL).open("a+", encoding="utf-8", errors="replace") as journal:
@@ -170,25 +193,25 @@ def _locked(home: Path, out: Path) -> Iterator[IO[str]]:
 
 
 def _undo_replacing(out: Path) -> None:
-    """Of a build that was killed while it replaced the engine."""
+    """Put back what a build that was killed was about to replace."""
     old = _old(out)
     if old.exists() and not out.exists():
         old.rename(out)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _leave(stage: Staging, home: Path, out: Path) -> None:
-    """Keep finished parts and nothing else."""
+def _leave(building: Building, home: Path, out: Path) -> None:
+    """Keep what is finished and nothing else."""
     with contextlib.suppress(OSError):  # what ended the build is what matters
-        if stage.parts:
-            stage.prune()
+        if building.finished:
+            building.prune()
             logger.warning(
                 "note: the same build of %s goes on from what is finished: %s, in %s",
                 out,
-                ", ".join(stage.parts),
+                ", ".join(building.finished),
                 home,
             )
             return
-        shutil.rmtree(stage.folder, ignore_errors=True)
+        shutil.rmtree(building.folder, ignore_errors=True)
         (home / JOURNAL).unlink()
         home.rmdir()

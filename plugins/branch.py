@@ -1,6 +1,7 @@
 """A branch in the graph: what no request of a step asks for is not computed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ Branch = Callable[..., tuple[Tensor, ...]]
 
 
 def when(
-    predicate: Tensor, yes: Branch, no: Branch, operands: tuple[Tensor, ...]
+    predicate: Tensor, yes: Branch, no: Branch, operands: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
     """`yes(*operands)` or `no(*operands)`, by a bool scalar; ONNX's If.
 

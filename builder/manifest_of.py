@@ -1,0 +1,80 @@
+"""Writes engine.json: what was built, of what, for what, and the hash of every file."""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtpbuild.builder.building import Building
+from mtpbuild.builder.plan import state_specs
+from mtpbuild.builder.prepare import Job
+from mtpbuild.runtime.manifest import (
+    MANIFEST,
+    BuildInfo,
+    FileSpec,
+    Manifest,
+    ProgramSpec,
+    hash_file,
+)
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.model_source import ModelSource
+
+
+def write_manifests(
+    job: Job,
+    out: Path,
+    model: "ModelSource",
+    building: Building,
+    folders: Mapping[int, Path],
+    programs: dict[str, ProgramSpec],
+) -> None:
+    """Write engine.json into the engine's folder, and into those of its ranks if it is split."""
+    plan = job.plans[out]
+    first = next(iter(folders.values()))
+    ranks: dict[Path, int | None] = {folder: rank for rank, folder in folders.items()}
+    for folder, rank in (ranks | {building.folder: None}).items():
+        manifest = Manifest(
+            mtpbuild=version("mtpbuild"),
+            model=model.info(),
+            build=build_info(job, out, model),
+            target=job.target.info(plan),
+            capabilities={
+                "acceptance": ["strict", "rejection", "relaxed"],
+                "drafter": [] if plan.drafter is None else [plan.drafter],
+            },
+            lookahead=plan.lookahead,
+            programs=programs,
+            state=state_specs(plan),
+            files=describe_files(folder, building.hashes(first) | building.hashes(folder)),
+            rank=rank,
+        )
+        (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def build_info(job: Job, out: Path, model: "ModelSource") -> BuildInfo:
+    plan, layers = job.plans[out], job.request.layers
+    return BuildInfo(
+        nextn=plan.nextn,
+        drafter=plan.drafter,
+        adaptive=plan.adaptive,
+        max_batch=plan.max_batch,
+        max_seq_len=plan.max_seq_len,
+        prefill_chunk=plan.prefill_chunk,
+        weights=model.weights_type,
+        dtype=plan.dtype,
+        fingerprint=job.fingerprints[out],
+        layers=None if layers is None else str(layers),
+        **vars(plan.ranks),
+    )
+
+
+def describe_files(folder: Path, known: Mapping[str, str]) -> dict[str, FileSpec]:
+    """Size and sha256 of every file but the manifest; `known` are hashes by name."""
+    return {
+        path.name: FileSpec(
+            size=path.stat().st_size, sha256=known.get(path.name) or hash_file(path)
+        )
+        for path in sorted(folder.iterdir())
+        if path.name != MANIFEST and path.is_file()
+    }

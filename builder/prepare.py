@@ -1,0 +1,189 @@
+"""What a build would do, decided and checked before anything heavy is loaded or written."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtpbuild.builder import layout, plan
+from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
+from mtpbuild.builder.checks import in_range, needs
+from mtpbuild.builder.fingerprint import fingerprint
+from mtpbuild.builder.models.common.share import Share, check_share
+from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.plan import Nextn, Plan, choose_drafter, in_order
+from mtpbuild.builder.recipe import Source, find_model
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.targets import load_target, make_options, targets_that
+from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.model_source import ModelSource
+
+DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that was checked: its model and target, and a plan for each engine's place."""
+
+    request: BuildRequest
+    source: Source
+    config: ModelConfig
+    ids: GenerationIds
+    target: Target
+    plans: dict[Path, Plan]
+    fingerprints: dict[Path, str]  # equal, and an engine would come out the same
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that are wanted; an engine that is not split is its rank 0."""
+        rank = self.request.rank
+        return range(self.request.ranks.tp) if rank is None else [rank]
+
+    def lacking(self, out: Path) -> Sequence[int]:
+        """Which of them are not at their place yet, as they would be built."""
+        if self.request.force:
+            return self.ranks
+        return layout.lacking(out, self.fingerprints[out], self.ranks)
+
+    def open_model(self, device: str = "cpu") -> "ModelSource":
+        """The model, after every tensor of its checkpoint was checked by name, shape and dtype.
+
+        device: "meta" only to look at it. Raises CheckpointError.
+        """
+        from mtpbuild.builder.model_source import ModelSource
+
+        return ModelSource(
+            self.source.name,
+            self.source.folder,
+            self.config,
+            self.ids,
+            device=device,
+            formats=self.target.formats,
+            layers=self.request.layers,
+            share=Share(**vars(self.request.ranks)),
+            dtype=next(iter(self.plans.values())).dtype,
+        )
+
+
+def prepare(request: BuildRequest) -> Job:
+    """Check a request; raises UsageError, CheckpointError or BuildError with what is wrong."""
+    target = load_target(request.target)
+    source, config = find_source(request)
+    ids = generation_ids(source.folder, config)
+    plans = dict(make_plans(config, request, source.engine))
+    prints = {
+        out: fingerprint(source.folder, plan, request.target, request.layers)
+        for out, plan in plans.items()
+    }
+    for out in plans:
+        layout.check_place(out, source.name, force=request.force)
+        if request.rank is not None:
+            layout.check_ranks(out, prints[out], force=request.force)
+    return Job(request, source, config, ids, target, plans, prints)
+
+
+def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
+    """Import what compiles; raises BuildError for what this machine can't compile."""
+    with needs("build", "torch", "onnx", "onnxscript"):
+        from mtpbuild.builder import model_source  # noqa: F401  (it imports torch)
+
+        for plan in plans:
+            target.check_machine(plan)
+
+
+def find_source(request: BuildRequest) -> tuple[Source, ModelConfig]:
+    """The model, or what is to be seen of it; a slice has a name of its own."""
+    source = find_model(request.model, request.checkpoint)
+    config = load_config(source.folder)
+    if request.layers is None:
+        return source, config
+    name, engine = (f"{n}-layers{request.layers}" for n in (source.name, source.engine))
+    return replace(source, name=name, engine=engine), request.layers.of(config)
+
+
+def make_plans(
+    config: ModelConfig, request: BuildRequest, engine: str
+) -> Iterator[tuple[Path, Plan]]:
+    """Place and plan of each nextn."""
+    nextns = asked_nextns(config, request)
+    target = load_target(request.target)
+    options = make_options(target, request.options)
+    check_target(target, request, options, nextns)
+    check_ranks(config, request)
+    style, capabilities = target.style(options), target.compute_capabilities(request, options)
+    length = sequence_length(config, request)
+    dtype = "_bf16" if style.dtype == "bfloat16" else ""
+    for asked in nextns:
+        nextn = plan.ADAPTIVE_NEXTN if asked == "auto" else asked
+        out = request.out or Path("engines")
+        if request.out is None or len(nextns) > 1:
+            out = out / f"{engine}_n{asked}{dtype}{request.ranks.suffix}"
+        yield (
+            out,
+            Plan(
+                config=config,
+                nextn=nextn,
+                drafter=choose_drafter(config, asked, request.drafter),
+                max_batch=in_range(1, request.max_batch, MAX_BATCH, "--max-batch"),
+                max_seq_len=in_range(nextn + 4, length, MAX_SEQ_LEN, "--max-seq-len"),
+                prefill_chunk=in_range(1, request.prefill_chunk, MAX_CHUNK, "--prefill-chunk"),
+                style=style,
+                ranks=request.ranks,
+                compute_capabilities=capabilities,
+                options=options,
+                adaptive=asked == "auto",
+            ),
+        )
+
+
+def asked_nextns(config: ModelConfig, request: BuildRequest) -> tuple[Nextn, ...]:
+    if request.nextn is not None:
+        return in_order(request.nextn)
+    if config.num_nextn_predict_layers == 0:
+        raise UsageError("the checkpoint has no MTP modules: say --nextn 0 to build without")
+    return (config.num_nextn_predict_layers,)
+
+
+def check_target(
+    target: Target, request: BuildRequest, options: Any, nextns: tuple[Nextn, ...]
+) -> None:
+    """Refuse what the target can't build, and say which targets can."""
+    if "auto" in nextns and not target.adaptive:
+        can = targets_that(lambda other: other.adaptive)
+        raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
+    if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.takes_ranks(request):
+        can = targets_that(lambda other: other.several_ranks)
+        raise UsageError(f"--tp and --ep are for target {can}")
+    target.check(request, options)
+
+
+def check_ranks(config: ModelConfig, request: BuildRequest) -> None:
+    """Refuse ranks that can't share the model, and a rank that there is not."""
+    ranks = request.ranks
+    check_share(config, ranks.tp, ranks.ep, ranks.attention_dp)
+    if ranks.attention_dp and ranks.tp == 1:
+        raise UsageError("--attention-dp is for several ranks: say --tp, how many they are")
+    if request.rank is not None:
+        if ranks.tp == 1:
+            raise UsageError("--rank is one of several: say --tp, how many they are")
+        in_range(0, request.rank, ranks.tp - 1, "--rank")
+
+
+def sequence_length(config: ModelConfig, request: BuildRequest) -> int:
+    """Return what was asked for, or the default; log a note beyond what the model says."""
+    length, limit = request.max_seq_len, config.max_position_embeddings
+    if length is None:
+        return min(limit, DEFAULT_MAX_SEQ_LEN)
+    if length > limit:
+        logging.getLogger(__name__).warning(
+            "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
+            "what the model says there is untested",
+            length,
+            limit,
+        )
+    return length

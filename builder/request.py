@@ -1,0 +1,33 @@
+"""What is asked of `mtpbuild build`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.plan import DrafterName, Nextn
+from mtpbuild.runtime.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """The flags of `mtpbuild build`. nextn None: the checkpoint's number of MTP modules."""
+
+    model: str
+    nextn: tuple[Nextn, ...] | None = None
+    drafter: DrafterName | None = None
+    max_batch: int = 1
+    max_seq_len: int | None = None
+    prefill_chunk: int = 256
+    target: str = "onnxruntime"
+    out: Path | None = None
+    force: bool = False
+    checkpoint: Path | None = None  # of a recipe's weights; else where the recipe finds them
+    ranks: Ranks = field(default_factory=Ranks)
+    rank: int | None = None  # to build alone; None: all of them
+    layers: LayersSlice | None = None
+    dry_run: bool = False  # nothing is compiled
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the target's flags, as they were said

@@ -1,0 +1,21 @@
+"""The stages of a build as its user sees them pass."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stages:
+    """Names and times of the stages; `watch` is told of each one as it begins."""
+
+    watch: Callable[[str], None] = lambda stage: None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self.watch(stage)
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -1,0 +1,167 @@
+"""ExportedProgram -> AOTInductor package, which writes state in place and holds no weights."""
+
+import contextlib
+import logging
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+from safetensors.torch import save
+from torch._C._distributed_c10d import (
+    HashStore,
+    ProcessGroup,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.decomposition import fast_random_decomps, register_decomposition
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch._inductor.package.package import package_aoti
+from torch._inductor.utils import fresh_cache
+from torch.distributed.distributed_c10d import GroupName
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from mtpbuild.builder.weights_file import Placed
+from mtpbuild.plugins import facets
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.group.start import GROUP
+from mtpbuild.runtime.manifest import TargetInfo
+from mtpbuild.runtime.programs.inductor import CONSTANTS, HARDWARE, TORCH, this_machine
+
+OPTIONS: dict[str, Any] = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,  # they are in the engine's weights file
+    "always_keep_tensor_constants": True,  # small ones too: weights have no values yet
+    "aot_inductor.enable_line_tables": False,  # would hold the build machine's paths
+    "aot_inductor.precompile_headers": False,  # would stay in the temporary folder
+    "cpp.march": "x86-64-v3",  # not `native`: an engine runs where HARDWARE says
+    "cpp.simdlen": 256,
+    "cpp.vec_isa_ok": True,  # `check` has asked
+    "cpp.dynamic_threads": True,  # their number is chosen when the engine is loaded
+    "compile_threads": 1,  # one C++ file per program: nothing to do in parallel
+}
+
+for op, facet in facets("inductor").items():
+    register_decomposition([op])(facet)
+fast_random_decomps.cache_clear()  # the table that compiling takes, if something was compiled
+
+
+def check(plan: Plan) -> None:
+    """Raise BuildError unless this machine can compile the plan."""
+    on_gpu = bool(plan.compute_capabilities)
+    if not on_gpu and this_machine() != HARDWARE:
+        raise BuildError(f"target inductor builds on an {HARDWARE}, this is an {this_machine()}")
+    try:
+        compiler = get_cpp_compiler()
+    except InvalidCxxCompiler:
+        compiler = ""
+    if on_gpu and find_spec("triton") is None:
+        raise MissingDependencyError(
+            "target inductor on a GPU needs triton: pip install 'mtpbuild[triton]'"
+        )
+    if not shutil.which(compiler):
+        raise BuildError("target inductor needs a C++ compiler (g++): none is found")
+
+
+def info(plan: Plan) -> TargetInfo:
+    gpus = plan.compute_capabilities
+    return TargetInfo(
+        name="inductor",
+        hardware=f"NVIDIA GPU of compute capability {gpus[0]}" if gpus else HARDWARE,
+        versions={"torch": TORCH},
+        compute_capabilities=gpus,
+    )
+
+
+def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+    """Write the package, and the constants that no checkpoint holds; returns the package's name."""
+    if traced.plan.compute_capabilities:
+        traced = replace(traced, exported=for_gpu(traced.exported))
+    program = in_place(traced)
+    examples = pytree.tree_leaves(traced.exported.example_inputs)
+    file = f"{traced.name}.pt2"
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as scratch,  # goes where a dead build goes
+        _pretended_group(traced.plan.ranks.tp),
+    ):
+        package_aoti(str(folder / file), _compile(program, tuple(examples), scratch))
+    _write_constants(traced, weights, folder)
+    return file
+
+
+def in_place(traced: Traced) -> GraphModule:
+    """Before: state in, state and outputs out. After: state is written over, outputs come out.
+
+    A state tensor that is passed on as it came is not touched.
+    """
+    program = traced.exported.module(check_guards=False)
+    assert isinstance(program, GraphModule)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    state = {spec.name: node for spec, node in zip(traced.inputs, inputs, strict=True)}
+    end = program.graph.output_node()
+    given = pytree.tree_leaves(end.args[0])
+    outputs: list[Node] = []
+    with program.graph.inserting_before(end):
+        for spec, value in zip(traced.outputs, given, strict=True):
+            if not spec.name.endswith(".out"):
+                outputs.append(value)
+                continue
+            old = state[spec.name.removesuffix(".out")]
+            if value.target is torch.ops.aten.clone.default and value.args[0] is old:
+                continue
+            program.graph.call_function(torch.ops.aten.copy_.default, (old, value))
+    end.args = (tuple(outputs),)
+    program.graph.set_codegen(CodeGen())  # plain arguments in the order of the manifest
+    return GraphModule(program, program.graph)
+
+
+@contextlib.contextmanager
+def _pretended_group(ranks: int) -> Iterator[None]:
+    """The process group that collectives name: the compiler asks it for its size."""
+    group = ProcessGroup(HashStore(), 0, ranks)
+    _register_process_group(GroupName(GROUP), group)
+    try:
+        yield
+    finally:
+        _unregister_process_group(GroupName(GROUP))
+
+
+def _compile(program: GraphModule, examples: tuple[Any, ...], scratch: str) -> list[Any]:
+    """Paths in `scratch`: the shared library and its metadata."""
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), fresh_cache(dir=scratch, delete=False):
+        warnings.simplefilter("ignore")
+        try:
+            parts = torch._inductor.aot_compile(program, examples, options=OPTIONS)
+            assert isinstance(parts, list)
+        except InductorError as error:
+            cause = error.inner_exception
+            if not isinstance(cause, CppCompileError):
+                raise
+            lines = (line for line in cause.output.splitlines() if "error" in line)
+            raise BuildError(f"the C++ compiler failed ({next(lines, 'silently')})") from None
+    return [part for part in parts if not str(part).endswith(".cpp")]
+
+
+def _write_constants(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> None:
+    """What a program reads and no checkpoint holds, such as the rotary frequencies."""
+    exported = traced.exported
+    named = {**exported.constants, **exported.state_dict}
+    own = {
+        name: value
+        for name, value in named.items()
+        if isinstance(value, torch.Tensor) and name.removeprefix("model.") not in weights
+    }
+    (folder / CONSTANTS.format(traced.name)).write_bytes(save(own))

@@ -1,0 +1,184 @@
+"""ExportedProgram -> ONNX, whose weights lie by offset in the engine's safetensors file."""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+import torch
+from onnxscript.optimizer import _constant_folding as folding
+
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.weights_file import WEIGHTS, Placed
+from mtpbuild.plugins import facets
+from mtpbuild.runtime.manifest import TargetInfo
+
+aten = torch.ops.aten
+OPSET = 24  # the first with TensorScatter
+FOLD_LIMIT = 1 << 20  # bytes; constants above it are weights
+
+
+class ShareSizes(ir.passes.InPlacePass):  # type: ignore[misc]
+    """Every size with a name (`rows`, `chunk`, `batch`) is read off one input of the graph.
+
+    Read off each layer's own cache, the sizes would differ in name only, and so would all that is
+    made of them: a mask per layer instead of one.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        named: dict[str, tuple[ir.Value, int]] = {}
+        for value in model.graph.inputs:
+            for axis, size in enumerate(value.shape or ()):
+                if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                    named.setdefault(size.value, (value, axis))
+        changed = False
+        for node in model.graph:
+            if node.op_type != "Shape" or node.inputs[0] is None or not node.inputs[0].shape:
+                continue
+            shape = node.inputs[0].shape
+            start = node.attributes.get_int("start", 0) % len(shape)
+            end = node.attributes.get_int("end", len(shape))
+            size = shape[start]
+            if end != start + 1 or not isinstance(size, ir.SymbolicDim) or size.value not in named:
+                continue
+            source, axis = named[size.value]
+            node.replace_input_with(0, source)
+            node.attributes["start"] = ir.AttrInt64("start", axis)
+            node.attributes["end"] = ir.AttrInt64("end", axis + 1)
+            changed = True
+        return ir.passes.PassResult(model, changed)
+
+
+# Before: the exporter's graph, a mask per attention. After: one mask, shapes folded, no trace of
+# the machine that built it.
+PASSES = ir.passes.Sequential(
+    common.InlinePass(),
+    ir.passes.PassManager(
+        [
+            folding.FoldConstantsPass(
+                shape_inference=True, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT
+            ),
+            common.RemoveUnusedNodesPass(),
+        ],
+        steps=2,
+    ),
+    ShareSizes(),
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+    common.DeduplicateInitializersPass(size_limit=FOLD_LIMIT),
+    common.CommonSubexpressionEliminationPass(),
+    common.RemoveUnusedNodesPass(),
+    common.RemoveUnusedOpsetsPass(),
+    common.OutputFixPass(),
+    common.NameFixPass(),
+    common.ClearMetadataAndDocStringPass(),
+)
+
+
+def check(plan: Plan) -> None:
+    """Nothing of this machine goes into the graphs."""
+
+
+def info(plan: Plan) -> TargetInfo:
+    versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
+    return TargetInfo(name="onnxruntime", hardware="any CPU", versions=versions)
+
+
+def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+    """Write the program beside the weights file; returns its file's name."""
+    model = _export(traced)
+    parameters = _detach_weights(model, weights)
+    PASSES(model)
+    for name, value in parameters.items():
+        value.const_value = _external(name, value, weights[name], folder)
+    model.producer_name, model.producer_version = "mtpbuild", version("mtpbuild")
+    file = f"{traced.name}.onnx"
+    ir.save(model, folder / file)
+    return file
+
+
+Rewrite = Callable[[torch.fx.Node], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def _reshape(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the `reshape` that a node amounts to; at most one of its sizes varies."""
+    sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+    assert sizes.count(-1) <= 1, f"{node}: {node.meta['val'].shape}"
+    return (node.args[0], sizes), {}
+
+
+# Operators that torch.onnx knows only once they are decomposed, or writes worse: what they become.
+PLAIN: dict[Any, tuple[Any, Rewrite]] = {
+    aten.__and__.Tensor: (aten.bitwise_and.Tensor, lambda node: (node.args, {})),
+    aten.__or__.Tensor: (aten.bitwise_or.Tensor, lambda node: (node.args, {})),
+    aten.mT.default: (aten.transpose.int, lambda node: ((node.args[0], -2, -1), {})),
+    aten.to.dtype: (aten._to_copy.default, lambda node: (node.args[:1], {"dtype": node.args[1]})),
+    aten.flatten.using_ints: (aten.reshape.default, _reshape),
+    aten.unflatten.int: (aten.reshape.default, _reshape),
+}
+
+
+def _write_plainly(exported: torch.export.ExportedProgram) -> None:
+    """Puts `PLAIN` into effect, in branches too, and declares the program decomposed.
+
+    torch.onnx would decompose it by tracing it once more, which takes as long as tracing it did.
+    An operator that it does not know afterwards is an error of the export.
+    """
+    for graph in exported.graph_module.modules():
+        assert isinstance(graph, torch.fx.GraphModule)
+        for node in graph.graph.nodes:
+            if node.target in PLAIN:
+                target, rewrite = PLAIN[node.target]
+                node.args, node.kwargs = rewrite(node)
+                node.target = target
+        graph.recompile()
+    exported.run_decompositions = lambda *_: exported
+
+
+def _export(traced: Traced) -> ir.Model:
+    _write_plainly(traced.exported)
+    for noisy in ("torch.onnx", "onnx_ir"):  # no torchvision; detached weights
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            traced.exported,
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+            custom_translation_table=facets("onnx"),
+            input_names=[spec.name for spec in traced.inputs],
+            output_names=[spec.name for spec in traced.outputs],
+        )
+    assert program is not None
+    return program.model
+
+
+def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str, ir.Value]:
+    """Forget the parameters' values, so that no pass reads, folds or merges them."""
+    parameters = {}
+    for name, value in model.graph.initializers.items():
+        if name.startswith("model.") and name.removeprefix("model.") in weights:
+            parameters[name.removeprefix("model.")] = value
+            value.const_value = None
+        elif value.const_value is not None:
+            assert value.const_value.nbytes < FOLD_LIMIT, f"{name} is not in the weights file"
+    return parameters
+
+
+def _external(name: str, value: ir.Value, place: Placed, folder: Path) -> ir.ExternalTensor:
+    """A reference into the engine's weights file: no weight is stored twice."""
+    return ir.ExternalTensor(
+        WEIGHTS,
+        place.offset,
+        place.size,
+        value.dtype or ir.DataType.FLOAT,
+        name=value.name or name,
+        shape=ir.Shape(value.shape or ()),
+        base_dir=str(folder),
+    )

@@ -1,0 +1,63 @@
+"""ONNX -> one TensorRT-RTX engine per program, compiled without a GPU."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.targets import lower_onnxruntime
+from mtpbuild.builder.targets.trt_compile import (
+    compile_network,
+    gpu_info,
+    new_config,
+    new_network,
+)
+from mtpbuild.builder.weights_file import Placed
+from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.manifest import TargetInfo
+from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
+
+NAME: Final = "tensorrt-rtx"
+SORTED = 3840  # values that TopK takes; filters of decode_mixed sort the vocabulary
+
+
+def check(plan: Plan) -> None:
+    """Raise BuildError for a vocabulary that TensorRT-RTX can't sort."""
+    tensorrt_api(NAME)
+    if plan.config.vocab_size > SORTED:
+        raise BuildError(
+            f"target {NAME}: the model has {plan.config.vocab_size} tokens, and TensorRT-RTX "
+            f"sorts at most {SORTED} values, which sampling needs"
+        )
+
+
+def info(plan: Plan) -> TargetInfo:
+    return gpu_info(NAME, plan)
+
+
+def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+    """Write the engine of a program, made of its ONNX graph; returns the engine's name."""
+    graph = folder / lower_onnxruntime.lower(traced, weights, folder)
+    file = f"{traced.name}.engine"
+    (folder / file).write_bytes(compile_graph(graph, traced.plan))
+    graph.unlink()
+    return file
+
+
+def compile_graph(graph: Path, plan: Plan) -> Any:
+    """A serialised engine of an ONNX file; its weights lie beside it. Raises BuildError."""
+    trt = tensorrt_api(NAME)
+    log = errors_of(trt)
+    builder = trt.Builder(log)
+    network = new_network(trt, builder)
+    parser = trt.OnnxParser(network, log)
+    if not parser.parse_from_file(str(graph)):
+        reason = " ".join(parser.get_error(0).desc().split())
+        raise BuildError(f"TensorRT can't read {graph.stem}: {reason}")
+    config = new_config(trt, builder, network, plan)
+    config.num_compute_capabilities = len(plan.compute_capabilities)
+    for i, capability in enumerate(plan.compute_capabilities):
+        name = "SM" + capability.replace(".", "")
+        config.set_compute_capability(getattr(trt.ComputeCapability, name), i)
+    return compile_network(trt, builder, network, config, graph.stem)

@@ -1,0 +1,23 @@
+"""How a target wants its graphs."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.manifest import FloatType
+
+
+@dataclass(frozen=True)
+class GraphStyle:
+    """How a target wants its programs traced; by default all that varies at run time is open.
+
+    A fixed graph computes every slot of every step, over caches of their full size: it is one CUDA
+    graph and one TensorRT profile. A prompt's chunk varies in any style.
+    """
+
+    fixed: bool = False
+    whole_caches: bool = False  # a step takes caches at full size, not the rows in use
+    step_kernels: bool = False  # a step's ops have kernels
+    all_kernels: bool = False  # so have the ops of prompts and of mixed acceptance
+    spare_windows: int = 1  # windows of rows behind max_seq_len: 2 where steps overlap
+    dtype: "FloatType" = "float32"  # of weights, caches and hidden states

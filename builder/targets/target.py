@@ -1,0 +1,86 @@
+"""What the compiler asks of a target: nothing else in the builder knows one by its name."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.runtime.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.program.programs import Program
+    from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.weights_file import Placed
+    from mtpbuild.runtime.manifest import TargetInfo
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a target that has none."""
+
+
+class Target:
+    """One target; a subclass says what differs. Its module has an instance called TARGET.
+
+    The command line reads the options of all targets, so that module does not import torch. What
+    compiles is in another one, `lowering`, with `lower` and `info`, and `check` where it is needed.
+    """
+
+    name: str
+    lowering: str
+    Options: type[Any] = NoOptions  # a frozen dataclass whose fields are flags of `mtpbuild build`
+    formats: tuple[str, ...] = ()  # of quantised weights that stay as they are
+    adaptive = False  # whether it builds --nextn auto
+    several_ranks = False  # whether it builds --tp, --ep
+
+    def check(self, request: "BuildRequest", options: Any) -> None:
+        """Raise UsageError for options that can't be, or don't go with the rest of the request."""
+
+    def takes_ranks(self, request: "BuildRequest") -> bool:
+        """Whether a request for several ranks can be built."""
+        return self.several_ranks
+
+    def compute_capabilities(self, request: "BuildRequest", options: Any) -> tuple[str, ...]:
+        """The GPUs that the engine is compiled for, such as 9.0; none: it runs on a CPU.
+
+        Raises UsageError, or EngineError if it is compiled for a GPU that is not here.
+        """
+        return ()
+
+    def style(self, options: Any) -> GraphStyle:
+        return GraphStyle()
+
+    def embeds_weights(self, options: Any) -> bool:
+        """Whether programs hold their weights, so that the engine needs no file of them."""
+        return False
+
+    def check_machine(self, plan: "Plan") -> None:
+        """Raise BuildError for what the target, or this machine, can't compile."""
+        import_module(self.lowering).check(plan)
+
+    def lacks(self, plan: "Plan") -> Iterator[str]:
+        """What is missing here to build the plan, in lines; a dry run goes on without it."""
+        try:
+            self.check_machine(plan)
+        except MissingDependencyError as error:
+            yield str(error)
+
+    def trace(self, program: "Program", plan: "Plan") -> "Traced":
+        """The program as one exported graph."""
+        from mtpbuild.builder.program.trace import trace
+
+        return trace(program, plan)
+
+    def lower(self, traced: "Traced", weights: Mapping[str, "Placed"], folder: Path) -> str:
+        """Write the program beside the weights file in `folder`; returns the file's name."""
+        file: str = import_module(self.lowering).lower(traced, weights, folder)
+        return file
+
+    def info(self, plan: "Plan") -> "TargetInfo":
+        """What the engine needs to run, for its manifest."""
+        info: TargetInfo = import_module(self.lowering).info(plan)
+        return info

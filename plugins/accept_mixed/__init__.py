@@ -1,0 +1,1 @@
+"""Judge drafts and draw tokens, each slot in the mode that its request asks for."""

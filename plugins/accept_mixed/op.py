@@ -1,0 +1,221 @@
+"""accept_mixed: a window's verdict where each slot has a mode of its own.
+
+The modes are strict (greedy or sampled), rejection, block and relaxed; docs/acceptance.md and
+DESIGN 5 define them. The reference is plain PyTorch that every target can trace. `accept_rewind`
+is the case that all slots are strict and greedy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.accept_mixed.block import verify_block
+from mtpbuild.plugins.asked import Asked, named
+from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
+from mtpbuild.runtime.controls import ACCEPT, BLOCK_DRAFT, DRAFT, MAX_LOGPROBS, RECOVER
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is decided about T = K + 1 rows per slot."""
+
+    tokens: Tensor  # [B, T] emitted, -1 beyond n
+    n: Tensor  # [B] 1 .. num_drafts + 1; 0 if inactive
+    lengths: Tensor  # [B] advanced by n
+    logprobs: Tensor  # [B, T] of the emitted tokens, under the plain softmax
+    margins: Tensor  # [B, T] of logits if greedy, else of the uniform to its cell's border
+    thinking: Tensor  # [B] bool, after the emitted tokens
+    top_ids: Tensor | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
+    top_logprobs: Tensor | None = None  # [B, T, MAX_LOGPROBS] under the plain softmax
+
+
+def accept_mixed(
+    logits: Tensor,
+    window: Tensor,
+    num_drafts: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    thinking: Tensor,
+    draft_probs: Tensor,
+    asked: Asked,
+) -> Verdict:
+    """Judge a window [B, T], the newest token and then drafts, by its logits [B, T, V] fp32.
+
+    draft_probs [B, K, V] is what each draft was drawn from. A draft that was an argmax has a point
+    mass there, so that one rule covers both. The other operands are [B].
+    """
+    _, T, V = logits.shape
+    row = torch.arange(T, device=window.device)
+    at = lengths[:, None] + 1 + row  # the position that row j decides
+    logprobs = logits.log_softmax(-1)  # as the model says it, whatever is banned
+    logits = _without_banned(logits, at, asked)
+    p = shaped_probs(logits, asked)  # [B, T, V]
+    numbers = asked["uniforms"][:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
+    real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
+    sampled = asked["temperature"] > 0
+    operands = (p, window, draft_probs, real, numbers, asked["rejection"], asked["block"])
+    drawn, cell, lucky = when(sampled.any(), _drawn, _nothing_drawn, operands)
+    top = logits.topk(2, dim=-1).values
+    target = torch.where(sampled[:, None], drawn, logits.argmax(-1))
+    margins = torch.where(sampled[:, None], cell, top[..., 0] - top[..., 1])
+
+    phases = _phases(window, thinking, asked["thinking_ids"])  # [B, T]
+    n = torch.ones_like(lengths)
+    if T > 1:
+        good = real & _accepted(p, window, target, numbers, lucky, phases, asked)
+        n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
+    n = torch.where(active, n, 0)
+
+    final = (n - 1).clamp(min=0)[:, None]
+    following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
+    tokens = torch.where(row < n[:, None] - 1, following, target)
+    phase = phases.gather(1, final)[:, 0]
+    after = _after(phase, tokens.gather(1, final)[:, 0], asked["thinking_ids"])
+    best = logprobs.topk(min(MAX_LOGPROBS, V), dim=-1)
+    return Verdict(
+        tokens=torch.where(row < n[:, None], tokens, -1),
+        n=n,
+        lengths=lengths + n,
+        logprobs=logprobs.gather(-1, tokens.clamp(0, V - 1)[..., None])[..., 0],
+        margins=margins,
+        thinking=(active & after) | (~active & thinking),
+        top_ids=best.indices,
+        top_logprobs=best.values,
+    )
+
+
+@torch.library.custom_op("mtpbuild::accept_mixed", mutates_args=())
+def accept_mixed_op(
+    logits: Tensor,
+    window: Tensor,
+    num_drafts: Tensor,
+    lengths: Tensor,
+    active: Tensor,
+    thinking: Tensor,
+    draft_probs: Tensor,
+    asked: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The reference as an op: tokens, n, lengths, logprobs, thinking and margins of its verdict.
+
+    Targets that have its kernels get the op; others trace the reference. draft_probs may be any
+    tensor [B, .., V] where a window has no drafts, as it is not read.
+    """
+    slots = (window, num_drafts, lengths, active, thinking, draft_probs[:, : window.shape[1] - 1])
+    v = accept_mixed(logits, *slots, named(asked))
+    return v.tokens, v.n, v.lengths, v.logprobs, v.thinking, v.margins
+
+
+@accept_mixed_op.register_fake
+def _(
+    logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    like, floats = torch.empty_like, logits.new_empty(window.shape)
+    return like(window), like(lengths), like(lengths), floats, like(active), like(floats)
+
+
+def _without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
+    """Put -inf into the logits [B, T, V] of tokens that may not be emitted yet (min_tokens)."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    banned = (ids == asked["banned_ids"][..., None]).any(1)  # [B, V]
+    early = at < asked["banned_until"][:, None]  # [B, T]
+    return logits.masked_fill(early[..., None] & banned[:, None], -torch.inf)
+
+
+def _drawn(
+    p: Tensor,
+    window: Tensor,
+    draft_probs: Tensor,
+    real: Tensor,
+    numbers: Tensor,
+    rejection: Tensor,
+    block: Tensor,
+) -> tuple[Tensor, ...]:
+    """Sample each row: three tensors [B, T].
+
+    They are the token that the row emits if the step ends there, the distance of its number to the
+    border of the token's cell, and whether rejection keeps the row's draft.
+    """
+    K, V = draft_probs.shape[1:]
+    wanted, lucky = p, torch.zeros_like(real)
+    if K:
+        drafts = window[:, 1:].clamp(0, V - 1)[..., None]
+        p_draft, q_draft = (x.gather(-1, drafts)[..., 0] for x in (p[:, :K], draft_probs))
+        together = verify_block(p, window, draft_probs, real[:, :K])
+        luck = numbers[:, ACCEPT, :K]
+        # One number decides how many of a block are kept: those of later rows serve later steps.
+        in_block = luck[:, :1] < together.at_least
+        chosen = block[:, None]
+        kept = (chosen & in_block) | (~chosen & (luck * q_draft < p_draft))
+        lucky = torch.cat([kept, lucky[:, K:]], dim=1)
+        # A rejected draft's row draws from what q has too little of.
+        rest = torch.where(chosen[..., None], together.rest, p[:, :K] - draft_probs).clamp(min=0)
+        short = (rejection[:, None] & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
+        wanted = torch.cat([torch.where(short, rest, p[:, :K]), p[:, K:]], dim=1)
+    number = torch.where(rejection[:, None], numbers[:, RECOVER], numbers[:, DRAFT])
+    drawn, cell = draw(wanted, number)
+    return drawn, cell, lucky
+
+
+def _nothing_drawn(
+    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, *others: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.zeros_like(window), torch.zeros_like(p[..., 0]), torch.zeros_like(real)
+
+
+def _accepted(
+    p: Tensor,
+    window: Tensor,
+    target: Tensor,
+    numbers: Tensor,
+    lucky: Tensor,
+    phases: Tensor,
+    asked: Asked,
+) -> Tensor:
+    """Say of each row [B, T] if its draft is kept once all before it are; the last has none."""
+    following = torch.cat([window[:, 1:], window[:, :1]], dim=1)
+    drafts = following.clamp(0, p.shape[-1] - 1)
+    sampled = asked["temperature"][:, None] > 0
+    forced = asked["synthetic"] >= 0
+    by_chance = asked["rejection"][:, None] & sampled & ~forced
+    near = _near(p, drafts, asked) & phases & ~sampled
+    # Not torch.where: ONNX Runtime has no Where of bool. An id outside the vocabulary never counts.
+    good = (by_chance & lucky) | (~by_chance & ~forced & ((drafts == target) | near))
+    good = good | (forced & (numbers[:, ACCEPT] < asked["synthetic"]))
+    return good & (drafts == following)
+
+
+def _near(p: Tensor, drafts: Tensor, asked: Asked) -> Tensor:
+    """Relax acceptance [B, T]: a draft may be any of the top k within delta of the first."""
+    p_draft = p.gather(-1, drafts[..., None])  # [B, T, 1]
+    ids = torch.arange(p.shape[-1], device=p.device)
+    ahead = (p > p_draft) | ((p == p_draft) & (ids < drafts[..., None]))
+    rank = ahead.sum(-1)
+    gap = p.amax(-1) - p_draft[..., 0]
+    wanted = asked["relaxed_topk"][:, None]
+    possible = p_draft[..., 0] > 0  # not banned
+    return possible & (wanted > 1) & (rank < wanted) & (gap <= asked["relaxed_delta"][:, None])
+
+
+def _phases(window: Tensor, thinking: Tensor, marks: Tensor) -> Tensor:
+    """Say of each row [B, T] if its token is thought, given the window's tokens up to it."""
+    phases = [thinking]
+    for j in range(1, window.shape[1]):
+        phases.append(_after(phases[-1], window[:, j], marks))
+    return torch.stack(phases, dim=1)
+
+
+def _after(phase: Tensor, token: Tensor, marks: Tensor) -> Tensor:
+    return (phase | (token == marks[:, 0])) & (token != marks[:, 1])
+
+
+def draft_number(asked: Asked, lengths: Tensor, k: int) -> Tensor:
+    """Pick the number [B, 1] that draws draft k (from 1) behind `lengths` committed rows."""
+    shared = asked["uniforms"][:, DRAFT].gather(1, lengths[:, None] + k)
+    if k == 1:
+        return shared
+    own = asked["uniforms"][:, BLOCK_DRAFT + k - 2].gather(1, lengths[:, None] + 1)
+    return torch.where(asked["block"][:, None], own, shared)

@@ -1,0 +1,36 @@
+"""What the requests in a step's slots ask for, as tensors; `CONTROLS` is the one list of them.
+
+In Python they go by name. An op's schema has no mappings: there they are one list of tensors in
+the table's order, which only the two functions here make and read.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mtpbuild.runtime.controls import CONTROLS
+
+Asked = Mapping[str, Tensor]  # a control's name -> [B, *its shape]
+
+
+def in_order(asked: Asked) -> list[Tensor]:
+    """The list that an op takes. Raises ValueError if a control is missing, unknown or wrong."""
+    if unknown := asked.keys() ^ {control.name for control in CONTROLS}:
+        raise ValueError(f"not the table's controls: {', '.join(sorted(unknown))}")
+    tensors = [asked[control.name] for control in CONTROLS]
+    named(tensors)
+    return tensors
+
+
+def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The mapping behind such a list. Raises ValueError if number, dtypes or ranks are wrong."""
+    asked = {}
+    for control, tensor in zip(CONTROLS, tensors, strict=True):
+        kinds = {getattr(torch, control.dtype)}
+        if control.dtype == "bool":
+            kinds.add(torch.int32)  # how TensorRT gives a kernel its flags
+        if tensor.dtype not in kinds or tensor.ndim != 1 + len(control.shape):
+            raise ValueError(f"{control.name} can't be {tensor.dtype} {list(tensor.shape)}")
+        asked[control.name] = tensor
+    return asked

@@ -1,0 +1,134 @@
+"""shaped_probs in Triton: a row's filtered distribution, found without sorting it.
+
+A filter is a threshold, found by bisection over the bits of a float: a row is read some 30 times
+for each, but only where a slot filters.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.accept_rewind.triton import vocabulary_block, without
+from mtpbuild.plugins.asked import Asked
+from mtpbuild.plugins.launch import Launch
+
+ONE_BITS = tl.constexpr(0x3F800000)  # of the float 1.0: positive floats order as their bits do
+
+
+@triton.jit
+def weights_of(
+    row, v, vocab, temperature, highest, early, bans,
+    BANNED: tl.constexpr,
+):  # fmt: skip
+    """Exponentials of the ids' logits relative to the largest; 0 for what can't be emitted."""
+    x = tl.load(row + v, v < vocab, float("-inf"))
+    if early:
+        x = without(x, v, bans, BANNED)
+    return tl.exp(x / temperature - highest)
+
+
+@triton.jit
+def floor_of_row(
+    row, vocab, t, highest, early, bans, k, limit, least,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The smallest weight that top-k, top-p and min-p leave."""
+    floor = 0.0
+    if (k > 0) & (k < vocab):
+        floor = _kth(row, vocab, t, highest, early, bans, k, BANNED, BLOCK)
+    if limit < 1:
+        floor = _nucleus(row, vocab, t, highest, early, bans, floor, limit, BANNED, BLOCK)
+    return tl.maximum(floor, least)
+
+
+@triton.jit
+def _kth(
+    row, vocab, t, highest, early, bans, k,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The k-th largest weight: the largest bits that at least k weights reach."""
+    low, high = 0, ONE_BITS + 1
+    for _ in range(30):
+        middle = (low + high) // 2
+        count = 0
+        for begin in range(0, vocab, BLOCK):
+            v = begin + tl.arange(0, BLOCK)
+            e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+            reached = (e.to(tl.int32, bitcast=True) >= middle) & (v < vocab)
+            count += tl.sum(reached.to(tl.int32), 0)
+        low = tl.where(count >= k, middle, low)
+        high = tl.where(count >= k, high, middle)
+    return tl.cast(low, tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nucleus(
+    row, vocab, t, highest, early, bans, floor, limit,
+    BANNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The smallest weight whose betters, of those from `floor` on, sum to less than `limit`."""
+    left = 0.0
+    for begin in range(0, vocab, BLOCK):
+        v = begin + tl.arange(0, BLOCK)
+        e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+        left += tl.sum(tl.where(e >= floor, e, 0.0), 0)
+    low, high = -1, ONE_BITS
+    for _ in range(30):
+        middle = (low + high) // 2
+        better = 0.0
+        for begin in range(0, vocab, BLOCK):
+            v = begin + tl.arange(0, BLOCK)
+            e = weights_of(row, v, vocab, t, highest, early, bans, BANNED)
+            above = (e.to(tl.int32, bitcast=True) > middle) & (e >= floor)
+            better += tl.sum(tl.where(above, e, 0.0), 0)
+        low = tl.where(better < limit * left, low, middle)
+        high = tl.where(better < limit * left, middle, high)
+    return tl.maximum(floor, tl.cast(high, tl.float32, bitcast=True))
+
+
+@triton.jit
+def shape_row(
+    logits, temperature, top_k, top_p, min_p,
+    vocab,
+    probs,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program r writes row slot * TOKENS + token of probs [B, TOKENS, vocab], the op's result."""
+    r = tl.program_id(0)
+    b = r // TOKENS
+    row, to = logits + r.to(tl.int64) * vocab, probs + r.to(tl.int64) * vocab
+    t = tl.load(temperature + b)
+    sampled = t > 0
+    t = tl.where(sampled, t, 1.0)
+    top = float("-inf")
+    for begin in range(0, vocab, BLOCK):
+        v = begin + tl.arange(0, BLOCK)
+        top = tl.maximum(top, tl.max(tl.load(row + v, v < vocab, float("-inf")), 0))
+    highest = top / t
+    floor = 0.0
+    if sampled:
+        floor = floor_of_row(
+            row, vocab, t, highest, False, row,
+            tl.load(top_k + b), tl.load(top_p + b), tl.load(min_p + b), 0, BLOCK,
+        )  # fmt: skip
+    norm = 0.0
+    for begin in range(0, vocab, BLOCK):
+        v = begin + tl.arange(0, BLOCK)
+        e = weights_of(row, v, vocab, t, highest, False, row, 0)
+        norm += tl.sum(tl.where(e >= floor, e, 0.0), 0)
+    for begin in range(0, vocab, BLOCK):
+        v = begin + tl.arange(0, BLOCK)
+        e = weights_of(row, v, vocab, t, highest, False, row, 0)
+        tl.store(to + v, tl.where(e >= floor, e / norm, 0.0), v < vocab)
+
+
+def shape_launch(logits: Tensor, asked: Asked) -> Launch:
+    """Make the launch for logits [B, T, V]; its output is the op's result."""
+    B, T, V = logits.shape
+    known: dict[str, Any] = {**asked, "logits": logits, "vocab": V}
+    constants = {"TOKENS": T, "BLOCK": vocabulary_block(V)}
+    return Launch.by_name(
+        shape_row, (B * T,), known, {"probs": logits.new_empty(B, T, V)}, constants, warps=8
+    )

@@ -1,0 +1,57 @@
+"""The shape, the requests and the checks that tests of inductor engines share."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.program.trace import Traced
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.controls import Controls
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+
+CHUNK, NEXTN, SLOTS = 4, 2, 3
+# One layer and one module; rotary frequencies too many to be written into the code.
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "qk_rope_head_dim": 20,
+}
+GREEDY = SamplingParams(max_tokens=25, ignore_eos=True)
+HOT = replace(GREEDY, temperature=0.8, top_p=0.95, seed=5)
+ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 61, n).tolist() for n in lengths]
+
+
+def check_texts(engine: Path, reference: Transformer) -> None:
+    """Check O2 and O7, greedy and sampled, while requests join and leave a batch at any step."""
+    asked = prompts(140, 1, 6, 2, 11, 3)
+    params = [replace(GREEDY, max_tokens=n) for n in (5, 30, 17)]
+    params += [HOT, replace(HOT, temperature=1.3, top_k=9, max_tokens=30), replace(HOT, min_p=0.1)]
+    with Engine.load(engine, threads=1) as loaded:
+        results = loaded.generate(asked, params)
+    for prompt, each, result in zip(asked, params, results, strict=True):
+        if each.temperature:
+            wanted = sample(reference, prompt, each.max_tokens, controls(each))
+        else:
+            wanted = greedy(reference, prompt, each.max_tokens)
+        assert result.token_ids == wanted
+
+
+def controls(params: SamplingParams) -> Controls:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    return Controls(**{name: getattr(params, name) for name in names})
+
+
+def touch(traced: Traced, weights: object, folder: Path) -> str:
+    (folder / f"{traced.name}.pt2").touch()
+    return f"{traced.name}.pt2"

@@ -1,0 +1,30 @@
+"""Build requests with a target's options and the ranks as plain keywords, as flags have them."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.runtime.ranks import Ranks
+
+RANKS = {field.name for field in fields(Ranks)}
+OWN = {field.name for field in fields(BuildRequest)}
+
+
+def altered(request: BuildRequest, **flags: Any) -> BuildRequest:
+    """The request with other flags; those that are not its own fields are its target's options."""
+    ranks = {name: value for name, value in flags.items() if name in RANKS}
+    own = {name: value for name, value in flags.items() if name in OWN}
+    options = {name: value for name, value in flags.items() if name not in RANKS | OWN}
+    return replace(
+        request,
+        ranks=replace(request.ranks, **ranks),
+        options={**request.options, **options},
+        **own,
+    )
+
+
+def build_request(
+    model: object, nextn: tuple[Any, ...] | None = None, **flags: Any
+) -> BuildRequest:
+    """A request for a model, a folder or a recipe's name."""
+    return altered(BuildRequest(str(model), nextn), **flags)
