@@ -25,13 +25,13 @@ from rich.table import Table
 from script import run
 
 from mtpbuild.builder.forecast.machines import Gpu
-from mtpbuild.builder.forecast.ranks import Ranks
 from mtpbuild.builder.forecast.step import Load, Model, Part
 from mtpbuild.builder.forecast.weights import classes, find_layout
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.ranks import Ranks
 
 FP32 = 4  # bytes
 REPEATS = 30
@@ -57,7 +57,9 @@ def machine(step_bytes: float) -> Gpu:
     return Gpu("this machine", 0.0, bandwidth, {"bf16": rate})
 
 
-def bound(model: str, nextn: int, context: int) -> tuple[Gpu, list[Part]]:
+def bound(
+    model: str, nextn: int, context: int, measure: Callable[[float], Gpu] = machine
+) -> tuple[Gpu, list[Part]]:
     """The machine as it is for this step, and the step's parts."""
     layout = find_layout(model, None)
     found = classes(layout, Ranks())
@@ -67,7 +69,7 @@ def bound(model: str, nextn: int, context: int) -> tuple[Gpu, list[Part]]:
     load = Load(1, context, "fp32")
     unknown = Gpu("", 0.0, 1.0, {"bf16": 1.0})
     shape = Model(layout.config, found, Ranks(), unknown)
-    gpu = machine(sum(part.bytes for part in shape.step(nextn, load)))
+    gpu = measure(sum(part.bytes for part in shape.step(nextn, load)))
     return gpu, replace(shape, gpu=gpu).step(nextn, load)
 
 

@@ -20,6 +20,7 @@ from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.manifest import Manifest, ProgramSpec, hash_file, parts, read_manifest
 
 if TYPE_CHECKING:
+    from mtpbuild.builder.engine_weights import EngineWeights
     from mtpbuild.builder.model_source import ModelSource
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.weights_file import Placed
@@ -58,6 +59,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
         with stages("check checkpoint"):
             model = job.open_model()
             model.tell_formats()
+            weights = job.weights_of(model)
 
     for out, ranks in todo.items():
         plan, inputs = job.plans[out], f"{job.fingerprints[out]} {[*ranks]}"
@@ -70,7 +72,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             with stages("write weights"):
                 # Those that programs take in are a file of their own: onnx distrusts links.
                 siblings = None if embedded else out.parent
-                places = write_weights(model, building, folders, siblings)
+                places = write_weights(weights, building, folders, siblings)
 
             # 5. One graph per program: step program -> torch.export -> target.
             programs = make_programs(job, out, model, places, building, folders, stages)
@@ -87,14 +89,14 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
 
 def write_weights(
-    model: "ModelSource", building: Building, folders: Mapping[int, Path], siblings: Path | None
+    weights: "EngineWeights", building: Building, folders: Mapping[int, Path], siblings: Path | None
 ) -> "dict[str, Placed]":
-    """Each rank's weights file into its folder; returns where the weights lie, equally in all."""
+    """Write each rank's file into its folder; returns where the weights lie, equally in all."""
     for rank, folder in folders.items():
-        weights = model.write_weights(folder, siblings, rank, building.hashes(folder))
+        written = weights.write(folder, siblings, rank, building.hashes(folder))
         name = " ".join(("weights", *folder.relative_to(building.folder).parts))
-        building.add(name, {folder / file: sha256 for file, sha256 in weights.hashes.items()})
-    return weights.places
+        building.add(name, {folder / file: sha256 for file, sha256 in written.hashes.items()})
+    return written.places
 
 
 def make_programs(

@@ -31,7 +31,7 @@ def fingerprint(folder: Path, plan: Plan, target: str, layers: LayersSlice | Non
     It is the same on every machine: ranks that are built apart belong together by it.
     """
     try:
-        checkpoint = {path.name: _identity(path) for path in _checkpoint_files(folder)}
+        checkpoint = {path.name: identity(path) for path in _checkpoint_files(folder)}
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
     inputs = {
@@ -52,10 +52,10 @@ def _checkpoint_files(folder: Path) -> list[Path]:
     )
 
 
-def _identity(path: Path) -> str:
-    """Of a large file its size and samples: reading R1 for this would take longer than it saves."""
+def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
+    """Hash a file, or a large one's size and samples: to read all of R1 would cost too much."""
     size = path.stat().st_size
-    if size <= HASH_LIMIT:
+    if size <= hash_limit:
         return hash_file(path)
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb", buffering=0) as file:

@@ -1,47 +1,32 @@
-"""The heavy half of the pipeline, imported when there is something to build: it needs torch."""
+"""A checkpoint that was checked and the model that it makes: what there is to compile."""
 
 import logging
 import typing
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from mtpbuild.builder import layout
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.tensors import (
-    Checkpoint,
-    open_checkpoint,
-    open_slice,
-    stream_pieces,
-    stream_weights,
-)
+from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_slice
+from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import put
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-from mtpbuild.builder.models.deepseek_v3.weights import Weight, weight_table
+from mtpbuild.builder.models.common.share import ALONE, Share
+from mtpbuild.builder.models.common.weights import Weight
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models.family import Family
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.quantize.kept import Kept, can_stay, in_pairs
-from mtpbuild.builder.weights_file import WEIGHTS, Placed, read_places, write_weights
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType, hash_file
+from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType
+from mtpbuild.runtime.ranks import Ranks
 from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
-
-
-@dataclass(frozen=True)
-class WrittenWeights:
-    places: dict[str, Placed]
-    hashes: dict[str, str]
-
-    @staticmethod
-    def remove(folder: Path) -> None:
-        (folder / WEIGHTS).unlink()
 
 
 @dataclass
@@ -52,41 +37,45 @@ class ModelSource:
     folder: Path
     config: ModelConfig
     ids: GenerationIds
-    checkpoint: Checkpoint = field(init=False)
-    table: list[Weight] = field(init=False)  # as the share's, but of all ranks' experts
-    model: DeepseekV3 = field(init=False)
     device: str = "cpu"  # meta: only to look at
     formats: tuple[str, ...] = ()  # that the target runs as they are
     layers: LayersSlice | None = None  # `config` is then the slice's
-    share: Share = WHOLE  # of a rank: the model is its part, the same for all ranks
+    ranks: Ranks = ALONE  # of which the model is one's part, the same for all
     dtype: FloatType = "float32"
-    parameters: int = field(init=False)
+    family: Family = field(init=False)
+    checkpoint: Checkpoint = field(init=False)
+    table: list[Weight] = field(init=False)  # with all ranks' experts
+    model: CausalLM = field(init=False)
+    parameters: int = field(init=False)  # of all ranks
     kept: dict[str, Kept] = field(init=False)  # by weight, what stays in them
-    weights: dict[int, WrittenWeights] = field(default_factory=dict)  # by rank
 
     def __post_init__(self) -> None:
         self._check_tokenizer()
+        self.family = family_of(self.config)
         self.checkpoint = open_slice(self.folder, self.layers)
         self.checkpoint.check(self.config)
-        self.table = weight_table(self.config, replace(self.share, tp=1, ep=1))
         with torch.device(self.device):
             # Uninitialised: its memory is never touched.
-            self.model = DeepseekV3(self.config, self.share)
+            self.model = self.family.make_model(self.config, self.ranks)
+        with torch.device("meta"):
+            all_ranks = self.family.make_model(self.config, ALONE)
+        self.parameters = sum(p.numel() for p in all_ranks.parameters())
         hold_in(self.model, FLOATS[self.dtype])
-        self.parameters = sum(p.numel() for p in self.model.parameters())
-        if self.share.tp > 1:
-            with torch.device("meta"):
-                self.parameters = sum(p.numel() for p in DeepseekV3(self.config).parameters())
+        experts_of_all = Ranks(attention_dp=self.ranks.attention_dp)
+        self.table = self.family.weight_table(self.config, Share(experts_of_all))
         self.kept = in_pairs(dict(self._keep()))
         with torch.device(self.device):
             for name, kept in self.kept.items():
                 put(self.model, name, kept.module(self.model.get_parameter(name).shape))
 
+    def weight_table(self, rank: int = 0) -> list[Weight]:
+        return self.family.weight_table(self.config, Share(self.ranks, rank))
+
     def _keep(self) -> Iterator[tuple[str, Kept]]:
-        for whole, weight in zip(self.table, weight_table(self.config, self.share), strict=True):
-            format = self.checkpoint.format_of(whole)  # of all ranks' experts
+        for every, weight in zip(self.table, self.weight_table(), strict=True):
+            format = self.checkpoint.format_of(every)  # of all ranks' experts
             if format is not None and format.name in self.formats:
-                kept = Kept(weight, format, self.share)
+                kept = Kept(weight, format, Share(self.ranks))
                 if can_stay(kept):
                     yield weight.name, kept
 
@@ -102,48 +91,6 @@ class ModelSource:
             raise CheckpointError(
                 f"{path}: {size} tokens, config.json has vocab_size {self.config.vocab_size}"
             )
-
-    def write_weights(
-        self,
-        folder: Path,
-        siblings: Path | None,
-        rank: int = 0,
-        there: Mapping[str, str] | None = None,
-    ) -> WrittenWeights:
-        """folder/weights.safetensors; a hard link where one of `siblings` has the same one.
-
-        there: what an interrupted build has finished in the folder, name -> sha256.
-        """
-        path, share = folder / WEIGHTS, replace(self.share, rank=rank)
-        within = folder.name if share.tp > 1 else ""
-
-        def shared(digest: str) -> bool:
-            return siblings is not None and layout.share_file(path, digest, siblings, within)
-
-        if there and WEIGHTS in there:
-            places = read_places(path)
-            self.weights[rank] = WrittenWeights(places, {WEIGHTS: there[WEIGHTS]})
-            return self.weights[rank]
-        done = self.weights.get(rank)
-        if done is not None and shared(done.hashes[WEIGHTS]):
-            return done
-        parameters = dict(self.model.named_parameters())
-        table = weight_table(self.config, share)
-        names = [
-            name
-            for weight in table
-            for name in (
-                self.kept[weight.name].stored if weight.name in self.kept else (weight.name,)
-            )
-        ]
-        shapes = {name: tuple(parameters[name].shape) for name in names}
-        dtypes = {name: parameters[name].dtype for name in names}
-        tensors = stream_pieces(self.checkpoint, table, self.kept, share)
-        places = write_weights(path, shapes, tensors, dtypes)
-        digest = hash_file(path)
-        shared(digest)
-        self.weights[rank] = WrittenWeights(places, {WEIGHTS: digest})
-        return self.weights[rank]
 
     def dequantised(self) -> Counter[str]:
         """How many weights become larger than they were, by format."""
@@ -175,7 +122,7 @@ class ModelSource:
         c = self.config
         return ModelInfo(
             name=self.name,
-            architecture="DeepseekV3ForCausalLM",
+            architecture=self.family.name,
             parameters=self.parameters,
             vocab_size=c.vocab_size,
             num_hidden_layers=c.num_hidden_layers,
@@ -185,13 +132,3 @@ class ModelSource:
             eos_token_ids=self.ids.eos,
             thinking_token_ids=self.ids.thinking,
         )
-
-
-def load_model(folder: Path, config: ModelConfig, dtype: FloatType = "float32") -> DeepseekV3:
-    """The program's model with its weights in memory, for running it eagerly."""
-    checkpoint, model = open_checkpoint(folder), DeepseekV3(config)
-    hold_in(model, FLOATS[dtype])
-    types = {name: weight.dtype for name, weight in model.named_parameters()}
-    weights = stream_weights(checkpoint, checkpoint.check(config))
-    model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)
-    return model.eval()

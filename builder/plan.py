@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.manifest import FloatType, StateSpec
@@ -55,7 +56,7 @@ class Plan:
     @property
     def lookahead(self) -> int:
         """Tokens behind a prompt chunk that its last slots need: module k reads t_{p+k}."""
-        return {None: 0, "none": 0, "mtp-eagle": 1, "mtp-vanilla": self.nextn}[self.drafter]
+        return modules_in_use(self.drafter, self.nextn)
 
 
 def in_order(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
@@ -94,15 +95,21 @@ def choose_drafter(
     return asked or ("mtp-vanilla" if modules >= nextn else "mtp-eagle")
 
 
+def modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
+    """How many MTP modules a drafter runs: Eagle runs the first one again and again."""
+    return {None: 0, "none": 0, "mtp-eagle": 1, "mtp-vanilla": nextn}[drafter]
+
+
 def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     """Every state tensor of an engine, in the order of the programs' inputs (DESIGN 3)."""
     c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
-    vanilla = plan.drafter == "mtp-vanilla"
-    modules = {None: 0, "none": 0, "mtp-eagle": 1, "mtp-vanilla": K}[plan.drafter]
     names = [f"kv.{i}" for i in range(c.num_hidden_layers)]
-    names += [f"mtp_kv.{i}" for i in range(modules)]
-    shape = (B, 1, plan.capacity, c.cache_dim)
-    caches = [StateSpec(name=n, kind="cache", dtype=plan.dtype, shape=shape) for n in names]
+    names += [f"mtp_kv.{i}" for i in range(modules_in_use(plan.drafter, K))]
+    widths = family_of(c).cache_specs(c, plan.ranks)
+    caches = [
+        StateSpec(name=n, kind="cache", dtype=plan.dtype, shape=(B, 1, plan.capacity, width))
+        for n, width in zip(names, widths, strict=False)  # some modules may have none
+    ]
     carries = [
         StateSpec(name="lengths", kind="carry", dtype="int64", shape=(B,)),
         StateSpec(name="window", kind="carry", dtype="int64", shape=(B, T)),
@@ -112,7 +119,7 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
     if K:
         probs = (B, K, c.vocab_size)
         carries += [StateSpec(name="draft_probs", kind="carry", dtype="float32", shape=probs)]
-    if vanilla:
+    if plan.drafter == "mtp-vanilla":
         hidden = (B, K, c.hidden_size)
         carries += [
             StateSpec(name="past_tokens", kind="carry", dtype="int64", shape=(B, K)),

@@ -10,8 +10,9 @@ from mtpbuild.builder import layout, plan
 from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
 from mtpbuild.builder.checks import in_range, needs
 from mtpbuild.builder.fingerprint import fingerprint
-from mtpbuild.builder.models.common.share import Share, check_share
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import Nextn, Plan, choose_drafter, in_order
 from mtpbuild.builder.recipe import Source, find_model
 from mtpbuild.builder.request import BuildRequest
@@ -21,6 +22,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
 
 if TYPE_CHECKING:
+    from mtpbuild.builder.engine_weights import EngineWeights
     from mtpbuild.builder.model_source import ModelSource
 
 DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
@@ -65,9 +67,16 @@ class Job:
             device=device,
             formats=self.target.formats,
             layers=self.request.layers,
-            share=Share(**vars(self.request.ranks)),
+            ranks=self.request.ranks,
             dtype=next(iter(self.plans.values())).dtype,
         )
+
+    @staticmethod
+    def weights_of(model: "ModelSource") -> "EngineWeights":
+        """What writes the model's weights into the folders of engines."""
+        from mtpbuild.builder.engine_weights import EngineWeights
+
+        return EngineWeights(model)
 
 
 def prepare(request: BuildRequest) -> Job:
@@ -114,7 +123,8 @@ def make_plans(
     target = load_target(request.target)
     options = make_options(target, request.options)
     check_target(target, request, options, nextns)
-    check_ranks(config, request)
+    check_ranks(config, request.ranks)
+    check_rank(request)
     style, capabilities = target.style(options), target.compute_capabilities(request, options)
     length = sequence_length(config, request)
     dtype = "_bf16" if style.dtype == "bfloat16" else ""
@@ -162,16 +172,12 @@ def check_target(
     target.check(request, options)
 
 
-def check_ranks(config: ModelConfig, request: BuildRequest) -> None:
-    """Refuse ranks that can't share the model, and a rank that there is not."""
-    ranks = request.ranks
-    check_share(config, ranks.tp, ranks.ep, ranks.attention_dp)
-    if ranks.attention_dp and ranks.tp == 1:
-        raise UsageError("--attention-dp is for several ranks: say --tp, how many they are")
+def check_rank(request: BuildRequest) -> None:
+    """Refuse to build a rank alone that there is not."""
     if request.rank is not None:
-        if ranks.tp == 1:
+        if request.ranks.tp == 1:
             raise UsageError("--rank is one of several: say --tp, how many they are")
-        in_range(0, request.rank, ranks.tp - 1, "--rank")
+        in_range(0, request.rank, request.ranks.tp - 1, "--rank")
 
 
 def sequence_length(config: ModelConfig, request: BuildRequest) -> int:

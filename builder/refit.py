@@ -13,9 +13,11 @@ from mtpbuild.builder.building import under_construction
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES, copy_side_files
+from mtpbuild.builder.engine_weights import EngineWeights
 from mtpbuild.builder.manifest_of import describe_files
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.prepare import find_source
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
@@ -57,7 +59,7 @@ def refit(
     with under_construction(engine) as building:
         folder = building.folder
         watch("write weights")
-        weights = new.write_weights(folder, siblings=engine.resolve().parent)
+        weights = EngineWeights(new).write(folder, siblings=engine.resolve().parent)
         refuse(engine, new.folder, list(tensor_differences(engine, folder)))
         watch("package")
         replaced = {WEIGHTS, CONFIG, *SIDE_FILES}

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,16 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, stream_pieces
+from mtpbuild.builder.checkpoint.write import TYPES
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.deepseek_v3.weights import weight_table
+from mtpbuild.builder.models.common.share import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.quantize.format import Shape
 from mtpbuild.runtime.errors import BuildError
-
-DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "F32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -37,22 +36,21 @@ class Shapes(Checkpoint):
         assert format is not None
         assert self.sources is not None
         part = format.parts(self.sources[name])[suffix]
-        return torch.empty(part.shape, dtype=DTYPES[part.dtype], device="meta")
+        return torch.empty(part.shape, dtype=TYPES[part.dtype], device="meta")
 
 
 def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:
-    """Cut and join shapes as the weights of each rank are: they must be the program's.
+    """Cut and join shapes as each rank's weights are; raises BuildError unless the program's fit.
 
-    Raises BuildError with the first weight that is not.
+    The error names the first weight of another shape.
     """
     wanted = {name: tuple(weight.shape) for name, weight in model.model.named_parameters()}
     sources = {source.name: source.shape for weight in model.table for source in weight.sources}
     checkpoint = Shapes(**vars(model.checkpoint), sources=sources)
     for rank in ranks:
-        share = replace(model.share, rank=rank)
         rows, rest = Counter[str](), dict[str, Shape]()
-        pieces = stream_pieces(checkpoint, weight_table(model.config, share), model.kept, share)
-        for name, piece in pieces:
+        share, table = Share(model.ranks, rank), model.weight_table(rank)
+        for name, piece in stream_pieces(checkpoint, table, model.kept, share):
             rows[name] += len(piece)
             rest[name] = tuple(piece.shape[1:])
         for name in rows:

@@ -1,20 +1,16 @@
-"""weights.safetensors of an engine, written tensor by tensor: the model is never in memory."""
+"""weights.safetensors of an engine: written tensor by tensor, found by place."""
 
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
-from math import prod
-from operator import itemgetter
 from pathlib import Path
-from typing import IO
 
-import torch
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint.write import Shard, write_shards
+from mtpbuild.builder.quantize.format import Part
+
 WEIGHTS = "weights.safetensors"
-ALIGNMENT = 64  # of the first byte of data, for memory mapping
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True)
@@ -26,43 +22,11 @@ class Placed:
 
 
 def write_weights(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    tensors: Iterable[tuple[str, Tensor]],
-    dtypes: Mapping[str, torch.dtype] | None = None,
+    path: Path, parts: Mapping[str, Part], tensors: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Placed]:
-    """Stream tensors, in the order of `shapes`, into one safetensors file.
-
-    One may come as several of the same name, which are its rows in turn.
-    dtypes: what they become in it, if not fp32.
-    """
-    kinds = {name: (dtypes or {}).get(name, torch.float32) for name in shapes}
-    header, places, end = {}, {}, 0
-    for name, shape in shapes.items():
-        size = kinds[name].itemsize * prod(shape)
-        dtype, span = NAMES[kinds[name]], (end, end + size)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": span}
-        places[name] = (end, size)
-        end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        start = file.tell()
-        named = groupby(tensors, itemgetter(0))
-        for (name, shape), (given, pieces) in zip(shapes.items(), named, strict=True):
-            assert name == given, f"{given} comes where {name} should"
-            rows = 0
-            for _, piece in pieces:
-                assert piece.shape[1:] == shape[1:], f"{name}: {piece.shape} of {shape}"
-                rows += len(piece)
-                _write(file, piece.to(kinds[name]))
-            assert rows == shape[0], f"{name}: {rows} rows of {shape}"
-    return {name: Placed(start + begin, size) for name, (begin, size) in places.items()}
-
-
-def _write(file: IO[bytes], tensor: Tensor) -> None:
-    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    """Stream tensors, in the order of `parts` and in their dtypes, into one file."""
+    write_shards(path.parent, [Shard(path.name, parts, metadata=False)], tensors)
+    return read_places(path)
 
 
 def read_places(path: Path) -> dict[str, Placed]:

@@ -12,20 +12,22 @@ from filelock import FileLock
 from tests.support.engines import EngineBuilder
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core each: threads that spin take the others' time
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """One folder for the whole run: pytest-xdist's workers have the same parent."""
+    """Return one folder for the whole run: pytest-xdist's workers have the same parent."""
     base = tmp_path_factory.getbasetemp()
     return base if worker_id == "master" else base.parent
 
 
 @pytest.fixture(scope="session")
 def build_engine(shared_folder: Path) -> EngineBuilder:
-    """build_engine(model, nextn, drafter=None, **flags) -> engine directory, built at most once."""
+    """Return build_engine(model, nextn, drafter=None, **flags): it builds each engine once."""
 
     def build(
         model: str | Path, nextn: int | Literal["auto"], drafter: str | None = None, **flags: Any
@@ -46,12 +48,19 @@ def build_engine(shared_folder: Path) -> EngineBuilder:
 
 @pytest.fixture(scope="session")
 def tiny_engine(build_engine: EngineBuilder) -> Callable[..., Path]:
-    """tiny_engine(nextn, drafter=None) -> an engine of the model that the repository ships.
+    """Return tiny_engine(nextn, drafter=None), which builds the model that the repository ships.
 
-    All have chunks of 32 tokens: prompts get beyond one, and a build serves many tests.
+    All have chunks of 32 tokens: prompts get beyond one, and a build serves many tests. No drafter
+    means the one that the build would choose, by name: one engine, not two.
     """
 
     def build(nextn: int, drafter: str | None = None, **flags: Any) -> Path:
-        return build_engine("deepseek-tiny", nextn, drafter, prefill_chunk=32, **flags)
+        from mtpbuild.builder.models import load_config
+        from mtpbuild.builder.plan import choose_drafter
+        from mtpbuild.builder.recipe import find_model
+
+        config = load_config(find_model("deepseek-tiny").folder)
+        chosen = drafter or choose_drafter(config, nextn, None)
+        return build_engine("deepseek-tiny", nextn, chosen, prefill_chunk=32, **flags)
 
     return build

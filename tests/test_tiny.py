@@ -18,6 +18,7 @@ from tests.support.engines import greedy_ids
 from tests.support.prompts import CODE, QUESTIONS
 from tests.support.transformers_oracle import transformers_greedy, transformers_model
 
+pytestmark = pytest.mark.xdist_group("tiny")  # another worker would wait for the same engines
 CHUNK, OUTPUT = 32, 128  # of the fixture's engines; tokens of a text
 TIE = 1e-3  # fp32 kernels for one and for four tokens round differently
 # What a broken drafter would not reach; the card has what the shipped one does.
@@ -45,7 +46,7 @@ def prompts(tiny_engine: TinyEngine) -> list[list[int]]:
 def baseline(
     tiny_engine: TinyEngine, prompts: list[list[int]], shared_folder: Path
 ) -> list[list[int]]:
-    """What the engine without drafts says; computed by one worker."""
+    """Compute, in one worker, what the engine without drafts says."""
     path = shared_folder / "tiny_baseline.json"
     with FileLock(f"{path}.lock"):
         if not path.exists():
@@ -103,7 +104,7 @@ def test_drafts_change_nothing_but_speed(
 ) -> None:
     """O2, with drafts that are accepted: tokens per step must show it."""
     params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
-    with Engine.load(tiny_engine(nextn, drafter)) as engine:
+    with Engine.load(tiny_engine(nextn, drafter), threads=1) as engine:
         results = engine.generate(prompts, params)
     equal_but_ties(prompts, [list(r.token_ids) for r in results], baseline, reference)
     drafting = [r.metrics.speculative_decoding for r in results]
@@ -115,7 +116,7 @@ def test_drafts_change_nothing_but_speed(
 
 
 def test_text_is_the_same_for_every_nextn(tiny_engine: TinyEngine) -> None:
-    """As a user compares: text in, text out, EOS respected."""
+    """The comparison is a user's: text in, text out, EOS respected."""
     question = [{"role": "user", "content": QUESTIONS[0]}]
     texts = []
     for nextn in (0, 3):

@@ -10,18 +10,22 @@ import argparse
 import shutil
 from pathlib import Path
 
+from mtpbuild.builder.checkpoint.write import Shard, split, write_index
 from mtpbuild.builder.forecast.weights import Layout, find_layout
-from mtpbuild.builder.models.deepseek_v3.weights import Source, duplicates, weight_table
-from mtpbuild.builder.quantize.files import Shard, split, write_index
+from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models.common.share import WHOLE
+from mtpbuild.builder.models.common.weights import Source
 from mtpbuild.builder.quantize.format import Part
 from mtpbuild.builder.recipe import find_recipe
 
 
 def stored(layout: Layout) -> dict[str, Part]:
     """Every tensor of the repository, the copies in MTP layers included."""
-    sources = {s.name: s for weight in weight_table(layout.config) for s in weight.sources}
+    family, config = family_of(layout.config), layout.config
+    table = family.weight_table(config, WHOLE)
+    sources = {s.name: s for weight in table for s in weight.sources}
     if layout.repeated:
-        for copy, original in duplicates(layout.config).items():
+        for copy, original in family.duplicates(config).items():
             sources.setdefault(copy, Source(copy, sources[original].shape))
     return {
         source.name + suffix: part

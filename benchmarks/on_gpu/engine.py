@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.model_source import load_model
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.checkpoint.eager import load_model
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.recipe import find_model

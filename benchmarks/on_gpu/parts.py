@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.forecast.step import distinct_experts
-from mtpbuild.builder.models.common.layers import DecoderLayer, GatheredMoE, Rope
+from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models.common.layers import DecoderLayer, MTPModule, Rope
+from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3, MTPModule
+from mtpbuild.builder.models.common.share import ALONE
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.plugins import accept_rewind
 from mtpbuild.runtime.manifest import FloatType
@@ -22,7 +25,7 @@ State = dict[str, Tensor]
 MTP_CACHE = "mtp_kv.0"
 
 
-def random_model(c: ModelConfig, dtype: FloatType, device: str) -> DeepseekV3:
+def random_model(c: DeepseekV3Config, dtype: FloatType, device: str) -> DeepseekV3:
     """Every product keeps its input's scale; norms are 1, no expert is preferred."""
     with torch.device("meta"):
         model = DeepseekV3(c)
@@ -35,7 +38,7 @@ def random_model(c: ModelConfig, dtype: FloatType, device: str) -> DeepseekV3:
             values.fill_(0.0 if name.endswith("_bias") else 1.0)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))
-    model.rope = Rope(c).to(device)
+    model.rope = Rope(c.rope, c.qk_rope_head_dim).to(device)
     return model.eval()
 
 
@@ -119,9 +122,7 @@ class FurtherDraft(nn.Module):
         module, before = module_of(self.model), side.shape[2]
         rows = self.model.rope(start + before, 1, base=start)
         x = module.join(self.model.embed(following), hidden)
-        q, row = module.self_attn.project(module.input_layernorm(x), rows)
-        side = torch.cat([side, row], dim=2)
-        x = module.finish(x, q, rows, cache, side, start, torch.full_like(start, before))
+        x, side = module.ahead(x, cache, side, rows)
         return {}, {"hidden": module.norm(x), "side": side}
 
 
@@ -255,13 +256,13 @@ class Parts:
     def _layer_cost(self, layer: DecoderLayer, tokens: int) -> Cost:
         """Weights once, of the routed experts those that random tokens choose; the cache once."""
         c, nbytes, operations = self.model.config, 0.0, 0.0
+        costs = family_of(c).costs(c, ALONE)
         for name, weight in layer.named_parameters():
             read = used = 1.0
             if isinstance(layer.mlp, GatheredMoE) and name in ("mlp.gate_up_proj", "mlp.down_proj"):
-                read = distinct_experts(c, tokens) / c.n_routed_experts
-                used = c.num_experts_per_tok / c.n_routed_experts
+                read = distinct_experts(costs, tokens) / costs.experts
+                used = costs.chosen / costs.experts
             nbytes += read * weight.nbytes
             operations += used * 2 * weight.numel() * tokens
         nbytes += self.context * c.cache_dim * self.model.embed_tokens.element_size()
-        per_row = c.num_attention_heads * (c.cache_dim + c.kv_lora_rank)
-        return Cost(nbytes, operations + 2.0 * tokens * self.context * per_row)
+        return Cost(nbytes, operations + tokens * self.context * costs.row_operations)

@@ -4,19 +4,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mtpbuild.builder.models.common.share import check_share
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, RopeConfig, load_config
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models.config import RopeConfig
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import FloatType
+from mtpbuild.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class Slice:
     """`config`: what the rank holds. dense, moe: main layers of the whole model."""
 
-    config: ModelConfig
+    config: DeepseekV3Config
     dense: int
     moe: int
     vocabulary: int  # of all ranks
@@ -32,7 +35,8 @@ def r1_share(tp: int, nextn: tuple[int, ...]) -> Slice:
     `eh_proj` are whole. Raises UsageError that names the numbers that `tp` can be.
     """
     whole = load_config(recipe_folder() / "deepseek_v3")
-    check_share(whole, tp, 1)
+    assert isinstance(whole, DeepseekV3Config)
+    check_ranks(whole, Ranks(tp))
     config = replace(
         whole,
         num_hidden_layers=4,
@@ -49,7 +53,7 @@ def r1_share(tp: int, nextn: tuple[int, ...]) -> Slice:
 
 def small(nextn: tuple[int, ...]) -> Slice:
     """For a machine without a GPU: the same kinds of layers."""
-    config = ModelConfig(
+    config = DeepseekV3Config(
         vocab_size=80,
         hidden_size=48,
         intermediate_size=32,
@@ -80,11 +84,12 @@ def small(nextn: tuple[int, ...]) -> Slice:
     return Slice(config, 3, 58, 160, 40, nextn, "float32")
 
 
-def check_memory(case: Slice) -> None:
-    """Raise UsageError if the GPU can't hold the slice."""
+def check_memory(case: Slice, free: int | None = None) -> None:
+    """Raise UsageError if the GPU, of which so many bytes are free, can't hold the slice."""
+    free = torch.cuda.mem_get_info()[0] if free is None else free
     with torch.device("meta"):
         values = sum(weight.numel() for weight in DeepseekV3(case.config).parameters())
-    needed, free = 2 * values + (4 << 30), torch.cuda.mem_get_info()[0]
+    needed = 2 * values + (4 << 30)
     if needed > free:
         raise UsageError(
             f"the slice needs {needed / 1e9:.0f} GB of GPU memory, {free / 1e9:.0f} GB are free: "

@@ -22,8 +22,8 @@ def make(checkpoint: Path, out: Path) -> None:
     from safetensors.torch import load_file
     from torch import Tensor, nn
 
+    from mtpbuild.builder.models import load_config
     from mtpbuild.builder.models.common.rope import rotate
-    from mtpbuild.builder.models.deepseek_v3.config import load_config
     from mtpbuild.builder.models.deepseek_v3.reference import Attention, DecoderLayer, Transformer
 
     class Plain(nn.Module):

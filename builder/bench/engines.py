@@ -7,7 +7,7 @@ from mtpbuild.builder import layout
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checks import in_range
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
 from mtpbuild.builder.prepare import DEFAULT_MAX_SEQ_LEN, find_source
 from mtpbuild.builder.recipe import Source

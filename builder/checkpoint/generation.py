@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.runtime.errors import CheckpointError
 
 

@@ -1,9 +1,9 @@
 """Some layers of a big checkpoint as a model of their own, to try it on a small machine."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.runtime.errors import UsageError
 
 LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
@@ -27,19 +27,10 @@ class LayersSlice:
         """The slice's configuration; raises UsageError if the model has no such layers."""
         if not 0 <= self.first <= self.last < c.num_hidden_layers:
             raise UsageError(f"--layers {self} is outside 0-{c.num_hidden_layers - 1}")
-        if self.first % c.moe_layer_freq:
-            raise UsageError(
-                f"--layers {self}: with moe_layer_freq {c.moe_layer_freq} the first layer must be "
-                "a multiple of it"
-            )
-        return replace(
-            c,
-            num_hidden_layers=self.count,
-            first_k_dense_replace=max(0, c.first_k_dense_replace - self.first),
-        )
+        return c.sliced(self.first, self.count)
 
     def rename(self, name: str, layers: int) -> str | None:
-        """A tensor's name in the slice; None: not in it. layers: main layers of the checkpoint."""
+        """A tensor's name in the slice, or None. layers: main layers of the checkpoint."""
         found = LAYER.fullmatch(name)
         if found is None:
             return name

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.shards import find_shards
+from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
-from mtpbuild.builder.models.deepseek_v3.weights import Source, Weight, duplicates, weight_table
+from mtpbuild.builder.models.common.weights import Source, Weight
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.quantize.format import Format, Shape
 from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, stored_format
 from mtpbuild.builder.quantize.kept import NONE, Kept
@@ -63,7 +64,7 @@ class Checkpoint:
         return {suffix: self.part(name, suffix) for suffix in format.parts((1, 1))}
 
     def part(self, name: str, suffix: str) -> Tensor:
-        """One of them; raises CheckpointError if what are floats are not all finite."""
+        """One of these parts; raises CheckpointError if it holds floats that are not finite."""
         part = self.stored(name + suffix)
         if part.is_floating_point():
             self._refuse_not_finite(name + suffix, part.float())
@@ -87,7 +88,8 @@ class Checkpoint:
 
         Raises CheckpointError that names missing, left-over or wrong-shaped tensors.
         """
-        table, same = weight_table(config), duplicates(config)
+        family = family_of(config)
+        table, same = family.weight_table(config, WHOLE), family.duplicates(config)
         wanted = {source.name: source for weight in table for source in weight.sources}
         self._refuse(set(wanted) - set(self.files), "missing tensor")
         known = set(wanted) | set(same)
@@ -188,7 +190,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
-    """The tensors of some layers, under the names that a model of these has; None: of all."""
+    """List the tensors of some layers, under the names that a model of these has; None: all."""
     checkpoint = open_checkpoint(folder)
     if layers is None:
         return checkpoint
@@ -203,15 +205,13 @@ def stream_weights(
     kept: Mapping[str, Kept] = NONE,
     share: Share = WHOLE,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each weight of the table in its program's layout, contiguous; one at a time.
+    """Yield each weight of the table in its program's layout, contiguous, one at a time.
 
-    In fp32, but those in `kept` as values and scales. share: the table's.
+    Weights are fp32, but those in `kept` come as values and scales. share: the table's.
     """
-    for weight in table:
-        pieces = _pieces(checkpoint, weight, kept, share)
-        for name, named in groupby(pieces, itemgetter(0)):
-            first, *others = (piece for _, piece in named)
-            yield name, torch.cat([first, *others]) if others else first
+    for name, named in groupby(stream_pieces(checkpoint, table, kept, share), itemgetter(0)):
+        pieces = [piece for _, piece in named]
+        yield name, torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def stream_pieces(
@@ -220,21 +220,15 @@ def stream_pieces(
     kept: Mapping[str, Kept] = NONE,
     share: Share = WHOLE,
 ) -> Iterator[tuple[str, Tensor]]:
-    """`stream_weights`, but stacked experts come one by one, as rows [1, ..] of the same name."""
+    """Yield as `stream_weights` does, but stacked experts one by one: rows [1, ..] of one name."""
     for weight in table:
-        yield from _pieces(checkpoint, weight, kept, share)
-
-
-def _pieces(
-    checkpoint: Checkpoint, weight: Weight, kept: Mapping[str, Kept], share: Share
-) -> Iterator[tuple[str, Tensor]]:
-    if weight.name in kept:
+        if weight.name not in kept:
+            for group in weight.groups:
+                tensors = [share.cut(s, checkpoint.read(s.name)) for s in group]
+                yield weight.name, weight.transform(*tensors).contiguous()
+            continue
         own = replace(kept[weight.name], weight=weight, share=share)
         for name, suffix in own.stored.items():
             for group in weight.groups:
                 parts = [checkpoint.part(source.name, suffix) for source in group]
                 yield name, own.join(suffix, group, parts)
-        return
-    for group in weight.groups:
-        tensors = [share.cut(s.name, s.axis, checkpoint.read(s.name)) for s in group]
-        yield weight.name, weight.transform(*tensors).contiguous()

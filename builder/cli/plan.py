@@ -10,6 +10,7 @@ from mtpbuild.builder.cli.numbers import parse_range
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import parse_list
+from mtpbuild.runtime.ranks import Ranks
 
 
 @error_line
@@ -49,7 +50,6 @@ def plan(
         from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
         from mtpbuild.builder.forecast.latency import parse_measured
         from mtpbuild.builder.forecast.picture import draw
-        from mtpbuild.builder.forecast.ranks import Ranks
         from mtpbuild.builder.forecast.report import as_json, print_report
         from mtpbuild.builder.picture import require_matplotlib
 

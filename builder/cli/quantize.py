@@ -49,9 +49,9 @@ def print_report(done: "Quantized") -> None:
 
     console = Console()
     table = Table("format", "weights", "size", "relative error")
-    for name, share in done.shares.items():
-        error = f"{share.error:.2%}" if share.squares else "-"
-        table.add_row(name, str(share.weights), f"{share.bytes / 1e6:.1f} MB", error)
+    for name, portion in done.portions.items():
+        error = f"{portion.error:.2%}" if portion.squares else "-"
+        table.add_row(name, str(portion.weights), f"{portion.bytes / 1e6:.1f} MB", error)
     console.print(table)
     if done.unfit:
         console.print(

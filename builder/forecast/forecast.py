@@ -1,18 +1,20 @@
 """From a model and a machine to sizes, step times and tokens per second."""
 
 import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtpbuild.builder.forecast import latency
 from mtpbuild.builder.forecast.latency import Latency, Measured
 from mtpbuild.builder.forecast.machines import Gpu, find_gpu
-from mtpbuild.builder.forecast.ranks import Ranks
 from mtpbuild.builder.forecast.step import CACHE_BYTES, Load, Model, Part
 from mtpbuild.builder.forecast.weights import Class, checkpoint_bytes, classes, find_layout
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models.family import Costs
+from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.ranks import Ranks
 
 RESERVED = 0.08  # of a GPU's memory: driver, kernels, communication buffers, graphs
 
@@ -72,7 +74,7 @@ class Forecast:
 
     request: ForecastRequest
     name: str
-    config: ModelConfig
+    costs: Costs
     gpu: Gpu
     classes: list[Class]
     checkpoint_bytes: int
@@ -115,30 +117,33 @@ def forecast(request: ForecastRequest) -> Forecast:
     gpu = find_gpu(request.gpu)
     check(request)
     layout = find_layout(request.model, request.checkpoint)
-    request.ranks.check(layout.config, gpu)
+    request.ranks.check(layout.config.n_routed_experts)
+    if request.ranks.tp > gpu.ranks:
+        has = f"a {gpu.name} machine has {gpu.ranks} GPUs"
+        raise UsageError(f"--tp {request.ranks.tp}: {has}")
     for nextn in request.nextn:
         choose_drafter(layout.config, nextn, None)
     lengths = acceptance_lengths(request)
     found = classes(layout, request.ranks)
     formats = {one.name: one.format for one in found if not one.module}
-    request.ranks.check_blocks(layout.config, formats, gpu)
+    check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = Model(layout.config, found, request.ranks, gpu)
     load = Load(request.max_batch, request.context, request.cache)
     parts = {nextn: model.step(nextn, load) for nextn in request.nextn}
-    fitted = calibrate(request, model, load, lengths)
+    late = calibrate(request, model, load, lengths)
     most = max(request.nextn)
     return Forecast(
         request=request,
         name=layout.name,
-        config=layout.config,
+        costs=model.costs,
         gpu=gpu,
         classes=found,
         checkpoint_bytes=checkpoint_bytes(layout, found),
         weight_bytes=model.weight_bytes(most),
         cache_bytes=model.cache_bytes(most, request.cache),
         scratch_bytes=model.scratch_bytes(most, request.max_batch, request.prefill_chunk),
-        latency=fitted,
-        steps=[Step(n, lengths[n], parts[n], fitted.seconds(n)) for n in request.nextn],
+        latency=late,
+        steps=[Step(n, lengths[n], parts[n], late.seconds(n)) for n in request.nextn],
     )
 
 
@@ -158,7 +163,7 @@ def check(request: ForecastRequest) -> None:
 
 
 def acceptance_lengths(request: ForecastRequest) -> dict[int, float]:
-    """Per nextn: as given, or R1's published ones."""
+    """The acceptance length of each nextn, as given, or as published of R1."""
     given, known = request.acceptance, latency.PUBLISHED_ACCEPTANCE
     if given is None:
         beyond = [nextn for nextn in request.nextn if nextn >= len(known)]
@@ -179,17 +184,32 @@ def acceptance_lengths(request: ForecastRequest) -> dict[int, float]:
 def calibrate(
     request: ForecastRequest, model: Model, load: Load, lengths: dict[int, float]
 ) -> Latency:
-    """From the user's two measurements, or from the published ones on their own machine."""
+    """Fit to the user's two measurements, or take what fits the published ones."""
     if request.measured is None:
         return published_latency()
-    points = []
     for measured in request.measured:
         if measured.nextn not in lengths:
             raise UsageError(f"--calibrate: nextn {measured.nextn} is not among --nextn")
-        seconds = lengths[measured.nextn] / measured.tokens_per_s
-        parts = model.step(measured.nextn, load)
-        points.append((measured.nextn, seconds, sum(part.seconds for part in parts)))
-    return latency.fit(points, "fitted to --calibrate")
+    return fitted(model, load, request.measured, lengths, "fitted to --calibrate")
+
+
+def fitted(
+    model: Model,
+    load: Load,
+    speeds: Iterable[Measured],
+    lengths: Mapping[int, float],
+    source: str,
+) -> Latency:
+    """The constants that make a model's steps as fast as measured."""
+    points = [
+        (
+            speed.nextn,
+            lengths[speed.nextn] / speed.tokens_per_s,
+            sum(part.seconds for part in model.step(speed.nextn, load)),
+        )
+        for speed in speeds
+    ]
+    return latency.fit(points, source)
 
 
 @functools.cache
@@ -198,9 +218,7 @@ def published_latency() -> Latency:
     name, gpu, ranks, batch, context = latency.PUBLISHED
     layout = find_layout(name, None)
     model = Model(layout.config, classes(layout, ranks), ranks, find_gpu(gpu))
-    points = []
-    for nextn in (0, 1):
-        seconds = latency.PUBLISHED_ACCEPTANCE[nextn] / latency.PUBLISHED_SPEED[nextn]
-        parts = model.step(nextn, Load(batch, context, "bf16"))
-        points.append((nextn, seconds, sum(part.seconds for part in parts)))
-    return latency.fit(points, "nextn 0 and 1 of deepseek-r1-fp4 on 8 B200, batch 1")
+    speeds = [Measured(nextn, latency.PUBLISHED_SPEED[nextn]) for nextn in (0, 1)]
+    lengths = dict(enumerate(latency.PUBLISHED_ACCEPTANCE))
+    source = "nextn 0 and 1 of deepseek-r1-fp4 on 8 B200, batch 1"
+    return fitted(model, Load(batch, context, "bf16"), speeds, lengths, source)

@@ -7,8 +7,8 @@ it: launches, synchronisation and the all-reduces of 61 layers.
 import re
 from dataclasses import dataclass
 
-from mtpbuild.builder.forecast.ranks import Ranks
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.ranks import Ranks
 
 # TensorRT-LLM's blog 1: 8 B200, batch 1, 1K tokens in and 2K out, so 2,048 cached on average.
 PUBLISHED = ("deepseek-r1-fp4", "b200", Ranks(tp=8), 1, 2048)
@@ -37,7 +37,7 @@ class Latency:
 
 
 def fit(points: list[tuple[int, float, float]], source: str) -> Latency:
-    """Two of (nextn, seconds of a step as measured, seconds that the parts take at least)."""
+    """Fit two points: (nextn, measured seconds of a step, seconds that its parts take at least)."""
     (n0, step0, parts0), (n1, step1, parts1) = points
     rest0, rest1 = step0 - parts0, step1 - parts1
     per_draft = (rest1 - rest0) / (n1 - n0)
@@ -51,7 +51,7 @@ def fit(points: list[tuple[int, float, float]], source: str) -> Latency:
 
 
 def parse_measured(text: str) -> tuple[Measured, Measured]:
-    """`0=111,1=198`: tokens/s of one user at two nextn."""
+    """Read `0=111,1=198`: tokens/s of one user at two nextn."""
     found = re.fullmatch(r"(\d+)=(\d+\.?\d*),(\d+)=(\d+\.?\d*)", text.replace(" ", ""))
     if found is None or found[1] == found[3] or not float(found[2]) * float(found[4]):
         example = "tokens/s at two different nextn, such as 0=111,1=198"

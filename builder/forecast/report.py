@@ -13,7 +13,7 @@ from mtpbuild.builder.forecast.step import distinct_experts
 
 def as_json(f: Forecast) -> dict[str, Any]:
     """Bytes, seconds, operations; lists are over `nextn`. docs/plan.md explains each key."""
-    config, request = f.config, f.request
+    request, costs = f.request, f.costs
     tokens = [request.max_batch * (step.nextn + 1) for step in f.steps]
     return {
         "model": f.name,
@@ -44,7 +44,7 @@ def as_json(f: Forecast) -> dict[str, Any]:
         "fits": f.fits,
         "nextn": [step.nextn for step in f.steps],
         "acceptance_lengths": [step.acceptance for step in f.steps],
-        "distinct_experts": [distinct_experts(config, count) for count in tokens],
+        "distinct_experts": [distinct_experts(costs, count) for count in tokens],
         "parts": [[asdict(part) for part in step.parts] for step in f.steps],
         "bytes_per_step": [sum(part.bytes for part in step.parts) for step in f.steps],
         "operations_per_step": [sum(part.operations for part in step.parts) for step in f.steps],

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mtpbuild.builder.forecast.machines import Gpu
-from mtpbuild.builder.forecast.ranks import Ranks
 from mtpbuild.builder.forecast.weights import Class
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
-from mtpbuild.builder.plan import choose_drafter
+from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models.family import Costs
+from mtpbuild.builder.plan import DrafterName, choose_drafter, modules_in_use
+from mtpbuild.runtime.ranks import Ranks
 
 CACHE_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}
 
@@ -46,6 +48,18 @@ class Model:
     ranks: Ranks
     gpu: Gpu
 
+    @property
+    def costs(self) -> Costs:
+        return family_of(self.config).costs(self.config, self.ranks)
+
+    @property
+    def widths(self) -> list[int]:
+        """C of each layer, then of each module."""
+        return family_of(self.config).cache_specs(self.config, self.ranks)
+
+    def drafter(self, nextn: int) -> DrafterName | None:
+        return choose_drafter(self.config, nextn, None)
+
     def step(self, nextn: int, load: Load) -> list[Part]:
         """The parts of one step."""
         return [*self._verify(nextn, load), *self._draft(nextn, load)]
@@ -54,34 +68,35 @@ class Model:
         for one in self.classes:
             if not one.module and one.name != "embedding":
                 yield self._weights(one.name, [one], [nextn + 1], load)
-        yield self._cache("caches", self.config.num_hidden_layers, [nextn + 1], load)
+        widths = self.widths[: self.config.num_hidden_layers]
+        yield self._cache("caches", widths, [nextn + 1], load)
 
     def _draft(self, nextn: int, load: Load) -> Iterator[Part]:
         """MTP Eagle runs one module nextn times; MTP vanilla runs each over the whole window."""
         if nextn == 0:
             return
-        vanilla = choose_drafter(self.config, nextn, None) == "mtp-vanilla"
+        vanilla = self.drafter(nextn) == "mtp-vanilla"
         counts = [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
         modules = self.config.num_nextn_predict_layers
         own = [one for one in self.classes if one.module]
         yield self._weights("MTP modules", own, counts, load, 1 / modules)
         heads = [one for one in self.classes if one.name.endswith("head")]
         yield self._weights("head of drafts", heads, [1] * nextn, load)
-        yield self._cache("MTP caches", 1, counts, load)
+        yield self._cache("MTP caches", self.widths[-1:], counts, load)
 
     def _weights(
         self, name: str, classes: list[Class], counts: list[int], load: Load, share: float = 1.0
     ) -> Part:
         """Weights under passes of so many tokens per request; share: of the classes in use."""
-        c, bytes, operations, compute = self.config, 0.0, 0.0, 0.0
+        c, bytes, operations, compute = self.costs, 0.0, 0.0, 0.0
         for one in classes:
             for count in counts:
                 touched = chosen = 1.0
                 tokens = self.ranks.local(load.batch) * count
                 if one.name == "experts":  # of all ranks' requests
                     tokens = load.batch * count
-                    touched = distinct_experts(c, tokens) / c.n_routed_experts
-                    chosen = c.num_experts_per_tok / c.n_routed_experts
+                    touched = distinct_experts(c, tokens) / c.experts
+                    chosen = c.chosen / c.experts
                 bytes += one.per_rank * share * touched
                 held = one.parameters * one.per_rank / one.bytes
                 work = 2 * held * share * chosen * tokens
@@ -89,13 +104,11 @@ class Model:
                 compute += work / self.gpu.peak(one.format)
         return self._part(name, bytes, operations, compute)
 
-    def _cache(self, name: str, layers: int, passes: list[int], load: Load) -> Part:
-        """Latents of the context, and the absorbed scores and values over them, per pass."""
-        c, local = self.config, self.ranks.local(load.batch)
-        heads = c.num_attention_heads / (1 if self.ranks.attention_dp else self.ranks.tp)
-        rows = local * load.context * layers
-        bytes = len(passes) * rows * c.cache_dim * CACHE_BYTES[load.cache]
-        operations = 2.0 * rows * heads * (c.cache_dim + c.kv_lora_rank) * sum(passes)
+    def _cache(self, name: str, widths: list[int], passes: list[int], load: Load) -> Part:
+        """Cached rows of the context, in layers of such widths, and attention over them."""
+        rows = self.ranks.local(load.batch) * load.context
+        bytes = len(passes) * rows * sum(widths) * CACHE_BYTES[load.cache]
+        operations = rows * len(widths) * self.costs.row_operations * sum(passes)
         return self._part(name, bytes, operations, operations / self.gpu.peak("bf16"))
 
     def _part(self, name: str, bytes: float, operations: float, compute: float) -> Part:
@@ -104,33 +117,23 @@ class Model:
         return Part(name, bytes, operations, max(memory, compute), limit)
 
     def cache_bytes(self, nextn: int, cache: str) -> int:
-        """Per token and rank: latent caches have no head axis, so every rank holds all of them."""
-        modules = 0
-        if nextn:
-            modules = nextn if choose_drafter(self.config, nextn, None) == "mtp-vanilla" else 1
-        layers = self.config.num_hidden_layers + modules
-        return layers * self.config.cache_dim * CACHE_BYTES[cache]
+        """Bytes per token and rank of all layers and of the modules that draft."""
+        modules = modules_in_use(self.drafter(nextn), nextn)
+        return sum(self.widths[: self.config.num_hidden_layers + modules]) * CACHE_BYTES[cache]
 
     def weight_bytes(self, nextn: int) -> float:
-        """Per rank; without drafts the modules are not loaded."""
+        """Bytes of weights per rank; without drafts the modules are not loaded."""
         return sum(one.per_rank for one in self.classes if nextn or not one.module)
 
     def scratch_bytes(self, nextn: int, batch: int, chunk: int) -> float:
         """Largest activations of a pass (bf16) and the logits of a step (fp32), per rank."""
-        c, split = self.config, 1 if self.ranks.attention_dp else self.ranks.tp
-        tokens = max(chunk, self.ranks.local(batch) * (nextn + 1))
-        heads = c.num_attention_heads / split
-        attention = heads * (2 * c.cache_dim + c.qk_head_dim + c.v_head_dim)
-        experts = c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size)
-        dense = 3 * c.intermediate_size / split
-        widest = max(attention, experts, dense) + 4 * c.hidden_size
-        logits = self.ranks.local(batch) * (nextn + 1) * c.vocab_size
-        return 2 * tokens * widest + 4 * logits
+        window = self.ranks.local(batch) * (nextn + 1)
+        activations = 2 * max(chunk, window) * self.costs.activations
+        return activations + 4 * window * self.config.vocab_size
 
 
-def distinct_experts(c: ModelConfig, tokens: int) -> float:
+def distinct_experts(c: Costs, tokens: int) -> float:
     """Expected number of a layer's experts that some of the tokens choose, all equally likely."""
-    if not c.n_routed_experts:
+    if not c.experts:
         return 0.0
-    missed = (1 - c.num_experts_per_tok / c.n_routed_experts) ** tokens
-    return c.n_routed_experts * (1 - missed)
+    return c.experts * (1 - (1 - c.chosen / c.experts) ** tokens)

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
-from mtpbuild.builder.forecast.ranks import Ranks
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
-from mtpbuild.builder.models.deepseek_v3.weights import Source, duplicates, weight_table
-from mtpbuild.builder.quantize.files import nbytes
-from mtpbuild.builder.quantize.format import Format, Part
+from mtpbuild.builder.checkpoint.tensors import open_checkpoint
+from mtpbuild.builder.checkpoint.write import nbytes
+from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models.common.share import WHOLE
+from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.quantize.format import Format, Part, Shape
 from mtpbuild.builder.quantize.scheme import PLAIN, SCHEMES
 from mtpbuild.builder.recipe import find_model, find_recipe
+from mtpbuild.runtime.ranks import Ranks
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 KINDS = (  # of a layer's weights; the first that the name holds
@@ -29,7 +31,10 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass
 class Class:
-    """One class of weights. `module`: of the MTP modules. bytes: stored; per_rank: of one rank."""
+    """One class of weights, of the main model or (`module`) of the MTP modules.
+
+    bytes are those stored; per_rank are those that one rank holds.
+    """
 
     name: str
     module: bool
@@ -40,7 +45,7 @@ class Class:
 
     @property
     def format(self) -> str:
-        """That most of its bytes are in."""
+        """The format that most of its bytes are in."""
         return max(self.formats, key=lambda name: self.formats[name])
 
 
@@ -84,30 +89,37 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
         config,
         lambda source: opened.format(source.name),
         lambda source: opened.dtypes[source.name],
-        repeated=_repeated(opened, config),
+        repeated=any(name in opened.files for name in family_of(config).duplicates(config)),
     )
-
-
-def _repeated(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    return any(name in checkpoint.files for name in duplicates(config))
 
 
 def classes(layout: Layout, ranks: Ranks) -> list[Class]:
     """Every class with weights, the main model's first."""
     found: dict[tuple[str, bool], Class] = {}
-    sources = {s.name: s for weight in weight_table(layout.config) for s in weight.sources}
+    table = family_of(layout.config).weight_table(layout.config, WHOLE)
+    sources = {s.name: s for weight in table for s in weight.sources}
     for source in sources.values():
         key = classify(layout.config, source.name)
         one = found.setdefault(key, Class(*key))
         one.parameters += prod(source.shape)
         format = layout.format(source)
-        for suffix, part in layout.parts(source).items():
+        for part in layout.parts(source).values():
             size = nbytes(part)
             one.bytes += size
-            one.per_rank += size * ranks.share(source.name + suffix, part.shape)
+            one.per_rank += size * held(source, part.shape, ranks)
             name = PLAIN if format is None else format.name
             one.formats[name] = one.formats.get(name, 0) + size
     return sorted(found.values(), key=lambda one: one.module)
+
+
+def held(source: Source, shape: Shape, ranks: Ranks) -> float:
+    """How much of a stored tensor one rank holds (spec/deepseek-v3.md section 5).
+
+    shape: the tensor's, of those that make a quantised weight; a number can't be cut.
+    """
+    if source.routed:
+        return 1 / (ranks.tp if shape else ranks.ep)
+    return 1 / ranks.parts if shape and source.axis is not None else 1.0
 
 
 def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
@@ -126,7 +138,8 @@ def checkpoint_bytes(layout: Layout, found: list[Class]) -> int:
     """All tensors of the files, with the copies in MTP layers."""
     total = sum(one.bytes for one in found)
     if layout.repeated:
-        originals = (classify(layout.config, name) for name in duplicates(layout.config).values())
+        same = family_of(layout.config).duplicates(layout.config)
+        originals = (classify(layout.config, name) for name in same.values())
         sizes = {(one.name, one.module): one.bytes for one in found}
         total += sum(sizes[key] for key in originals)
     return total

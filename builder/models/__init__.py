@@ -1,1 +1,66 @@
-"""What a model architecture brings to the compiler: a folder per family, and what they share."""
+"""The model families: a folder for each, and in `common` what they share."""
+
+import json
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models.family import Family
+from mtpbuild.runtime.errors import CheckpointError
+
+_REGISTERED: dict[str, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Add a family beside those that are built in."""
+    _REGISTERED[family.name] = family
+
+
+def families() -> list[Family]:
+    from mtpbuild.builder.models.deepseek_v3 import FAMILY
+
+    return [FAMILY, *_REGISTERED.values()]
+
+
+def find_family(raw: Mapping[str, Any]) -> Family:
+    """The family that a `config.json` names; raises CheckpointError that lists the known ones."""
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"architectures must be a list of names, not {reprlib.repr(names)}")
+    for family in families():
+        if raw.get("model_type") == family.model_type or set(names) & set(family.architectures):
+            return family
+    found = ", ".join(names) or raw.get("model_type") or "none"
+    known = ", ".join(f"{each.name} (model_type {each.model_type})" for each in families())
+    raise CheckpointError(f"unsupported architecture {found}; supported: {known}")
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family whose configuration this is."""
+    return next(family for family in families() if isinstance(config, family.config))
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Normalise a `config.json` of any family; raises CheckpointError."""
+    return find_family(raw).parse_config(raw)
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read `folder/config.json`; raises CheckpointError with what is wrong and where."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(raw, dict):
+            raise CheckpointError("expected a JSON object")
+        return parse_config(raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        why = "no config.json; give a Hugging Face checkpoint folder"
+        raise CheckpointError(f"{folder}: {why}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None

@@ -1,19 +1,18 @@
 """The two ways to draft with MTP modules: Eagle (one module, K times) and vanilla (K modules).
 
-DESIGN 4 has the derivation. A module's input at slot p is Emb(t_{p+k}) and the hidden of slot p;
+DESIGN 4 has the derivation. A module's input at slot p joins Emb(t_{p+k}) and the hidden of slot p;
 the hiddens are always those after the norm.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.layers import Rows, pick
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.layers import MTPModule, Rows, pick
 from mtpbuild.builder.models.common.precision import cast
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3, MTPModule
 
 State = dict[str, Tensor]
 
@@ -31,22 +30,26 @@ class Accepted:
     choose: Callable[[Tensor, int], Tensor]  # logits [B, 1, V] of draft k (from 1) -> [B, 1]
 
 
-class Drafter(Protocol):
-    lookahead: int
-    nextn: int
+class Drafter:
+    """One way to draft K = nextn tokens per step."""
 
-    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+    lookahead = 0
+
+    def __init__(self, nextn: int) -> None:
+        self.nextn = nextn
+
+    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         """Draft K tokens behind the newest: [B, K], and the drafter's new state."""
-        ...
+        raise NotImplementedError
 
     def prefill(
-        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         """The drafter's state after a chunk; tokens [1, T + lookahead], hidden [1, T, E]."""
-        ...
+        return {}
 
 
-class Eagle:
+class Eagle(Drafter):
     """MTP Eagle: module 0 over the window, then one slot per further draft from its own hidden.
 
     With nextn 0 it only fills its cache, for a step that drafts again.
@@ -54,10 +57,7 @@ class Eagle:
 
     lookahead = 1
 
-    def __init__(self, nextn: int) -> None:
-        self.nextn = nextn
-
-    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         module = module_of(model, 0)
         # Slot p of the window: the main hidden h_p and the emitted token t_{p+1}. Only these rows
         # stay in the cache; the window of the next step covers the slots of the passes below.
@@ -73,23 +73,20 @@ class Eagle:
         for k in range(1, self.nextn):
             rows = model.rope(step.lengths + (k - 1), 1, base=step.lengths)
             x = module.join(model.embed(drafts[-1]), hidden)
-            q, row = module.self_attn.project(module.input_layernorm(x), rows)
-            side = row if side is None else torch.cat([side, row], dim=2)
-            first = torch.full_like(step.lengths, k - 1)
-            x = module.finish(x, q, rows, cache, side, step.lengths, first)
+            x, side = module.ahead(x, cache, side, rows)
             hidden = module.norm(x)
             drafts.append(step.choose(model.logits(hidden), k + 1))
         return torch.cat(drafts, dim=1), {"mtp_kv.0": cache}
 
     def prefill(
-        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         module = module_of(model, 0)
         x = module.join(model.embed(tokens[:, 1:]), hidden)
         return {"mtp_kv.0": module.fill(x, state["mtp_kv.0"], rows)}
 
 
-class Vanilla:
+class Vanilla(Drafter):
     """MTP vanilla: module k drafts token k; each recomputes the newest T = K + 1 slots.
 
     T slots are exact and K are not: after a step that accepted all drafts, slots from M - (K + 1)
@@ -98,10 +95,10 @@ class Vanilla:
     """
 
     def __init__(self, nextn: int) -> None:
-        self.nextn = self.lookahead = nextn
-        self.slots = nextn + 1
+        super().__init__(nextn)
+        self.lookahead, self.slots = nextn, nextn + 1
 
-    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         K, T, M = self.nextn, self.slots, step.lengths
         # Slots (M - n) - K .. (M - n) + K, and for each the token that follows it.
         hiddens = torch.cat([state["past_hidden"], step.hidden], dim=1)
@@ -135,7 +132,7 @@ class Vanilla:
         return torch.cat(drafts, dim=1), caches | past
 
     def prefill(
-        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         K, T = self.nextn, hidden.shape[1]
         caches, g = {}, hidden
@@ -152,27 +149,17 @@ class Vanilla:
         return caches | {"past_hidden": past_hidden, "past_tokens": past_tokens}
 
 
-class Idle:
+class Idle(Drafter):
     """Fills the window with token 0: the cost of verifying alone, for benchmarks."""
 
-    lookahead = 0
-
-    def __init__(self, nextn: int) -> None:
-        self.nextn = nextn
-
-    def __call__(self, model: DeepseekV3, state: State, step: Accepted) -> tuple[Tensor, State]:
+    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         zeros = step.hidden.new_zeros(step.hidden.shape[0], 1, model.config.vocab_size)
         logits = cast(zeros, torch.float32)
         drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
         return torch.cat(drafts, dim=1), {}
 
-    def prefill(
-        self, model: DeepseekV3, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
-    ) -> State:
-        return {}
 
-
-def module_of(model: DeepseekV3, index: int) -> MTPModule:
+def module_of(model: CausalLM, index: int) -> MTPModule:
     module = model.mtp[index]
     assert isinstance(module, MTPModule)
     return module

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import use_kernels
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
@@ -49,7 +49,7 @@ OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
 MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
 
-def make_programs(plan: Plan, model: DeepseekV3) -> tuple[Program, ...]:
+def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """Prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
 
     Of an adaptive engine, both of these for each number of drafts up to nextn.

@@ -10,7 +10,7 @@ from inspect import Parameter, Signature
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.program.accept import Acceptance, GreedyAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
 from mtpbuild.plugins.asked import named
@@ -28,7 +28,7 @@ class StepProgram(nn.Module):
     """
 
     def __init__(
-        self, model: DeepseekV3, drafter: Drafter | None, nextn: int, most: int | None = None
+        self, model: CausalLM, drafter: Drafter | None, nextn: int, most: int | None = None
     ) -> None:
         super().__init__()
         self.model, self.drafter, self.nextn = model, drafter, nextn
@@ -97,7 +97,7 @@ class MixedStepProgram(StepProgram):
 
     def __init__(
         self,
-        model: DeepseekV3,
+        model: CausalLM,
         drafter: Drafter | None,
         nextn: int,
         most: int | None = None,
@@ -125,7 +125,7 @@ class MixedStepProgram(StepProgram):
 class PrefillProgram(nn.Module):
     """Fills one slot's caches with a chunk of the prompt; no head, no sampling, no drafting."""
 
-    def __init__(self, model: DeepseekV3, drafter: Drafter | None) -> None:
+    def __init__(self, model: CausalLM, drafter: Drafter | None) -> None:
         super().__init__()
         self.model, self.drafter = model, drafter
         self.lookahead = 0 if drafter is None else drafter.lookahead

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks, Scaled
 from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.deepseek_v3.weights import Source, Weight
+from mtpbuild.builder.models.common.weights import Source, Weight
 from mtpbuild.builder.quantize.format import Format
 from mtpbuild.builder.quantize.fp8 import BLOCK
 from mtpbuild.builder.quantize.integers import Integers
@@ -44,7 +44,7 @@ class Kept:
         return gcd(GROUP if isinstance(self.format, Nvfp4) else BLOCK, *widths)
 
     def module(self, shape: tuple[int, ...]) -> nn.Module:
-        """In the place of a parameter of this shape."""
+        """What replaces a parameter of this shape."""
         if isinstance(self.format, Integers):
             *experts, inputs, outputs = shape
             if experts:
@@ -71,26 +71,25 @@ class Kept:
             outputs, inputs = source.shape
             tall = part.repeat_interleave(BLOCK, dim=0)[:outputs]
             wide = tall.repeat_interleave(BLOCK // self.group, dim=1)[:, : inputs // self.group]
-            return self.share.cut(source.name, source.axis, wide)
-        return self.share.cut(source.name, source.axis, part.view(torch.uint8))
+            return self.share.cut(source, wide)
+        return self.share.cut(source, part.view(torch.uint8))
 
     def _own_shape(self, source: Source) -> tuple[int, ...]:
-        whole = torch.empty(source.shape, device="meta")
-        return self.share.cut(source.name, source.axis, whole).shape
+        return self.share.cut(source, torch.empty(source.shape, device="meta")).shape
 
 
 NONE: Mapping[str, Kept] = {}
 
 
 def can_stay(kept: Kept) -> bool:
-    """In products, and in experts of which some are chosen; integers not in ranks' parts."""
+    """Whether the program has an op for it: integers can't be cut for ranks, nor small blocks."""
     if isinstance(kept.format, Integers):
-        return kept.weight.joined is not None and kept.share.tp == 1
+        return kept.weight.joined is not None and kept.share.ranks.tp == 1
     return kept.weight.joined is not None and kept.group >= GROUP
 
 
 def in_pairs(kept: Mapping[str, Kept]) -> dict[str, Kept]:
-    """Without experts in integers whose other product is in another format: QMoE takes both."""
+    """Drop experts in integers whose other product is in another format: QMoE takes both."""
 
     def other(name: str) -> str:
         layer, _, leaf = name.rpartition(".")

@@ -13,9 +13,10 @@ from torch import Tensor
 from mtpbuild.builder.building import under_construction
 from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
-from mtpbuild.builder.models.deepseek_v3.weights import Source, duplicates
-from mtpbuild.builder.quantize.files import nbytes, split, tensors_of, write_shards
+from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
+from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.quantize.format import Format, Part
 from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK
 from mtpbuild.builder.quantize.nvfp4 import GROUP
@@ -25,7 +26,6 @@ from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
 from mtpbuild.runtime.errors import BuildError
 
 MODELOPT = "hf_quant_config.json"
-STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class QuantizeRequest:
 
 
 @dataclass
-class Share:
-    """What one format holds of a checkpoint."""
+class Portion:
+    """How much of a checkpoint is in one format, and what that changed."""
 
     weights: int = 0
     bytes: int = 0
@@ -56,10 +56,10 @@ class Share:
 
 @dataclass
 class Quantized:
-    """What was written: formats with their shares, and weights that no block fits."""
+    """What was written: a portion for each format, and weights that no block fits."""
 
     folder: Path
-    shares: dict[str, Share] = field(default_factory=dict)
+    portions: dict[str, Portion] = field(default_factory=dict)
     unfit: list[str] = field(default_factory=list)
 
 
@@ -72,7 +72,7 @@ def quantize(
     config = load_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
     sources = {s.name: s for weight in checkpoint.check(config) for s in weight.sources}
-    repeated = [name for name in duplicates(config) if name in checkpoint.files]
+    repeated = [name for name in family_of(config).duplicates(config) if name in checkpoint.files]
     for name in repeated:
         sources.setdefault(name, Source(name, checkpoint.shapes[name]))
     done = Quantized(request.out)
@@ -83,11 +83,11 @@ def quantize(
     for name, format in formats.items():
         for suffix, part in layout(checkpoint, sources[name], format).items():
             parts[name + suffix] = part
-            share = done.shares.setdefault(format.name if format else part.dtype.lower(), Share())
-            share.bytes += nbytes(part)
+            kind = format.name if format else part.dtype.lower()
+            done.portions.setdefault(kind, Portion()).bytes += nbytes(part)
     with under_construction(request.out, "checkpoint") as building:
         weights = encode_all(checkpoint, formats, done, watch)
-        write_shards(building.folder, split(parts), tensors_of(weights))
+        write_shards(building.folder, split(parts), weights)
         write_configuration(source.folder, building.folder, config, request.scheme)
     return done
 
@@ -105,22 +105,24 @@ def encode_all(
     formats: dict[str, Format | None],
     done: Quantized,
     watch: Callable[[str], None],
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor that is stored of each weight."""
     for name, format in formats.items():
         watch(f"quantising {name}")
         weight = checkpoint.read(name)
         if format is None:
             stored = checkpoint.format(name) is None
             tensor = checkpoint.stored(name) if stored else weight.bfloat16()
-            done.shares[STORED[tensor.dtype].lower()].weights += 1
-            yield name, {"": tensor}
+            done.portions[NAMES[tensor.dtype].lower()].weights += 1
+            yield name, tensor
             continue
         parts = format.encode(weight, group_amax(checkpoint, name, weight))
-        share = done.shares[format.name]
-        share.weights += 1
-        share.squares += weight.square().sum().item()
-        share.errors += (format.decode(parts) - weight).square().sum().item()
-        yield name, parts
+        portion = done.portions[format.name]
+        portion.weights += 1
+        portion.squares += weight.square().sum().item()
+        portion.errors += (format.decode(parts) - weight).square().sum().item()
+        for suffix, tensor in parts.items():
+            yield name + suffix, tensor
 
 
 def group_amax(checkpoint: Checkpoint, name: str, weight: Tensor) -> Tensor:

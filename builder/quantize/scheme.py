@@ -5,18 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
-from mtpbuild.builder.models.deepseek_v3.weights import Source
+from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.quantize.format import Format
 from mtpbuild.builder.quantize.formats import FORMATS
 from mtpbuild.runtime.errors import UsageError
 
 PLAIN = "bf16"
 CHOICES = (PLAIN, *FORMATS)
-# Products with the hidden state; embedding, head, router, eh_proj and norms never are quantised.
-QUANTISABLE = re.compile(
-    r"model\.layers\.(\d+)\.(self_attn|mlp)\..*(?<!eh)_proj(_with_mqa)?\.weight"
-)
 # Globs over module names, as in ModelOpt's `exclude_modules`.
 EXCLUDED: Mapping[str, tuple[str, ...]] = {
     "fp8": (),
@@ -45,7 +42,7 @@ class Scheme:
 
     def wanted(self, config: ModelConfig, name: str) -> Format | None:
         """The format that a weight has if its shape splits into the format's blocks."""
-        match = QUANTISABLE.fullmatch(name)
+        match = re.fullmatch(family_of(config).quantisable, name)
         if match is None:
             return None
         format = self.main if int(match[1]) < config.num_hidden_layers else self.mtp

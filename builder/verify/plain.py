@@ -7,15 +7,14 @@ import torch
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.tensors import open_slice
-from mtpbuild.builder.models.deepseek_v3.config import load_config
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
-from mtpbuild.builder.models.deepseek_v3.weights import duplicates
+from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models.common.reference import Reference
 from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, largest_but_jumps
 from mtpbuild.builder.verify.finding import Finding
 from mtpbuild.builder.verify.play import Played
 
 
-def load_plain(folder: Path, layers: LayersSlice | None = None) -> Transformer:
+def load_plain(folder: Path, layers: LayersSlice | None = None) -> Reference:
     """A checkpoint's weights in fp32, all of them at once; raises CheckpointError.
 
     layers: to leave out the other main layers.
@@ -23,9 +22,9 @@ def load_plain(folder: Path, layers: LayersSlice | None = None) -> Transformer:
     config = load_config(folder)
     if layers is not None:
         config = layers.of(config)
-    checkpoint = open_slice(folder, layers)
+    checkpoint, family = open_slice(folder, layers), family_of(config)
     checkpoint.check(config)
-    model, same = Transformer(config), duplicates(config)
+    model, same = family.reference(config), family.duplicates(config)
     weights = {name: checkpoint.read(same.get(name, name)) for name in model.state_dict()}
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -33,7 +32,7 @@ def load_plain(folder: Path, layers: LayersSlice | None = None) -> Transformer:
 
 @torch.no_grad()
 def judge(
-    model: Transformer,
+    model: Reference,
     prompts: Sequence[list[int]],
     played: Sequence[Played],
     most: float = MOST,

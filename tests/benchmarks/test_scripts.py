@@ -140,11 +140,10 @@ def test_what_got_worse() -> None:
     assert ">= 2.2" in text(grid)
 
 
-def test_a_steps_bound_counts_what_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_steps_bound_counts_what_a_step_reads() -> None:
     roofline = script("roofline")
     gpu = roofline.Gpu("", 0.0, 1e9, {"bf16": 1e9})
-    monkeypatch.setattr(roofline, "machine", lambda step_bytes: gpu)
-    _, parts = roofline.bound("deepseek-tiny", 0, 100)
+    _, parts = roofline.bound("deepseek-tiny", 0, 100, measure=lambda step_bytes: gpu)
     found = {part.name: part for part in parts}
     assert found["caches"].bytes == 4 * 100 * 20 * 80  # rows, layers, latent and rotary part
     assert found["head"].bytes == 4 * 2048 * 192

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -191,14 +191,12 @@ def test_what_a_gpus_compiler_is_given(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused() -> None:
     slices = on_gpu("slices")
     r1_share, check_memory = slices.r1_share, slices.check_memory
     with pytest.raises(UsageError, match="--tp 3") as caught:
         r1_share(3, (0,))
     assert "\n" not in str(caught.value)
-    free = SimpleNamespace(mem_get_info=lambda: (80 * 10**9, 80 * 10**9))
-    monkeypatch.setattr(torch, "cuda", free)
-    check_memory(r1_share(8, (0, 3)))
+    check_memory(r1_share(8, (0, 3)), free=80 * 10**9)
     with pytest.raises(UsageError, match=r"needs 1\d\d GB of GPU memory, 80 GB are free") as caught:
-        check_memory(r1_share(1, (0, 3)))
+        check_memory(r1_share(1, (0, 3)), free=80 * 10**9)

@@ -14,14 +14,14 @@ from tests.support.inductor_engines import touch
 
 @pytest.fixture(scope="session")
 def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint `small` of one layer and one module, without a tokenizer; don't change it."""
+    """Save a checkpoint `small` of one layer and one module, no tokenizer; don't change it."""
     torch.set_num_threads(1)
     return random_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", **SMALLEST)
 
 
 @pytest.fixture(scope="session")
 def predictable() -> Transformer:
-    """A model whose own drafts are often right."""
+    """Make a model whose own drafts are often right."""
     torch.set_num_threads(1)
     return make_predictable()
 

@@ -40,6 +40,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpbuild.builder.plan.ADAPTIVE_NEXTN", 1)
 
 
+@pytest.mark.xdist_group("predictable")
 @pytest.mark.usefixtures("restless", "few")
 def test_text_is_that_of_plain_decoding(
     predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder

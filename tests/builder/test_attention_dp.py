@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.prepare import make_plans
 from mtpbuild.runtime import Engine, SamplingParams
@@ -24,7 +23,7 @@ from mtpbuild.runtime.manifest import read_manifest
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import eager_ranks
-from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 from tests.support.rank_engines import (
     GREEDY,
     HOT,
@@ -142,7 +141,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
 def test_a_rank_that_dies_or_hangs(
     engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one that has nothing to do."""
+    """A rank that has nothing to do is missed too."""
     monkeypatch.setenv(ranks_module.TIMEOUT, "4")
     says = {
         signal.SIGKILL: "^rank 1 was killed by signal 9$",

@@ -241,7 +241,7 @@ def test_frozen_flags() -> None:
 
 
 def shared_flags() -> set[str]:
-    """Of the groups, which tests/runtime/test_sampling_flags.py lists."""
+    """List the flags of the groups, which tests/runtime/test_sampling_flags.py freezes."""
     groups = (SamplingFlags, CompatFlags, RelaxedFlags)
     names = {field.name for group in groups for field in fields(group)} | {"extra_llm_api_options"}
     return {"--" + name.replace("_", "-") for name in names}

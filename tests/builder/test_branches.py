@@ -25,7 +25,7 @@ class Branches(nn.Module):
 
 
 def test_every_side() -> None:
-    """Also a branch in a branch, and one whose operand is a branch's result."""
+    """A branch may stand in a branch, or take a branch's result."""
     model, cond = Branches(), torch.ops.higher_order.cond
     exported = torch.export.export(model, (torch.ones(2, 3), torch.ones(2, 3)))
     assert any(node.target is cond for node in exported.graph.nodes)

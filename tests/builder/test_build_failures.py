@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder import layout, model_source
+from mtpbuild.builder import engine_weights, layout
 from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -85,8 +85,18 @@ def stop(
     return out.parent / f".{out.name}.building"
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [
+        *((stage, KeyboardInterrupt) for stage in STAGES),
+        ("lower decode", RuntimeError),
+        *(
+            pytest.param(stage, RuntimeError, marks=pytest.mark.full)
+            for stage in STAGES
+            if stage != "lower decode"
+        ),
+    ],
+)
 def test_stopped_in_a_stage(
     stage: str,
     error: type[BaseException],
@@ -162,7 +172,7 @@ def no_weights(patch: pytest.MonkeyPatch) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    patch.setattr(model_source, "write_weights", write)
+    patch.setattr(engine_weights, "write_weights", write)
 
 
 def no_graph(patch: pytest.MonkeyPatch) -> None:

@@ -7,20 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.rope import (
     inverse_frequencies,
     rope_tables,
     softmax_scale,
     table_scale,
 )
-from mtpbuild.builder.models.deepseek_v3.config import (
-    COUNT_LIMIT,
-    SIZE_LIMIT,
-    ModelConfig,
-    RopeConfig,
-    load_config,
-    parse_config,
-)
+from mtpbuild.builder.models.config import COUNT_LIMIT, SIZE_LIMIT, RopeConfig
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import BASE, SHAPES
 
@@ -28,7 +23,7 @@ REAL = Path(__file__).parents[1] / "data" / "deepseek-v3-config.json"
 
 
 @pytest.fixture
-def real() -> ModelConfig:
+def real() -> DeepseekV3Config:
     return parse_config(json.loads(REAL.read_text()))
 
 
@@ -36,8 +31,8 @@ def base(*without: str, **overrides: Any) -> dict[str, Any]:
     return {k: v for k, v in (BASE | overrides).items() if k not in without}
 
 
-def test_the_real_configuration(real: ModelConfig) -> None:
-    assert real == ModelConfig(
+def test_the_real_configuration(real: DeepseekV3Config) -> None:
+    assert real == DeepseekV3Config(
         vocab_size=129280,
         hidden_size=7168,
         intermediate_size=18432,
@@ -76,7 +71,7 @@ def test_the_real_configuration(real: ModelConfig) -> None:
     assert [real.is_moe(i) for i in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
 
 
-def test_yarn_of_the_real_model(real: ModelConfig) -> None:
+def test_yarn_of_the_real_model(real: DeepseekV3Config) -> None:
     """The test values of spec/deepseek-v3.md section 2.1."""
     frequencies = inverse_frequencies(real.rope, real.qk_rope_head_dim)
     wanted = {
@@ -90,7 +85,7 @@ def test_yarn_of_the_real_model(real: ModelConfig) -> None:
     }
     for i, value in wanted.items():
         assert frequencies[i].item() == pytest.approx(value, rel=5e-6), i
-    assert softmax_scale(real) == pytest.approx(0.1352337789, rel=1e-9)
+    assert softmax_scale(real.rope, real.qk_head_dim) == pytest.approx(0.1352337789, rel=1e-9)
     assert table_scale(real.rope) == 1.0
 
 
@@ -105,8 +100,8 @@ def test_rope_kinds() -> None:
     assert table_scale(half) == pytest.approx(1.1039721 / 1.2079442)
 
 
-def test_tables_start_at_position_zero(real: ModelConfig) -> None:
-    cos, sin = rope_tables(real, 3)
+def test_tables_start_at_position_zero(real: DeepseekV3Config) -> None:
+    cos, sin = rope_tables(real.rope, real.qk_rope_head_dim, 3)
     assert cos.shape == sin.shape == (3, 32)
     assert cos[0].eq(1).all()
     assert sin[0].eq(0).all()

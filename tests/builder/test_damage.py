@@ -16,11 +16,10 @@ from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
 from mtpbuild.builder.fingerprint import fingerprint
-from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
-from tests.support.checkpoints import SMALL, random_checkpoint, shard
+from tests.support.checkpoints import SMALL, load_config, random_checkpoint, shard
 
 Damage = Callable[[Path], None]
 TINY = SMALL | {"vocab_size": 11, "hidden_size": 8, "n_routed_experts": 4, "n_group": 2}

@@ -12,8 +12,7 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.common.share import Share
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.request import BuildRequest
@@ -21,6 +20,7 @@ from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weightless import check_slices
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.invoke import invoke
 from tests.support.requests import build_request
@@ -70,8 +70,8 @@ def test_a_rank_for_tensorrt(tmp_path: Path) -> None:
     assert re.search(r"prefill [1-9]\d* nodes, decode [1-9]\d* nodes, decode_mixed [1-9]\d*", out)
     assert "GB nvfp4 per rank" in out
     assert "can't be built here: target tensorrt builds one rank only so far" in out
-    if find_spec("tensorrt") is None:
-        assert "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'" in out
+    lacks = "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'" in out
+    assert lacks == (find_spec("tensorrt") is None)
     assert not (tmp_path / "engine").exists()
     for more in (("--ep", "2"), ("--attention-dp",)):
         assert "--tp and --ep are for target inductor\n" in invoke(*flags, *more)[2]
@@ -80,9 +80,9 @@ def test_a_rank_for_tensorrt(tmp_path: Path) -> None:
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "plain", **EVEN)
     ids = GenerationIds(None, (), None)
-    model = ModelSource("x", folder, load_config(folder), ids, device="meta", share=Share(2))
+    model = ModelSource("x", folder, load_config(folder), ids, device="meta", ranks=Ranks(2))
     check_slices(model, [0, 1])
-    model.share = Share(4)
+    model.ranks = Ranks(4)
     with pytest.raises(BuildError, match=r"rank 3: embed_tokens is \[16, 32\], the program's \[32"):
         check_slices(model, [3])
 

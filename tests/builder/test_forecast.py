@@ -10,12 +10,13 @@ import pytest
 from mtpbuild.builder.cli.numbers import parse_range
 from mtpbuild.builder.forecast.forecast import Forecast, ForecastRequest, forecast
 from mtpbuild.builder.forecast.latency import PUBLISHED_ACCEPTANCE, PUBLISHED_SPEED, fit
-from mtpbuild.builder.forecast.machines import find_gpu
-from mtpbuild.builder.forecast.ranks import Ranks
 from mtpbuild.builder.forecast.step import distinct_experts
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, load_config
+from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
+from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.ranks import Ranks
 from tests.support.invoke import invoke, options
 
 EIGHT = Ranks(8)
@@ -33,10 +34,12 @@ def fp4() -> Forecast:
 
 
 @pytest.fixture(scope="module")
-def config() -> ModelConfig:
+def config() -> DeepseekV3Config:
     recipe = find_recipe("deepseek-v3")
     assert recipe is not None
-    return load_config(recipe.config_folder)
+    found = load_config(recipe.config_folder)
+    assert isinstance(found, DeepseekV3Config)
+    return found
 
 
 def by_class(f: Forecast) -> dict[str, float]:
@@ -100,10 +103,11 @@ def test_speed_is_predicted(fp4: Forecast) -> None:
     assert {step.limit for step in fp4.steps} == {"latency"}
 
 
-def test_distinct_experts(config: ModelConfig) -> None:
-    assert distinct_experts(config, 1) == pytest.approx(8)
-    assert distinct_experts(config, 4) == pytest.approx(256 * (1 - (248 / 256) ** 4))
-    assert distinct_experts(config, 10_000) == pytest.approx(256)
+def test_distinct_experts(config: DeepseekV3Config) -> None:
+    costs = family_of(config).costs(config, EIGHT)
+    assert distinct_experts(costs, 1) == pytest.approx(8)
+    assert distinct_experts(costs, 4) == pytest.approx(256 * (1 - (248 / 256) ** 4))
+    assert distinct_experts(costs, 10_000) == pytest.approx(256)
 
 
 def test_a_step_by_hand(fp4: Forecast) -> None:
@@ -222,9 +226,9 @@ def test_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--tp 3", "--tp 3 does not divide the 128 attention heads; possible: 1, 2, 4, 8"),
+        ("--tp 3", "--tp 3 does not divide num_attention_heads 128; possible: 1, 2, 4, 8"),
         ("--tp 16", "--tp 16: a b200 machine has 8 GPUs"),
-        ("--tp 0", "--tp 0 must be at least 1"),
+        ("--tp 0", "--tp 0 is outside 1..64"),
         ("--ep 3", "--ep 3 does not divide both --tp 8 and the 256 routed experts; possible: 1, 2"),
         ("--gpu b300", "--gpu b300 is unknown; supported: h100, h200, b200"),
         ("--nextn 16", "--nextn 16 is outside 0..15"),
@@ -249,18 +253,17 @@ def test_refusals(flags: str, says: str) -> None:
     assert err.count("\n") == 1
 
 
-def test_blocks_bound_the_split(config: ModelConfig) -> None:
+def test_blocks_bound_the_split(config: DeepseekV3Config) -> None:
     """Blocks of 128 columns allow DeepSeek's experts 16 parts, not 32; ep leaves them whole."""
     from dataclasses import replace
 
-    gpu = replace(find_gpu("b200"), ranks=64)
     fp8 = dict.fromkeys(FORMATS, "fp8")
-    Ranks(16).check_blocks(config, fp8, gpu)
+    check_ranks(config, Ranks(16), fp8)
     with pytest.raises(UsageError, match=r"moe_intermediate_size 2048 into blocks of 128; .* 16$"):
-        Ranks(32).check_blocks(config, fp8, gpu)
-    Ranks(32, ep=32).check_blocks(config, FORMATS, gpu)
+        check_ranks(config, Ranks(32), fp8)
+    check_ranks(config, Ranks(32, ep=32), FORMATS)
     three = replace(config, moe_intermediate_size=3 * 128)
-    Ranks(6, ep=2, attention_dp=True).check_blocks(three, fp8, gpu)
+    check_ranks(three, Ranks(6, ep=2, attention_dp=True), fp8)
 
 
 def test_numbers() -> None:

@@ -1,4 +1,4 @@
-"""What AOTInductor is given for a GPU: our kernels, caches written in place, nothing to branch on.
+"""AOTInductor is given for a GPU: our kernels, caches written in place, nothing to branch on.
 
 Traced with a GPU pretended and the tensors on the CPU, up to where code would be generated; in a
 process of its own, because Triton's interpreter must be off.
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+pytestmark = pytest.mark.xdist_group("gpu_graph")  # one worker traces for all
 
 NEXTN, LAYERS, MODULES = 2, 1, 1
 MANY = {"first_k_dense_replace": 0, "n_routed_experts": 24, "num_experts_per_tok": 3}
@@ -71,7 +72,7 @@ for case, slots, dtype, experts in CASES:
     plan = Plan(
         model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, gpu="9.0", dtype=dtype, tp=tp, ep=tp
     )
-    lowered = lower(model, Share(tp, tp, tp - 1))
+    lowered = lower(model, Share(Ranks(tp, tp), tp - 1))
     hold_in(lowered, FLOATS[dtype])
     for name, weight in list(lowered.named_parameters()):
         if "fp8" in case and ".mlp." in name and name.endswith(("_up_proj", "down_proj")):
@@ -93,7 +94,7 @@ Node = tuple[str, str, Any, list[str], str]
 
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Node]]:
-    """Of each graph: kind, what is called, what a kernel writes, shape and type of the result."""
+    """List each graph's nodes: kind, callee, what a kernel writes, shape and type of the result."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
@@ -111,7 +112,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Node]]:
 
 
 def kernels(nodes: list[Node]) -> list[list[str]]:
-    """What each of them writes."""
+    """List what each kernel writes."""
     return sorted(names for _, target, names, *_ in nodes if "triton_kernel" in target)
 
 

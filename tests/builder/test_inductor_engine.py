@@ -86,7 +86,7 @@ def check_steps(
     for length in (11, 1, 2, 3, CHUNK, CHUNK + 1, CHUNK + 2, 20):
         prompt = rng.integers(0, 61, length).tolist()
         tokens, saw = Run(programs, reference, nextn, drafter, CHUNK, rng).steps(prompt, 10)
-        for i, rows in enumerate(cache_rows(reference, reference.config, tokens[:-1])):
+        for i, rows in enumerate(cache_rows(reference, tokens[:-1])):
             cache = programs.state[f"kv.{i}"][0, 0, : len(tokens) - 1]
             np.testing.assert_allclose(cache, rows, atol=2e-4)
         seen.accepted |= saw.accepted

@@ -8,12 +8,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mtpbuild.builder.build import build
+from mtpbuild.builder.checkpoint.eager import load_model
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint
-from mtpbuild.builder.model_source import ModelSource, load_model
+from mtpbuild.builder.engine_weights import EngineWeights
+from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks
-from mtpbuild.builder.models.deepseek_v3.config import load_config
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.common.reference import Reference
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.request import BuildRequest
@@ -23,7 +24,7 @@ from mtpbuild.builder.verify.play import play
 from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
-from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.numbers import in_int8_blocks
 
 IDS = GenerationIds(bos=None, eos=(), thinking=None)
@@ -66,7 +67,7 @@ def source(folder: Path, formats: tuple[str, ...]) -> ModelSource:
 def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Joined, permuted and split in blocks, the weights are those of the dequantised model."""
     kept = source(folders[name], BOTH)
-    kept.write_weights(tmp_path, siblings=tmp_path / "none")
+    EngineWeights(kept).write(tmp_path, siblings=tmp_path / "none")
     stored = load_file(tmp_path / WEIGHTS)
     kept.model.load_state_dict(stored, assign=True)
     whole = load_model(folders[name], kept.config)
@@ -77,7 +78,7 @@ def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path)
     assert len(values) == 3 * 5 + (2 * 2 if name.startswith("many") else 0)
     for blocks in values.values():
         assert blocks.values.dtype == torch.uint8
-    caches = [torch.zeros(1, 1, 9, kept.config.cache_dim) for _ in range(2)]
+    caches = [torch.zeros(1, 1, 9, load_config(folders[name]).cache_dim) for _ in range(2)]
     tokens, start = torch.tensor([[5, 17, 3, 60]]), torch.zeros(1, dtype=torch.int64)
     logits = []
     for model in (kept.model.eval(), whole):
@@ -112,7 +113,7 @@ def test_what_stays(
     assert f"note: quantised weights ({count} in int4) are dequantised" in caplog.text
 
 
-def plain_with_rounding(folder: Path) -> Transformer:
+def plain_with_rounding(folder: Path) -> Reference:
     """The dequantised model; what goes into a quantised product is rounded first."""
     model, checkpoint = load_plain(folder), open_checkpoint(folder)
     for name, module in model.named_modules():

@@ -13,13 +13,12 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.checkpoint.tensors import stream_weights
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime.errors import BuildError, UsageError
-from tests.support.checkpoints import lower, make_model, save_checkpoint
+from tests.support.checkpoints import load_config, lower, make_model, save_checkpoint
 from tests.support.invoke import invoke
 
 SHAPE = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 2}

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
+from mtpbuild.builder.checkpoint.write import Shard, nbytes
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.quantize.files import Shard, nbytes
 from mtpbuild.builder.quantize.format import Part
 from mtpbuild.builder.weights_file import WEIGHTS
 from tests.support.checkpoints import BASE
@@ -31,21 +31,22 @@ LARGEST = 8192 * 256 * 4  # bytes of the embedding, in fp32
 WRITE = """
 import re, sys
 from pathlib import Path
+from mtpbuild.builder.engine_weights import EngineWeights
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.checkpoint.generation import generation_ids
-from mtpbuild.builder.models.deepseek_v3.config import load_config
-from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models import load_config
+from mtpbuild.runtime.ranks import Ranks
 
 folder, out, (tp, rank) = Path(sys.argv[1]), Path(sys.argv[2]), map(int, sys.argv[3:])
 config = load_config(folder)
-source = ModelSource("x", folder, config, generation_ids(folder, config), share=Share(tp))
+source = ModelSource("x", folder, config, generation_ids(folder, config), ranks=Ranks(tp))
 
 def resident(name):
     return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
 
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 before = resident("VmRSS")
-source.write_weights(out, None, rank)
+EngineWeights(source).write(out, None, rank)
 print(resident("VmHWM") - before)
 """
 

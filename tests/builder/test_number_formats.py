@@ -34,7 +34,7 @@ def test_nibbles() -> None:
     [(0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5, 4), (0.76, 1), (99, 6)],
 )
 def test_rounding_to_e2m1(value: float, rounded: float) -> None:
-    """To the nearest, ties to the even code; beyond 6 saturates."""
+    """A value goes to the nearest code, a tie to the even one; beyond 6 it saturates."""
     assert unpack(pack(torch.tensor([[value, -value]]))).tolist() == [[rounded, -rounded]]
 
 

@@ -20,6 +20,7 @@ from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.forced import Run, Seen
 
+pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 CHUNK = 4
 ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]
 
@@ -74,9 +75,9 @@ def test_an_engine_fills_its_capacity(
     predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
 ) -> None:
     """The last step before max_seq_len stays within the caches and the text ends there."""
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_seq_len=40)
-    prompt = list(range(5, 15))
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
     with Engine.load(engine, threads=1) as loaded:
+        prompt = [5 + i % 50 for i in range(loaded.manifest.build.max_seq_len - 30)]
         result = loaded.generate(prompt, SamplingParams(max_tokens=999, ignore_eos=True))
     assert result.finish_reason == "length"
     assert list(result.token_ids) == greedy(predictable, prompt, 30)
@@ -84,7 +85,9 @@ def test_an_engine_fills_its_capacity(
 
 def test_a_step_costs_what_is_used(predictable_folder: Path, build_engine: EngineBuilder) -> None:
     """The programs are given the rows in use, whatever the capacity."""
-    programs = load(build_engine(predictable_folder, 0, None, max_seq_len=16384))
+    engine = build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK)
+    assert read_manifest(engine).build.max_seq_len > ROW_STEP
+    programs = load(engine)
     programs.begin(0, 0, 5)
     programs.step(np.array([True]), 1)
     assert programs.state["kv.0"].shape == (1, 1, ROW_STEP, 20)
@@ -157,7 +160,7 @@ def test_threads_stop_with_a_run(predictable_folder: Path, build_engine: EngineB
 
 
 def test_attention_has_a_floor(predictable_folder: Path, build_engine: EngineBuilder) -> None:
-    """In prompts as in steps: every softmax over rows is of a maximum, `floored_softmax`."""
+    """Every softmax over rows is of a maximum, `floored_softmax`, in prompts as in steps."""
     folder = build_engine(predictable_folder, 0, None, prefill_chunk=CHUNK)
     for program in ("prefill", "decode"):
         graph = onnx.load(folder / f"{program}.onnx", load_external_data=False).graph

@@ -53,14 +53,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def engine_files(engine: Path) -> set[str]:
-    """What every engine has; its model's tokenizer and the like come on top."""
+    """Name the files that every engine has; its tokenizer and the like come on top."""
     programs = {program.file for program in read_manifest(engine).programs.values()}
     assert {"prefill.onnx", "decode.onnx"} <= programs
     return {MANIFEST, "config.json", "weights.safetensors"} | programs
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """What changes when a file is written or replaced."""
+    """Return what changes when a file is written or replaced."""
     stats = {p.relative_to(folder).as_posix(): p.stat() for p in [folder, *folder.rglob("*")]}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
@@ -77,6 +77,7 @@ def engines(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent
 
 
+@pytest.mark.xdist_group("pipeline")
 def test_several_nextn_share_one_copy_of_the_weights(engines: Path) -> None:
     folders = [engines / "small_n0", engines / "small_n1"]
     assert sorted(engines.iterdir()) == folders
@@ -88,6 +89,7 @@ def test_several_nextn_share_one_copy_of_the_weights(engines: Path) -> None:
     assert (folders[0] / "weights.safetensors").samefile(folders[1] / "weights.safetensors")
 
 
+@pytest.mark.xdist_group("pipeline")
 def test_builds_are_reproducible(engines: Path, smallest: Path, tmp_path: Path) -> None:
     """Another folder, another parent, another process and order: the same bytes."""
     copy = shutil.copytree(smallest, tmp_path / "elsewhere" / "small")
@@ -99,6 +101,7 @@ def test_builds_are_reproducible(engines: Path, smallest: Path, tmp_path: Path) 
     assert contents(tmp_path / "again") == contents(engines / "small_n1")
 
 
+@pytest.mark.xdist_group("pipeline")
 @pytest.mark.full
 def test_a_build_that_goes_on_ends_the_same(engines: Path, smallest: Path, tmp_path: Path) -> None:
     """A graph does not depend on whether those before it were traced by the same process."""
@@ -115,6 +118,7 @@ def test_a_build_that_goes_on_ends_the_same(engines: Path, smallest: Path, tmp_p
     assert contents(tmp_path / "again") == contents(engines / "small_n1")
 
 
+@pytest.mark.xdist_group("pipeline")
 def test_unchanged_is_left_alone_without_torch(engines: Path, smallest: Path) -> None:
     before = stamps(engines)
     code = (

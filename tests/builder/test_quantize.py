@@ -8,16 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mtpbuild.builder.checkpoint import write
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
-from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.quantize import files, quantize
+from mtpbuild.builder.quantize import quantize
 from mtpbuild.builder.quantize.formats import FORMATS
 from mtpbuild.builder.quantize.quantize import MODELOPT, Quantized, QuantizeRequest
 from mtpbuild.builder.quantize.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime.errors import CheckpointError, UsageError
-from tests.support.checkpoints import QUANTIZABLE, random_checkpoint
+from tests.support.checkpoints import QUANTIZABLE, load_config, made_of, random_checkpoint
 from tests.support.invoke import invoke
 
 Q_A = "model.layers.0.self_attn.q_a_proj.weight"
@@ -63,22 +63,22 @@ def test_what_is_written_is_read(name: str, source: Path, tmp_path: Path) -> Non
     weights, plain = read(tmp_path / "out"), read(source)
     stored = load_file(tmp_path / "out" / SINGLE)
     for weight in weight_table(load_config(source)):
-        tensors = []
+        tensors = {}
         for part in weight.sources:
             format = SCHEMES[name].format(load_config(source), part)
             if format is None:
-                tensors.append(stored[part.name].float())
+                tensors[part.name] = stored[part.name].float()
                 continue
             parts = {suffix: stored[part.name + suffix] for suffix in format.parts(part.shape)}
-            tensors.append(format.decode(parts))
-        assert torch.equal(weights[weight.name], weight.transform(*tensors)), weight.name
+            tensors[part.name] = format.decode(parts)
+        assert torch.equal(weights[weight.name], made_of(weight, tensors)), weight.name
     errors = {n: (w - plain[n]).norm() / plain[n].norm() for n, w in weights.items()}
     limit = {"fp8": 0.03, "nvfp4": 0.12, "int8": 0.01, "int4": 0.1}[name]
     assert max(errors.values()) < limit
     assert all(errors[n] == 0 for n in weights if n.endswith(EXACT) or n in EXACT)
-    share = done.shares[name]
-    assert (share.weights, 0 < share.error < limit) == (len(formats_of(tmp_path / "out")), True)
-    size = sum(share.bytes for share in done.shares.values())
+    portion = done.portions[name]
+    assert (portion.weights, 0 < portion.error < limit) == (len(formats_of(tmp_path / "out")), True)
+    size = sum(each.bytes for each in done.portions.values())
     assert size == sum(tensor.nbytes for tensor in stored.values())
 
 
@@ -141,7 +141,7 @@ def test_a_quantised_checkpoint_is_a_source(source: Path, tmp_path: Path) -> Non
 
 def test_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(source, tmp_path / "one", SCHEMES["nvfp4"])
-    split = files.split
+    split = write.split
     monkeypatch.setattr(quantize, "split", lambda parts: split(parts, 100_000))
     run(source, tmp_path / "many", SCHEMES["nvfp4"])
     shards = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))

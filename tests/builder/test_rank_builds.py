@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder import fingerprint as fingerprint_module
 from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint, identity
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.stages import Stages
@@ -24,7 +22,7 @@ from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.runtime.errors import BuildError, EngineFileError
 from mtpbuild.runtime.group.start import own_parts, started
 from mtpbuild.runtime.manifest import MANIFEST, check_files, parts, rank_name, read_manifest
-from tests.support.checkpoints import random_checkpoint
+from tests.support.checkpoints import load_config, random_checkpoint
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
 from tests.support.requests import altered, build_request
@@ -112,9 +110,9 @@ def test_one_after_another(checkpoint: Path, tmp_path: Path) -> None:
     assert not dry_run(request, Stages()).engines[0].unchanged
     assert not run(checkpoint, out, None).unchanged  # the other two
     assert_whole(out, *range(TP))
-    for path, mtime in before.items():
-        if path.parent.name in ("rank0", "rank2"):
-            assert path.stat().st_mtime_ns == mtime
+    old = {path: time for path, time in before.items() if path.parent.name in ("rank0", "rank2")}
+    assert old
+    assert {path: path.stat().st_mtime_ns for path in old} == old
     assert contents(out) == contents(run(checkpoint, tmp_path / "b" / "engine", None).folder)
 
 
@@ -222,7 +220,7 @@ def test_ranks_of_another_build(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_slices_are_different_builds(checkpoint: Path, tmp_path: Path) -> None:
-    """Also where their shapes are the same."""
+    """They are different builds even where their shapes are the same."""
     config = parse_layers("0-0").of(load_config(checkpoint))
     plan = Plan(config, 1, "mtp-eagle", 1, 64, 16)
     prints = {fingerprint(checkpoint, plan, "x", parse_layers(text)) for text in ("0-0", "1-1")}
@@ -251,9 +249,8 @@ def test_the_report(checkpoint: Path, tmp_path: Path) -> None:
     assert f"{out}: of 4 ranks here: 2\n" in text
 
 
-def test_large_files_are_known_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_known_by_samples(tmp_path: Path) -> None:
     """On any machine: neither time stamps nor places matter."""
-    monkeypatch.setattr(fingerprint_module, "HASH_LIMIT", 1 << 20)
     file = tmp_path / "a" / "model.safetensors"
     file.parent.mkdir()
     size = 2 * EVERY + 5 * SAMPLE
@@ -261,8 +258,7 @@ def test_large_files_are_known_by_samples(tmp_path: Path, monkeypatch: pytest.Mo
     os.truncate(file, size)  # a file of holes
 
     def of(folder: Path) -> str:
-        identities = {p.name: fingerprint_module._identity(p) for p in folder.iterdir()}
-        return identities["model.safetensors"]
+        return identity(folder / "model.safetensors", hash_limit=1 << 20)
 
     first = of(file.parent)
     copy = shutil.copytree(file.parent, tmp_path / "b")

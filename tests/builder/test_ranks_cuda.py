@@ -170,7 +170,7 @@ def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_waiting_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the others are there; the last question comes when the GPU is done."""
+    """A rank waits as long as the others are there; it asks last when the GPU is done."""
     channel: Any = SimpleNamespace(failure=None, patience=0.2)
     peers: Any = SimpleNamespace(failed=lambda: False)
     asked, done = list[int](), [False, False, True]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.models.deepseek_v3.config import load_config
 from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import default_target, find_model, find_recipe, load_recipes
 from mtpbuild.builder.targets import TARGETS
 from mtpbuild.runtime.errors import MissingWeightsError, UsageError
+from tests.support.checkpoints import load_config
 from tests.support.invoke import invoke
 
 R1 = "models--deepseek-ai--DeepSeek-R1"

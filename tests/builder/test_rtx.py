@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import onnx.parser
@@ -13,7 +13,8 @@ import pytest
 from mtpbuild.builder import model_source
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
-from mtpbuild.builder.models.deepseek_v3.config import load_config
+from mtpbuild.builder.engine_weights import EngineWeights
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.trace import trace
@@ -51,7 +52,7 @@ def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     plan, folder = plan_of(predictable_folder), tmp_path_factory.mktemp("graphs")
     ids = GenerationIds(bos=None, eos=(), thinking=None)
     source = model_source.ModelSource("toy", predictable_folder, plan.config, ids)
-    places = source.write_weights(folder, siblings=folder / "none").places
+    places = EngineWeights(source).write(folder, siblings=folder / "none").places
     for program in source.programs(plan):
         lower_onnxruntime.lower(trace(program, plan), places, folder)
     return folder
@@ -110,33 +111,35 @@ def test_fp32_needs_more_than_sm75(graphs: Path, predictable_folder: Path) -> No
 
 def test_how_much_is_sorted(tmp_path: Path, predictable_folder: Path) -> None:
     """Why a large vocabulary is refused before anything is traced."""
-    for count, fits in ((SORTED, True), (SORTED + 1, False)):
+
+    def sort(count: int) -> object:
         text = (
             f"(float[2,5000] x) => (float[2,{count}] v, int64[2,{count}] i) "
             f"{{ k = Constant<value = int64[1] {{{count}}}>() v, i = TopK(x, k) }}"
         )
         onnx.save(onnx.parser.parse_model(HEADER + text), tmp_path / "graph.onnx")
-        if fits:
-            assert compile_graph(tmp_path / "graph.onnx", plan_of(predictable_folder))
-            continue
-        with pytest.raises(BuildError, match=r"can't (read|compile) graph: "):
-            compile_graph(tmp_path / "graph.onnx", plan_of(predictable_folder))
+        return compile_graph(tmp_path / "graph.onnx", plan_of(predictable_folder))
+
+    assert sort(SORTED)
+    with pytest.raises(BuildError, match=r"can't (read|compile) graph: "):
+        sort(SORTED + 1)
 
 
 def test_the_fakes_have_the_real_names(predictable: Transformer) -> None:
-    """What the run time calls of the fakes exists, with as many arguments."""
+    """The real modules have what the run time calls of the fakes, with as many arguments."""
     cuda: ModuleType = pytest.importorskip("cuda.bindings.runtime")
     assert cuda is sys.modules["cuda.bindings.runtime"]
-    for name in vars(fake_cuda.FakeCuda):
-        if not name.startswith("cuda"):
-            continue
-        real, fake = getattr(cuda, name), getattr(fake_cuda.FakeCuda, name)
-        if not callable(fake):
-            assert all(hasattr(real, member) for member in vars(fake)), name
-            continue
-        head = (real.__doc__ or "").splitlines()[0]
+    known = {name: fake for name, fake in vars(fake_cuda.FakeCuda).items() if name[:4] == "cuda"}
+    calls = {name: fake for name, fake in known.items() if isinstance(fake, FunctionType)}
+    values = [name for name in known if name not in calls]
+    assert calls
+    assert values
+    for name in values:
+        assert all(hasattr(getattr(cuda, name), member) for member in vars(known[name])), name
+    for name, call in calls.items():
+        head = (getattr(cuda, name).__doc__ or "").splitlines()[0]
         arguments = head.partition("(")[2].rpartition(")")[0]
-        wanted = fake.__code__.co_argcount - 1
+        wanted = call.__code__.co_argcount - 1
         assert (arguments.count(",") + 1 if arguments else 0) == wanted, head
     pairs = {
         trt.ICudaEngine: fake_tensorrt.Engine,

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.build import build
+from mtpbuild.builder.checkpoint.eager import load_model
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.checkpoint.tensors import stream_weights
-from mtpbuild.builder.model_source import ModelSource, load_model
+from mtpbuild.builder.engine_weights import EngineWeights
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
-from mtpbuild.builder.models.common.share import Share
-from mtpbuild.builder.models.deepseek_v3.config import load_config
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-from mtpbuild.builder.models.deepseek_v3.weights import weight_table
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.share import ALONE, Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
@@ -38,8 +38,9 @@ from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_sca
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, read_manifest
+from mtpbuild.runtime.ranks import Ranks
 from tests.reference.recompute import greedy
-from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 
 IDS = GenerationIds(bos=None, eos=(), thinking=None)
 BOTH = ("fp8", "nvfp4")
@@ -77,19 +78,20 @@ def source(folder: Path, formats: tuple[str, ...] = BOTH, **how: Any) -> ModelSo
     return ModelSource("x", folder, load_config(folder), IDS, formats=formats, **how)
 
 
-def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> DeepseekV3:
+def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> CausalLM:
     """With the weights that an engine would have."""
     kept = source(folder, dtype=dtype)
-    kept.write_weights(to, siblings=None)
+    EngineWeights(kept).write(to, siblings=None)
     kept.model.load_state_dict(load_file(to / WEIGHTS), assign=True)
     return kept.model.eval()
 
 
-def logits(model: DeepseekV3) -> list[Tensor]:
+def logits(model: CausalLM) -> list[Tensor]:
     """Of the main model, and of a module."""
     tokens, start = torch.tensor([[5, 17, 3, 60, 9]]), torch.zeros(1, dtype=torch.int64)
     kind = model.embed_tokens.dtype
-    caches = [torch.zeros(1, 1, 9, model.config.cache_dim, dtype=kind) for _ in range(3)]
+    width = family_of(model.config).cache_specs(model.config, ALONE)[0]
+    caches = [torch.zeros(1, 1, 9, width, dtype=kind) for _ in range(3)]
     rows = model.rope(start, 5)
     hidden, _ = model(tokens, caches[:2], rows)
     module: Any = model.mtp[0]
@@ -128,15 +130,15 @@ def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize(
     "ranks",
-    [Share(), Share(2), Share(4, 2), Share(4, 2, attention_dp=True)],
+    [Ranks(), Ranks(2), Ranks(4, 2), Ranks(4, 2, attention_dp=True)],
     ids=["1", "2", "4-2", "attention-dp"],
 )
-def test_ranks_hold_their_part(name: str, ranks: Share, folder: MakeFolder) -> None:
+def test_ranks_hold_their_part(name: str, ranks: Ranks, folder: MakeFolder) -> None:
     """Of values and scales, cut so that they decode to what a rank would hold in fp32."""
     for rank in range(ranks.tp):
-        share = replace(ranks, rank=rank)
-        kept = source(folder(name), share=share)
-        table, checkpoint = weight_table(kept.config, share), kept.checkpoint
+        share = Share(ranks, rank)
+        kept = source(folder(name), ranks=ranks)
+        table, checkpoint = kept.weight_table(rank), kept.checkpoint
         plain = dict(stream_weights(checkpoint, table, share=share))
         stored = dict(stream_weights(checkpoint, table, kept.kept, share))
         assert kept.kept
@@ -151,7 +153,7 @@ def test_what_does_not_split(folder: MakeFolder) -> None:
     """A rank of 4 has 48 of a dense MLP's 192 columns, and 16 of an expert's 64; of 8 but 8."""
     places = {"gate_up_proj", "down_proj"}
     for tp, there in ((4, places), (8, {"gate_up_proj"})):
-        names = source(folder("nvfp4"), share=Share(tp, 1)).kept
+        names = source(folder("nvfp4"), ranks=Ranks(tp)).kept
         assert {n.rpartition(".")[2] for n in names if ".experts." in n} == there
 
 
@@ -173,7 +175,7 @@ def test_an_fp8_value_that_is_none(folder: MakeFolder, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((folder("fp8") / "config.json").read_bytes())
     save_file(tensors, tmp_path / SINGLE)
     with pytest.raises(CheckpointError, match=f"{name} holds NaN or Inf"):
-        source(tmp_path).write_weights(tmp_path, siblings=None)
+        EngineWeights(source(tmp_path)).write(tmp_path, siblings=None)
 
 
 @pytest.mark.parametrize("name", ["fp8-experts", pytest.param("nvfp4", marks=pytest.mark.full)])
@@ -206,7 +208,7 @@ def test_every_code() -> None:
 @pytest.mark.parametrize("format", [FP8, NVFP4], ids=BOTH)
 @pytest.mark.parametrize("shape", [(3, 16), (130, 288), (5, 128), (256, 400)])
 def test_a_lone_weight(format: Any, shape: tuple[int, int]) -> None:
-    """As it is kept it decodes to what the format says; the op multiplies with that."""
+    """A kept weight decodes to what the format says; the op multiplies with that."""
     torch.manual_seed(0)
     weight = torch.randn(shape)
     parts = format.encode(weight, weight.abs().max())

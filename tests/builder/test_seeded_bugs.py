@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common import layers
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3, MTPModule
+from mtpbuild.builder.models.common import layers, moe
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.layers import MTPModule
+from mtpbuild.builder.models.deepseek_v3 import attention
 from mtpbuild.builder.program import accept, draft
 from mtpbuild.plugins import accept_rewind, mla_attention
 from tests.support.steps import check_case
@@ -44,20 +46,20 @@ def last_draft_never_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 def hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
-    norm, forward = DeepseekV3.logits, DeepseekV3.forward
+    norm, forward = CausalLM.logits, CausalLM.forward
 
-    def wrong_forward(self: DeepseekV3, *args: Any) -> Any:
+    def wrong_forward(self: CausalLM, *args: Any) -> Any:
         final, self.norm = self.norm, torch.nn.Identity()  # type: ignore[assignment]
         try:
             return forward(self, *args)
         finally:
             self.norm = final
 
-    def wrong_logits(self: DeepseekV3, hidden: Tensor) -> Tensor:
+    def wrong_logits(self: CausalLM, hidden: Tensor) -> Tensor:
         return norm(self, self.norm(hidden) if hidden.shape[1] > 1 else hidden)
 
-    patch.setattr(DeepseekV3, "forward", wrong_forward)
-    patch.setattr(DeepseekV3, "logits", wrong_logits)
+    patch.setattr(CausalLM, "forward", wrong_forward)
+    patch.setattr(CausalLM, "logits", wrong_logits)
 
 
 def swapped_concat_halves(patch: pytest.MonkeyPatch) -> None:
@@ -73,7 +75,7 @@ def mask_hides_own_row(patch: pytest.MonkeyPatch) -> None:
     ) -> Any:
         return mla_attention(q, cache, fresh, base, (first - 1).clamp(min=0), *rest)
 
-    patch.setattr(layers, "mla_attention", wrong)
+    patch.setattr(attention, "mla_attention", wrong)
 
 
 def mask_shows_garbage(patch: pytest.MonkeyPatch) -> None:
@@ -82,27 +84,27 @@ def mask_shows_garbage(patch: pytest.MonkeyPatch) -> None:
     ) -> Any:
         return mla_attention(q, cache, fresh, base + 1, first, *rest)
 
-    patch.setattr(layers, "mla_attention", wrong)
+    patch.setattr(attention, "mla_attention", wrong)
 
 
 def scale_over_the_latent(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(layers, "softmax_scale", lambda c: c.cache_dim**-0.5)
+    patch.setattr(attention, "softmax_scale", lambda rope, head_dim: 20**-0.5)  # the cache's C
 
 
 def biased_router_weights(patch: pytest.MonkeyPatch) -> None:
-    forward = layers.Gate.forward
+    forward = moe.Gate.forward
 
-    def wrong(self: layers.Gate, x: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong(self: moe.Gate, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, ids = forward(self, x)
         return weights + self.e_score_correction_bias[ids], ids
 
-    patch.setattr(layers.Gate, "forward", wrong)
+    patch.setattr(moe.Gate, "forward", wrong)
 
 
 def bias_not_used_to_select(patch: pytest.MonkeyPatch) -> None:
-    init = layers.Gate.forward
+    init = moe.Gate.forward
 
-    def wrong(self: layers.Gate, x: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong(self: moe.Gate, x: Tensor) -> tuple[Tensor, Tensor]:
         bias = self.e_score_correction_bias
         self.e_score_correction_bias = torch.nn.Parameter(torch.zeros_like(bias), False)
         try:
@@ -110,7 +112,7 @@ def bias_not_used_to_select(patch: pytest.MonkeyPatch) -> None:
         finally:
             self.e_score_correction_bias = bias
 
-    patch.setattr(layers.Gate, "forward", wrong)
+    patch.setattr(moe.Gate, "forward", wrong)
 
 
 def draft_reads_the_last_row(patch: pytest.MonkeyPatch) -> None:
@@ -166,7 +168,7 @@ def stale_past_hidden(patch: pytest.MonkeyPatch) -> None:
 
 
 def modules_do_not_chain(patch: pytest.MonkeyPatch) -> None:
-    """As in TensorRT-LLM's vanilla: module 2 is given the main model's hiddens."""
+    """Give module 2 the main model's hiddens, as TensorRT-LLM's vanilla does."""
     norm, count = MTPModule.norm, [0]
 
     def wrong(self: MTPModule, x: Tensor) -> Tensor:

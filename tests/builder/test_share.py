@@ -1,4 +1,4 @@
-"""How a model is shared by ranks: the ranks of one process, as threads, say what the whole says."""
+"""Ranks that share a model say what the undivided model says; here they are threads."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,18 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common import collectives, layers
-from mtpbuild.builder.models.common.share import Share, check_share
-from mtpbuild.builder.models.deepseek_v3 import model as deepseek_v3
-from mtpbuild.builder.models.deepseek_v3.config import load_config, parse_config
+from mtpbuild.builder.models.common import causal_lm, collectives, layers
+from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
+from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import greedy
-from tests.support.checkpoints import BASE, SHAPES, lower, make_predictable
+from tests.support.checkpoints import BASE, SHAPES, load_config, lower, make_predictable
 from tests.support.forced import Run
 
 CHUNK = 4
@@ -65,14 +67,14 @@ def test_tokens_and_state(
     """O2 for every rank; caches are the same bits on all."""
     torch.set_num_threads(1)
     reference, meeting = make_predictable(**SHAPES[shape] | EVEN), Meeting(tp)
-    for module in (deepseek_v3, layers):
+    for module in (causal_lm, layers):
         monkeypatch.setattr(module, "all_reduce", meeting.all_reduce)
-    monkeypatch.setattr(deepseek_v3, "all_gather", meeting.all_gather)
+    monkeypatch.setattr(causal_lm, "all_gather", meeting.all_gather)
     prompt = np.random.default_rng(tp).integers(0, 64, 7).tolist()
 
     def rank(number: int) -> tuple[list[int], dict[str, Any]]:
         meeting.here.rank = number
-        model = lower(reference, Share(tp, ep, number))
+        model = lower(reference, Share(Ranks(tp, ep), number))
         programs = EagerPrograms(Plan(reference.config, 2, drafter, 1, 200, CHUNK), model)
         return generate(programs, reference, prompt, 12), programs.state
 
@@ -106,7 +108,7 @@ def test_attention_dp(
 
     def rank(number: int) -> list[int]:
         meeting.here.rank = number
-        model = lower(reference, Share(tp, ep, number, attention_dp=True))
+        model = lower(reference, Share(Ranks(tp, ep, attention_dp=True), number))
         programs = EagerPrograms(Plan(reference.config, 2, drafter, 1, 200, CHUNK), model)
         return generate(programs, reference, prompts[number], 12)
 
@@ -132,23 +134,21 @@ def generate(
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (4, 2), (4, 4)])
 def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
-    """What is not replicated is cut: the ranks' parts are the checkpoint's tensors."""
+    """Every weight is replicated or cut, and the ranks' pieces are the checkpoint's tensors."""
     c = parse_config(BASE | EVEN)
-    shares = [Share(tp, ep, rank) for rank in range(tp)]
+    shares = [Share(Ranks(tp, ep), rank) for rank in range(tp)]
     held: dict[str, list[Tensor]] = {}
     for share in shares:
         sources = {s.name: s for weight in weight_table(c, share) for s in weight.sources}
         for source in sources.values():
             if source.axis is not None:
                 numbers = torch.arange(int(np.prod(source.shape))).view(source.shape)
-                held.setdefault(source.name, []).append(
-                    share.cut(source.name, source.axis, numbers).flatten()
-                )
-    for weight in weight_table(c):
-        for source in weight.sources:
-            if source.axis is not None:
-                found = torch.cat(held[source.name]).sort().values
-                assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
+                held.setdefault(source.name, []).append(share.cut(source, numbers).flatten())
+    cut = [s for weight in weight_table(c) for s in weight.sources if s.axis is not None]
+    assert {source.name for source in cut} == set(held)
+    for source in cut:
+        found = torch.cat(held[source.name]).sort().values
+        assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
     replicated = {s.name for w in weight_table(c) for s in w.sources if s.axis is None}
     kinds = {name.rpartition("layers.")[2].partition(".")[2] or name for name in replicated}
     assert kinds == {
@@ -170,28 +170,28 @@ def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
 @pytest.mark.parametrize("experts", [8, 24])
 def test_with_attention_dp_only_routed_experts_are_cut(experts: int) -> None:
     c = parse_config(BASE | {"n_routed_experts": experts})
-    share = Share(4, 2, 3, attention_dp=True)
+    share = Share(Ranks(4, 2, attention_dp=True), 3)
     cut, seen = set[str](), set[str]()
     for source in (s for weight in weight_table(c, share) for s in weight.sources):
         tensor = torch.empty(source.shape, device="meta")
         seen.add(source.name)
-        if share.cut(source.name, source.axis, tensor).shape != source.shape:
+        if share.cut(source, tensor).shape != source.shape:
             cut.add(source.name)
     everything = {s.name for weight in weight_table(c) for s in weight.sources}
     routed = {name for name in everything if ".mlp.experts." in name}
-    assert cut == {n for n in routed if int(n.split(".")[5]) in share.experts(c)}
+    assert cut == {n for n in routed if int(n.split(".")[5]) in share.experts(c.n_routed_experts)}
     assert seen == everything - routed | cut
 
 
 def test_what_attention_dp_can_share() -> None:
     """Heads and vocabulary set no limit."""
     c = parse_config(BASE | {"n_routed_experts": 6, "n_group": 1, "topk_group": 1})
-    check_share(c, 3, 3, attention_dp=True)
-    check_share(c, 16, 1, attention_dp=True)
+    check_ranks(c, Ranks(3, 3, attention_dp=True))
+    check_ranks(c, Ranks(16, attention_dp=True))
     with pytest.raises(UsageError, match="--tp 3 does not divide moe_intermediate_size 16; poss"):
-        check_share(c, 3, 1, attention_dp=True)
+        check_ranks(c, Ranks(3, attention_dp=True))
     with pytest.raises(UsageError, match="--ep 4 does not divide both --tp 4 and the 6 routed"):
-        check_share(c, 4, 4, attention_dp=True)
+        check_ranks(c, Ranks(4, 4, attention_dp=True))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_what_attention_dp_can_share() -> None:
 )
 def test_what_can_not_be_shared(tp: int, ep: int, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        check_share(parse_config(BASE | EVEN), tp, ep)
+        check_ranks(parse_config(BASE | EVEN), Ranks(tp, ep))
 
 
 @pytest.mark.parametrize(
@@ -226,15 +226,17 @@ def test_what_can_not_be_shared(tp: int, ep: int, says: str) -> None:
 )
 def test_sizes_that_do_not_split(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        check_share(parse_config(BASE | EVEN | changes), 2, 1)
+        check_ranks(parse_config(BASE | EVEN | changes), Ranks(2))
 
 
 def test_deepseek_v3_on_eight_ranks() -> None:
     """The numbers of spec/deepseek-v3.md section 5."""
     c = load_config(recipe_folder() / "deepseek_v3")
     for ep in (1, 2, 4, 8):
-        check_share(c, 8, ep)
-    share = Share(8, 8, 3)
-    assert share.experts(c) == range(96, 128)
-    assert share.expert_inner(c) == 2048
-    assert Share(8, 2, 3).expert_inner(c) == 512
+        check_ranks(c, Ranks(8, ep))
+    share = Share(Ranks(8, 8), 3)
+    assert share.experts(c.n_routed_experts) == range(96, 128)
+    gate = Source("gate", (2048, 7168), axis=0, routed=True)
+    for ranks, inner in ((Ranks(8, 8), 2048), (Ranks(8, 2), 512)):
+        part = Share(ranks, 3).cut(gate, torch.empty(gate.shape, device="meta"))
+        assert part.shape == (inner, 7168)

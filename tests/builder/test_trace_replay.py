@@ -1,4 +1,4 @@
-"""From a trace of a built engine alone, each step is done again with the plain model."""
+"""The plain model does each step again, from nothing but the trace of a built engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from tests.reference.recompute import row_logits
 from tests.reference.sampling import distribution
 from tests.support.engines import EngineBuilder
 
+pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 COUNT = 40
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95)  # the seed is drawn
@@ -60,15 +61,15 @@ def test_replay(name: str, traced: dict[str, TracedRequest], predictable: Transf
         plain = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         expected = [plain[j, token] for j, token in enumerate(step.tokens)]
         assert step.logprobs == pytest.approx(expected, abs=1e-4)
-        if name == "greedy":
-            top = np.sort(logits[:n])
-            assert step.margins == pytest.approx(top[:, -1] - top[:, -2], abs=1e-4)
+        top = np.sort(logits[:n])
+        margins = list(top[:, -1] - top[:, -2]) if name == "greedy" else step.margins
+        assert step.margins == pytest.approx(margins, abs=1e-4)
         known += step.tokens
     assert rejected
 
 
 def _target(logits: NDArray[np.float64], number: float | None, request: RequestLine) -> int:
-    """What plain decoding emits in a row's place; `number` is what a sampled one draws with."""
+    """Return what plain decoding emits for a row; a sampled one draws with `number`."""
     if request.greedy:
         assert number is None
         return int(logits.argmax())

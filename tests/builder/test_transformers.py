@@ -15,9 +15,7 @@ ATOL = 2e-4
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_plain_model_and_engine_equal_transformers(
-    shape: str, tmp_path: Path, build_engine: EngineBuilder
-) -> None:
+def test_the_plain_model_equals_transformers(shape: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     folder = random_checkpoint(tmp_path / shape, **SHAPES[shape])
     theirs, ours = transformers_model(folder), load_reference(folder)
@@ -27,6 +25,21 @@ def test_plain_model_and_engine_equal_transformers(
         difference = (theirs(tokens).logits - ours.lm_head(ours.main(tokens))).abs().max()
     assert difference < ATOL
 
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        shape if shape == "yarn-three-modules" else pytest.param(shape, marks=pytest.mark.full)
+        for shape in SHAPES
+    ],
+)
+def test_the_engine_equals_transformers(
+    shape: str, tmp_path: Path, build_engine: EngineBuilder
+) -> None:
+    torch.set_num_threads(1)
+    folder = random_checkpoint(tmp_path / shape, **SHAPES[shape])
+    theirs = transformers_model(folder)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 61, (2, 100)))
     engine = build_engine(folder, 0, prefill_chunk=16)
     for length in (1, 2, 17, 40):
         prompt = tokens[0, :length].tolist()

@@ -123,24 +123,27 @@ def test_a_recipe_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert module.find_baseline(request, without.engine.manifest, print) == found.detail
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rounding_of_bfloat16(dtype: str) -> None:
+def case_of(dtype: str, kind: type[Toy]) -> Case:
+    """A case whose manifest says that the engine computes in `dtype`."""
+    made = case(kind)
+    build = made.engine.manifest.build.model_copy(update={"dtype": dtype})
+    made.engine.manifest = made.engine.manifest.model_copy(update={"build": build})
+    return made
+
+
+@pytest.mark.parametrize(("dtype", "verdict"), [("float32", "failed"), ("bfloat16", "passed")])
+def test_rounding_of_bfloat16(dtype: str, verdict: str) -> None:
     """Near-ties are many there; a wrong token is found all the same."""
-
-    def asked(kind: type[Toy]) -> Case:
-        made = case(kind)
-        build = made.engine.manifest.build.model_copy(update={"dtype": dtype})
-        made.engine.manifest = made.engine.manifest.model_copy(update={"build": build})
-        return made
-
-    found = check(GREEDY, asked(Rounded))
-    assert found.verdict == ("failed" if dtype == "float32" else "passed"), found.detail
-    wrong = check(GREEDY, asked(WrongOnce))
+    found = check(GREEDY, case_of(dtype, Rounded))
+    assert found.verdict == verdict, found.detail
+    wrong = check(GREEDY, case_of(dtype, WrongOnce))
     assert (wrong.verdict, wrong.detail[:17]) == ("failed", "text 0, token 11:")
+
+
+def test_bfloat16_has_no_baseline_of_its_own() -> None:
     request = module.VerifyRequest(Path("e"))
-    if dtype == "bfloat16":
-        said = module.find_baseline(request, asked(Toy).engine.manifest, print)
-        assert said == "no nextn 0 engine in bfloat16 is built for this: give --against"
+    said = module.find_baseline(request, case_of("bfloat16", Toy).engine.manifest, print)
+    assert said == "no nextn 0 engine in bfloat16 is built for this: give --against"
 
 
 # The arithmetic
@@ -181,7 +184,7 @@ def test_what_is_near_is_measured() -> None:
 
 
 def test_a_jump_in_a_hundred_is_an_expert_by_a_hair() -> None:
-    """Not a wrong cache, which shows in every token behind it."""
+    """A wrong cache is something else: it shows in every token behind it."""
     count = 300
     theirs = played([1] * count, [9.0] * count, -1.0)
     for jumps, passes in ((0, True), (3, True), (4, False), (count, False)):
@@ -253,6 +256,7 @@ def prompts_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.xdist_group("predictable")
 def test_real_engines(
     predictable_folder: Path,
     build_engine: EngineBuilder,
@@ -326,7 +330,7 @@ def test_the_last_line() -> None:
 
 
 def test_a_baseline_is_built(predictable_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As bench builds its engines; without a recipe there is none."""
+    """It is built as bench builds its engines; without a recipe there is none."""
     seen = []
 
     def build_engines(wanted: object, stages: object) -> list[Built]:

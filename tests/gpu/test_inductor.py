@@ -56,7 +56,7 @@ def test_texts_equal_plain_decoding(
 def test_the_same_tokens_as_onnxruntime(
     nextn: int, batch: int, settings: dict[str, float], build_engine: EngineBuilder
 ) -> None:
-    """With graphs and without, overlapping and not."""
+    """The tokens are the same with graphs and without, overlapping and not."""
     pytest.importorskip("onnxruntime")
     asked = SamplingParams(max_tokens=64, **settings)  # type: ignore[arg-type]
     with Engine.load(build_engine("deepseek-tiny", nextn, max_batch=batch)) as engine:

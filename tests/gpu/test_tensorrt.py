@@ -17,7 +17,7 @@ PROMPTS = ["def fibonacci(n):", "class Stack:", "import os\n"]
 
 @pytest.fixture(params=["tensorrt", "tensorrt stripped", "tensorrt-rtx"])
 def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Of a build for this GPU; skips where the packages or the GPU are missing."""
+    """Return the flags of a build for this GPU; skip where packages or GPU are missing."""
     target, _, stripped = request.param.partition(" ")
     try:
         tensorrt_api(target)

@@ -103,7 +103,7 @@ def test_ties_go_to_the_lowest_id(tied: tuple[int, ...]) -> None:
 
 
 def test_logprobs_and_margins_are_those_of_the_target_tokens() -> None:
-    """Of every row, also beyond n: a trace shows what was rejected."""
+    """Every row has them, those beyond n too: a trace shows what was rejected."""
     torch.manual_seed(1)
     logits = torch.randn(2, 3, V) * 3
     none = torch.tensor([0, 0])

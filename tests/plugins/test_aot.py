@@ -22,7 +22,7 @@ PTX = Ptx("entry", "text", "sm_80", (), 128, 1024)
 
 
 class Plugins:
-    """In place of `tensorrt.plugin`: it keeps what is registered, by kernel and digest."""
+    """Stands in for `tensorrt.plugin` and keeps what is registered, by kernel and digest."""
 
     class TensorDesc: ...
 

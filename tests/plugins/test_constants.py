@@ -92,7 +92,7 @@ def test_the_numbers(form: str, shape: tuple[int, int], by_input: bool) -> None:
 
 
 def test_one_number_for_all() -> None:
-    """As ModelOpt's networks have it, at an address of its own: TensorRT names weights by it."""
+    """ModelOpt's networks have one scale, at its own address: TensorRT names weights by it."""
     generator = torch.Generator().manual_seed(2)
     values, scales, _ = random_scaled(generator, "nvfp4", 32, 6)
     second = torch.full((1, 6), 0.37)

@@ -125,7 +125,7 @@ def kept(p: Tensor, q: Tensor, path: tuple[int, ...]) -> tuple[float, float]:
 
 
 def test_a_block_keeps_more() -> None:
-    """In the mean over the drafter's paths, exactly: never fewer than one by one, here more."""
+    """The exact mean over the drafter's paths is never less than one by one; here it is more."""
     generator = torch.Generator().manual_seed(1)
     gains = []
     for _ in range(20):

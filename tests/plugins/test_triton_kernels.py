@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.builder.models.common.layers import GatheredMoE, use_kernels
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, RopeConfig
+from mtpbuild.builder.models.common.layers import use_kernels
+from mtpbuild.builder.models.common.moe import GatheredMoE
+from mtpbuild.builder.models.config import RopeConfig
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import matmul_scaled, moe, moe_route
 from tests.support import kernels
 from tests.support.acceptance_cases import (
@@ -157,7 +159,7 @@ def test_scaled_experts(forms: tuple[str, str], dtype: torch.dtype) -> None:
 
 
 def test_splits_of_the_inputs() -> None:
-    """As wide a weight has several programs per column block; a row's sum is its own."""
+    """A weight this wide has several programs per column block; a row's sum is its own."""
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
 
     g = torch.Generator().manual_seed(1)
@@ -196,7 +198,7 @@ def test_the_experts_are_the_models() -> None:
 
 
 def test_many_tokens_go_in_pieces() -> None:
-    """Of a step, and of a prompt's chunk whose size is open: as if each were alone."""
+    """Many tokens, of a step or of a chunk of open size, give what each would give alone."""
     torch.manual_seed(0)
     model = GatheredMoE(tiny_experts())
     for parameter in model.parameters():
@@ -214,8 +216,8 @@ def test_many_tokens_go_in_pieces() -> None:
         torch.testing.assert_close(opened.module()(part), wanted[:, :tokens])
 
 
-def tiny_experts() -> ModelConfig:
-    return ModelConfig(
+def tiny_experts() -> DeepseekV3Config:
+    return DeepseekV3Config(
         vocab_size=8,
         hidden_size=12,
         intermediate_size=8,

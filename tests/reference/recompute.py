@@ -3,24 +3,24 @@
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
-from mtpbuild.builder.models.deepseek_v3.reference import DecoderLayer, MTPModule, Transformer
+from mtpbuild.builder.models.common.reference import Reference
+from mtpbuild.builder.models.deepseek_v3.reference import DecoderLayer, Transformer
 
 
 @torch.no_grad()
-def next_logits(model: Transformer, tokens: list[int]) -> Tensor:
+def next_logits(model: Reference, tokens: list[int]) -> Tensor:
     """Logits [V] of the token after `tokens`."""
     return model.lm_head(model.main(torch.tensor([tokens])))[0, -1]
 
 
 @torch.no_grad()
-def row_logits(model: Transformer, tokens: list[int]) -> Tensor:
+def row_logits(model: Reference, tokens: list[int]) -> Tensor:
     """Logits [len(tokens), V]; row i is about the token after tokens[: i + 1]."""
     return model.lm_head(model.main(torch.tensor([tokens])))[0]
 
 
 @torch.no_grad()
-def greedy(model: Transformer, tokens: list[int], count: int) -> list[int]:
+def greedy(model: Reference, tokens: list[int], count: int) -> list[int]:
     """The next `count` tokens, one whole forward pass for each."""
     tokens = list(tokens)
     for _ in range(count):
@@ -29,31 +29,27 @@ def greedy(model: Transformer, tokens: list[int], count: int) -> list[int]:
 
 
 @torch.no_grad()
-def draft_logits(model: Transformer, tokens: list[int], nextn: int, drafter: str) -> list[Tensor]:
+def draft_logits(model: Reference, tokens: list[int], nextn: int, drafter: str) -> list[Tensor]:
     """For each draft behind the known `tokens`, the logits [V] that it is the argmax of."""
     if len(tokens) < 2:
         raise ValueError("drafting starts behind the first emitted token")
     return (_eagle if drafter == "mtp-eagle" else _vanilla)(model, tokens, nextn)
 
 
-def _eagle(model: Transformer, tokens: list[int], nextn: int) -> list[Tensor]:
+def _eagle(model: Reference, tokens: list[int], nextn: int) -> list[Tensor]:
     """Module 1 over all slots, then again with its own newest output as one more slot's hidden."""
-    module = model.model.layers[model.config.num_hidden_layers]
-    assert isinstance(module, MTPModule)
     hidden = model.main(torch.tensor([tokens[:-1]]))
     follow = list(tokens[1:])
     found = []
     for _ in range(nextn):
-        T = len(follow)
-        embedding = model.model.embed_tokens(torch.tensor([follow]))
-        g = module.draft(embedding, hidden, model.cos[:T], model.sin[:T])[:, -1:]
+        g = model.mtp(1, torch.tensor([follow]), hidden)[:, -1:]
         found.append(model.lm_head(g)[0, 0])
         hidden = torch.cat([hidden, g], dim=1)
         follow.append(int(found[-1].argmax()))
     return found
 
 
-def _vanilla(model: Transformer, tokens: list[int], nextn: int) -> list[Tensor]:
+def _vanilla(model: Reference, tokens: list[int], nextn: int) -> list[Tensor]:
     """Module k over all slots, with the drafts so far as the tokens that are not known yet."""
     g = model.main(torch.tensor([tokens[:-1]]))
     follow = list(tokens)
@@ -66,9 +62,9 @@ def _vanilla(model: Transformer, tokens: list[int], nextn: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def cache_rows(model: Transformer, config: ModelConfig, tokens: list[int]) -> list[Tensor]:
+def cache_rows(model: Transformer, tokens: list[int]) -> list[Tensor]:
     """Latent rows [T, C] of each main layer: normed latent, rotated key as the program lays it."""
-    x = model.model.embed_tokens(torch.tensor([tokens]))
+    x, config = model.model.embed_tokens(torch.tensor([tokens])), model.config
     T, rows = len(tokens), []
     for layer in list(model.model.layers)[: config.num_hidden_layers]:
         assert isinstance(layer, DecoderLayer)

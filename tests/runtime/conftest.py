@@ -11,7 +11,7 @@ from tests.support.fakes import FakePrograms, fake_manifest
 
 @pytest.fixture
 def fake_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engine.load gives fake programs."""
+    """Make Engine.load give fake programs."""
     monkeypatch.setattr(
         engine_module,
         "load_programs",

@@ -1,4 +1,4 @@
-"""What a rank runs with attention-DP: the programs of all ranks, on its own slots."""
+"""With attention-DP a rank runs the programs of all ranks on its own slots."""
 
 import contextlib
 from collections.abc import Iterator, Mapping

@@ -43,7 +43,7 @@ def call(*args: object) -> tuple[int, str, str]:
 
 
 def run(folder: Path, *flags: object) -> tuple[int, list[str], str]:
-    """Of `run`: exit code, lines on standard error but the summary, standard output."""
+    """Run `run`; return exit code, lines on standard error but the summary, standard output."""
     prompt = ("--prompt-ids", "5,6", "--max-tokens", 3, "--json")
     code, out, err = call("run", "--engine", folder, *prompt, *flags)
     return code, err.splitlines(), out
@@ -59,7 +59,7 @@ def refused(*args: object) -> str:
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[BuildRequest]:
-    """What `build` would have built."""
+    """Collect what `build` would have built."""
     seen = list[BuildRequest]()
 
     def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
@@ -92,7 +92,7 @@ def test_the_blog_on_build_and_run(blog: Path, built: list[BuildRequest], engine
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Controls]:
-    """What the programs are told of each request."""
+    """Collect what the programs are told of each request."""
     seen, begin = list[Controls](), FakePrograms.begin
 
     def record(self: FakePrograms, slot: int, length: int, newest: int, told: Controls) -> None:

@@ -1,4 +1,4 @@
-"""What the run time may import, and what it exports."""
+"""The run time imports what it may, and exports what it promises."""
 
 import ast
 import subprocess
@@ -48,7 +48,7 @@ def test_the_command_line_starts_without_heavy_imports() -> None:
 
 
 def test_the_run_time_imports_neither_builder_nor_plugins() -> None:
-    """And torch nowhere but in the programs of the target that needs it, inductor."""
+    """It imports torch nowhere but in the programs of the target that needs it, inductor."""
     for path in sorted(RUNTIME.rglob("*.py")):
         heavy = {"transformers", "builder", "plugins"}
         if path.stem not in NEED_TORCH and not path.stem.startswith("inductor"):

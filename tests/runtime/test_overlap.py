@@ -114,8 +114,7 @@ def test_requests_join_and_leave_at_any_step(
         result = stream.result()
         wanted = continuation(prompt, 3 * (prompt[0] - 10) + 1)
         assert result.token_ids == wanted[: len(result.token_ids)]
-        if result.finish_reason != "cancelled":
-            assert result.token_ids == wanted
+        assert len(result.token_ids) == len(wanted) or result.finish_reason == "cancelled"
     assert engine.stats.requests_running == engine.stats.requests_waiting == 0
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mtpbuild.runtime import Engine, MtpbuildError, SamplingParams
 from tests.support.damage import damage
 
+pytestmark = pytest.mark.xdist_group("tiny")  # another worker would wait for the same engines
 TinyEngine = Callable[[int], Path]  # nextn -> engine directory of deepseek-tiny
 
 PROMPT = "def fibonacci(n):"
@@ -48,6 +49,7 @@ def test_streams_make_up_the_result(n3: Path) -> None:
     assert len(whole) == result.metrics.prompt_tokens + result.metrics.output_tokens
 
 
+@pytest.mark.full  # tests/test_tiny.py compares the texts of more prompts
 def test_the_text_is_that_of_the_engine_without_drafting(tiny_engine: TinyEngine) -> None:
     texts = []
     for nextn in (0, 3):

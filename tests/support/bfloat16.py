@@ -1,4 +1,4 @@
-"""How near a text in bfloat16 must be to what the reference says in float32."""
+"""Checks how near a text in bfloat16 is to what the reference says in float32."""
 
 from collections.abc import Sequence
 

@@ -1,16 +1,21 @@
 """Random DeepSeek-V3 checkpoints of odd shapes, in the Hugging Face layout."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from torch import Tensor
 
+from mtpbuild.builder import models
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.deepseek_v3.config import load_config, parse_config
+from mtpbuild.builder.models.common.weights import Weight
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import MTPModule, Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
@@ -98,7 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(seed: int = 0, **overrides: Any) -> Transformer:
-    """A plain model with random weights that spread the logits (near-ties are rare)."""
+    """Make a plain model with random weights that spread the logits: near-ties are rare."""
     config = {k: v for k, v in (BASE | overrides).items() if v is not None}
     if overrides.get("q_lora_rank", 1) is None:
         config["q_lora_rank"] = None
@@ -117,7 +122,7 @@ def make_model(seed: int = 0, **overrides: Any) -> Transformer:
 
 
 def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> Transformer:
-    """A random model in which token v is mostly followed by a fixed permutation of it.
+    """Make a random model in which a fixed permutation of token v mostly follows it.
 
     Main model and modules both see it, so natural drafts are often, not always, accepted.
     """
@@ -151,8 +156,15 @@ def random_checkpoint(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     return save_checkpoint(folder, make_model(seed, **overrides), **overrides)
 
 
+def load_config(folder: Path) -> DeepseekV3Config:
+    """A DeepSeek-V3 checkpoint's configuration."""
+    config = models.load_config(folder)
+    assert isinstance(config, DeepseekV3Config)
+    return config
+
+
 def load_reference(folder: Path) -> Transformer:
-    """The plain model with a checkpoint's weights in fp32."""
+    """Load the plain model with a checkpoint's weights in fp32."""
     from safetensors.torch import load_file
 
     model = Transformer(load_config(folder)).eval()
@@ -162,24 +174,30 @@ def load_reference(folder: Path) -> Transformer:
 
 
 def lower(reference: Transformer, share: Share = WHOLE) -> DeepseekV3:
-    """The program's model with the plain model's weights, through the table of weights."""
+    """Make the program's model with the plain model's weights, through the table of weights."""
     tensors = reference.state_dict()
-    model = DeepseekV3(reference.config, share)
+    model = DeepseekV3(reference.config, share.ranks)
     weights = {
         name: torch.tensor([share.rank])
         for name, _ in model.named_parameters()
         if name.rpartition(".")[2] == "rank"
     }
     for weight in weight_table(reference.config, share):
-        sources = (share.cut(s.name, s.axis, tensors[s.name]) for s in weight.sources)
-        weights[weight.name] = weight.transform(*sources).contiguous()
+        cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.sources}
+        weights[weight.name] = made_of(weight, cut)
     model.load_state_dict(weights, assign=True)
     return model.eval()
 
 
+def made_of(weight: Weight, tensors: Mapping[str, Tensor]) -> Tensor:
+    """A program's weight from its sources by name."""
+    slices = ([tensors[source.name] for source in group] for group in weight.groups)
+    return torch.cat([weight.transform(*sources) for sources in slices])
+
+
 def write_tokenizer(path: Path, size: int = 1) -> None:
     """A byte-level tokenizer of so many tokens."""
-    tokenizer = Tokenizer(models.BPE(vocab={f"t{i}": i for i in range(size)}, merges=[]))
+    tokenizer = Tokenizer(BPE(vocab={f"t{i}": i for i in range(size)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path))
 

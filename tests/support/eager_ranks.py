@@ -41,7 +41,7 @@ def lower(traced: "Traced", weights: "Mapping[str, Placed]", folder: Path) -> st
 
 
 class EagerPackage:
-    """In the place of `Package`: state in, state out, copied over what came in."""
+    """Stands in for `Package`: runs a program and copies the new state over what came in."""
 
     def __init__(
         self, path: Path, weights: Mapping[str, torch.Tensor], device: str, rank: int = 0

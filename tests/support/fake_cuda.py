@@ -37,7 +37,7 @@ class FakeCuda:
         self.launches = 0
 
     def queue(self, work: Callable[[], object]) -> None:
-        """What a stream does: at once, or when the graph being captured is launched."""
+        """Run a stream's work at once, or keep it until the graph being captured is launched."""
         if self.captured is None:
             work()
         else:
@@ -145,7 +145,7 @@ class FakeCuda:
 
 
 def _allocate(memory: dict[int, np.ndarray[Any, Any]], size: int, fill: int) -> int:
-    """At a multiple of 256 bytes, as cudaMalloc does; the array keeps it alive."""
+    """Allocate at a multiple of 256 bytes, as cudaMalloc does; the array keeps it alive."""
     array = np.full(size + 256, fill, np.uint8)
     address = -(-array.ctypes.data // 256) * 256
     memory[address] = array

@@ -14,7 +14,9 @@ Work = Callable[[], object]
 
 
 class FakeGpu:
-    """`captures` and `replays` count graphs; `waits` the times that the host stood still.
+    """Does a GPU's work on the CPU, and counts what the host asked of it.
+
+    `captures` and `replays` count graphs; `waits` the times that the host stood still.
 
     `ahead`: what is queued is done at once, a step before the host has read the one before it.
     """

@@ -48,7 +48,7 @@ class Strategy(IntEnum):
 
 
 class FakeTensorRt:
-    """The module. `gpu` is what its contexts run on; `flags` what the last build had on."""
+    """Stands in for the module: contexts run on `gpu`, `flags` has what the last build had on."""
 
     ILogger, BuilderFlag, ComputeCapability = ILogger, BuilderFlag, ComputeCapability
     NetworkDefinitionCreationFlag = Flag
@@ -80,7 +80,7 @@ class FakeTensorRt:
 
 @dataclass
 class Weights:
-    """Of a type that NumPy does not have."""
+    """Holds an address and a size: weights of a type that NumPy does not have."""
 
     dtype: str
     address: int
@@ -254,7 +254,7 @@ class Engine:
 
 
 def without_weights(data: bytes) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
-    """An engine as `--strip-weights` has it, and the floats that are no longer in it."""
+    """Split an engine into what `--strip-weights` leaves and the floats that it takes out."""
     header, _, graph = data.partition(b"\n")
     model = onnx.load_from_string(graph)
     floats = [i for i in model.graph.initializer if i.data_type == onnx.TensorProto.FLOAT]

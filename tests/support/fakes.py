@@ -36,7 +36,7 @@ def fake_manifest(
     lookahead: int = 1,
     ranks: int = 1,
 ) -> Manifest:
-    """ranks: that have requests of their own."""
+    """Write a manifest; `ranks` counts those that have requests of their own."""
     return Manifest(
         mtpbuild="0",
         model=ModelInfo(
@@ -72,7 +72,7 @@ def fake_manifest(
 
 
 def mixed(history: Sequence[int]) -> int:
-    """A next token that depends on every token and its place; never a special one."""
+    """Choose a next token that depends on every token and its place; never a special one."""
     return 2 + sum((i + 1) * t for i, t in enumerate(history)) % 250
 
 
@@ -82,7 +82,7 @@ def scripted(prompt_length: int, tokens: Sequence[int]) -> NextToken:
 
 
 def continuation(prompt: Sequence[int], count: int, next_token: NextToken = mixed) -> list[int]:
-    """What plain decoding, a token at a time, gives."""
+    """Return what plain decoding says, a token at a time."""
     history = list(prompt)
     for _ in range(count):
         history.append(next_token(history))
@@ -191,7 +191,7 @@ class FakePrograms:
 
 
 class LaggingPrograms(FakePrograms):
-    """A device of its own: a step moves the slots when it is launched, tokens are there later.
+    """Plays a device: a step moves the slots when it is launched, its tokens are there later.
 
     Of launched steps the newest two can be read, in order; the arrays of older ones hold garbage.
     `most_unread` is how many waited to be read at most; `fail_landing` raises in who reads.
@@ -228,7 +228,7 @@ class LaggingPrograms(FakePrograms):
 
 
 def backend_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE as DeepSeek's, trained on a few words; adds the BOS."""
+    """Train a byte-level BPE like DeepSeek's on a few words; it adds the BOS."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

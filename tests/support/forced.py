@@ -7,12 +7,12 @@ accepted is what was drafted; there drafts are only spoilt, and the model must b
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.common.reference import Reference
 from mtpbuild.runtime.programs.base import Adaptive, Programs
 from tests.reference.recompute import draft_logits, greedy
 
@@ -20,6 +20,7 @@ GARBAGE = 1e20  # on a CPU unseen rows weigh 1e-32 (`floored_softmax`)
 TIE = 1e-3  # logits nearer than this may be ranked either way
 
 
+@runtime_checkable
 class Inspectable(Programs, Protocol):
     @property
     def state(self) -> dict[str, NDArray[Any]]: ...
@@ -27,7 +28,7 @@ class Inspectable(Programs, Protocol):
 
 @dataclass
 class Seen:
-    """Which acceptance counts and draft counts a run went through."""
+    """Collects the acceptance counts and the draft counts that a run went through."""
 
     accepted: set[int] = field(default_factory=set)
     num_drafts: set[int] = field(default_factory=set)
@@ -35,13 +36,13 @@ class Seen:
 
 @dataclass
 class Run:
-    """One request in one slot. nextn K, drafter None for an engine without drafts.
+    """Drives one request in one slot; nextn is K, drafter None for an engine without drafts.
 
-    Of adaptive programs, each step is told some other nextn up to K.
+    Adaptive programs are told another nextn, up to K, before each step.
     """
 
     programs: Inspectable
-    reference: Transformer
+    reference: Reference
     nextn: int
     drafter: str | None
     chunk: int
@@ -59,7 +60,7 @@ class Run:
         self.programs.begin(slot, len(prompt) - 1, prompt[-1])
 
     def steps(self, prompt: list[int], count: int) -> tuple[list[int], Seen]:
-        """Prefill, then `count` steps, each checked. Returns all tokens and what was seen."""
+        """Prefill, run `count` steps and check each; return all tokens and what was seen."""
         K, T = self.nextn, self.nextn + 1
         truth = [*prompt, *greedy(self.reference, prompt, count * T + T)]
         self.prefill(prompt)
@@ -99,7 +100,7 @@ class Run:
                 cache[:, :, length:] = GARBAGE
 
     def _adapt(self) -> int:
-        """How many drafts the next step judges and makes."""
+        """Choose how many drafts the next step judges and makes."""
         if not self.adaptive:
             return self.nextn
         assert isinstance(self.programs, Adaptive)
@@ -120,6 +121,6 @@ class Run:
 
 
 def matching(drafts: list[int], truth: list[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     pairs = list(zip(drafts, truth, strict=False))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

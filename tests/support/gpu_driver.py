@@ -1,4 +1,4 @@
-"""A launch's PTX through the CUDA driver, with the arguments that TensorRT passes and no others."""
+"""Runs a launch's PTX by the CUDA driver, with the arguments that TensorRT passes and no others."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""What each Triton kernel must fulfil on any device: random cases, and the reference beside it.
+"""Checks what each Triton kernel must fulfil on any device, on random cases beside the reference.
 
 Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/conftest.py).
 """
@@ -34,7 +34,7 @@ Draw = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Attention:
-    """Shapes of one call; lengths are drawn from the seed, 0 and the capacity among them."""
+    """Holds the shapes of a call; the seed draws the lengths, 0 and the capacity among them."""
 
     batch: int
     heads: int
@@ -123,7 +123,7 @@ def check_kv_write(seed: int, device: str, width: int = 6) -> None:
 
 
 def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
-    """Few levels: ties are frequent, and drafts often right. Returns the largest n."""
+    """Check logits of few levels: ties and right drafts are frequent. Return the largest n."""
     from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
 
     g = torch.Generator().manual_seed(seed)
@@ -175,7 +175,7 @@ def asked_of(slots: int, nextn: int = 0, **own: Tensor) -> dict[str, Tensor]:
 
 
 def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
-    """Every slot in a mode of its own, with filters of its own; drafts are often good ones."""
+    """Draw for every slot its own mode and its own filters; drafts are often good ones."""
     g = torch.Generator().manual_seed(seed)
     B, T, V = slots, drafts + 1, vocab
 
@@ -339,7 +339,7 @@ Scaled = tuple[Tensor, Tensor, Tensor | None]
 def random_scaled(
     g: torch.Generator, form: str, *shape: int, by_input: bool = False, size: float = 1.0
 ) -> Scaled:
-    """Every code occurs; values are about as large as `size`."""
+    """Draw a weight in which every code occurs and values are about as large as `size`."""
     *stack, K, N = shape
 
     def codes(rows: int, low: int, high: int) -> Tensor:
@@ -399,7 +399,7 @@ def check_product(case: Product, device: str) -> None:
 
 
 def check_scaled_moe(seed: int, forms: tuple[str, str], dtype: torch.dtype, device: str) -> None:
-    """Experts whose two products are in the formats `forms`."""
+    """Check experts whose two products are in the formats `forms`."""
     from mtpbuild.plugins.moe.triton import moe_triton
 
     g = torch.Generator().manual_seed(seed)

@@ -26,7 +26,7 @@ def eager(
 
 
 def check_case(shape: str, nextn: int, drafter: DrafterName | None, adaptive: bool = False) -> None:
-    """Every prompt length around a chunk's border; every n and every num_drafts must occur."""
+    """Check prompts of each length around a chunk's border; every n and num_drafts must occur."""
     torch.set_num_threads(1)
     rng = np.random.default_rng(nextn)
     seen = Seen()
@@ -43,9 +43,9 @@ def check_case(shape: str, nextn: int, drafter: DrafterName | None, adaptive: bo
 
 
 def check_state(programs: EagerPrograms, reference: Transformer, tokens: list[int]) -> None:
-    """O6: committed rows equal recomputed ones, and those of a fresh prefill in one chunk."""
+    """Check O6: committed rows equal recomputed ones, and those of a fresh prefill in one chunk."""
     plan, length = programs.plan, len(tokens) - 1
-    for i, rows in enumerate(cache_rows(reference, plan.config, tokens[:-1])):
+    for i, rows in enumerate(cache_rows(reference, tokens[:-1])):
         np.testing.assert_allclose(programs.state[f"kv.{i}"][0, 0, :length], rows, atol=2e-4)
     fresh = EagerPrograms(plan, programs.step_program.module.model)  # type: ignore[arg-type]
     Run(fresh, reference, plan.nextn, plan.drafter, 1000, np.random.default_rng(0)).prefill(tokens)

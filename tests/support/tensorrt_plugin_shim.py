@@ -24,12 +24,12 @@ class QuickPluginCreationRequest(Enum):
 
 
 class Bare:
-    """In place of a class that holds what Python gives it."""
+    """Stands in for a class that holds what Python gives it."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """In place of IDimensionExpr: our sizes are constants."""
+    """Stands in for IDimensionExpr: our sizes are constants."""
 
     value: int
 
@@ -41,15 +41,15 @@ class Number:
 
 
 class Numbers:
-    """In place of IExprBuilder."""
+    """Stands in for IExprBuilder."""
 
     constant = Number
 
 
 def install(trt: Any) -> list[dict[str, Any]]:
-    """From now on there is `tensorrt.plugin`; the result grows by each plugin that a network gets.
+    """Install `tensorrt.plugin`; the list that it returns grows by each plugin that a network gets.
 
-    Before the package is imported for the first time.
+    Call it before the package is imported for the first time.
     """
     trt.QuickPluginCreationRequest = QuickPluginCreationRequest
     trt.IPluginV3QuickAOTBuild = trt.ISymExpr = Bare
@@ -81,7 +81,7 @@ def install(trt: Any) -> list[dict[str, Any]]:
 
 
 def ask(trt: Any, plugin: Any, inputs: list[Any]) -> dict[str, Any]:
-    """What TensorRT learns of a plugin while it builds an engine."""
+    """Ask a plugin what TensorRT asks it while it builds an engine."""
     types = [tensor.dtype for tensor in inputs]
     assert trt.bool not in types, "TensorRT gives a plugin no BOOL"
     shapes = [tuple(tensor.shape) for tensor in inputs]
@@ -119,7 +119,7 @@ def ask(trt: Any, plugin: Any, inputs: list[Any]) -> dict[str, Any]:
 
 
 class Sizes(dict[int, Any]):
-    """In place of ISymExprs."""
+    """Stands in for ISymExprs."""
 
     nbSymExprs = 0  # noqa: N815  # TensorRT's name
 
@@ -136,7 +136,7 @@ def _desc(trt: Any, kind: Any, shape: tuple[int, ...]) -> Any:
 def _check(
     ptx: str, name: str, inputs: int, sizes: Sizes, outputs: int, numbers: dict[str, int]
 ) -> None:
-    """The kernel's parameters are those that TensorRT passes, its block the one that it starts."""
+    """Check that the kernel takes what TensorRT passes and has the block that TensorRT starts."""
     entry = ptx.partition(f".visible .entry {name}(")[2].partition(")")[0]
     kinds = [line.split()[1] for line in entry.strip().split(",\n")]
     assert kinds == [".u64"] * inputs + [".u32"] * sizes.nbSymExprs + [".u64"] * outputs

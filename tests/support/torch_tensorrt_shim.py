@@ -30,7 +30,7 @@ GPU = types.SimpleNamespace(major=12, minor=0, name="none", total_memory=1 << 34
 
 
 def install() -> Any:
-    """The tensorrt_rtx module."""
+    """Put TensorRT-RTX in TensorRT's place and return its module."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: 0
     cuda.get_device_capability = lambda device=None: (GPU.major, GPU.minor)
@@ -51,7 +51,7 @@ def install() -> Any:
 
 
 class Unloaded:
-    """In place of an engine that was loaded, which needs a GPU."""
+    """Stands in for a loaded engine, which needs a GPU."""
 
     def __init__(self, data: Any) -> None:
         self.size = data.nbytes
@@ -64,7 +64,7 @@ class Unloaded:
 
 
 def listing(folder: Path) -> dict[str, Any]:
-    """Of the programs of an MTP vanilla engine, two slots, whatever its module count.
+    """List the programs of an MTP vanilla engine of two slots, whatever its module count.
 
     Its caches are long enough to be split among programs of the attention's kernel.
     """
@@ -100,7 +100,8 @@ def listing(folder: Path) -> dict[str, Any]:
 
     from mtpbuild.builder import model_source
     from mtpbuild.builder.checkpoint.generation import GenerationIds
-    from mtpbuild.builder.models.deepseek_v3.config import load_config
+    from mtpbuild.builder.engine_weights import EngineWeights
+    from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.targets.tensorrt import TARGET
@@ -123,7 +124,7 @@ def listing(folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder_name:
         out = Path(folder_name)
         os.environ["XDG_CACHE_HOME"] = folder_name
-        places = source.write_weights(out, siblings=out / "none").places
+        places = EngineWeights(source).write(out, siblings=out / "none").places
         for program in source.programs(plan):
             traced = trace(program, plan)
             file = TARGET.lower(traced, places, out)
@@ -142,7 +143,7 @@ def listing(folder: Path) -> dict[str, Any]:
 
 
 def r1_listing(name: str) -> dict[str, Any]:
-    """Layers 0 to 3 (three dense, one of experts) and the module, MTP Eagle, nextn 3.
+    """List R1's layers 0 to 3 (three dense, one of experts) and its module: MTP Eagle, nextn 3.
 
     The network is the same for all ranks: which one it is on is a weight. Weights are zeros that
     take no memory, in the formats of the recipe that the target keeps.
@@ -151,11 +152,9 @@ def r1_listing(name: str) -> dict[str, Any]:
     plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
 
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+    from mtpbuild.builder.models import family_of, load_config
     from mtpbuild.builder.models.common.blocks import put
     from mtpbuild.builder.models.common.share import Share
-    from mtpbuild.builder.models.deepseek_v3.config import load_config
-    from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-    from mtpbuild.builder.models.deepseek_v3.weights import weight_table
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.program.trace import trace
@@ -171,8 +170,9 @@ def r1_listing(name: str) -> dict[str, Any]:
     config = parse_layers("0-3").of(load_config(recipe.config_folder))
     style = TARGET.style(TARGET.Options())
     plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, style, Ranks(8), ("10.0",))
-    share, scheme = Share(8), SCHEMES[recipe.layout]
-    model, table = DeepseekV3(config, share), weight_table(config, share)
+    share, scheme = Share(Ranks(8)), SCHEMES[recipe.layout]
+    family = family_of(config)
+    model, table = family.make_model(config, share.ranks), family.weight_table(config, share)
     for weight in table:
         formats = {scheme.format(config, source) for source in weight.sources}
         format = formats.pop() if len(formats) == 1 else None
@@ -197,7 +197,7 @@ def r1_listing(name: str) -> dict[str, Any]:
 
 
 def quantised(trt: Any, network: Any) -> dict[str, int]:
-    """Constants of quantised values and scales, and how many there are of each kind."""
+    """Count the constants of quantised values and scales by their kind."""
     layers = (network.get_layer(i) for i in range(network.num_layers))
     constants = (layer.get_output(0) for layer in layers if layer.type == trt.LayerType.CONSTANT)
     kinds = [f"{t.dtype.name} {list(t.shape)}" for t in constants if t.dtype in (trt.fp4, trt.fp8)]
@@ -205,7 +205,7 @@ def quantised(trt: Any, network: Any) -> dict[str, int]:
 
 
 def totals(trt: Any, network: Any) -> list[str]:
-    """Of each all-reduce, what is summed and over how many ranks."""
+    """List for each all-reduce what it sums and over how many ranks."""
     layers = (network.get_layer(i) for i in range(network.num_layers))
     found = (layer for layer in layers if layer.type == trt.LayerType.DIST_COLLECTIVE)
     return [f"{list(layer.get_input(0).shape)} of {layer.num_ranks} ranks" for layer in found]

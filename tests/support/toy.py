@@ -21,7 +21,7 @@ Law = NDArray[np.float64]
 
 
 class Toy:
-    """Strict, rejection and relaxed acceptance as they should be."""
+    """Accepts as it should: strictly, by rejection and relaxed."""
 
     wrong_at = -1
 
@@ -76,7 +76,7 @@ class Toy:
         return StepOutput(tokens, counts, window, num_drafts, floats[0], floats[1], ids, logprobs)
 
     def judged(self, b: int) -> list[tuple[int, float, float]]:
-        """Token, log-probability and margin of each row that is emitted."""
+        """Judge a slot's drafts; return each emitted token with its log-probability and margin."""
         emitted = []
         for draft in [*self.drafts[b], None]:
             logits = self.said(b, self.history[b][-1])
@@ -160,7 +160,7 @@ class Biased(Toy):
 
 
 class OtherSeeds(Toy):
-    """Strict sampling with a stream of its own: a right law, another text."""
+    """Samples strictly with a stream of its own: the law is right, the text another."""
 
     def number(self, b: int, purpose: int) -> float:
         return super().number(b, ACCEPT if purpose == DRAFT else purpose)
@@ -203,7 +203,7 @@ class Rounded(Toy):
 
 
 class Damaged(Toy):
-    """Its modules draft what is never right."""
+    """Drafts what is never right, as damaged modules do."""
 
     def draft(self, b: int) -> None:
         self.drafts[b] = []

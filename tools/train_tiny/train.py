@@ -145,7 +145,7 @@ def load_tokenizer(folder: Path, words: list[str]) -> Tokenizer:
 
 
 def rows(args: argparse.Namespace, seed: int, held_out: bool = False) -> tuple[CodeRows, ChatRows]:
-    words = common_words()
+    words = common_words(every=20 if args.smoke else 1)
     tokenizer = load_tokenizer(Path(args.tokenizer), words)
     files = library_files(held_out=held_out)[:: 200 if args.smoke else 1]
     count = 200 if args.smoke or held_out else args.problems

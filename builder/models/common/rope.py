@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig, RopeConfig
+from mtpbuild.builder.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
@@ -44,20 +44,18 @@ def table_scale(rope: RopeConfig) -> float:
     return _mscale(rope.factor, 1.0)
 
 
-def softmax_scale(config: ModelConfig) -> float:
-    """Scale of the attention scores: over qk_head_dim, never over the latent's width."""
-    scale = 1 / math.sqrt(config.qk_head_dim)
-    rope = config.rope
+def softmax_scale(rope: RopeConfig, head_dim: int) -> float:
+    """Scale of the attention scores: over a head's width, never over a latent's."""
+    scale = 1 / math.sqrt(head_dim)
     if rope.kind != "default" and rope.mscale_all_dim:
         scale *= _mscale(rope.factor, rope.mscale_all_dim) ** 2
     return scale
 
 
-def rope_tables(config: ModelConfig, rows: int) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions 0..rows-1, each [rows, qk_rope_head_dim / 2] fp32."""
-    frequencies = inverse_frequencies(config.rope, config.qk_rope_head_dim)
-    angles = torch.arange(rows, dtype=torch.float32)[:, None] * frequencies
-    scale = table_scale(config.rope)
+def rope_tables(rope: RopeConfig, dim: int, rows: int) -> tuple[Tensor, Tensor]:
+    """cos and sin for positions 0..rows-1, each [rows, dim / 2] fp32."""
+    angles = torch.arange(rows, dtype=torch.float32)[:, None] * inverse_frequencies(rope, dim)
+    scale = table_scale(rope)
     return angles.cos() * scale, angles.sin() * scale
 
 

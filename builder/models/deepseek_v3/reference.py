@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpbuild.builder.models.common.reference import Reference
 from mtpbuild.builder.models.common.rope import rope_tables, rotate, softmax_scale
-from mtpbuild.builder.models.deepseek_v3.config import ModelConfig
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
 class RMSNorm(nn.Module):
@@ -27,10 +28,10 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Multi-head latent attention in the non-absorbed form."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: DeepseekV3Config) -> None:
         super().__init__()
         H, E = c.num_attention_heads, c.hidden_size
-        self.config, self.scale = c, softmax_scale(c)
+        self.config, self.scale = c, softmax_scale(c.rope, c.qk_head_dim)
         if c.q_lora_rank is None:
             self.q_proj = nn.Linear(E, H * c.qk_head_dim, bias=False)
         else:
@@ -79,7 +80,7 @@ class MLP(nn.Module):
 class Gate(nn.Module):
     """Sigmoid scores; the bias selects, the unbiased scores weigh (DeepSeek-V3, "noaux_tc")."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: DeepseekV3Config) -> None:
         super().__init__()
         self.config = c
         self.weight = nn.Parameter(torch.empty(c.n_routed_experts, c.hidden_size))
@@ -106,7 +107,7 @@ class Gate(nn.Module):
 class MoE(nn.Module):
     """Routed experts, computed densely, plus the shared expert."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: DeepseekV3Config) -> None:
         super().__init__()
         self.gate = Gate(c)
         self.experts = nn.ModuleList(
@@ -127,7 +128,7 @@ class MoE(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, c: ModelConfig, layer: int) -> None:
+    def __init__(self, c: DeepseekV3Config, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c)
@@ -139,34 +140,27 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class SharedHead(nn.Module):
-    """The module's own final norm under the checkpoint's name; the head is the main model's."""
-
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-
-
 class MTPModule(DecoderLayer):
     """One MTP module: `model.layers.{L+j}` of the checkpoint (spec section 3)."""
 
-    def __init__(self, c: ModelConfig, layer: int) -> None:
+    def __init__(self, c: DeepseekV3Config, layer: int) -> None:
         super().__init__(c, layer)
         self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
-        self.shared_head = SharedHead(c)
+        # Its own final norm; the head is the main model's.
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
 
     def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Emb(t_{p+k}) and the hidden of slot p -> the module's normed hidden of slot p."""
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
-        return self.shared_head.norm(super().forward(x, cos, sin))
+        return self.shared_head["norm"](super().forward(x, cos, sin))
 
 
 class Model(nn.Module):
     """Holds the checkpoint's `model.` prefix."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: DeepseekV3Config) -> None:
         super().__init__()
         total = c.num_hidden_layers + c.num_nextn_predict_layers
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
@@ -176,25 +170,25 @@ class Model(nn.Module):
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
 
-class Transformer(nn.Module):
+class Transformer(Reference):
     """Main model and MTP modules over whole sequences; state_dict names are the checkpoint's."""
 
+    config: DeepseekV3Config
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DeepseekV3Config) -> None:
         super().__init__()
         self.config = config
         self.model = Model(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        cos, sin = rope_tables(config, config.max_position_embeddings)
+        cos, sin = rope_tables(config.rope, config.qk_rope_head_dim, config.max_position_embeddings)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     def main(self, tokens: Tensor) -> Tensor:
-        """tokens [B, T] -> h [B, T, hidden] after `model.norm`; h_p predicts t_{p+1}."""
         T, L = tokens.shape[1], self.config.num_hidden_layers
         x = self.model.embed_tokens(tokens)
         for layer in list(self.model.layers)[:L]:
@@ -202,10 +196,6 @@ class Transformer(nn.Module):
         return self.model.norm(x)
 
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Module k (1-based) over all slots: tokens[:, p] is t_{p+k}, hidden[:, p] is g_{k-1,p}.
-
-        Returns g_{k,p} [B, T, hidden]; lm_head(g_{k,p}) predicts t_{p+k+1}.
-        """
         module = self.model.layers[self.config.num_hidden_layers + k - 1]
         assert isinstance(module, MTPModule)
         T = tokens.shape[1]

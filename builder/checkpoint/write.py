@@ -1,0 +1,103 @@
+"""Writes safetensors files tensor by tensor, in shards when they are many bytes."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
+from mtpbuild.builder.quantize.format import Part
+
+SHARD_LIMIT = 5 * 10**9  # bytes of tensors
+ALIGNMENT = 64  # of the first byte of data, for memory mapping
+TYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file; `metadata` as Hugging Face's libraries look for it."""
+
+    file: str
+    tensors: Mapping[str, Part]
+    metadata: bool = True
+
+    def header(self) -> bytes:
+        """Length and JSON of a safetensors file; data follows in the order of `tensors`."""
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}} if self.metadata else {}
+        end = 0
+        for name, part in self.tensors.items():
+            start, end = end, end + nbytes(part)
+            span = (start, end)
+            entries[name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": span}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(nbytes, self.tensors.values()))
+
+
+def nbytes(part: Part) -> int:
+    return TYPES[part.dtype].itemsize * prod(part.shape)
+
+
+def split(tensors: Mapping[str, Part], limit: int = SHARD_LIMIT) -> list[Shard]:
+    """One file if it all fits the limit, else as many as it takes, named as Hugging Face does."""
+    groups, size = list[dict[str, Part]]([{}]), 0
+    for name, part in tensors.items():
+        if groups[-1] and size + nbytes(part) > limit:
+            groups.append({})
+            size = 0
+        groups[-1][name] = part
+        size += nbytes(part)
+    if len(groups) == 1:
+        return [Shard(SINGLE, groups[0])]
+    count = len(groups)
+    names = (f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
+    return [Shard(name, group) for name, group in zip(names, groups, strict=True)]
+
+
+def write_index(folder: Path, shards: list[Shard]) -> None:
+    """The index that more than one shard needs."""
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
+            "weight_map": {name: shard.file for shard in shards for name in shard.tensors},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def write_shards(folder: Path, shards: list[Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors that come in the order of the shards; one is in memory at a time.
+
+    A tensor may come as several of the same name, which are its rows in turn.
+    """
+    named = groupby(tensors, itemgetter(0))
+    for shard in shards:
+        with (folder / shard.file).open("wb") as file:
+            file.write(shard.header())
+            for name, part in shard.tensors.items():
+                given, pieces = next(named)
+                assert given == name, f"{given} comes where {name} should"
+                written = sum(file.write(raw(piece.to(TYPES[part.dtype]))) for _, piece in pieces)
+                assert written == nbytes(part), f"{name}: {written} bytes"
+    assert next(named, None) is None
+    write_index(folder, shards)
+
+
+def raw(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

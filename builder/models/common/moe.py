@@ -1,0 +1,185 @@
+"""Mixtures of experts: the router, few experts computed densely, many by the chosen ones.
+
+Shapes: E hidden size, k chosen experts of a token, N tokens.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtpbuild.builder.models.common.blocks import ExpertBlocks, parts_of
+from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
+from mtpbuild.builder.models.common.layers import MLP, Kernels, parameter
+from mtpbuild.builder.models.common.precision import cast
+from mtpbuild.builder.models.common.share import ALONE
+from mtpbuild.builder.models.config import MoEConfig
+from mtpbuild.plugins import moe
+from mtpbuild.plugins.moe.op import MAX_TOKENS
+from mtpbuild.runtime.ranks import Ranks
+
+DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering the chosen ones
+
+
+class Gate(nn.Module):
+    """Sigmoid scores in fp32; the bias selects, the unbiased scores weigh."""
+
+    def __init__(self, c: MoEConfig) -> None:
+        super().__init__()
+        self.config = c
+        self.weight = parameter(c.hidden_size, c.n_routed_experts)
+        self.e_score_correction_bias = parameter(c.n_routed_experts)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [.., E] -> weights and ids of the chosen experts, both [.., num_experts_per_tok]."""
+        c = self.config
+        scores = (x.float() @ self.weight.float()).sigmoid()
+        biased = scores + self.e_score_correction_bias
+        if c.topk_group < c.n_group:
+            groups = biased.unflatten(-1, (c.n_group, -1))
+            best_two = groups if groups.shape[-1] == 2 else groups.topk(2, dim=-1).values
+            best = best_two.sum(-1).topk(c.topk_group, dim=-1).indices
+            keep = torch.zeros_like(groups[..., 0]).scatter(-1, best, 1.0)[..., None]
+            biased = torch.where(keep > 0, groups, float("-inf")).flatten(-2)
+        ids = biased.topk(c.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(-1, ids)
+        if c.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * c.routed_scaling_factor, ids
+
+
+class MoE(Kernels):
+    """A rank of several computes a part of the sum.
+
+    With attention-DP all of it, of its own tokens: routed experts see those of all ranks, so ranks
+    must have equally many.
+    """
+
+    def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
+        super().__init__()
+        self.config, self.ranks = c, ranks
+        self.gate = Gate(c)
+        self.shared_experts: MLP | None = None  # those that `routed` leaves out
+        if ranks.ep > 1 or ranks.attention_dp:
+            self.rank = rank_constant()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ranks.attention_dp:
+            every = every_rank(x, self.rank, self.ranks.tp)
+            y = own_sum(self.routed(every), self.rank)
+        else:
+            y = self.routed(x)
+        return y if self.shared_experts is None else y + self.shared_experts(x)
+
+    def routed(self, x: Tensor) -> Tensor:
+        """x [.., E] -> [.., E]."""
+        raise NotImplementedError
+
+
+class DenseMoE(MoE):
+    """Few experts: all are computed in two products, the unchosen weigh 0, shared ones weigh 1."""
+
+    def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
+        super().__init__(c, ranks)
+        self.always = 0 if ranks.attention_dp else c.n_shared_experts
+        inner = (c.n_routed_experts + self.always) * c.moe_intermediate_size // ranks.tp
+        self.experts = MLP(c.hidden_size, inner)
+        if ranks.attention_dp:
+            self.shared_experts = shared_experts(c, ranks)
+
+    def routed(self, x: Tensor) -> Tensor:
+        c = self.config
+        weights, ids = self.gate(x)
+        every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts)
+        every = every.scatter(-1, ids, weights)
+        if (ep := self.ranks.ep) > 1:
+            # Rank r's is group r % ep; not by `rank % ep`, which the compiler would fold.
+            groups = every.unflatten(-1, (ep, -1))
+            if self.always:  # own experts are ep times as wide as a shared one's part
+                groups = groups.repeat_interleave(ep, dim=-1)
+            repeated = torch.cat([groups] * (self.ranks.tp // ep), dim=-2)
+            every = repeated.index_select(-2, self.rank).squeeze(-2)
+        if self.always:
+            every = torch.cat([every, every.new_ones(*x.shape[:-1], self.always)], dim=-1)
+        gate, up = (x @ self.experts.gate_up_proj).chunk(2, dim=-1)
+        inner = (F.silu(gate) * up).unflatten(-1, (every.shape[-1], -1))
+        return cast(inner * every[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
+
+
+class GatheredMoE(MoE):
+    """Many experts: only the chosen ones' weights are read.
+
+    By an op if `use_kernels` said so, where a step has few tokens and their number is fixed; else
+    the weights are gathered for each token.
+    """
+
+    def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
+        super().__init__(c, ranks)
+        experts = c.n_routed_experts // ranks.ep
+        inner = c.moe_intermediate_size * ranks.ep // ranks.tp
+        self.gate_up_proj = parameter(experts, c.hidden_size, 2 * inner)
+        self.down_proj = parameter(experts, inner, c.hidden_size)
+        self.shared_experts = shared_experts(c, ranks)
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x)
+        if (ep := self.ranks.ep) > 1:  # another group's expert: any of ours, which weighs 0
+            experts = self.config.n_routed_experts // ep
+            own = (self.rank - ids // experts) % ep == 0
+            weights, ids = torch.where(own, weights, 0.0), ids % experts
+        few = is_few(math.prod(x.shape[:-1]))
+        if not self.kernels or not (few or self.chunk):
+            return self.gathered(x, weights, ids)
+        flat = [each.flatten(0, -2) for each in (x, weights, ids.int())]
+        return (self.chosen(*flat) if few else self.in_pieces(*flat)).reshape(x.shape)
+
+    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The op itself, for as many tokens as it takes: x [N, E] -> [N, E]."""
+        (gate_up, *scales), (down, *others) = map(parts_of, (self.gate_up_proj, self.down_proj))
+        return moe(x, weights, ids, gate_up, down, *scales, *others)
+
+    def in_pieces(self, *operands: Tensor) -> Tensor:
+        """Splits many tokens into pieces that the op takes.
+
+        A symbolic number of tokens is padded to `chunk` with copies of the first one.
+        """
+        tokens = operands[0].shape[0]
+        if not isinstance(tokens, int):
+            assert self.chunk is not None
+            most = self.chunk
+            filled = (torch.cat([each, each[:1].expand(most, -1)])[:most] for each in operands)
+            operands = tuple(filled)
+        pieces = zip(*(each.split(MAX_TOKENS) for each in operands), strict=True)
+        return torch.cat([self.chosen(*piece) for piece in pieces])[:tokens]
+
+    def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        chosen = ids.flatten()
+        k = ids.shape[-1]
+        rows = x.unsqueeze(-2).expand(*x.shape[:-1], k, -1).reshape(-1, 1, x.shape[-1])
+        y = self.each(rows, chosen).reshape(*ids.shape, -1)
+        return cast((y * weights[..., None]).sum(-2), x.dtype)
+
+    def each(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
+        if isinstance(self.gate_up_proj, ExpertBlocks):
+            return self.gate_up_proj.through(self.down_proj, x.flatten(0, 1), ids)[:, None]
+        gate_up = cast(self.gate_up_proj.index_select(0, ids), x.dtype)
+        gate, up = (x @ gate_up).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ cast(self.down_proj.index_select(0, ids), x.dtype)
+
+
+def shared_experts(c: MoEConfig, ranks: Ranks) -> MLP | None:
+    inner = c.n_shared_experts * c.moe_intermediate_size // ranks.parts
+    return MLP(c.hidden_size, inner) if inner else None
+
+
+def is_few(tokens: int) -> bool:
+    """A prompt's chunk is a symbol while it is traced."""
+    return isinstance(tokens, int) and tokens <= MAX_TOKENS
+
+
+def feed_forward(c: MoEConfig, layer: int, ranks: Ranks = ALONE) -> nn.Module:
+    if not c.is_moe(layer):
+        return MLP(c.hidden_size, c.intermediate_size // ranks.parts)
+    return DenseMoE(c, ranks) if c.n_routed_experts <= DENSE_EXPERTS else GatheredMoE(c, ranks)

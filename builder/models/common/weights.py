@@ -1,0 +1,113 @@
+"""The table from checkpoint tensors to a program's weights: name, sources, pure transform.
+
+What families have in common: vectors, products, MLPs and routed experts.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
+from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models.config import MoEConfig
+
+Transform = Callable[..., Tensor]
+
+
+def stack_rows(*w: Tensor) -> Tensor:
+    """Projections of one input become one product: [out_i, ..] each -> [sum of out_i, ..]."""
+    return torch.cat(w) if len(w) > 1 else w[0]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint and the shape that the configuration demands."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int | None = None  # that ranks split; None: each holds all of it
+    routed: bool = False  # a routed expert's: groups of ranks hold it, split by their columns
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of the program (named as in its state_dict) and how it is made."""
+
+    name: str
+    sources: tuple[Source, ...]
+    transform: Transform = stack_rows  # of one slice's sources
+    rows: Transform | None = None  # of a product: as transform, but [out, ..], also for blocks
+    slices: int = 1  # of what is stacked along a first axis
+    joined: int | None = None  # of products: the sources' axis along which they are one
+
+    @property
+    def groups(self) -> Iterator[tuple[Source, ...]]:
+        """The sources of each slice, which their transform makes rows of the weight."""
+        size = len(self.sources) // self.slices
+        return (self.sources[i : i + size] for i in range(0, len(self.sources), size))
+
+
+def vector(to: str, at: str, name: str, size: int) -> Weight:
+    """A vector that has the same name in the module `to` as in the checkpoint's `at`."""
+    return Weight(f"{to}.{name}", (Source(f"{at}.{name}", (size,)),))
+
+
+def product(to: str, *sources: Source, rows: Transform = stack_rows, joined: int = 0) -> Weight:
+    """Checkpoint [out, in] -> program [in, out]: the graph is `x @ w` without a Transpose."""
+    return Weight(to, sources, lambda *w: rows(*w).T, rows, joined=joined)
+
+
+def projection(at: str, proj: str, hidden: int, inner: int, routed: bool = False) -> Source:
+    """One of an MLP's products; ranks split its inner columns."""
+    down = proj == "down"
+    shape = (hidden, inner) if down else (inner, hidden)
+    return Source(f"{at}.{proj}_proj.weight", shape, int(down), routed)
+
+
+def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
+    gate, up, down = (projection(at, p, hidden, inner) for p in ("gate", "up", "down"))
+    yield product(f"{to}.gate_up_proj", gate, up)
+    yield product(f"{to}.down_proj", down)
+
+
+def moe(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
+    """Router and experts, as `DenseMoE` has them if they are few, else as `GatheredMoE`."""
+    dense = c.n_routed_experts <= DENSE_EXPERTS
+    apart = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
+    inner = c.moe_intermediate_size * c.n_shared_experts
+    gate = Source(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))
+    yield Weight(f"{to}.gate.weight", (gate,), lambda w: w.T)
+    yield vector(to, at, "gate.e_score_correction_bias", c.n_routed_experts)
+    sources = [_experts(c, s, at, proj) for proj in ("gate", "up", "down")]
+    if c.n_shared_experts and not apart:  # they are one MLP, behind the routed ones
+        for proj, found in zip(("gate", "up", "down"), sources, strict=True):
+            found.append(projection(f"{at}.shared_experts", proj, c.hidden_size, inner))
+    yield from (_dense if dense else _gathered)(to, *sources)
+    if apart:
+        yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
+
+
+def _experts(c: MoEConfig, s: Share, at: str, proj: str) -> list[Source]:
+    E, inner = c.hidden_size, c.moe_intermediate_size
+    ids = s.experts(c.n_routed_experts)
+    return [projection(f"{at}.experts.{e}", proj, E, inner, routed=True) for e in ids]
+
+
+def _dense(to: str, gate: list[Source], up: list[Source], down: list[Source]) -> Iterator[Weight]:
+    yield product(f"{to}.experts.gate_up_proj", *gate, *up)
+    yield product(f"{to}.experts.down_proj", *down, rows=lambda *w: torch.cat(w, dim=1), joined=1)
+
+
+def _gathered(
+    to: str, gate: list[Source], up: list[Source], down: list[Source]
+) -> Iterator[Weight]:
+    """Each expert is a slice, whose gate and up are one product."""
+    pairs = tuple(source for pair in zip(gate, up, strict=True) for source in pair)
+
+    def stacked(*w: Tensor) -> Tensor:
+        return torch.cat(w).T[None]
+
+    yield Weight(f"{to}.gate_up_proj", pairs, stacked, slices=len(gate), joined=0)
+    yield Weight(f"{to}.down_proj", tuple(down), stacked, slices=len(down), joined=0)

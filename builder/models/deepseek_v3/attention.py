@@ -1,0 +1,85 @@
+"""Multi-head latent attention over a cache of latents and rotary keys.
+
+Shapes: B slots, T tokens, E hidden size, H heads, S cache rows, C = kv_lora_rank + rope dim.
+`reference.py` is the plain counterpart, `weights.py` says where each parameter comes from.
+"""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows, parameter
+from mtpbuild.builder.models.common.precision import cast
+from mtpbuild.builder.models.common.rope import softmax_scale
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
+from mtpbuild.plugins import mla_attention, rope
+from mtpbuild.plugins.mla_attention.op import floored_softmax
+from mtpbuild.runtime.ranks import Ranks
+
+
+class LatentAttention(Attention):
+    """The absorbed form in a step, the expanded one for a prompt (spec/deepseek-v3.md 2.2)."""
+
+    def __init__(self, c: DeepseekV3Config, ranks: Ranks) -> None:
+        super().__init__()
+        H, n, R = c.num_attention_heads // ranks.parts, c.qk_nope_head_dim, c.qk_rope_head_dim
+        self.config, self.heads, self.scale = c, H, softmax_scale(c.rope, c.qk_head_dim)
+        queries = H * (n + R)
+        if c.q_lora_rank is None:
+            self.qkv_a_proj = parameter(c.hidden_size, queries + c.cache_dim)
+        else:
+            self.qkv_a_proj = parameter(c.hidden_size, c.q_lora_rank + c.cache_dim)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
+            self.q_b_proj = parameter(c.q_lora_rank, queries)  # all heads' nope, then all heads' pe
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.rms_norm_eps)
+        self.w_uk = parameter(H, n, c.kv_lora_rank)
+        self.w_uv = parameter(H, c.kv_lora_rank, c.v_head_dim)
+        self.o_proj = parameter(H * c.v_head_dim, c.hidden_size)
+
+    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        c = self.config
+        a = x @ self.qkv_a_proj
+        width = a.shape[-1] - c.cache_dim
+        q, latent, k_pe = a.split([width, c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        k_pe = rope(k_pe, rows.cos, rows.sin, 1, c.rope_interleave)
+        return q, torch.cat([self.kv_a_layernorm(latent), k_pe], dim=-1)[:, None]
+
+    def queries(self, q: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Query input [B, T, ..] -> [B, H, T, qk_nope_head_dim] and [B, H, T, qk_rope_head_dim]."""
+        c, (B, T, _) = self.config, q.shape
+        if c.q_lora_rank is not None:
+            q = self.q_a_layernorm(q) @ self.q_b_proj
+        H = self.heads
+        q_nope, q_pe = q.split([H * c.qk_nope_head_dim, H * c.qk_rope_head_dim], dim=-1)
+        q_pe = rope(q_pe, rows.cos, rows.sin, H, c.rope_interleave)
+        q_nope, q_pe = q_nope.reshape(B, T, H, -1), q_pe.reshape(B, T, H, -1)
+        return q_nope.transpose(1, 2), q_pe.transpose(1, 2)
+
+    def attend(
+        self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
+    ) -> Tensor:
+        c = self.config
+        q_nope, q_pe = self.queries(q, rows)
+        if rows.expand:
+            o = self.expanded(q_nope, q_pe, cache, base)
+        else:
+            q = torch.cat([q_nope @ self.w_uk, q_pe], dim=-1)
+            o = mla_attention(q, cache, fresh, base, first, self.scale, c.kv_lora_rank) @ self.w_uv
+        return o.transpose(1, 2).flatten(2) @ self.o_proj
+
+    def expanded(self, q_nope: Tensor, q_pe: Tensor, cache: Tensor, base: Tensor) -> Tensor:
+        """The non-absorbed form over a cache that the pass's rows are written to: [B, H, T, v].
+
+        Expanding S rows costs 2 S H r (n + v) operations and saves 2 S T H (2 r - n - v) in the
+        products: it pays from T = 51 (deepseek-tiny) or 170 (DeepSeek-V3) tokens on.
+        """
+        c, T, S = self.config, q_nope.shape[2], cache.shape[2]
+        latent, k_pe = cache.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)  # [B, 1, S, ..]
+        k_nope, v = latent @ self.w_uk.mT, latent @ self.w_uv  # [B, H, S, ..]
+        k = torch.cat([k_nope, k_pe.expand(-1, self.heads, -1, -1)], dim=-1)
+        q = torch.cat([q_nope, q_pe], dim=-1) * self.scale
+        last = base[:, None] + torch.arange(T, device=base.device)
+        seen = torch.arange(S, device=base.device) <= last[:, None, :, None]  # [B, 1, T, S]
+        mask = torch.where(seen, 0.0, float("-inf"))  # equal in all layers: the passes leave one
+        scores = q @ k.mT + mask
+        p = scores.softmax(-1) if self.kernels else floored_softmax(scores)
+        return cast(p, v.dtype) @ v

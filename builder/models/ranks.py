@@ -1,0 +1,39 @@
+"""Whether ranks can share a model: one check for builds and forecasts."""
+
+from collections.abc import Mapping
+
+from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.ranks import MAX_RANKS, Ranks, listed
+
+BLOCKS = {"fp8": 128, "nvfp4": 16, "int8": 32, "int4": 32}  # columns that a split must not cut
+
+
+def check_ranks(
+    config: ModelConfig,
+    ranks: Ranks,
+    formats: Mapping[str, str] | None = None,
+    most: int = MAX_RANKS,
+) -> None:
+    """Raise UsageError unless so many ranks can share the model; it names the numbers that can.
+
+    formats: of each class of weights whose blocks must stay whole; most: ranks at most.
+    """
+    ranks.check(config.n_routed_experts)
+    why = _obstacle(config, ranks, formats or {})
+    if why:
+        others = ranks.others(most)
+        good = [other.tp for other in others if not _obstacle(config, other, formats or {})]
+        raise UsageError(f"--tp {ranks.tp} does not divide {why}; possible: {listed(good)}")
+
+
+def _obstacle(config: ModelConfig, ranks: Ranks, formats: Mapping[str, str]) -> str:
+    """The first size that does not split into so many parts, or nothing."""
+    for split in family_of(config).split_sizes(config, ranks):
+        block = BLOCKS.get(formats.get(split.weights, ""), 1) if split.parts > 1 else 1
+        if split.size % (block * split.parts):
+            into = f" (into tp / ep = {split.parts})" if split.parts not in (1, ranks.tp) else ""
+            blocks = f" into blocks of {block}" if block > 1 else ""
+            return f"{split.name} {split.size}{blocks or into}"
+    return ""

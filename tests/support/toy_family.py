@@ -1,0 +1,300 @@
+"""A family in one file: grouped-query attention without a latent, dense MLPs, one MTP module.
+
+Two key-value heads serve four query heads. A cache row holds both heads' keys, then their values.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.layers import (
+    MLP,
+    Attention,
+    DecoderLayer,
+    MTPModule,
+    Rope,
+    Rows,
+    parameter,
+)
+from mtpbuild.builder.models.common.reference import Reference
+from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models.common.weights import Source, Weight, mlp, product, vector
+from mtpbuild.builder.models.config import ModelConfig, Reader, RopeConfig
+from mtpbuild.builder.models.family import Costs, Family, Split
+from mtpbuild.runtime.ranks import Ranks
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["ToyForCausalLM"],
+    "model_type": "toy",
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 256,
+    "rope_theta": 1000.0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(ModelConfig):
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope: RopeConfig
+
+
+def parse_config(raw: Mapping[str, Any]) -> ToyConfig:
+    read = Reader(raw)
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    own = dict[str, Any]({size: read.integer(size, 1) for size in sizes})
+    return ToyConfig(**read.model(), **own, rope=read.rope())
+
+
+class ToyAttention(Attention):
+    """Plain PyTorch operators over the cache and the pass's own rows."""
+
+    def __init__(self, c: ToyConfig, ranks: Ranks) -> None:
+        super().__init__()
+        self.heads, self.groups = c.num_attention_heads, c.num_key_value_heads // ranks.parts
+        self.heads //= ranks.parts
+        self.width = c.head_dim
+        self.qkv_proj = parameter(c.hidden_size, (self.heads + 2 * self.groups) * c.head_dim)
+        self.o_proj = parameter(self.heads * c.head_dim, c.hidden_size)
+
+    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        sizes = [n * self.width for n in (self.heads, self.groups, self.groups)]
+        q, k, v = (x @ self.qkv_proj).split(sizes, dim=-1)
+        return self.turned(q, rows), torch.cat([self.turned(k, rows), v], dim=-1)[:, None]
+
+    def turned(self, x: Tensor, rows: Rows) -> Tensor:
+        """Rotate the halves of every head: x [B, T, heads * width]."""
+        cos, sin = rows.cos[:, :, None], rows.sin[:, :, None]
+        a, b = x.unflatten(-1, (-1, self.width)).chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+
+    def attend(
+        self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
+    ) -> Tensor:
+        T, S, fresh_rows = q.shape[1], cache.shape[2], fresh.shape[2]
+        last = first[:, None] + torch.arange(T, device=q.device)
+        old = torch.arange(S, device=q.device) < base[:, None, None]  # [B, 1, S]
+        new = torch.arange(fresh_rows, device=q.device) <= last[..., None]  # [B, T, F]
+        seen = torch.cat([old.expand(-1, T, -1), new], dim=-1)[:, None, None]  # [B, 1, 1, T, S + F]
+        k, v = torch.cat([cache, fresh], dim=2)[:, 0].chunk(2, dim=-1)
+        k, v = (x.unflatten(-1, (self.groups, -1)).transpose(1, 2)[:, :, None] for x in (k, v))
+        q = q.unflatten(-1, (self.groups, -1, self.width)).permute(0, 2, 3, 1, 4)  # [B, G, n, T, w]
+        scores = (q @ k.mT * self.width**-0.5).masked_fill(~seen, float("-inf"))
+        o = (scores.softmax(-1) @ v).permute(0, 3, 1, 2, 4)
+        return o.flatten(2) @ self.o_proj
+
+
+class Toy(CausalLM):
+    def __init__(self, c: ToyConfig, ranks: Ranks) -> None:
+        def block() -> tuple[ToyConfig, ToyAttention, MLP, Ranks]:
+            inner = c.intermediate_size // ranks.parts
+            return c, ToyAttention(c, ranks), MLP(c.hidden_size, inner), ranks
+
+        layers = [DecoderLayer(*block()) for _ in range(c.num_hidden_layers)]
+        modules = [MTPModule(*block()) for _ in range(c.num_nextn_predict_layers)]
+        super().__init__(c, layers, modules, Rope(c.rope, c.head_dim), ranks)
+
+
+def weight_table(c: ToyConfig, share: Share) -> list[Weight]:
+    E, V, L = c.hidden_size, c.vocab_size, c.num_hidden_layers
+    table = [Weight("embed_tokens", (Source("model.embed_tokens.weight", (V, E), axis=0),))]
+    for i in range(L):
+        table += layer_weights(c, f"model.layers.{i}", f"layers.{i}")
+    table.append(vector("norm", "model.norm", "weight", E))
+    for j in range(c.num_nextn_predict_layers):
+        at, to = f"model.layers.{L + j}", f"mtp.{j}"
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            table.append(vector(to, at, f"{norm}.weight", E))
+        table.append(product(f"{to}.eh_proj", Source(f"{at}.eh_proj.weight", (E, 2 * E), axis=1)))
+        table += layer_weights(c, at, to)
+    table.append(product("lm_head", Source("lm_head.weight", (V, E), axis=0)))
+    return table
+
+
+def layer_weights(c: ToyConfig, at: str, to: str) -> Iterator[Weight]:
+    E, rows = c.hidden_size, c.num_attention_heads * c.head_dim
+    heads = {"q": rows, "k": c.num_key_value_heads * c.head_dim}
+    heads["v"] = heads["k"]
+    yield vector(to, at, "input_layernorm.weight", E)
+    yield vector(to, at, "post_attention_layernorm.weight", E)
+    qkv = (Source(f"{at}.self_attn.{n}_proj.weight", (r, E), axis=0) for n, r in heads.items())
+    yield product(f"{to}.self_attn.qkv_proj", *qkv)
+    o_proj = Source(f"{at}.self_attn.o_proj.weight", (E, rows), axis=1)
+    yield product(f"{to}.self_attn.o_proj", o_proj)
+    yield from mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
+
+
+def cache_specs(c: ToyConfig, ranks: Ranks) -> list[int]:
+    """Keys and values of all key-value heads side by side; ranks split them."""
+    width = 2 * c.num_key_value_heads * c.head_dim // ranks.parts
+    return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)
+
+
+def split_sizes(c: ToyConfig, ranks: Ranks) -> list[Split]:
+    sizes = ("num_key_value_heads", "vocab_size", "intermediate_size")
+    return [Split(size, getattr(c, size), ranks.parts) for size in sizes]
+
+
+def costs(c: ToyConfig, ranks: Ranks) -> Costs:
+    rows = c.num_attention_heads * c.head_dim / ranks.parts
+    return Costs(row_operations=4.0 * rows, activations=3.0 * c.intermediate_size)
+
+
+class PlainNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+class PlainLayer(nn.Module):
+    """A decoder layer, and what a module has beside; each head's attention by itself."""
+
+    def __init__(self, c: ToyConfig, module: bool) -> None:
+        super().__init__()
+        self.config, E, w = c, c.hidden_size, c.head_dim
+        heads = {"q": c.num_attention_heads, "k": c.num_key_value_heads, "v": c.num_key_value_heads}
+        self.input_layernorm, self.post_attention_layernorm = PlainNorm(E), PlainNorm(E)
+        self.self_attn = nn.ModuleDict(
+            {f"{name}_proj": nn.Linear(E, n * w, bias=False) for name, n in heads.items()}
+            | {"o_proj": nn.Linear(heads["q"] * w, E, bias=False)}
+        )
+        shapes = {"gate": (E, c.intermediate_size), "up": (E, c.intermediate_size)}
+        shapes["down"] = (c.intermediate_size, E)
+        self.mlp = nn.ModuleDict(
+            {f"{name}_proj": nn.Linear(*shape, bias=False) for name, shape in shapes.items()}
+        )
+        if module:
+            self.enorm, self.hnorm = PlainNorm(E), PlainNorm(E)
+            self.eh_proj = nn.Linear(2 * E, E, bias=False)
+            self.shared_head = nn.ModuleDict({"norm": PlainNorm(E)})
+
+    def attention(self, x: Tensor) -> Tensor:
+        c, T = self.config, x.shape[1]
+        pairs = torch.arange(0, c.head_dim, 2) / c.head_dim
+        turns = torch.arange(T)[:, None] * c.rope.theta**-pairs
+        mask = torch.full((T, T), float("-inf")).triu(1)
+        q, k, v = (self.self_attn[f"{n}_proj"](x).split(c.head_dim, -1) for n in "qkv")
+        outputs, share = [], len(q) // len(k)
+        for head, query in enumerate(q):
+            a, b = turned(query, turns), turned(k[head // share], turns)
+            p = (a @ b.mT / c.head_dim**0.5 + mask).softmax(-1)
+            outputs.append(p @ v[head // share])
+        return self.self_attn["o_proj"](torch.cat(outputs, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.input_layernorm(x))
+        y, mlp = self.post_attention_layernorm(x), self.mlp
+        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
+
+
+def turned(x: Tensor, turns: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = turns.cos(), turns.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class PlainToy(Reference):
+    """Whole sequences, no caches, and nothing of the program's model."""
+
+    config: ToyConfig
+
+    def __init__(self, c: ToyConfig) -> None:
+        super().__init__()
+        self.config, L = c, c.num_hidden_layers
+        layers = (PlainLayer(c, module=i >= L) for i in range(L + c.num_nextn_predict_layers))
+        self.model = nn.ModuleDict(
+            {
+                "embed_tokens": nn.Embedding(c.vocab_size, c.hidden_size),
+                "layers": nn.ModuleList(layers),
+                "norm": PlainNorm(c.hidden_size),
+            }
+        )
+        self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+
+    @property
+    def layers(self) -> list[PlainLayer]:
+        return [x for x in self.modules() if isinstance(x, PlainLayer)]
+
+    def main(self, tokens: Tensor) -> Tensor:
+        x = self.model["embed_tokens"](tokens)
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            x = layer(x)
+        return self.model["norm"](x)
+
+    def mtp(self, k: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        module = self.layers[self.config.num_hidden_layers + k - 1]
+        embedding = module.enorm(self.model["embed_tokens"](tokens))
+        x = module.eh_proj(torch.cat([embedding, module.hnorm(hidden)], dim=-1))
+        return module.shared_head["norm"](module(x))
+
+
+TOY = Family(
+    name="ToyForCausalLM",
+    architectures=("ToyForCausalLM",),
+    model_type="toy",
+    config=ToyConfig,
+    quantisable=r"model\.layers\.(\d+)\.(self_attn|mlp)\..*_proj\.weight",
+    parse_config=parse_config,
+    make_model=Toy,
+    weight_table=weight_table,
+    duplicates=lambda c: {},
+    cache_specs=cache_specs,
+    split_sizes=split_sizes,
+    costs=costs,
+    reference=PlainToy,
+)
+
+
+def make_toy(seed: int = 0) -> PlainToy:
+    """Random weights; token v is often followed by a fixed permutation of it, also in the module.
+
+    Attention weighs enough to change what is said, drafts are often right.
+    """
+    torch.manual_seed(seed)
+    model = PlainToy(parse_config(CONFIG)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.35)
+            else:
+                parameter.uniform_(0.5, 1.5)
+        embedding = model.model["embed_tokens"].weight
+        assert isinstance(embedding, Tensor)
+        embedding.normal_()
+        model.lm_head.weight[torch.randperm(len(embedding))] += embedding
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.4 if "attn" in name else 0.12)
+        module, E = model.layers[-1], model.config.hidden_size
+        module.eh_proj.weight.normal_(std=0.1)
+        module.eh_proj.weight[:, :E] += torch.eye(E)
+    return model
+
+
+def save_toy(folder: Path, model: PlainToy) -> Path:
+    """A checkpoint as Hugging Face's are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
