@@ -24,7 +24,6 @@ from mtpbuild.runtime.compat.settings import (
     Source,
     agreed,
     merge,
-    require_supported,
 )
 from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM_METHODS, TRTLLM_SPECULATIVE
 from mtpbuild.runtime.errors import UsageError
@@ -117,7 +116,6 @@ def read_flags(
         said = [(s.name, _numbers(s.settings.nextn)) for s in sources]
         agreed("nextn", [("--nextn", _numbers(*nextn)), *said])
     settings = merge(sources)
-    require_supported(settings)
     for note in settings.notes:
         typer.echo(f"note: {note}", err=True)
     return settings

@@ -1,7 +1,7 @@
 """vLLM's --speculative-config and TensorRT-LLM's YAML file, read into settings of ours."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.synthetic import check_synthetic, synthetic_rates
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
-NOTHING = Settings()
 READERS = SETTINGS | {
     "nextn": whole_number(0, NEXTN_LIMIT),
     "use_relaxed_acceptance_for_thinking": switch,
@@ -25,11 +24,11 @@ READERS = SETTINGS | {
 def parse_speculative_config(text: str) -> Settings:
     """vLLM's JSON object; raises UsageError with the key and what it must be."""
     raw = read_json(text, VLLM_FLAG)
-    before, method = NOTHING, raw.pop(VLLM_METHODS.key, None)
+    method, notes = raw.pop(VLLM_METHODS.key, None), list[str]()
     if method is not None:
         where = f"{VLLM_FLAG}: {VLLM_METHODS.key}"
-        before = Settings(notes=VLLM_METHODS.check(method, where))
-    found = read_keys(raw, VLLM, VLLM_FLAG, others=TRTLLM_SPECULATIVE, before=before)
+        notes += VLLM_METHODS.check(method, where)
+    found = read_keys(raw, VLLM, VLLM_FLAG, others=TRTLLM_SPECULATIVE, notes=notes)
     rates, length = found.synthetic_acceptance_rates, found.synthetic_acceptance_length
     try:
         check_synthetic(found.rejection_sample_method, rates, length)
@@ -53,7 +52,7 @@ def parse_llm_yaml(path: Path) -> Settings:
     if inner.get(methods.key) is None:
         raise UsageError(f"{where}: {methods.key} is missing; supported: {methods.ours}")
     methods.check(inner.pop(methods.key), f"{where}: {methods.key}")
-    return read_keys(inner, TRTLLM_SPECULATIVE, where, others=VLLM, before=outer)
+    return read_keys(inner, TRTLLM_SPECULATIVE, where, others=VLLM, notes=outer.notes)
 
 
 def read_keys(
@@ -62,28 +61,28 @@ def read_keys(
     where: str,
     *,
     others: Vocabulary,
-    before: Settings = NOTHING,
+    notes: Iterable[str] = (),
 ) -> Settings:
-    """Sort the keys of one object, behind the lines of `before`.
+    """Sort the keys of one object, behind the notes that there are.
 
     others: where a stray key may have come from.
     """
     given: dict[str, list[tuple[str, object]]] = {}
-    notes, unsupported = [*before.notes], [*before.unsupported]
+    notes = [*notes]
     for key, value in raw.items():
         name = f"{where}: {key}"
         if key in known.ours:
             said = (name, read_value(known, key, value, name))
             given.setdefault(known.ours[key], []).append(said)
         elif key in known.later:
-            unsupported += known.later[key].refusal(name, value)
+            known.later[key].check(name, value)
         elif key in known.no_effect:
             hint = known.no_effect[key]
             notes.append(f"{name}: no effect" + (f"; {hint}" if hint else ""))
         else:
             raise UsageError(f"{where}: unknown key {key!r}{_nearest(key, known, others)}")
     values: dict[str, Any] = {name: agreed(name, pairs) for name, pairs in given.items()}
-    return Settings(**values, notes=tuple(notes), unsupported=tuple(unsupported))
+    return Settings(**values, notes=tuple(notes))
 
 
 def read_value(known: Vocabulary, key: str, value: object, label: str) -> Any:

@@ -30,9 +30,7 @@ class Settings:
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
-    # Lines for users: of each key that was taken and does nothing, that asks for what is not there.
-    notes: tuple[str, ...] = ()
-    unsupported: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # a line for each key that was taken and does nothing
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,7 @@ def merge(sources: Iterable[Source]) -> Settings:
     if not values["use_relaxed_acceptance_for_thinking"]:
         needs = "no effect without use_relaxed_acceptance_for_thinking"
         notes += [f"{name}: {needs}" for name in RELAXED if values[name] is not None]
-    unsupported = tuple(line for source in sources for line in source.settings.unsupported)
-    return Settings(**values, notes=tuple(notes), unsupported=unsupported)
+    return Settings(**values, notes=tuple(notes))
 
 
 def agreed(name: str, given: Sequence[tuple[str, object]]) -> object:
@@ -72,12 +69,6 @@ def agreed(name: str, given: Sequence[tuple[str, object]]) -> object:
                 f"{name}: {first} says {show(wanted)}, {source} says {show(value)}; drop one"
             )
     return said[0][1] if said else None
-
-
-def require_supported(settings: Settings) -> None:
-    """Refuse what this version can't do, so that nothing is ignored in silence."""
-    if settings.unsupported:
-        raise UsageError(settings.unsupported[0])
 
 
 def sampling_settings(settings: Settings) -> dict[str, Any]:

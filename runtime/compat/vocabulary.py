@@ -15,12 +15,11 @@ class Later:
     instead: str
     idle: tuple[int, ...] = ()  # besides null, false, 0 and empty
 
-    def refusal(self, key: str, value: object) -> list[str]:
-        """The line that refuses it, if there is something to refuse."""
-        if not value or (type(value) is int and value in self.idle):
-            return []
-        refused = f"{key} {show(value)} is not supported by this version"
-        return [f"{refused}; {self.instead}: leave it out"]
+    def check(self, key: str, value: object) -> None:
+        """Refuse a value that asks for something, so that nothing is ignored in silence."""
+        if value and not (type(value) is int and value in self.idle):
+            refused = f"{key} {show(value)} is not supported by this version"
+            raise UsageError(f"{refused}; {self.instead}: leave it out")
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ import pytest
 
 from mtpbuild.builder.plan import NEXTN_LIMIT as PLAN_LIMIT
 from mtpbuild.runtime.checks import NEXTN_LIMIT
+from mtpbuild.runtime.compat.parse import parse_speculative_config
 from mtpbuild.runtime.compat.settings import (
     Settings,
     Source,
     check_engine,
     merge,
-    require_supported,
     sampling_settings,
 )
 from mtpbuild.runtime.errors import UsageError
@@ -17,25 +17,23 @@ from tests.support.fakes import fake_manifest
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    "text",
     [
-        (Settings(), None),
-        (Settings(nextn=3, drafter="mtp-vanilla", notes=("a",)), None),
-        (Settings(rejection_sample_method="standard", draft_sample_method="greedy"), None),
-        (Settings(use_relaxed_acceptance_for_thinking=False, relaxed_topk=10), None),
-        (Settings(use_relaxed_acceptance_for_thinking=True), None),
-        (Settings(draft_sample_method="probabilistic"), None),
-        (Settings(rejection_sample_method="block"), None),
-        (Settings(unsupported=("a is not", "b is not")), "a is not"),
+        "{}",
+        '{"method": "deepseek_mtp", "num_speculative_tokens": 3}',
+        '{"rejection_sample_method": "standard", "draft_sample_method": "greedy"}',
+        '{"draft_sample_method": "probabilistic"}',
+        '{"rejection_sample_method": "block", "draft_tensor_parallel_size": 1}',
     ],
 )
-def test_what_this_version_supports(settings: Settings, line: str | None) -> None:
-    if line is None:
-        require_supported(settings)
-        return
-    with pytest.raises(UsageError) as caught:
-        require_supported(settings)
-    assert str(caught.value) == line
+def test_what_this_version_supports(text: str) -> None:
+    parse_speculative_config(text)
+
+
+def test_the_first_key_that_is_not_supported_is_named() -> None:
+    text = '{"draft_tensor_parallel_size": 2, "speculative_token_tree": "x"}'
+    with pytest.raises(UsageError, match=r"^--speculative-config: draft_tensor_parallel_size 2 is"):
+        parse_speculative_config(text)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +65,7 @@ def test_what_a_request_is_told(settings: Settings, keywords: dict[str, object])
 
 
 def test_sources_are_joined() -> None:
-    first = Settings(nextn=3, relaxed_topk=4, notes=("a",), unsupported=("x",))
+    first = Settings(nextn=3, relaxed_topk=4, notes=("a",))
     second = Settings(nextn=3, use_relaxed_acceptance_for_thinking=True, notes=("b",))
     assert merge([]) == Settings()
     assert merge([Source("--one", first), Source("--two", second)]) == Settings(
@@ -75,7 +73,6 @@ def test_sources_are_joined() -> None:
         use_relaxed_acceptance_for_thinking=True,
         relaxed_topk=4,
         notes=("a", "b"),
-        unsupported=("x",),
     )
 
 
