@@ -75,8 +75,8 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     ]
     for nextn in range(most + 1) if plan.adaptive else (most,):
         drafter = make_drafter(plan, nextn)
-        step = StepProgram(model, drafter, nextn, most).eval()
-        mixed = MixedStepProgram(model, drafter, nextn, most, acceptance).eval()
+        step = StepProgram(model, drafter, nextn).eval()
+        mixed = MixedStepProgram(model, drafter, nextn, acceptance).eval()
         plain_name, mixed_name = (program_name(kind, nextn, most) for kind in (PLAIN, MIXED))
         controls, outs = active | _controls(plan, B), (*new, *MIXED_OUTPUTS)
         programs += [

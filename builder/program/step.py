@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.program.accept import Acceptance, GreedyAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
+from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins.asked import named
 from mtpbuild.runtime.controls import CONTROLS
 
@@ -22,39 +23,29 @@ State = dict[str, Tensor]
 class StepProgram(nn.Module):
     """One decode step of all active slots. State in, state out: in place is the target's duty.
 
-    nextn: drafts that it judges and makes, K; `most` >= nextn: drafts that the state has places
-    for. Of an adaptive engine's state a program judges the first nextn drafts; what it leaves in
-    the other places is never looked at, as `num_drafts` says.
+    It judges and makes nextn drafts. The state may have places for more (`window.py`).
     """
 
-    def __init__(
-        self, model: CausalLM, drafter: Drafter | None, nextn: int, most: int | None = None
-    ) -> None:
+    def __init__(self, model: CausalLM, drafter: Drafter | None, nextn: int) -> None:
         super().__init__()
         self.model, self.drafter, self.nextn = model, drafter, nextn
-        self.unused = 0 if most is None else most - nextn
 
     def forward(self, state: State, active: Tensor) -> tuple[State, State]:
         """state: the tensors of `state_specs`; active [B] bool. Returns new state, and outputs."""
         return self.step(state, active, GreedyAcceptance())
 
     def step(self, state: State, active: Tensor, acceptance: Acceptance) -> tuple[State, State]:
-        # 1. Verify: the main model over the newest token and its drafts. An inactive slot computes
-        #    too; its rows go to the end of the cache, which no occupied slot has reached.
-        T = self.nextn + 1
-        judged = self.narrowed(state) if self.unused else state
-        window, unused = judged["window"], [state["window"][:, T:]] if self.unused else []
-        caches = cache_list(state, "kv")
-        end = torch.full_like(state["lengths"], caches[0].shape[2] - T)
-        rows = self.model.rope(torch.where(active, state["lengths"], end), T)
-        hidden, caches = self.model(window, caches, rows)
+        # 1. Verify: the main model over the newest token and its drafts.
+        window = Window.of(state, self.nextn)
+        rows = window.rows(self.model, active)
+        hidden, caches = self.model(window.tokens, cache_list(state, "kv"), rows)
 
         # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage.
-        verdict = acceptance.judge(self.model.logits(hidden), judged, active)
+        verdict = acceptance.judge(self.model.logits(hidden), window.state, active)
         tokens, n, lengths = verdict.tokens, verdict.n, verdict.lengths
 
         # 4. Draft behind the newest token.
-        newest = tokens.gather(1, (n - 1).clamp(min=0)[:, None])
+        newest = window.newest(tokens, n)
         new = {f"kv.{i}": cache for i, cache in enumerate(caches)}
         drafts = newest[:, :0]
         if self.drafter is not None:
@@ -67,7 +58,7 @@ class StepProgram(nn.Module):
         new |= {
             "lengths": lengths,
             "window": torch.where(
-                active[:, None], torch.cat([newest, drafts, *unused], 1), state["window"]
+                active[:, None], window.followed_by(newest, drafts), state["window"]
             ),
             "num_drafts": torch.where(active, self.nextn, state["num_drafts"]),
             "thinking": verdict.thinking,
@@ -82,15 +73,6 @@ class StepProgram(nn.Module):
             outputs |= {"top_ids": verdict.top_ids, "top_logprobs": verdict.top_logprobs}
         return {name: new[name] for name in state}, outputs
 
-    def narrowed(self, state: State) -> State:
-        """The state as an engine of this nextn would have it."""
-        K = self.nextn
-        return state | {
-            "window": state["window"][:, : K + 1],
-            "num_drafts": state["num_drafts"].clamp(max=K),
-            "draft_probs": state["draft_probs"][:, :K],
-        }
-
 
 class MixedStepProgram(StepProgram):
     """The same step for slots that sample, reject or relax; the host picks the program per step."""
@@ -100,16 +82,15 @@ class MixedStepProgram(StepProgram):
         model: CausalLM,
         drafter: Drafter | None,
         nextn: int,
-        most: int | None = None,
         acceptance: type[MixedAcceptance] = MixedAcceptance,
     ) -> None:
-        super().__init__(model, drafter, nextn, most)
+        super().__init__(model, drafter, nextn)
         self.acceptance = acceptance
 
     def forward(self, state: State, active: Tensor, *controls: Tensor) -> tuple[State, State]:
         """controls: what each slot's request asks for, in the order of the table `CONTROLS`."""
         asked = named(controls)
-        if self.unused:
+        if asked["synthetic"].shape[1] > self.nextn + 1:  # the state has places for more drafts
             asked["synthetic"] = asked["synthetic"][:, : self.nextn + 1]
         return self.step(state, active, self.acceptance(asked))
 

@@ -1,0 +1,68 @@
+"""The tokens of each slot that one step verifies: a chain, and what follows from its being one.
+
+Here, and only here, the step program assumes that each token of the window follows the one before
+it. A tree of drafts would bring its own positions and mask in `rows`, the accepted path in place of
+a prefix in `newest` and in the operators that judge (`accept_rewind`, `accept_mixed`), and would
+move that path's cache rows together, where a chain's rewind only forgets the rows behind it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.layers import Rows
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The newest token of each slot and the nextn drafts behind it; T = nextn + 1.
+
+    An adaptive engine's state has places for more drafts than a program of a smaller nextn judges:
+    what stands in them is passed on, and never looked at, as `num_drafts` says.
+    """
+
+    state: State  # what judging them reads, without the places that this program doesn't judge
+    unused: tuple[Tensor, ...] = ()  # one tensor [B, those places], if there are any
+
+    @classmethod
+    def of(cls, state: State, nextn: int) -> "Window":
+        stored = state["window"]
+        if stored.shape[1] == nextn + 1:
+            return cls(state)
+        narrowed = {
+            "window": stored[:, : nextn + 1],
+            "num_drafts": state["num_drafts"].clamp(max=nextn),
+            "draft_probs": state["draft_probs"][:, :nextn],
+        }
+        return cls(state | narrowed, (stored[:, nextn + 1 :],))
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.state["window"]
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+    def rows(self, model: CausalLM, active: Tensor) -> Rows:
+        """Positions M .. M + nextn, each of which attends to those up to itself.
+
+        An inactive slot computes too: its rows go to the end of the cache, which no occupied slot
+        has reached.
+        """
+        lengths = self.state["lengths"]
+        end = torch.full_like(lengths, self.state["kv.0"].shape[2] - self.size)
+        return model.rope(torch.where(active, lengths, end), self.size)
+
+    @staticmethod
+    def newest(tokens: Tensor, n: Tensor) -> Tensor:
+        """The last of the n emitted tokens: [B, T], [B] -> [B, 1]. The first n rows are kept."""
+        return tokens.gather(1, (n - 1).clamp(min=0)[:, None])
+
+    def followed_by(self, newest: Tensor, drafts: Tensor) -> Tensor:
+        """What the state keeps for the next step: newest [B, 1] and drafts [B, nextn]."""
+        return torch.cat([newest, drafts, *self.unused], 1)
