@@ -60,12 +60,13 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     if todo:
         with stages("load compiler"):
             load_compiler(job.target, [job.plans[out] for out in todo])
+            from mtpbuild.builder.engine_weights import EngineWeights
 
         # 3. The checkpoint, checked before anything is written.
         with stages("check checkpoint"):
             model = job.open_model()
             model.tell_formats()
-            weights = job.weights_of(model)
+            weights = EngineWeights(model)
 
     for out, ranks in todo.items():
         plan, inputs = job.plans[out], f"{job.fingerprints[out]} {[*ranks]}"
@@ -121,8 +122,8 @@ def make_programs(
     plan, first = job.plans[out], next(iter(folders.values()))
     ready = None if job.request.force else layout.intact_rank(out, job.fingerprints[out])
     if ready is not None:
-        layout.share_programs(ready.folder, folders.values())
-        return ready.manifest.programs
+        layout.share_programs(ready, folders.values())
+        return read_manifest(ready).programs
 
     def compile_one(program: "Program") -> ProgramSpec:
         with stages(f"trace {program.name}"):

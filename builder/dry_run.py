@@ -1,10 +1,10 @@
 """`mtpbuild build --dry-run`: a build's checks, graphs and sizes; writes nothing."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mtpbuild.builder import layout
 from mtpbuild.builder.checks import needs
@@ -12,6 +12,9 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.model_source import ModelSource
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
@@ -32,13 +35,7 @@ class Foreseen:
 class DryRun:
     """A checkpoint that was checked, and the engines that a build would make of it."""
 
-    checkpoint: Path
-    files: int
-    tensors: int
-    dequantised: Counter[str]  # weights, by format
-    weights_type: str
-    dtype: str  # of what is not quantised
-    parameters: int
+    model: "ModelSource"  # whose tensors have shapes alone
     engines: list[Foreseen]
     lacking: list[str]  # for a build on this machine
 
@@ -49,9 +46,8 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
         from mtpbuild.builder import weightless
 
-        lacking = list(
-            dict.fromkeys(chain.from_iterable(map(job.target.lacks, job.plans.values())))
-        )
+        lines = chain.from_iterable(map(job.target.lacks, job.plans.values()))
+        lacking = list(dict.fromkeys(lines))
     with stages("check checkpoint"):
         model = job.open_model(device="meta")
         # Ranks of one group have equal parts.
@@ -59,27 +55,12 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     with stages("export"):
         graphs = weightless.export(model, job.plans.values(), job.target.trace)
-    return DryRun(
-        checkpoint=job.source.folder,
-        files=len(set(model.checkpoint.files.values())),
-        tensors=len(model.checkpoint.files),
-        dequantised=model.dequantised(),
-        weights_type=model.weights_type,
-        dtype=model.dtype,
-        parameters=model.parameters,
-        engines=[
-            Foreseen(
-                out,
-                plan,
-                weights,
-                sum(ITEM_BYTES[s.dtype] * prod(s.shape) for s in state_specs(plan)),
-                exported,
-                not layout.lacking(out, job.fingerprints[out], job.ranks),
-            )
-            for (out, plan), exported in zip(job.plans.items(), graphs, strict=True)
-        ],
-        lacking=lacking,
-    )
+    engines = []
+    for (out, plan), exported in zip(job.plans.items(), graphs, strict=True):
+        state = sum(ITEM_BYTES[s.dtype] * prod(s.shape) for s in state_specs(plan))
+        stands = not layout.lacking(out, job.fingerprints[out], job.ranks)
+        engines.append(Foreseen(out, plan, weights, state, exported, stands))
+    return DryRun(model, engines, lacking)
 
 
 def print_dry_run(done: DryRun) -> None:
@@ -87,15 +68,15 @@ def print_dry_run(done: DryRun) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console, model = Console(highlight=False, soft_wrap=True), done.model
+    files = model.checkpoint.files
     console.print(
-        f"{done.checkpoint}: {done.tensors:,} tensors in {done.files} files, as config.json "
-        f"demands; {done.parameters:,} parameters"
+        f"{model.folder}: {len(files):,} tensors in {len(set(files.values()))} files, as "
+        f"config.json demands; {model.parameters:,} parameters"
     )
-    if done.dequantised:
-        counts = sorted(done.dequantised.items())
+    if counts := sorted(model.dequantised().items()):
         found = ", ".join(f"{count:,} in {name}" for name, count in counts)
-        console.print(f"{found} would be dequantised to {done.dtype}")
+        console.print(f"{found} would be dequantised to {model.dtype}")
     table = Table("engine", "nextn", "drafter", "weights", "state", "build")
     for engine in done.engines:
         each = " per rank" if engine.plan.ranks.tp > 1 else ""
@@ -103,7 +84,7 @@ def print_dry_run(done: DryRun) -> None:
             str(engine.folder),
             f"0 to {engine.plan.nextn}" if engine.plan.adaptive else str(engine.plan.nextn),
             engine.plan.drafter or "-",
-            f"{engine.weights / 1e9:,.2f} GB {done.weights_type}{each}",
+            f"{engine.weights / 1e9:,.2f} GB {model.weights_type}{each}",
             f"{engine.state / 1e9:,.3f} GB{each}",
             "nothing to do" if engine.unchanged else "to do",
         )

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from mtpbuild.builder.building import replace_folder
@@ -129,37 +128,25 @@ def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
         or not _is_intact(out, manifest)
     ):
         return list(ranks)
-    return [rank for rank in ranks if manifest.split and _intact_rank(out, manifest, rank) is None]
+    return [rank for rank in ranks if manifest.split and not _is_intact(out, manifest, rank)]
 
 
-@dataclass(frozen=True)
-class RankFolder:
-    """The folder of one of several ranks, with its manifest."""
-
-    folder: Path
-    manifest: Manifest
-
-
-def intact_rank(out: Path, fingerprint: str) -> RankFolder | None:
-    """The first rank of a build that is at `out` as it was built."""
+def intact_rank(out: Path, fingerprint: str) -> Path | None:
+    """The folder of the first rank of a build that is at `out` as it was built."""
     manifest = existing(out)
     if manifest is None or manifest.build.fingerprint != fingerprint:
         return None
-    found = (_intact_rank(out, manifest, rank) for rank in ranks_here(out, manifest))
-    return next((rank for rank in found if rank is not None), None)
+    found = (rank for rank in ranks_here(out, manifest) if _is_intact(out, manifest, rank))
+    return next((out / rank_name(rank) for rank in found), None)
 
 
-def _intact_rank(out: Path, manifest: Manifest, rank: int) -> RankFolder | None:
+def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
+    """Whether an engine's own files, or those of one of its ranks, are as they were built."""
     try:
-        found = RankFolder(out / rank_name(rank), read_rank(out, manifest, rank))
-    except EngineError:
-        return None
-    return found if _is_intact(found.folder, found.manifest) else None
-
-
-def _is_intact(folder: Path, manifest: Manifest) -> bool:
-    try:
-        check_files(folder, manifest)
+        if rank is None:
+            check_files(out, manifest)
+        else:
+            check_files(out / rank_name(rank), read_rank(out, manifest, rank))
     except (EngineError, OSError):
         return False
     return True

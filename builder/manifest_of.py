@@ -53,19 +53,14 @@ def write_manifests(
 
 
 def build_info(job: Job, out: Path, model: "ModelSource") -> BuildInfo:
+    """The flags; those that the plan knows have the same names in it."""
     plan, layers = job.plans[out], job.request.layers
     return BuildInfo(
-        nextn=plan.nextn,
-        drafter=plan.drafter,
-        adaptive=plan.adaptive,
-        max_batch=plan.max_batch,
-        max_seq_len=plan.max_seq_len,
-        prefill_chunk=plan.prefill_chunk,
+        **{name: getattr(plan, name) for name in BuildInfo.model_fields if hasattr(plan, name)},
+        **vars(plan.ranks),
         weights=model.weights_type,
-        dtype=plan.dtype,
         fingerprint=job.fingerprints[out],
         layers=None if layers is None else str(layers),
-        **vars(plan.ranks),
     )
 
 

@@ -22,7 +22,6 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.engine_weights import EngineWeights
     from mtpbuild.builder.model_source import ModelSource
 
 DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
@@ -70,13 +69,6 @@ class Job:
             ranks=self.request.ranks,
             dtype=next(iter(self.plans.values())).dtype,
         )
-
-    @staticmethod
-    def weights_of(model: "ModelSource") -> "EngineWeights":
-        """What writes the model's weights into the folders of engines."""
-        from mtpbuild.builder.engine_weights import EngineWeights
-
-        return EngineWeights(model)
 
 
 def prepare(request: BuildRequest) -> Job:

@@ -32,12 +32,6 @@ from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS
 NAME: Final = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
 GATHER = torch.ops.aten.gather.default
-DTYPES = {
-    torch.bool: "bool",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.float32: "float32",
-}
 LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 
@@ -207,7 +201,7 @@ def _interpreter_class() -> Any:
             result, value = super().run_node(n), n.meta.get("val")
             if not isinstance(result, trt.ITensor) or not isinstance(value, torch.Tensor):
                 return result
-            wanted = getattr(trt, DTYPES[value.dtype])
+            wanted = getattr(trt, str(value.dtype).removeprefix("torch."))
             if result.dtype == wanted:
                 return result
             return self.ctx.net.add_cast(result, wanted).get_output(0)

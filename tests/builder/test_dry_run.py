@@ -40,7 +40,7 @@ def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     assert foreseen.weights == built.manifest.files[WEIGHTS].size - 8 - header
     assert foreseen.folder == out
     assert (foreseen.plan.drafter, foreseen.unchanged) == (built.manifest.build.drafter, False)
-    assert done.parameters == built.manifest.model.parameters
+    assert done.model.parameters == built.manifest.model.parameters
     (again,) = dry_run(request, Stages()).engines
     assert again.unchanged
 
@@ -112,6 +112,6 @@ def test_a_checkpoint_of_holes(tmp_path: Path) -> None:
         BuildRequest("deepseek-tiny-nvfp4", nextn=(3,), checkpoint=out, out=tmp_path / "e"),
         Stages(),
     )
-    assert done.dequantised == {"nvfp4": 108}
+    assert done.model.dequantised() == {"nvfp4": 108}
     assert 0 < size < 14e6
-    assert done.engines[0].weights == 4 * done.parameters
+    assert done.engines[0].weights == 4 * done.model.parameters
