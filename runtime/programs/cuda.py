@@ -69,8 +69,7 @@ class Device:
 
     def free_memory(self) -> int:
         """Bytes that nobody has taken."""
-        free, _ = self._call("cudaMemGetInfo")
-        return int(free)
+        return int(self._call("cudaMemGetInfo")[0])
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         """Allocate on the GPU; programs want multiples of 256 bytes, and so it comes."""

@@ -63,8 +63,8 @@ class Slots:
             {s.name: memory.zeros(s.shape, s.dtype) for s in carried} for _ in range(copies)
         ]
         self._now = 0  # the copy that is read next
-        inputs = {t.name: t for t in manifest.programs[MIXED].inputs}
-        self._controls = self._zeros(inputs[control.name] for control in CONTROLS)
+        inputs = {(t.name, t.dtype): t for t in manifest.programs[MIXED].inputs}
+        self._controls = self._zeros(inputs[control.name, control.dtype] for control in CONTROLS)
         self._active = memory.zeros((self._batch,), "bool")
         self._mixed = np.zeros(self._batch, np.bool_)  # slots that the plain program can't serve
         self._bindings: dict[Any, Any] = {}  # what programs were given; forgotten with the layout

@@ -104,9 +104,10 @@ class TensorRtPrograms(DeviceSlots):
         scratch = device.zeros((max(p.scratch for p in self._compiled.values()),), "uint8")
         for name, program in self._compiled.items():
             program.share(scratch)
-            names = [t.name for t in (*specs[name].inputs, *specs[name].outputs)]
-            own = self._prompt | _outs(self._filled) if name == PREFILL else tensors
-            program.bind({n: own[n] for n in names if n in own})
+            prompt = self._prompt | _outs(self._filled) | self._caches_of(0)
+            own = prompt if name == PREFILL else tensors
+            tensor_specs = (*specs[name].inputs, *specs[name].outputs)
+            program.bind({t.name: own[t.name] for t in tensor_specs})
         self._results, self._launch = dict[str, list[str]](), {}
         for name in (PLAIN, MIXED):
             self._results[name] = [t.name for t in own_outputs(specs[name])]
@@ -121,10 +122,14 @@ class TensorRtPrograms(DeviceSlots):
         self._device.synchronise()
 
     def _run_prefill(self, slot: int, start: int, chunk: int) -> dict[str, DeviceArray]:
-        caches = {name: cache[slot : slot + 1] for name, cache in self._slot_caches.items()}
-        self._compiled[PREFILL].bind(caches | _outs(caches))
+        self._compiled[PREFILL].bind(self._caches_of(slot))
         self._compiled[PREFILL].enqueue(self._device)
         return self._filled
+
+    def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
+        """One slot's caches, which prefill writes where it reads them."""
+        caches = {name: cache[slot : slot + 1] for name, cache in self._slot_caches.items()}
+        return caches | _outs(caches)
 
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
         super().begin(slot, length, newest, controls)
