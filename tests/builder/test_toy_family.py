@@ -55,7 +55,7 @@ def check_engine(engine: Path, toy: PlainToy, nextn: int) -> None:
     caches = {s.name: s.shape for s in manifest.state if s.kind == "cache"}
     width = 2 * CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
     assert {shape[3] for shape in caches.values()} == {width}
-    assert set(caches) == {"kv.0", "kv.1"} | ({"mtp_kv.0"} if nextn else set())
+    assert set(caches) == {"kv.0"} | ({"mtp_kv.0"} if nextn else set())
 
     programs = load_programs(engine, manifest, threads=1)
     assert isinstance(programs, Inspectable)
@@ -74,7 +74,7 @@ def check_engine(engine: Path, toy: PlainToy, nextn: int) -> None:
     for prompt, result in zip(prompts, results, strict=True):
         assert list(result.token_ids) == greedy(toy, prompt, 60)
         if nextn:
-            assert (result.metrics.speculative_decoding.mean_acceptance_length or 0) > 1.3
+            assert (result.metrics.speculative_decoding.mean_acceptance_length or 0) > 1.2
 
 
 def test_attention_matters(toy: PlainToy) -> None:

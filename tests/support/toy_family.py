@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 53,
     "hidden_size": 32,
     "intermediate_size": 40,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 6,
@@ -280,7 +280,7 @@ def make_toy(seed: int = 0) -> PlainToy:
         model.lm_head.weight[torch.randperm(len(embedding))] += embedding
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.mul_(0.4 if "attn" in name else 0.12)
+                parameter.mul_(0.6 if "attn" in name else 0.12)
         module, E = model.layers[-1], model.config.hidden_size
         module.eh_proj.weight.normal_(std=0.1)
         module.eh_proj.weight[:, :E] += torch.eye(E)
