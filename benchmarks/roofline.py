@@ -14,6 +14,7 @@ choose, caches as long as in the middle of the request.
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,7 @@ def bound(
     found = classes(layout, Ranks())
     for one in found:
         one.bytes = one.parameters * FP32
-        one.per_rank, one.formats = float(one.bytes), {"fp32": one.bytes}
+        one.per_rank, one.formats = float(one.bytes), Counter(fp32=one.bytes)
     load = Load(1, context, "fp32")
     unknown = Gpu("", 0.0, 1.0, {"bf16": 1.0})
     shape = Model(layout.config, found, Ranks(), unknown)

@@ -17,7 +17,13 @@ from mtpbuild.builder.manifest_of import write_manifests
 from mtpbuild.builder.prepare import Job, load_compiler, prepare
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.runtime.manifest import Manifest, ProgramSpec, hash_file, parts, read_manifest
+from mtpbuild.runtime.manifest import (
+    Manifest,
+    ProgramSpec,
+    engine_folders,
+    hash_file,
+    read_manifest,
+)
 
 if TYPE_CHECKING:
     from mtpbuild.builder.engine_weights import EngineWeights
@@ -34,7 +40,7 @@ class BuiltEngine:
 
     def file_sizes(self) -> list[int]:
         """Bytes of every file but the manifests, which count as 0; ranks share programs on disk."""
-        found = [part.files for _, part in parts(self.folder, self.manifest)]
+        found = [part.files for _, part in engine_folders(self.folder, self.manifest)]
         return [0] * len(found) + [file.size for files in found for file in files.values()]
 
 

@@ -93,13 +93,13 @@ class ModelSource:
             )
 
     def dequantised(self) -> Counter[str]:
-        """How many weights become larger than they were, by format."""
+        """Count the weights that become larger than they were, by format."""
         sources = {s.name for w in self.table if w.name not in self.kept for s in w.sources}
         formats = (self.checkpoint.format(name) for name in sources)
         return Counter(format.name for format in formats if format is not None)
 
     def tell_formats(self) -> None:
-        """Say so, if any do."""
+        """Note it in the log if any weights are dequantised."""
         counts = sorted(self.dequantised().items())
         if counts:
             found = ", ".join(f"{count} in {name}" for name, count in counts)
@@ -111,7 +111,7 @@ class ModelSource:
 
     @property
     def weights_type(self) -> WeightsType:
-        """What most of the products hold."""
+        """The format that most of the products hold."""
         formats = Counter(kept.format.name for kept in self.kept.values()).most_common(1)
         return typing.cast(WeightsType, formats[0][0]) if formats else self.dtype
 

@@ -96,7 +96,7 @@ def choose_drafter(
 
 
 def modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
-    """How many MTP modules a drafter runs: Eagle runs the first one again and again."""
+    """Count the MTP modules that a drafter runs: Eagle runs the first one again and again."""
     return {None: 0, "none": 0, "mtp-eagle": 1, "mtp-vanilla": nextn}[drafter]
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,16 +25,14 @@ from mtpbuild.runtime.errors import BuildError
 class Shapes(Checkpoint):
     """A checkpoint whose tensors have no values; sources: shapes as the table demands them."""
 
-    sources: Mapping[str, Shape] | None = None
+    sources: Mapping[str, Shape] = field(default_factory=dict)
 
     def read(self, name: str) -> Tensor:
-        assert self.sources is not None
         return torch.empty(self.sources[name], device="meta")
 
     def part(self, name: str, suffix: str) -> Tensor:
         format = self.format(name)
         assert format is not None
-        assert self.sources is not None
         part = format.parts(self.sources[name])[suffix]
         return torch.empty(part.shape, dtype=TYPES[part.dtype], device="meta")
 

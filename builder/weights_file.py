@@ -15,7 +15,7 @@ WEIGHTS = "weights.safetensors"
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a tensor's bytes lie in the file."""
+    """A tensor's bytes in the file."""
 
     offset: int
     size: int
@@ -30,7 +30,7 @@ def write_weights(
 
 
 def read_places(path: Path) -> dict[str, Placed]:
-    """Where the tensors of a file that `write_weights` wrote lie."""
+    """Find the tensors of a file that `write_weights` wrote."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         start = file.tell()

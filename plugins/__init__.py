@@ -22,11 +22,14 @@ from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
 
 __all__ = [
     "FACETS",
+    "TARGETS",
     "accept_mixed_op",
     "accept_rewind",
     "dequantise_scaled",
     "experts_nbits",
+    "facet",
     "facets",
+    "file_of",
     "kv_write",
     "matmul_nbits",
     "matmul_scaled",

@@ -1,6 +1,11 @@
-"""How many tokens to draft: what pays best by the acceptance and the step times seen so far."""
+"""Decides how many tokens to draft, by the acceptance and the step times seen so far."""
 
+import time
 from collections.abc import Hashable, Sequence
+from typing import cast
+
+from mtpbuild.runtime.pace import Land, Pace, Running
+from mtpbuild.runtime.programs.base import Adaptive, Bools, Programs
 
 FORGET = 0.98  # weight of older drafts as a new one is judged: a memory of some 50
 FADE = 0.995  # the same in a step without a draft there; more patient, as trying again costs time
@@ -14,7 +19,7 @@ STAY = 1.05  # another nextn must be so much better, for its program has to sett
 
 
 class Odds:
-    """How likely a request's drafts are accepted, by position; recent steps count most."""
+    """Tells how likely a request's drafts are accepted, by position; recent steps count most."""
 
     def __init__(self, nextn: int) -> None:
         self.judged = [0.0] * nextn  # steps in which the drafts before this one were accepted
@@ -51,9 +56,12 @@ class Odds:
 
 
 class Times:
-    """Seconds of a step, by nextn: two are tried, the others lie on the line through these until
-    they were chosen themselves. Ratios are then corrected slowly; how fast the machine is and how
-    long the contexts are, which concerns all, is followed quickly."""
+    """Knows the seconds of a step, by nextn.
+
+    Two are tried, the others lie on the line through these until they were chosen themselves.
+    Ratios are then corrected slowly; how fast the machine is and how long the contexts are, which
+    concerns all, is followed quickly.
+    """
 
     def __init__(self, nextn: int) -> None:
         self._trials: list[list[float]] = [[] for _ in range(nextn + 1)]
@@ -86,8 +94,8 @@ class Times:
         return [max(low + slope * (k - half), low / 4) for k in range(most + 1)]
 
 
-class AdaptiveNextn:
-    """Chooses each step's nextn for the requests that share it.
+class AdaptiveNextn(Pace):
+    """Chooses each step's nextn for the requests that share it, and times the step.
 
     Exact whatever it chooses: it looks at tokens that are out, never at the drafts that it drops.
     """
@@ -99,8 +107,17 @@ class AdaptiveNextn:
         self._all = Odds(most)  # of all requests: where a new one begins
         self._times: dict[Hashable, Times] = {}
 
+    def launch(self, programs: Programs, running: Running, active: Bools, rows: int) -> Land:
+        requests = [request for _, request in running]
+        kind = running[-1][0], all(request.controls.plain for request in requests)
+        cast(Adaptive, programs).draft(self.choose(requests, kind))
+        start = time.perf_counter()
+        land = super().launch(programs, running, active, rows)
+        self.took(kind, time.perf_counter() - start)
+        return land
+
     def choose(self, requests: Sequence[Hashable], kind: Hashable) -> int:
-        """The nextn of the next step. kind: of steps that take equally long for the same nextn."""
+        """The nextn of the next step. Steps of one `kind` take equally long for the same nextn."""
         self._odds = {r: self._odds.get(r) or self._all.successor() for r in requests}
         times = self._times.setdefault(kind, Times(self._most))
         untried = times.untried()
@@ -110,12 +127,12 @@ class AdaptiveNextn:
         return nextn
 
     def took(self, kind: Hashable, seconds: float) -> None:
-        """The step that was chosen for."""
+        """Learn how long the step took whose nextn was chosen last."""
         if self._settled >= SETTLING:
             self._times[kind].add(self._nextn, seconds)
 
     def add(self, request: Hashable, accepted: int, drafted: int) -> None:
-        """What became of a request's drafts in that step."""
+        """Learn what became of a request's drafts in that step."""
         for odds in (self._odds[request], self._all):
             odds.add(accepted, drafted)
 

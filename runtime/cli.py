@@ -81,6 +81,7 @@ def run(
     from mtpbuild.runtime import terminal
     from mtpbuild.runtime.compat.settings import check_engine
     from mtpbuild.runtime.engine import Engine
+    from mtpbuild.runtime.follow import follow
     from mtpbuild.runtime.group import start as ranks
     from mtpbuild.runtime.manifest import read_manifest
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
@@ -99,7 +100,7 @@ def run(
         if manifest.split and not ranks.in_group():
             stack.enter_context(ranks.started(engine, manifest, threads))
         elif manifest.split and ranks.own_rank(engine, manifest):
-            ranks.follow(engine, threads)
+            follow(engine, threads)
             return
         loaded = stack.enter_context(
             Engine.load(engine, threads=threads, provider=provider, verify_hashes=verify_hashes)
@@ -122,10 +123,10 @@ def inspect(
 ) -> None:
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime import terminal
-    from mtpbuild.runtime.manifest import check_files, parts, read_manifest
+    from mtpbuild.runtime.manifest import check_files, engine_folders, read_manifest
 
     manifest = read_manifest(engine)
-    for folder, part in parts(engine, manifest):
+    for folder, part in engine_folders(engine, manifest):
         check_files(folder, part)
     if json:
         typer.echo(manifest.to_json(), nl=False)

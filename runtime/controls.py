@@ -1,4 +1,4 @@
-"""What a request asks of a step: one ordered table, which programs, slots, ops and kernels read.
+"""Controls are what a request asks of a step: one table, which programs, slots and kernels read.
 
 A new control is a field of `Controls`. The mixed program gets it as an input [B, *shape] of that
 name, a manifest lists it, and every target writes it when a request begins.
@@ -37,7 +37,7 @@ def _control(default: Any, dtype: str, *shape: int | str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What one request asks of acceptance and drafting (DESIGN 5); by default strict and greedy."""
+    """One request's wishes for acceptance and drafting (DESIGN 5); by default strict and greedy."""
 
     temperature: float = _control(0.0, "float32")  # 0: greedy
     top_k: int = _control(0, "int64")  # 0: off
@@ -54,7 +54,7 @@ class Controls:
     thinking_ids: tuple[int, int] = _control((-1, -1), "int64", 2)  # begin and end the phase
     banned_ids: tuple[int, ...] = _control((), "int64", MAX_BANNED)  # not emitted at positions ..
     banned_until: int = _control(0, "int64")  # .. before this one
-    # The host's own: no input of a program.
+    # The host keeps these: they are no input of a program.
     thinking: bool = False  # whether the prompt ends inside the phase
     alternatives: bool = False  # whether top_ids and top_logprobs are wanted
     seed: int = 0
@@ -74,7 +74,7 @@ class Controls:
         return np.stack([np.random.Generator(key).random(count, np.float32) for key in keys])
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, NDArray[Any]]]:
-        """What a slot's place in each control becomes; shapes: of a slot, by name.
+        """Yield what each control of a slot becomes; `shapes` are a slot's, by name.
 
         A plain request draws no numbers: its row of `uniforms` stays as it is.
         """

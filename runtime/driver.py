@@ -1,9 +1,8 @@
-"""Who steps the loop: whoever waits for tokens, one thread at a time."""
+"""The driver lets whoever waits for tokens step the loop, one thread at a time."""
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self
 
 from mtpbuild.runtime.errors import EngineError
@@ -131,12 +130,7 @@ class Stream(Iterator[Chunk]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.cancel()
 
     def __del__(self) -> None:

@@ -5,12 +5,11 @@ import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeAlias, overload
 
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
-from mtpbuild.runtime.group.start import own_parts
+from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import load_programs
@@ -52,18 +51,18 @@ class Engine:
     ) -> Self:
         """Check an engine directory and load it.
 
-        threads: of the target; None lets it choose. provider: where onnxruntime computes, "cpu" (if
-        None) or "cuda". verify_hashes: all bytes, whatever the size. overlap: where the target can,
-        launch a step before the last one's tokens are read; False is for measuring. Raises
-        UsageError, EngineError or one of its kinds, with what to do.
+        threads: how many the target uses; None lets it choose. provider: where onnxruntime
+        computes, "cpu" (if None) or "cuda". verify_hashes: check all bytes, whatever the size.
+        overlap: where the target can, launch a step before the last one's tokens are read; False is
+        for measuring. Raises UsageError, EngineError or one of its kinds, with what to do.
         """
         if threads is not None and threads < 1:
             raise RequestError(f"threads must be a number from 1, not {threads}")
         folder = Path(path)
         manifest = read_manifest(folder)
         try:
-            for part, own in own_parts(folder, manifest):
-                check_files(part, own, verify_hashes=verify_hashes)
+            for place, own in own_folders(folder, manifest):
+                check_files(place, own, verify_hashes=verify_hashes)
             tokenizer = load_tokenizer(folder, manifest)
             programs = load_programs(folder, manifest, threads=threads, provider=provider)
             return cls(programs, manifest, tokenizer, overlap=overlap)
@@ -187,12 +186,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def _request(

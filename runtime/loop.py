@@ -1,16 +1,14 @@
 """The loop: admit, step, hand out tokens. Speculative decoding is all inside the step program."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
 from mtpbuild.runtime.adaptive import AdaptiveNextn
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Adaptive, Overlapping, Programs, StepOutput
+from mtpbuild.runtime.pace import Land, OverlappingPace, Pace, Running
+from mtpbuild.runtime.programs.base import Overlapping, Programs, StepOutput
 from mtpbuild.runtime.request import Request, TokenLogprobs
 from mtpbuild.runtime.scheduler import Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
@@ -18,10 +16,10 @@ from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched: of which requests, in which slots, and how to get its output."""
+    """A step that was launched: for which requests, in which slots, and how to get its output."""
 
-    requests: list[tuple[int, Request]]
-    land: Callable[[], StepOutput]
+    requests: Running
+    land: Land
 
 
 class Loop:
@@ -33,30 +31,30 @@ class Loop:
     """
 
     def __init__(self, programs: Programs, manifest: Manifest, *, overlap: bool = True) -> None:
+        build = manifest.build
         self.programs = programs
-        self.scheduler = Scheduler(manifest.build.slots, manifest.build.serving)
-        self.acceptance = Acceptance(manifest.build.nextn)
+        self.scheduler = Scheduler(build.slots, build.ranks.serving)
+        self.acceptance = Acceptance(build.nextn)
         self.requests = self.prompt_tokens = 0
-        nothing_drafted = manifest.build.drafter == "none"
-        self._watch = AcceptanceWatch(0 if nothing_drafted else manifest.build.nextn)
-        self._adaptive = AdaptiveNextn(manifest.build.nextn) if manifest.build.adaptive else None
-        self._window = manifest.window
-        self._chunk = manifest.build.prefill_chunk
-        self._overlap = overlap and isinstance(programs, Overlapping)
+        self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
+        self._pace = AdaptiveNextn(build.nextn) if build.adaptive else Pace()
+        if overlap and isinstance(programs, Overlapping):
+            self._pace = OverlappingPace()
+        self._window, self._chunk = manifest.window, build.prefill_chunk
         self._flight: Flight | None = None
 
     def step(self) -> None:
         """One decode step of all running requests; waiting ones move into free slots before it."""
         for slot, request in self.scheduler.admit():
             self._prefill(slot, request)
-        for source, target in self.scheduler.close_ranks():
+        for source, target in self.scheduler.close_gaps():
             self.programs.move(source, target)
         last, self._flight = self._flight, None
         if running := self.scheduler.running:
             self._flight = self._launch(running, last)
         if last:
             self._hand_out(last)
-        if self._flight and not self._overlap:
+        if self._flight and not self._pace.ahead:
             self._hand_out(self._flight)
             self._flight = None
 
@@ -65,31 +63,12 @@ class Loop:
         self._flight = None
         self.scheduler.fail(error)
 
-    def _launch(self, running: list[tuple[int, Request]], last: Flight | None) -> Flight:
-        """`last`: the step before, if its tokens are still unknown."""
+    def _launch(self, running: Running, last: Flight | None) -> Flight:
+        """Begin a step. `last` is the step before it, if its tokens are still unknown."""
         unknown = {request for _, request in last.requests} if last else set[Request]()
         lengths = (r.length + (self._window if r in unknown else 0) for _, r in running)
         active, rows = self.scheduler.active, max(lengths) + self._window
-        if self._overlap:
-            programs = cast(Overlapping, self.programs)
-            return Flight(running, programs.launch(active, rows))
-        if self._adaptive is None:
-            output = self.programs.step(active, rows)
-        else:
-            output = self._adapt(self._adaptive, running, rows)
-        return Flight(running, lambda: output)
-
-    def _adapt(
-        self, adaptive: AdaptiveNextn, running: list[tuple[int, Request]], rows: int
-    ) -> StepOutput:
-        """A step of the nextn that pays best, timed."""
-        requests = [request for _, request in running]
-        kind = running[-1][0], all(request.controls.plain for request in requests)
-        cast(Adaptive, self.programs).draft(adaptive.choose(requests, kind))
-        start = time.perf_counter()
-        output = self.programs.step(self.scheduler.active, rows)
-        adaptive.took(kind, time.perf_counter() - start)
-        return output
+        return Flight(running, self._pace.launch(self.programs, running, active, rows))
 
     def _hand_out(self, flight: Flight) -> None:
         """Wait for a step, and give its tokens to those of its requests that have not ended."""
@@ -104,10 +83,10 @@ class Loop:
             logprobs = request.params.logprobs
             found = () if logprobs is None else _alternatives(output, slot, logprobs)
             request.receive(tokens[slot][: counts[slot]], drafts[slot], found)
-            self.acceptance.add(counts[slot] - 1, drafts[slot])
-            self._watch.add(counts[slot] - 1, drafts[slot])
-            if self._adaptive:
-                self._adaptive.add(request, counts[slot] - 1, drafts[slot])
+            judged = counts[slot] - 1, drafts[slot]
+            self.acceptance.add(*judged)
+            self._watch.add(*judged)
+            self._pace.add(request, *judged)
 
     def _prefill(self, slot: int, request: Request) -> None:
         """Fill the slot's caches with the prompt but its last token, the first step's newest."""
@@ -125,7 +104,7 @@ class Loop:
 
 
 def _alternatives(output: StepOutput, slot: int, count: int) -> list[TokenLogprobs]:
-    """Of each token that a slot emitted, beside the `count` most probable ones."""
+    """Log-probabilities of the tokens that a slot emitted, each with the `count` likeliest."""
     assert output.top_ids is not None, "only the mixed program has alternatives"
     assert output.top_logprobs is not None
     given = (output.tokens[slot], output.logprobs[slot])

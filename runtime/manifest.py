@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
+from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, UsageError
+from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
+from mtpbuild.runtime.targets import find_target
 
 FORMAT_VERSION: Literal[2] = 2
 MANIFEST = "engine.json"
 WEIGHTS = "weights.safetensors"  # of all programs; a target may put them into its programs
-# Of any engine; a manifest beyond them is damaged.
-MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK, MAX_RANKS = 1024, 1 << 24, 1 << 16, 64
+MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 FloatType = Literal["float32", "bfloat16"]
@@ -60,7 +61,7 @@ class FileSpec(_Record):
 
 
 class ModelInfo(_Record):
-    """What was compiled."""
+    """The model that was compiled."""
 
     name: str
     architecture: str
@@ -77,7 +78,7 @@ class ModelInfo(_Record):
 
 
 class BuildInfo(_Record):
-    """How it was compiled: the flags of `mtpbuild build`."""
+    """The flags of `mtpbuild build` that it was compiled with."""
 
     nextn: int = Field(ge=0, le=15)
     drafter: Literal["mtp-eagle", "mtp-vanilla", "none"] | None
@@ -99,29 +100,37 @@ class BuildInfo(_Record):
 
     @property
     def drafts(self) -> str:
-        """How many a step makes, in words."""
+        """The number of drafts that a step makes, in words."""
         return f"0 to {self.nextn}" if self.adaptive else str(self.nextn)
 
     @property
-    def serving(self) -> int:
-        """Ranks that have requests of their own; those that share all of the model are one."""
-        return self.tp if self.attention_dp else 1
+    def ranks(self) -> Ranks:
+        """The processes that share the model."""
+        return Ranks(self.tp, self.ep, self.attention_dp)
 
     @property
     def slots(self) -> int:
         """Requests that run at once, on all ranks."""
-        return self.max_batch * self.serving
+        return self.max_batch * self.ranks.serving
 
 
 class TargetInfo(_Record):
-    """What it was compiled for."""
+    """The target and machine that it was compiled for."""
 
-    name: Literal["onnxruntime", "inductor", "tensorrt", "tensorrt-rtx"]
+    name: str
     hardware: str
     versions: dict[str, str]
     compute_capabilities: tuple[str, ...] = Field(
-        default=(), description="of the GPUs that a TensorRT engine runs on, such as 12.0"
+        default=(), description="of the GPUs that an engine runs on, such as 12.0"
     )
+
+    @field_validator("name")
+    @classmethod
+    def is_known(cls, name: str) -> str:
+        try:
+            return find_target(name).name
+        except UsageError as error:
+            raise ValueError(str(error)) from None
 
 
 class Manifest(_Record):
@@ -185,7 +194,8 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise EngineFormatError(f"{path}: {where}: {first['msg']}; rebuild the engine") from None
+        what = first["msg"].removeprefix("Value error, ")
+        raise EngineFormatError(f"{path}: {where}: {what}; rebuild the engine") from None
 
 
 def rank_name(rank: int) -> str:
@@ -203,12 +213,12 @@ def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
 
 
 def ranks_here(folder: Path, manifest: Manifest) -> list[int]:
-    """Which ranks' folders are there: they may be built one by one, on several machines."""
+    """The ranks whose folders are here: they may be built one by one, on several machines."""
     ranks = range(manifest.build.tp if manifest.split else 0)
     return [rank for rank in ranks if (folder / rank_name(rank)).is_dir()]
 
 
-def parts(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
+def engine_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
     """The engine's folder, then those of the ranks that are there, with their manifests."""
     yield folder, manifest
     for rank in ranks_here(folder, manifest):

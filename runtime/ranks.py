@@ -1,4 +1,4 @@
-"""How many processes share a model, and how: a value that flags, manifests and graphs agree on."""
+"""Ranks are the processes that share a model: a value that flags, manifests and graphs agree on."""
 
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,7 @@ class Ranks:
 
     @property
     def parts(self) -> int:
-        """Into how many parts all is split but the routed experts."""
+        """The number of parts that all is split into but the routed experts."""
         return 1 if self.attention_dp else self.tp
 
     @property

@@ -1,4 +1,4 @@
-"""Which request is in which slot, and who is next."""
+"""The scheduler knows which request is in which slot, and who is next."""
 
 import contextlib
 from collections import deque
@@ -14,8 +14,8 @@ from mtpbuild.runtime.request import Request
 class Scheduler:
     """B slots and a queue. Any thread may `add` and `cancel`; only the loop does the rest.
 
-    ranks: that have requests of their own; the slots are theirs in equal parts, one behind the
-    other, and a request stays where it began.
+    ranks: how many have requests of their own. Each has an equal number of the slots, one rank's
+    behind the other's, and a request stays on the rank where it began.
     """
 
     def __init__(self, slots: int, ranks: int = 1) -> None:
@@ -51,7 +51,7 @@ class Scheduler:
             yield free, newcomer
         self.active[:] = [request is not None for request in self.slots]
 
-    def close_ranks(self) -> Iterator[tuple[int, int]]:
+    def close_gaps(self) -> Iterator[tuple[int, int]]:
         """Yield moves (source, target) that leave a rank no free slot below a request.
 
         A step computes every slot up to the last one, so a move pays for itself in a step or two.
@@ -76,7 +76,7 @@ class Scheduler:
             request.fail(error)
 
     def _free_slot(self) -> int | None:
-        """The lowest of the rank with the fewest requests; None if all are taken."""
+        """The lowest free slot of the rank with the fewest requests; None if all are taken."""
         free = [[slot for slot in rank if self.slots[slot] is None] for rank in self._ranks]
         most = max(free, key=len)
         return most[0] if most else None

@@ -50,11 +50,14 @@ OUTSIDE = {
 ONLY_HERE = {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
     for name in (
-        "group.lead",
+        "group.channel",
+        "group.gpus",
         "group.nccl",
+        "programs.aot_package",
         "programs.inductor",
-        "programs.inductor_attention_dp",
+        "programs.inductor_cpu",
         "programs.inductor_cuda",
+        "programs.inductor_ranks",
         "programs.torch_cuda",
     )
 }

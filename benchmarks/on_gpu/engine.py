@@ -102,11 +102,12 @@ def variants(
     if machine.device == "cpu":
         yield "engine", partial(load_programs, folder, manifest), False
         return
+    from mtpbuild.runtime.programs.aot_package import open_packages
     from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
     from mtpbuild.runtime.programs.torch_cuda import Gpu
 
     def load(graphs: bool) -> Programs:
-        return CudaPrograms(folder, manifest, Gpu(), graphs=graphs)
+        return CudaPrograms(manifest, Gpu(), open_packages(folder, manifest), graphs=graphs)
 
     yield "engine", partial(load, graphs=False), False
     yield "+ CUDA graph", partial(load, graphs=True), False

@@ -14,7 +14,7 @@ from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target, make_options
 from mtpbuild.builder.weights_file import Placed
-from mtpbuild.runtime.programs.inductor import Package
+from mtpbuild.runtime.programs.aot_package import Package
 from on_gpu.machine import Machine
 from on_gpu.parts import Parts, State, random_model
 from on_gpu.slices import Slice

@@ -78,7 +78,7 @@ def variants(
         yield "engine", partial(at_once, runner, inputs, where), state, False
         return
     gpu = Gpu()
-    report = gpu.zeros((1, nextn + 1), torch.float32)
+    report = gpu.zeros((1, nextn + 1), "float32")
     page = gpu.pinned(report.nbytes)
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Which token ids begin and end a text, from generation_config.json or config.json."""
+"""Finds the token ids that begin and end a text, in generation_config.json or config.json."""
 
 import json
 from dataclasses import dataclass

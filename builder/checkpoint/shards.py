@@ -24,10 +24,8 @@ class Index:
         """Require every promised tensor where it is promised; files: tensor name -> its file."""
         gone = [n for n, s in self.shards.items() if n not in files or files[n].name != s]
         if gone:
-            first, more = min(gone), _more(len(gone) - 1)
-            raise CheckpointError(
-                f"{self.path}: names tensor {first}{more}, which {self.shards[first]} doesn't hold"
-            )
+            first, names = min(gone), f"names tensor {min(gone)}{more(len(gone) - 1)}"
+            raise CheckpointError(f"{self.path}: {names}, which {self.shards[first]} doesn't hold")
 
 
 def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
@@ -79,7 +77,7 @@ def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None)
         gone += max(0, total_size - whole)
     total = f"; {gone:,} bytes lack in all" if gone and (missing or len(faults) > 1) else ""
     raise CheckpointError(
-        f"{folder}: {faults[0]}{_more(len(faults) - 1)}{total}; resume the download"
+        f"{folder}: {faults[0]}{more(len(faults) - 1)}{total}; resume the download"
     )
 
 
@@ -102,5 +100,5 @@ def _measure(path: Path) -> tuple[int, int]:
     return data, 8 + header + data - size
 
 
-def _more(count: int) -> str:
+def more(count: int) -> str:
     return f" (and {count} more)" if count else ""

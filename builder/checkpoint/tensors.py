@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.shards import find_shards
+from mtpbuild.builder.checkpoint.shards import find_shards, more
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.common.weights import Source, Weight
+from mtpbuild.builder.models.common.share import WHOLE, Share, Source
+from mtpbuild.builder.models.common.weights import Weight
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.quantize.format import Format, Shape
 from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, stored_format
@@ -37,7 +37,7 @@ class Checkpoint:
     stored_names: Mapping[str, str] = field(default_factory=dict)  # where a file has another
 
     def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
-        """Only some of the tensors, under other names; names: stored name -> new name."""
+        """Keep only some of the tensors, under other names. names: stored name -> new name."""
         return replace(
             self,
             files={new: self.files[old] for old, new in names.items()},
@@ -52,19 +52,16 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """One weight in fp32, dequantised; raises CheckpointError if it holds NaN or Inf."""
-        format = self.format(name)
-        tensor = self.stored(name).float() if format is None else format.decode(self.parts(name))
+        if (format := self.format(name)) is None:
+            tensor = self.stored(name).float()
+        else:
+            suffixes = format.parts((1, 1))
+            tensor = format.decode({suffix: self.part(name, suffix) for suffix in suffixes})
         self._refuse_not_finite(name, tensor)
         return tensor
 
-    def parts(self, name: str) -> dict[str, Tensor]:
-        """A quantised weight as it is stored; raises CheckpointError if a scale is not finite."""
-        format = self.format(name)
-        assert format is not None, f"{name} is not quantised"
-        return {suffix: self.part(name, suffix) for suffix in format.parts((1, 1))}
-
     def part(self, name: str, suffix: str) -> Tensor:
-        """One of these parts; raises CheckpointError if it holds floats that are not finite."""
+        """A quantised weight's values or scales; raises CheckpointError if they hold NaN or Inf."""
         part = self.stored(name + suffix)
         if part.is_floating_point():
             self._refuse_not_finite(name + suffix, part.float())
@@ -81,7 +78,10 @@ class Checkpoint:
 
     def _refuse_not_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # or NaN
-            raise CheckpointError(f"{self.files[name]}: tensor {name} holds NaN or Inf")
+            raise self._wrong(name, "holds NaN or Inf")
+
+    def _wrong(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.files[name]}: tensor {name} {what}")
 
     def check(self, config: ModelConfig) -> list[Weight]:
         """The table of this checkpoint's weights, after every name, shape and dtype was checked.
@@ -105,7 +105,7 @@ class Checkpoint:
         return table
 
     def _equal(self, name: str, other: str) -> bool:
-        """Whether two weights are the same; those as large as a vocabulary a piece at a time."""
+        """Compare two weights; those as large as a vocabulary go a piece at a time."""
         if self.format(name) is not None or self.format(other) is not None:
             return torch.equal(self.read(name), self.read(other))
         if self.shapes[name] != self.shapes[other]:
@@ -126,45 +126,32 @@ class Checkpoint:
         return formats.pop() if len(formats) == 1 else None
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
-        first, *rest = [*sorted(names), None]
-        if first is not None:
-            more = f" (and {len(rest) - 1} more)" if len(rest) > 1 else ""
-            raise CheckpointError(f"{self.folder}: {what} {first}{more}")
+        if found := sorted(names):
+            raise CheckpointError(f"{self.folder}: {what} {found[0]}{more(len(found) - 1)}")
 
     def _check_weight(self, source: Source) -> set[str]:
         """Require the dtypes and shapes of all parts of a weight; returns their names."""
         name, format = source.name, self.format(source.name)
         if format is None or len(source.shape) != 2:
             if self.dtypes[name] not in DTYPES:
-                raise CheckpointError(
-                    f"{self.files[name]}: tensor {name} is {self.dtypes[name]}; "
-                    f"supported: {SUPPORTED}"
-                )
+                raise self._wrong(name, f"is {self.dtypes[name]}; supported: {SUPPORTED}")
             self._check_shape(name, source.shape, "config.json")
             return {name}
         if not format.fits(source.shape):
-            raise CheckpointError(
-                f"{self.files[name]}: tensor {name} of shape {list(source.shape)} "
-                f"does not split into the blocks of {format.name}"
-            )
+            shape = f"of shape {list(source.shape)}"
+            raise self._wrong(name, f"{shape} does not split into the blocks of {format.name}")
         parts = format.parts(source.shape)
         missing = (name + suffix for suffix in parts if name + suffix not in self.files)
         self._refuse(missing, "missing tensor")
         for suffix, part in parts.items():
-            if self.dtypes[name + suffix] != part.dtype:
-                raise CheckpointError(
-                    f"{self.files[name + suffix]}: tensor {name + suffix} is "
-                    f"{self.dtypes[name + suffix]}, {format.name} needs {part.dtype}"
-                )
+            if (dtype := self.dtypes[name + suffix]) != part.dtype:
+                raise self._wrong(name + suffix, f"is {dtype}, {format.name} needs {part.dtype}")
             self._check_shape(name + suffix, part.shape, f"{format.name} of {list(source.shape)}")
         return {name + suffix for suffix in parts} | {f"{name.removesuffix('weight')}input_scale"}
 
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
-        if self.shapes[name] != shape:
-            raise CheckpointError(
-                f"{self.files[name]}: tensor {name} has shape {list(self.shapes[name])}, "
-                f"{why} makes it {list(shape)}"
-            )
+        if (found := self.shapes[name]) != shape:
+            raise self._wrong(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

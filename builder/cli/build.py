@@ -1,10 +1,10 @@
 """The commands `build`, `refit` and `recipes`."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from mtpbuild.builder.cli.flags import RankFlags, make_target_flags, said
 from mtpbuild.builder.cli.numbers import parse_nextn
@@ -17,53 +17,50 @@ if TYPE_CHECKING:
     from mtpbuild.builder.build import BuiltEngine
     from mtpbuild.builder.stages import Stages
 
-T = TypeVar("T")
 TargetFlags: Any = make_target_flags()
 
 
 @error_line
 @grouped
 def build(
-    model: Annotated[str, typer.Option(help="Recipe name or checkpoint folder.")],
+    model: Annotated[str, Option(help="Recipe name or checkpoint folder.")],
     compat: CompatFlags,
     target_flags: TargetFlags,
     ranks: RankFlags,
     nextn: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..4, chosen step by step. "
             "Default: the model's."
         ),
     ] = None,
-    drafter: Annotated[str | None, typer.Option(help="mtp-eagle or mtp-vanilla.")] = None,
-    max_batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 1,
+    drafter: Annotated[str | None, Option(help="mtp-eagle or mtp-vanilla.")] = None,
+    max_batch: Annotated[int, Option(help="Requests that run at once.")] = 1,
     max_seq_len: Annotated[
-        int | None, typer.Option(help="Prompt and output tokens of a request together.")
+        int | None, Option(help="Prompt and output tokens of a request together.")
     ] = None,
-    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens per prefill call.")] = 256,
+    prefill_chunk: Annotated[int, Option(help="Prompt tokens per prefill call.")] = 256,
     target: Annotated[
-        str | None, typer.Option(help="What to compile for. Default: the recipe's, onnxruntime.")
+        str | None, Option(help="What to compile for. Default: the recipe's, onnxruntime.")
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option("--rank", help="Build this rank alone, from 0; default: all that lack."),
+        Option("--rank", help="Build this rank alone, from 0; default: all that lack."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Engine directory; with several nextn, their parent.")
+        Path | None, Option(help="Engine directory; with several nextn, their parent.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Rebuild, and replace another model's engine.")
+        bool, Option("--force", help="Rebuild, and replace another model's engine.")
     ] = False,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder with the recipe's weights.")
-    ] = None,
+    checkpoint: Annotated[Path | None, Option(help="Folder with the recipe's weights.")] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="Main layers to build, 0-3, and the modules: to try a big checkpoint."),
+        Option(help="Main layers to build, 0-3, and the modules: to try a big checkpoint."),
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check all, say what it would be, write nothing."),
+        Option("--dry-run", help="Check all, say what it would be, write nothing."),
     ] = False,
 ) -> None:
     """Build one engine directory per nextn."""
@@ -73,6 +70,7 @@ def build(
     from mtpbuild.builder.dry_run import print_dry_run
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.stages import Stages
     from mtpbuild.runtime.compat.settings import sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
@@ -98,28 +96,23 @@ def build(
         dry_run=dry_run,
         options=said(target_flags),
     )
-    if dry_run:
-        done, stages = watched(lambda stages: run_dry(request, stages))
-        print_dry_run(done)
-        print_stages(stages)
-    else:
-        print_report(*watched(lambda stages: build(request, stages)))
-
-
-def watched(work: "Callable[[Stages], T]") -> "tuple[T, Stages]":
-    """Do the work, naming the current stage on a terminal's error output."""
-    from mtpbuild.builder.stages import Stages
-
     with progress("reading the checkpoint") as watch:
         stages = Stages(watch)
-        return work(stages), stages
+        engines = None if dry_run else build(request, stages)
+        foreseen = run_dry(request, stages) if dry_run else None
+    if foreseen is not None:
+        print_dry_run(foreseen)
+    if engines is not None:
+        print_engines(engines)
+    if stages.seconds:
+        print_stages(stages)
 
 
 @error_line
 def refit(
-    engine: Annotated[Path, typer.Option(help="Engine directory.")],
+    engine: Annotated[Path, Option(help="Engine directory.")],
     checkpoint: Annotated[
-        str, typer.Option(help="New weights of the same architecture: a folder, or a recipe.")
+        str, Option(help="New weights of the same architecture: a folder, or a recipe.")
     ],
 ) -> None:
     """Put new weights into an engine without lowering its programs again."""
@@ -128,7 +121,7 @@ def refit(
     with progress("reading the checkpoint") as watch:
         with needs("build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder.refit import refit
-        old, new = refit(engine, checkpoint, watch=watch)
+        old, new = refit(engine, checkpoint, watch)
     kept = len(new.programs)
     size = new.files["weights.safetensors"].size
     typer.echo(
@@ -151,8 +144,8 @@ def recipes() -> None:
     Console().print(table)
 
 
-def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
-    """Engines with their sizes, then the stages with their times and the peak memory."""
+def print_engines(engines: list["BuiltEngine"]) -> None:
+    """Show the engines with their sizes, and which of their ranks are here."""
     from rich.console import Console
     from rich.table import Table
 
@@ -176,12 +169,10 @@ def print_report(engines: list["BuiltEngine"], stages: "Stages") -> None:
         if engine.manifest.split and len(ranks) < engine.manifest.build.tp:
             here = ", ".join(map(str, ranks))
             console.print(f"{engine.folder}: of {engine.manifest.build.tp} ranks here: {here}")
-    if stages.seconds:
-        print_stages(stages)
 
 
 def print_stages(stages: "Stages") -> None:
-    """The stages' times, and the peak memory of all."""
+    """Show how long each stage took, and the peak memory of all."""
     import resource
 
     from rich.console import Console

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
-import typer
+from typer import Option
 
 from mtpbuild.builder.targets import all_targets
 from mtpbuild.runtime.ranks import Ranks
@@ -13,13 +13,13 @@ from mtpbuild.runtime.ranks import Ranks
 class RankFlags:
     """How many ranks share a model, and how."""
 
-    tp: Annotated[int, typer.Option("--tp", help="Ranks that share the model.")] = 1
+    tp: Annotated[int, Option("--tp", help="Ranks that share the model.")] = 1
     ep: Annotated[
-        int, typer.Option("--ep", help="Groups of these ranks with routed experts of their own.")
+        int, Option("--ep", help="Groups of these ranks with routed experts of their own.")
     ] = 1
     attention_dp: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--attention-dp",
             help="Ranks share the routed experts alone; each has requests of its own.",
         ),

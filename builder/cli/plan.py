@@ -6,23 +6,20 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from mtpbuild.builder.cli.flags import RankFlags
 from mtpbuild.builder.cli.numbers import parse_range
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import parse_list
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.flag_groups import grouped, parse_list
 
 
 @error_line
+@grouped
 def plan(
     model: Annotated[str, Option(help="Recipe name (needs no weights) or checkpoint.")],
+    ranks: RankFlags,
     nextn: Annotated[str, Option(help="Draft tokens per step: a number, 0,1,3 or 0..5.")] = "0..5",
     gpu: Annotated[str, Option(help="h100, h200 or b200.")] = "b200",
-    tp: Annotated[int, Option(help="GPUs that the model is split over.")] = 1,
-    ep: Annotated[int, Option(help="Groups of GPUs that hold whole experts.")] = 1,
-    attention_dp: Annotated[
-        bool, Option("--attention-dp", help="Attention whole on every GPU, requests split.")
-    ] = False,
     max_seq_len: Annotated[
         int, Option(help="Prompt and output tokens of a request together.")
     ] = 4096,
@@ -62,7 +59,7 @@ def plan(
         model=model,
         nextn=parse_range(nextn),
         gpu=gpu,
-        ranks=Ranks(tp, ep, attention_dp),
+        ranks=ranks.ranks(),
         max_seq_len=max_seq_len,
         max_batch=max_batch,
         context=context_len,

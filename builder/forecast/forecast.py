@@ -1,4 +1,4 @@
-"""From a model and a machine to sizes, step times and tokens per second."""
+"""Foretells sizes, step times and tokens per second of a model on a machine."""
 
 import functools
 from collections.abc import Iterable, Mapping
@@ -61,7 +61,7 @@ class Step:
 
     @property
     def limit(self) -> str:
-        """What most of the step's time goes to."""
+        """The limit that most of the step's time goes to."""
         times = {"latency": self.latency, "memory": 0.0, "compute": 0.0}
         for part in self.parts:
             times[part.limit] += part.seconds
@@ -86,7 +86,7 @@ class Forecast:
 
     @property
     def is_published(self) -> bool:
-        """Whether it is the setting whose speeds are published."""
+        """Tell whether it is the setting whose speeds are published."""
         request = self.request
         setting = (self.name, self.gpu.name, request.ranks, request.max_batch, request.context)
         return request.acceptance is None and setting == latency.PUBLISHED
@@ -129,7 +129,6 @@ def forecast(request: ForecastRequest) -> Forecast:
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = Model(layout.config, found, request.ranks, gpu)
     load = Load(request.max_batch, request.context, request.cache)
-    parts = {nextn: model.step(nextn, load) for nextn in request.nextn}
     late = calibrate(request, model, load, lengths)
     most = max(request.nextn)
     return Forecast(
@@ -143,7 +142,7 @@ def forecast(request: ForecastRequest) -> Forecast:
         cache_bytes=model.cache_bytes(most, request.cache),
         scratch_bytes=model.scratch_bytes(most, request.max_batch, request.prefill_chunk),
         latency=late,
-        steps=[Step(n, lengths[n], parts[n], late.seconds(n)) for n in request.nextn],
+        steps=[Step(n, lengths[n], model.step(n, load), late.seconds(n)) for n in request.nextn],
     )
 
 
@@ -194,21 +193,13 @@ def calibrate(
 
 
 def fitted(
-    model: Model,
-    load: Load,
-    speeds: Iterable[Measured],
-    lengths: Mapping[int, float],
-    source: str,
+    model: Model, load: Load, speeds: Iterable[Measured], lengths: Mapping[int, float], source: str
 ) -> Latency:
     """The constants that make a model's steps as fast as measured."""
-    points = [
-        (
-            speed.nextn,
-            lengths[speed.nextn] / speed.tokens_per_s,
-            sum(part.seconds for part in model.step(speed.nextn, load)),
-        )
-        for speed in speeds
-    ]
+    points = []
+    for speed in speeds:
+        step = Step(speed.nextn, lengths[speed.nextn], model.step(speed.nextn, load), latency=0.0)
+        points.append((step.nextn, step.acceptance / speed.tokens_per_s, step.roofline))
     return latency.fit(points, source)
 
 

@@ -1,4 +1,4 @@
-"""What memory and arithmetic do not explain: seconds per step, fitted to two measurements.
+"""Latency is what memory and arithmetic do not explain, fitted to two measurements.
 
 step = base + per_draft * nextn + (what moves and is computed). At batch 1 the first two are most of
 it: launches, synchronisation and the all-reduces of 61 layers.

@@ -1,4 +1,4 @@
-"""What one step moves and computes on one rank, part by part, and how long that takes at least.
+"""A step's parts on one rank: what each moves and computes, and how long that takes at least.
 
 T = B (nextn + 1) tokens are verified. A draft's first pass covers the same tokens, each further
 pass one token per request; every pass reads the head. Weights are read once per pass, of the routed

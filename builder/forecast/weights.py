@@ -1,6 +1,7 @@
 """The weights of a checkpoint by class: bytes stored, bytes per rank, and parameters."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -9,8 +10,7 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint
 from mtpbuild.builder.checkpoint.write import nbytes
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.share import WHOLE
-from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.common.share import WHOLE, Source
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.quantize.format import Format, Part, Shape
 from mtpbuild.builder.quantize.scheme import PLAIN, SCHEMES
@@ -41,17 +41,17 @@ class Class:
     parameters: int = 0
     bytes: int = 0
     per_rank: float = 0.0
-    formats: dict[str, int] = field(default_factory=dict)  # bytes in each
+    formats: Counter[str] = field(default_factory=Counter)  # bytes in each
 
     @property
     def format(self) -> str:
         """The format that most of its bytes are in."""
-        return max(self.formats, key=lambda name: self.formats[name])
+        return self.formats.most_common(1)[0][0]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint stores each weight, known from its files or from its recipe."""
+    """A checkpoint's way to store each weight, known from its files or from its recipe."""
 
     name: str
     config: ModelConfig
@@ -60,12 +60,9 @@ class Layout:
     repeated: bool  # MTP layers hold copies of embedding and head
 
     def parts(self, source: Source) -> dict[str, Part]:
-        format = self.format(source)
-        return (
-            {"": Part(self.plain(source), source.shape)}
-            if format is None
-            else format.parts(source.shape)
-        )
+        if (format := self.format(source)) is not None:
+            return format.parts(source.shape)
+        return {"": Part(self.plain(source), source.shape)}
 
 
 def find_layout(model: str, checkpoint: Path | None) -> Layout:
@@ -107,13 +104,12 @@ def classes(layout: Layout, ranks: Ranks) -> list[Class]:
             size = nbytes(part)
             one.bytes += size
             one.per_rank += size * held(source, part.shape, ranks)
-            name = PLAIN if format is None else format.name
-            one.formats[name] = one.formats.get(name, 0) + size
+            one.formats[PLAIN if format is None else format.name] += size
     return sorted(found.values(), key=lambda one: one.module)
 
 
 def held(source: Source, shape: Shape, ranks: Ranks) -> float:
-    """How much of a stored tensor one rank holds (spec/deepseek-v3.md section 5).
+    """The fraction of a stored tensor that one rank holds (spec/deepseek-v3.md section 5).
 
     shape: the tensor's, of those that make a quantised weight; a number can't be cut.
     """

@@ -1,4 +1,4 @@
-"""What a model architecture brings to the compiler; whatever depends on one asks its family."""
+"""A family is what a model architecture brings; code that depends on one asks the family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

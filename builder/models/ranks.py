@@ -1,4 +1,4 @@
-"""Whether ranks can share a model: one check for builds and forecasts."""
+"""Checks whether ranks can share a model, for builds and forecasts alike."""
 
 from collections.abc import Mapping
 

@@ -19,7 +19,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a step has decided before it drafts. T = K + 1."""
+    """A step has decided this before it drafts. T = K + 1."""
 
     hidden: Tensor  # [B, T, E] main model's, one per window token; real up to n
     tokens: Tensor  # [B, T] emitted; real up to n, valid ids beyond

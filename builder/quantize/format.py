@@ -1,4 +1,4 @@
-"""What a number format of weights is: the tensors that it stores, and both directions."""
+"""A number format of weights stores tensors, and goes in both directions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class Format(Protocol):
     name: str
 
     def fits(self, shape: Shape) -> bool:
-        """Whether a weight of this shape splits into the format's blocks."""
+        """Tell whether a weight of this shape splits into the format's blocks."""
         ...
 
     def parts(self, shape: Shape) -> dict[str, Part]:
-        """What is stored for a weight of this shape; the weight's own part is `""`."""
+        """List what is stored for a weight of this shape; the weight's own part is `""`."""
         ...
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:

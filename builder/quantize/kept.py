@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks, Scaled
-from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.common.weights import Source, Weight
+from mtpbuild.builder.models.common.share import WHOLE, Share, Source
+from mtpbuild.builder.models.common.weights import Weight
 from mtpbuild.builder.quantize.format import Format
 from mtpbuild.builder.quantize.fp8 import BLOCK
 from mtpbuild.builder.quantize.integers import Integers
@@ -44,7 +44,7 @@ class Kept:
         return gcd(GROUP if isinstance(self.format, Nvfp4) else BLOCK, *widths)
 
     def module(self, shape: tuple[int, ...]) -> nn.Module:
-        """What replaces a parameter of this shape."""
+        """Make what replaces a parameter of this shape."""
         if isinstance(self.format, Integers):
             *experts, inputs, outputs = shape
             if experts:
@@ -82,7 +82,7 @@ NONE: Mapping[str, Kept] = {}
 
 
 def can_stay(kept: Kept) -> bool:
-    """Whether the program has an op for it: integers can't be cut for ranks, nor small blocks."""
+    """Tell if the program has an op for it: integers can't be cut for ranks, nor small blocks."""
     if isinstance(kept.format, Integers):
         return kept.weight.joined is not None and kept.share.ranks.tp == 1
     return kept.weight.joined is not None and kept.group >= GROUP

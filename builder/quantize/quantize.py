@@ -15,7 +15,7 @@ from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
 from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.common.share import Source
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.quantize.format import Format, Part
 from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK
@@ -41,7 +41,7 @@ class QuantizeRequest:
 
 @dataclass
 class Portion:
-    """How much of a checkpoint is in one format, and what that changed."""
+    """The part of a checkpoint that is in one format, and what that changed."""
 
     weights: int = 0
     bytes: int = 0
@@ -56,7 +56,7 @@ class Portion:
 
 @dataclass
 class Quantized:
-    """What was written: a portion for each format, and weights that no block fits."""
+    """A checkpoint that was written: a portion for each format, and weights that no block fits."""
 
     folder: Path
     portions: dict[str, Portion] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def quantize(
 
 
 def layout(checkpoint: Checkpoint, source: Source, format: Format | None) -> dict[str, Part]:
-    """What is stored for a weight; one that is not quantised any more becomes bf16."""
+    """List what is stored for a weight; one that is not quantised any more becomes bf16."""
     if format is not None:
         return format.parts(source.shape)
     dtype = checkpoint.dtypes[source.name] if checkpoint.format(source.name) is None else "BF16"

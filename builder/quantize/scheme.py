@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint are quantised, and how: by name, for main model and MTP modules."""
+"""A scheme says by name how weights of main model and MTP modules are quantised, if they are."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.common.share import Source
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.quantize.format import Format
 from mtpbuild.builder.quantize.formats import FORMATS

@@ -7,28 +7,20 @@ from typing import Any
 
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
-
-TARGETS: dict[str, str | Target] = {  # a module that has a TARGET, or the target itself
-    "onnxruntime": "mtpbuild.builder.targets.onnxruntime",
-    "inductor": "mtpbuild.builder.targets.inductor",
-    "tensorrt": "mtpbuild.builder.targets.tensorrt",
-    "tensorrt-rtx": "mtpbuild.builder.targets.tensorrt_rtx",
-}
+from mtpbuild.runtime.targets import find_target, names
 
 
 def load_target(name: str) -> Target:
     """Raises UsageError that lists the targets if there is no such one."""
-    if name not in TARGETS:
-        raise UsageError(f"unknown target {name!r}; supported: {', '.join(TARGETS)}")
-    found = TARGETS[name]
-    if isinstance(found, Target):
-        return found
-    target: Target = import_module(found).TARGET
-    return target
+    lowering = find_target(name).lowering
+    if isinstance(lowering, str):
+        lowering = import_module(lowering).TARGET
+    assert isinstance(lowering, Target), f"{name} has no builder"
+    return lowering
 
 
 def all_targets() -> Iterator[Target]:
-    return map(load_target, TARGETS)
+    return map(load_target, names())
 
 
 def targets_that(can: Callable[[Target], bool]) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.targets.style import GraphStyle
@@ -19,10 +19,8 @@ DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow
 
 @dataclass(frozen=True)
 class InductorOptions:
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
-    dtype: Annotated[str, typer.Option(help="Of weights and caches: float32 or bfloat16.")] = (
-        "float32"
-    )
+    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu"
+    dtype: Annotated[str, Option(help="Of weights and caches: float32 or bfloat16.")] = "float32"
 
 
 class Inductor(Target):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
@@ -19,11 +19,9 @@ ASSUMED = "10.0"  # of a dry run without a GPU: graphs and sizes are the same fo
 
 @dataclass(frozen=True)
 class TensorRtOptions:
-    fast_build: Annotated[
-        bool, typer.Option("--fast-build", help="Compile sooner, run slower.")
-    ] = False
+    fast_build: Annotated[bool, Option("--fast-build", help="Compile sooner, run slower.")] = False
     strip_weights: Annotated[
-        bool, typer.Option("--strip-weights", help="One file of weights, not 3.")
+        bool, Option("--strip-weights", help="One file of weights, not 3.")
     ] = False
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
@@ -21,7 +21,7 @@ FLAG = "--compute-capability"
 @dataclass(frozen=True)
 class RtxOptions:
     compute_capability: Annotated[
-        str | None, typer.Option(help="Of the GPUs: sm89, sm120; several: sm89,sm120.")
+        str | None, Option(help="Of the GPUs: sm89, sm120; several: sm89,sm120.")
     ] = None
 
 

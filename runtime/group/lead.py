@@ -1,206 +1,24 @@
-"""Runs an AOTInductor engine whose model is shared by ranks, over torch.distributed.
+"""Rank 0 leads: what is called of its programs, the other ranks' programs do too."""
 
-Rank 0 decides what runs and tells the others in one short message per call; what comes out each
-rank computes by itself, from logits that are the same on all. With the next message rank 0 says
-which tokens it got, so that a rank which got others ends the run.
-"""
-
-import contextlib
-import json
-import os
-import re
-import threading
 import weakref
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
-from torch._C._distributed_c10d import (
-    TCPStore,
-    _register_process_group,
-    _unregister_process_group,
-)
-from torch.distributed.distributed_c10d import GroupName
 
 from mtpbuild.runtime.controls import GREEDY, Controls
-from mtpbuild.runtime.errors import EngineError, RankError
-from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, own_parts, own_rank, time_limit
-from mtpbuild.runtime.manifest import Manifest, check_files, rank_name, read_rank
+from mtpbuild.runtime.errors import EngineError, UsageError
+from mtpbuild.runtime.group.channel import Channel
+from mtpbuild.runtime.group.start import own_folders, own_rank
+from mtpbuild.runtime.manifest import Manifest, check_files
 from mtpbuild.runtime.programs.base import Bools, Ints, Programs, StepOutput
-from mtpbuild.runtime.programs.inductor import InductorPrograms
 
-HEAD = 512  # bytes of a message; what is longer follows
-
-
-class Channel:
-    """What rank 0 tells the others, in order. All ranks of a group make it, at the same time.
-
-    While rank 0 has nothing to tell it says so: a rank that waits longer than the time limit knows
-    that rank 0 hangs.
-    """
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks, self.limit = rank, ranks, time_limit()
-        self.patience = max(self.limit, SECONDS)  # others may still start, or load
-        self.failure: str | None = None
-        self.leaving: list[Callable[[], None]] = []  # what to do before the group is left
-        self.digest = 0  # of the last step's tokens
-        self._lock, self._closed = threading.Lock(), threading.Event()
-        self._groups: list[dist.ProcessGroup] = []
-        self._joined = not dist.is_initialized()
-        try:
-            with self.unbroken():
-                self._join(timedelta(seconds=self.limit))
-        except BaseException:
-            self._leave()
-            raise
-
-    def ready(self) -> None:
-        """Wait until all ranks have loaded; from now on each answers within the time limit."""
-        with self.unbroken():
-            dist.barrier()
-        self.patience = self.limit
-        if self.rank == 0:
-            threading.Thread(target=self._stay, daemon=True).start()
-
-    def send(self, name: str, *arguments: Any) -> None:
-        self._say([name, self.digest, *arguments])
-
-    def _say(self, message: list[Any]) -> None:
-        text = json.dumps(message).encode()
-        with self._lock, self.unbroken():
-            if len(text) > HEAD:
-                self._broadcast(str(len(text)).encode().ljust(HEAD))
-                self._broadcast(text)
-            else:
-                self._broadcast(text.ljust(HEAD))
-
-    def receive(self) -> tuple[str, list[Any]]:
-        """Name and arguments; raises EngineError if rank 0 got other tokens in the last step."""
-        with self.unbroken():
-            message = json.loads(self._broadcast(bytes(HEAD)))
-            if isinstance(message, int):
-                message = json.loads(self._broadcast(bytes(message)))
-        name, digest, *arguments = message
-        if digest not in (None, self.digest):
-            raise EngineError(
-                f"rank {self.rank} got other tokens than rank 0: do they have the same kind of CPU?"
-            )
-        return name, arguments
-
-    def note(self, output: StepOutput) -> None:
-        """What this rank got: the next message tells, or checks it."""
-        self.digest = zlib.crc32(output.tokens.tobytes())
-
-    def gather(self, own: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """All ranks' rows, one rank's behind the other's; between programs, on all ranks."""
-        every = torch.empty(self.ranks, *own.shape, dtype=torch.uint8)
-        with self.unbroken():
-            dist.all_gather([*every], torch.from_numpy(own), group=self._groups[1])
-        return every.flatten(0, 1).numpy()
-
-    def close(self) -> None:
-        """Send the others home, unless something went wrong; leave the group."""
-        self._closed.set()
-        with contextlib.suppress(RankError):
-            if self.rank == 0:
-                self.send("end")
-        self._leave()
-
-    @contextlib.contextmanager
-    def unbroken(self) -> Iterator[None]:
-        """What fails or is interrupted in here leaves ranks apart: nothing more can be done."""
-        if self.failure:
-            raise RankError(self.failure)
-        try:
-            yield
-        except RuntimeError as error:
-            self.failure = self._what_failed(str(error))
-            raise RankError(self.failure) from error
-        except BaseException as error:
-            self.failure = self.failure or f"a step was interrupted ({type(error).__name__})"
-            raise
-
-    def _join(self, limit: timedelta) -> None:
-        if self._joined:
-            meeting = timedelta(seconds=self.patience)
-            listener = os.environ.get(LISTENER)
-            dist.init_process_group(
-                "gloo",
-                store=None if listener is None else _store(listener, meeting),
-                rank=self.rank,
-                world_size=self.ranks,
-                timeout=meeting,
-            )
-        # Messages and programs: gloo would mix up what two threads do in one.
-        for _ in range(2):
-            group = dist.new_group(backend="gloo", timeout=limit)
-            assert isinstance(group, dist.ProcessGroup)
-            self._groups.append(group)
-        dist.barrier(self._groups[0])  # who fails next leaves a group that all have joined
-        use_in_programs(self._groups[1])
-
-    def _leave(self) -> None:
-        """What the caller has joined stays."""
-        while self.leaving:
-            self.leaving.pop()()
-        with contextlib.suppress(RuntimeError):
-            if self._joined and dist.is_initialized():
-                dist.destroy_process_group()
-            for group in [] if self._joined else self._groups:
-                dist.destroy_process_group(group)
-
-    def _what_failed(self, reason: str) -> str:
-        what = reason.splitlines()[0]
-        if re.search("timed out|timeout", reason, re.IGNORECASE):
-            what = f"another rank has not answered for {self.patience:g} s"
-        elif "gloo" in reason:
-            what = "another rank is gone"
-        return f"rank {self.rank} of {self.ranks}: {what}"
-
-    def _broadcast(self, data: bytes) -> bytes:
-        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(tensor, src=0, group=self._groups[0])
-        return tensor.numpy().tobytes()
-
-    def _stay(self) -> None:
-        with contextlib.suppress(RankError):  # whoever calls next is told
-            while not self._closed.wait(self.limit / 4):
-                self._say(["wait", None])  # perhaps in the middle of a step
-
-
-def use_in_programs(group: dist.ProcessGroup) -> None:
-    """For the collectives that are compiled into them."""
-    with contextlib.suppress(RuntimeError):  # of an engine before this one, or its gloo
-        _unregister_process_group(GroupName(GROUP))
-    _register_process_group(GroupName(GROUP), group)
-
-
-class RankPrograms(InductorPrograms):
-    """The programs of one rank."""
-
-    def __init__(
-        self, folder: Path, manifest: Manifest, threads: int | None, channel: Channel
-    ) -> None:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        threads = threads or max(1, torch.get_num_threads() // here)
-        super().__init__(folder, manifest, threads)
-        self._channel = channel
-
-    def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        with self._channel.unbroken(), silent():
-            return super()._run(program, inputs)
+LoadRank: TypeAlias = Callable[..., Programs]  # of a rank's folder, manifest, and `channel`
 
 
 class LeadingPrograms:
-    """Rank 0's: the others do the same."""
+    """Rank 0's programs; each call is told to the other ranks first."""
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self.lookahead = own.lookahead
@@ -212,30 +30,56 @@ class LeadingPrograms:
         self._end()
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        with self._channel.unbroken():
-            self._channel.send("prefill", slot, start, tokens.tolist())
-            self._own.prefill(slot, start, tokens)
+        self._call("prefill", slot, start, tokens)
 
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
-        with self._channel.unbroken():
-            self._channel.send("begin", slot, length, newest, asdict(controls))
-            self._own.begin(slot, length, newest, controls)
+        self._call("begin", slot, length, newest, controls)
 
     def move(self, source: int, target: int) -> None:
-        with self._channel.unbroken():
-            self._channel.send("move", source, target)
-            self._own.move(source, target)
+        self._call("move", source, target)
 
     def step(self, active: Bools, rows: int) -> StepOutput:
+        output: StepOutput = self._call("step", active, rows)
+        return output
+
+    def _call(self, name: str, *arguments: Any) -> Any:
         with self._channel.unbroken():
-            self._channel.send("step", active.tolist(), rows)
-            output = self._own.step(active, rows)
-            self._channel.note(output)
-            return output
+            self._channel.send(name, *arguments)
+            result = getattr(self._own, name)(*arguments)
+            if name == "step":
+                self._channel.note(result)
+            return result
 
 
-def _follow(own: Programs, channel: Channel) -> None:
-    """Do what rank 0 does, until it ends."""
+def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
+    """Rank 0's programs, of an engine whose files were checked."""
+    if rank := own_rank(folder, manifest):
+        raise EngineError(f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.follow)")
+    *_, (own_folder, own) = own_folders(folder, manifest)
+    channel = Channel(0, manifest.build.tp)
+    try:
+        return LeadingPrograms(load(own_folder, own, channel=channel), channel)
+    except BaseException:
+        channel.close()
+        raise
+
+
+def follow(folder: Path, manifest: Manifest, load: LoadRank) -> None:
+    """Do what rank 0 does, from beginning to end."""
+    rank = own_rank(folder, manifest)
+    if rank == 0:
+        raise UsageError("rank 0 is the engine: Engine.load")
+    channel = Channel(rank, manifest.build.tp)
+    try:
+        for own_folder, own in own_folders(folder, manifest):  # in the group: a failure is noticed
+            check_files(own_folder, own)
+        _repeat(load(own_folder, own, channel=channel), channel)
+    finally:
+        channel.close()
+
+
+def _repeat(own: Programs, channel: Channel) -> None:
+    """Make the calls that rank 0 makes, until it ends."""
     channel.ready()
     while (call := channel.receive())[0] != "end":
         match call:
@@ -249,70 +93,8 @@ def _follow(own: Programs, channel: Channel) -> None:
                 channel.note(own.step(np.array(active, np.bool_), rows))
 
 
-def _store(listener: str, limit: timedelta) -> TCPStore:
-    """Where ranks on one machine meet: at a socket that rank 0 has open already."""
-    return TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=bool(listener),
-        timeout=limit,
-        wait_for_workers=False,
-        master_listen_fd=os.dup(int(listener)) if listener else None,
-    )
-
-
 def _controls(fields: dict[str, Any]) -> Controls:
-    """As they were before JSON made lists of tuples."""
+    """Controls as they were before JSON made lists of tuples."""
     values: dict[str, Any]
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     return Controls(**values)
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Compiled code writes what it throws to standard error before we can say it in one line."""
-    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nothing)
-
-
-def _programs(folder: Path, manifest: Manifest, threads: int | None, channel: Channel) -> Programs:
-    if manifest.target.compute_capabilities:
-        from mtpbuild.runtime.group import nccl
-
-        return nccl.load(folder, manifest, channel)
-    if not manifest.build.attention_dp:
-        return RankPrograms(folder, manifest, threads, channel)
-    from mtpbuild.runtime.programs.inductor_attention_dp import AttentionDPPrograms
-
-    return AttentionDPPrograms(folder, manifest, threads, channel)
-
-
-def load(folder: Path, manifest: Manifest, threads: int | None) -> LeadingPrograms:
-    """Rank 0's programs, of an engine whose files were checked."""
-    if rank := own_rank(folder, manifest):
-        raise EngineError(
-            f"this is rank {rank}: it follows rank 0 (mtpbuild.runtime.group.start.follow)"
-        )
-    own, channel = read_rank(folder, manifest, 0), Channel(0, manifest.build.tp)
-    try:
-        return LeadingPrograms(_programs(folder / rank_name(0), own, threads, channel), channel)
-    except BaseException:
-        channel.close()
-        raise
-
-
-def follow(folder: Path, manifest: Manifest, threads: int | None) -> None:
-    """Another rank's part, from beginning to end."""
-    channel = Channel(own_rank(folder, manifest), manifest.build.tp)
-    try:
-        for part, own in own_parts(folder, manifest):  # in the group: a failure is noticed
-            check_files(part, own)
-        _follow(_programs(part, own, threads, channel), channel)
-    finally:
-        channel.close()

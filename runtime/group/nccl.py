@@ -1,7 +1,7 @@
-"""Runs an engine whose model is shared by GPUs: each rank takes one, NCCL sums between them.
+"""Sums between the GPUs that share a model: each rank takes one, and NCCL connects them.
 
-What rank 0 tells the others goes over gloo, as on CPUs (`inductor_ranks.py`). NCCL waits on the
-GPU, for ever if another rank is gone; so the host asks while it waits, and aborts.
+What rank 0 tells the others goes over gloo, as on CPUs (`channel.py`). NCCL waits on the GPU, for
+ever if another rank is gone; so the host asks while it waits, and aborts.
 """
 
 import contextlib
@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,19 +18,13 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from mtpbuild.runtime.errors import RankError
-from mtpbuild.runtime.group.lead import Channel, silent, use_in_programs
-from mtpbuild.runtime.group.start import environment, own_gpu
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs import inductor_cuda
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
-from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.programs.torch_cuda import Gpu
+from mtpbuild.runtime.group.channel import Channel, silent, use_in_programs
+from mtpbuild.runtime.group.start import environment
 
 # NCCL's watchdog ends a collective that hangs, not the process (torchrun would have it so): it also
 # frees a host that is stuck in a full queue of launches. Nothing is dumped.
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 ABORTING = 10.0  # seconds, at most
-T = TypeVar("T")
 
 
 class Peers:
@@ -51,44 +44,31 @@ class Peers:
         return self.group._get_backend(self._device).get_error() != ErrorType.SUCCESS
 
     def abort(self) -> None:
-        """Waits for no rank; whatever a GPU still waits for ends."""
+        """Wait for no rank; whatever a GPU still waits for ends."""
         with contextlib.suppress(RuntimeError, ValueError):  # ValueError: it is gone already
             within(ABORTING, partial(_abort_process_group, self.group))
 
 
-class CudaRankPrograms(CudaPrograms):
-    """The programs of one rank. No CUDA graphs: collectives in them have not been tried."""
+class Queue(Protocol):
+    """A rank's GPU: work is queued on it, and waited for while `alive` is asked."""
 
-    def __init__(self, folder: Path, manifest: Manifest, gpu: Gpu, channel: Channel) -> None:
-        self._channel, self._peers = channel, connect(gpu, channel)
-        super().__init__(folder, manifest, gpu, graphs=False)
+    device: torch.device
 
-    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._through(partial(super().prefill, slot, start, tokens))
-
-    def step(self, active: Bools, rows: int) -> StepOutput:
-        return self._through(partial(self.launch, active, rows))()
-
-    def _through(self, work: Callable[[], T]) -> T:
-        """Queue it and wait for the GPU, as long as the others are there."""
-        with self._channel.unbroken(), silent():
-            alive = watch(self._channel, self._peers)
-            queued = work()
-            self._gpu.settle(alive)
-            return queued
+    def run(self, work: Callable[[], object]) -> None: ...
+    def settle(self, alive: Callable[[], None]) -> None: ...
 
 
-def connect(gpu: Gpu, channel: Channel) -> Peers:
-    """NCCL between all ranks' GPUs, for the programs; its communicator is made by a first sum."""
+def connect(gpu: Queue, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
+    """Let programs sum between all ranks' GPUs; NCCL's communicator is made by a first sum."""
     with channel.unbroken():
         dist.barrier()  # a rank without a GPU has left: NCCL would wait for it
-        peers = Peers(gpu.device, channel.limit)
+        peers = make_peers(gpu.device, channel.limit)
         channel.leaving.append(peers.abort)
         use_in_programs(peers.group)
-        one, alive = gpu.zeros((1,), torch.float32), watch(channel, peers)
+        alive = watch(channel, peers)
 
         def meet() -> None:
-            gpu.run(lambda: dist.all_reduce(one, group=peers.group))
+            gpu.run(lambda: dist.all_reduce(torch.ones(1, device=gpu.device), group=peers.group))
             gpu.settle(alive)
 
         with silent():
@@ -97,7 +77,7 @@ def connect(gpu: Gpu, channel: Channel) -> Peers:
 
 
 def watch(channel: Channel, peers: Peers) -> Callable[[], None]:
-    """What is asked while a GPU computes; raises when another rank is gone, or the time is over."""
+    """The question to ask while a GPU computes: it raises when a rank is gone or time is over."""
     end = time.monotonic() + channel.patience
 
     def alive() -> None:
@@ -112,7 +92,7 @@ def watch(channel: Channel, peers: Peers) -> Callable[[], None]:
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
-    """Or raise RuntimeError: where NCCL has no time limit. The thread is left to it."""
+    """Do work for which NCCL has no time limit, or raise RuntimeError; its thread is then left."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -128,9 +108,3 @@ def within(seconds: float, work: Callable[[], object]) -> None:
         raise RuntimeError("timed out")
     if failures:
         raise failures[0]
-
-
-def load(folder: Path, manifest: Manifest, channel: Channel) -> CudaPrograms:
-    """A rank's programs, once all are in the group: who fails here is noticed."""
-    make = partial(CudaRankPrograms, channel=channel)
-    return inductor_cuda.load(folder, manifest, Gpu(own_gpu()), make)

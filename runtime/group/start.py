@@ -2,7 +2,7 @@
 
 Rank 0 is the engine that its user sees. The others follow it: they run what it runs, each on its
 share of the weights, and nobody talks to them. `torchrun` starts all of them, or rank 0 starts the
-others itself (`started`). They meet through torch.distributed (`programs/inductor_ranks.py`).
+others itself (`started`). They meet through torch.distributed (`channel.py`).
 """
 
 import contextlib
@@ -13,31 +13,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from mtpbuild.runtime.errors import (
-    EngineError,
-    EngineFileError,
-    MtpbuildError,
-    RankError,
-    UsageError,
-)
-from mtpbuild.runtime.manifest import (
-    Manifest,
-    parts,
-    rank_name,
-    ranks_here,
-    read_manifest,
-    read_rank,
-)
+from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
+from mtpbuild.runtime.manifest import Manifest, engine_folders, rank_name, ranks_here, read_rank
+from mtpbuild.runtime.targets import find_target
 
 GROUP = "mtpbuild"  # the process group that compiled programs name
 LISTENER = "MTPBUILD_RANKS_LISTENER"  # in the environment: a socket of rank 0, if it `started` them
 TIMEOUT, SECONDS = "MTPBUILD_RANK_TIMEOUT", 60.0
 PER_CORE = 4  # more ranks than this on a core are a mistake
-FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.group.start")
+FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
+FLAGS = (  # of a command that builds ranks
+    *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
+    *("target", "tp", "ep", "device", "rank", "out"),
+)
 LOST = 3  # exit code of a follower that ended because another rank did
 
 
@@ -73,7 +63,7 @@ def own_rank(folder: Path, manifest: Manifest) -> int:
 
 
 def own_gpu() -> int:
-    """Which of the machine's GPUs this rank takes; raises EngineError if nobody says."""
+    """The number of the GPU that this rank takes; raises EngineError if nobody says."""
     text = os.environ.get("LOCAL_RANK", "")
     if not text.isdecimal():
         raise EngineError(
@@ -83,7 +73,7 @@ def own_gpu() -> int:
     return int(text)
 
 
-def own_parts(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
+def own_folders(folder: Path, manifest: Manifest) -> Iterator[tuple[Path, Manifest]]:
     """The folders that this process reads, with their manifests: the engine's, and its rank's."""
     yield folder, manifest
     if manifest.split:
@@ -106,72 +96,50 @@ def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> Non
 
 
 def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
-    """Which builds one rank of an engine, or all that are missing."""
-    build = manifest.build
-    flags = {
-        "model": manifest.whole_model,
-        "layers": build.layers,
-        "nextn": build.nextn,
-        "drafter": build.drafter,
-        "max-batch": build.max_batch,
-        "max-seq-len": build.max_seq_len,
-        "prefill-chunk": build.prefill_chunk,
-        "target": manifest.target.name,
-        "tp": build.tp,
-        "ep": build.ep,
-        "device": "cuda" if manifest.target.compute_capabilities else None,
-        "rank": rank,
-        "out": folder,
-    }
-    given = [f"--{flag} {value}" for flag, value in flags.items() if value is not None]
-    if build.attention_dp:
-        given.append("--attention-dp")
-    return " ".join(["mtpbuild build", *given])
+    """The command that builds one rank of an engine, or all that are missing."""
+    values: dict[str, object] = manifest.build.model_dump() | {"model": manifest.whole_model}
+    values |= {"target": manifest.target.name, "rank": rank, "out": folder}
+    values["device"] = "cuda" if manifest.target.compute_capabilities else None
+    given = [(name.replace("_", "-"), values[name]) for name in FLAGS if values[name] is not None]
+    flags = [f"--{name} {value}" for name, value in given]
+    return " ".join(["mtpbuild build", *flags, *["--attention-dp"] * manifest.build.attention_dp])
 
 
-def follow(folder: Path, threads: int | None = None) -> None:
-    """Be a rank other than 0 until rank 0 closes its engine.
-
-    threads: of the CPU; those of rank 0. Raises RankError if another rank dies or hangs,
-    EngineError for what is wrong here.
-    """
-    manifest = read_manifest(folder)
-    if own_rank(folder, manifest) == 0:
-        raise UsageError("rank 0 is the engine: Engine.load")
-
-    from mtpbuild.runtime.group import lead
-
-    lead.follow(folder, manifest, threads)
-
-
-@dataclass(frozen=True)
 class Follower:
-    """A rank that this process started."""
+    """A rank that this process starts on this machine."""
 
-    rank: int
-    process: subprocess.Popen[bytes]
-    errors: IO[bytes]
+    def __init__(self, folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> None:
+        self._name = f"rank {rank}"
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
+        self._process = subprocess.Popen(
+            [*FOLLOWER, str(folder), *([] if threads is None else [str(threads)])],
+            env=os.environ | group | _numbers(rank),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,  # Ctrl-C is rank 0's
+        )
 
     def reason(self) -> str | None:
-        """Why it ended by itself; None if it runs, or ended because another one did."""
-        code = self.process.poll()
+        """Why it ended by itself; None if it runs, or ended because another rank did."""
+        code = self._process.poll()
         if code in (None, 0, LOST):
             return None
         if code is not None and code < 0:
-            return f"rank {self.rank} was killed by signal {-code}"
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+            return f"{self._name} was killed by signal {-code}"
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
         said = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
-        return said if said.startswith(name := f"rank {self.rank}") else f"{name}: {said}"
+        return said if said.startswith(self._name) else f"{self._name}: {said}"
 
     def end(self, patience: float) -> None:
         """Wait so many seconds for its end, then kill it."""
         try:
-            self.process.wait(patience)
+            self._process.wait(patience)
         except subprocess.TimeoutExpired:
-            self.process.kill()  # also where it is stopped
-            self.process.wait()
-        self.errors.close()
+            self._process.kill()  # also where it is stopped
+            self._process.wait()
+        self._errors.close()
 
 
 @contextlib.contextmanager
@@ -188,11 +156,10 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
             "spread them over machines with torchrun"
         )
     if manifest.target.compute_capabilities:
-        _require_gpus(folder, tp)
+        _require_gpus(folder, manifest)
     time_limit()
     require_ranks(folder, manifest, range(tp))
-    for _ in parts(folder, manifest):  # a folder of another build is seen before anything runs
-        pass
+    list(engine_folders(folder, manifest))  # sees a rank of another build before anything runs
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as undo:
         group = {
             "WORLD_SIZE": str(tp),
@@ -206,7 +173,7 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
         followers, patience = list[Follower](), 0.0
         try:
             for rank in range(1, tp):
-                followers.append(_start(folder, rank, threads, group))
+                followers.append(Follower(folder, rank, threads, group))
             undo.enter_context(environment(group | own))
             yield
             patience = 10.0
@@ -217,9 +184,11 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
                 follower.end(patience)
 
 
-def _require_gpus(folder: Path, tp: int) -> None:
-    from mtpbuild.runtime.programs.inductor import visible_gpus
+def _require_gpus(folder: Path, manifest: Manifest) -> None:
+    with find_target(manifest.target.name).importing():
+        from mtpbuild.runtime.group.gpus import visible_gpus
 
+    tp = manifest.build.tp
     if tp > (gpus := visible_gpus()):
         raise UsageError(
             f"{folder}: {tp} ranks need a GPU each, this machine has {gpus}: spread them over "
@@ -228,26 +197,12 @@ def _require_gpus(folder: Path, tp: int) -> None:
 
 
 def _numbers(rank: int) -> dict[str, str]:
-    """Of a rank, where all are on one machine."""
+    """The variables that tell a rank its number, where all are on one machine."""
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
-def _start(folder: Path, rank: int, threads: int | None, group: dict[str, str]) -> Follower:
-    errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `end`
-    count = [] if threads is None else [str(threads)]
-    process = subprocess.Popen(
-        [*FOLLOWER, str(folder), *count],
-        env=os.environ | group | _numbers(rank),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=errors,
-        start_new_session=True,  # Ctrl-C is rank 0's
-    )
-    return Follower(rank, process, errors)
-
-
 def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
-    """What the rank that failed first has to say; it may be about to."""
+    """Wait a little for the words of the rank that failed first."""
     end = time.monotonic() + patience
     while True:
         for follower in followers:
@@ -260,28 +215,12 @@ def _reason(followers: list[Follower], patience: float = 2.0) -> str | None:
 
 @contextlib.contextmanager
 def environment(changes: dict[str, str]) -> Iterator[None]:
-    """As it is changed, while the block runs."""
-    before = {name: os.environ.get(name) for name in changes}
+    """Change the environment while the block runs."""
+    before = {name: value for name, value in os.environ.items() if name in changes}
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def main(folder: str, threads: str | None = None) -> int:
-    """A follower's process; returns its exit code."""
-    try:
-        follow(Path(folder), None if threads is None else int(threads))
-    except MtpbuildError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return LOST if isinstance(error, RankError) else error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+        for name in changes:
+            del os.environ[name]
+        os.environ.update(before)

@@ -1,34 +1,54 @@
-"""One small file per target, loaded by name."""
+"""Loads the programs of an engine: those of its target, and for ranks what leads or follows."""
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from mtpbuild.runtime.errors import EngineFormatError, UsageError
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import Programs
-
-TARGETS = {
-    "onnxruntime": "mtpbuild.runtime.programs.onnxruntime",
-    "inductor": "mtpbuild.runtime.programs.inductor",
-    "tensorrt": "mtpbuild.runtime.programs.tensorrt",
-    "tensorrt-rtx": "mtpbuild.runtime.programs.tensorrt",
-}
+from mtpbuild.runtime.targets import find_target, names
 
 
 def load_programs(
     folder: Path, manifest: Manifest, *, threads: int | None = None, provider: str | None = None
 ) -> Programs:
-    """Load the programs of an engine that was checked.
+    """Load the programs of an engine that was checked; of one that ranks share, rank 0's.
 
-    threads: None lets the target choose. provider: of target onnxruntime; None is "cpu".
+    threads: None lets the target choose. provider: where to compute, for a target that has several;
+    None lets it choose.
     """
-    name = manifest.target.name
-    if name not in TARGETS:
-        raise EngineFormatError(f"{folder}: target {name} is unknown; known: {', '.join(TARGETS)}")
-    if provider and name != "onnxruntime":
-        raise UsageError(
-            f"--provider {provider} is for target onnxruntime; {folder} is for target {name}"
-        )
-    options = {"provider": provider} if provider else {}
-    programs: Programs = import_module(TARGETS[name]).load(folder, manifest, threads, **options)
-    return programs
+    load = _loader(folder, manifest, threads=threads, provider=provider)
+    if not manifest.split:
+        return load(folder, manifest)
+    from mtpbuild.runtime.group.lead import lead  # with torch.distributed
+
+    return lead(folder, manifest, load)
+
+
+def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None) -> None:
+    """Load another rank's programs and let them do what rank 0's do, until it ends."""
+    load = _loader(folder, manifest, threads=threads)
+    from mtpbuild.runtime.group.lead import follow
+
+    follow(folder, manifest, load)
+
+
+def _loader(
+    folder: Path, manifest: Manifest, *, threads: int | None, **options: Any
+) -> Callable[..., Programs]:
+    """The target's `load`, with the options that were given; refuses those that it lacks."""
+    target = find_target(manifest.target.name)
+    given = {name: value for name, value in options.items() if value is not None}
+    for option, value in given.items():
+        if option not in target.load_options:
+            have = [name for name in names() if option in find_target(name).load_options]
+            raise UsageError(
+                f"--{option} {value} is for target {' or '.join(have)}; {folder} is for target "
+                f"{target.name}"
+            )
+    with target.importing():
+        load = import_module(target.programs).load
+    return partial(load, threads=threads, **given)

@@ -1,4 +1,4 @@
-"""What the loop needs of a target: fill a slot's caches, start it, step all slots."""
+"""The protocol that the loop asks of a target: fill a slot's caches, start it, step all slots."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
 
 
 def host_type(dtype: str) -> np.dtype[Any]:
-    """Of a manifest's tensor in the host's memory. NumPy has no bfloat16: that is held as bits."""
+    """NumPy's type for a manifest's tensor. It has no bfloat16, which is held as bits."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
@@ -30,7 +30,7 @@ def program_name(kind: str, nextn: int, most: int) -> str:
 class StepOutput:
     """One decode step of all B slots; T = nextn + 1. The arrays are reused by the next step.
 
-    Of an adaptive engine, nextn is what the step judged and made, not the most there can be.
+    In an adaptive engine, nextn is what the step judged and made, not the most there can be.
     """
 
     tokens: Ints  # [B, T] emitted tokens, -1 beyond num_tokens
@@ -39,7 +39,7 @@ class StepOutput:
     num_drafts: Ints  # [B] how many of the window's drafts were real
     logprobs: Floats  # [B, T] log-probability of each emitted token
     margins: Floats  # [B, T] top-1 minus top-2 logit of each row
-    # Of the mixed program only:
+    # The mixed program alone gives these:
     top_ids: Ints | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Floats | None = None  # [B, T, MAX_LOGPROBS]
 

@@ -29,10 +29,11 @@ class DeviceArray:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def slot(self, index: int) -> "DeviceArray":
-        """[1, ..]: one entry of the first dimension, in place."""
+    def __getitem__(self, slots: slice) -> "DeviceArray":
+        """[last - first, ..]: entries of the first dimension, in place."""
+        first, last, _ = slots.indices(self.shape[0])
         size = self.nbytes // self.shape[0]
-        return DeviceArray(self.address + index * size, (1, *self.shape[1:]), self.dtype)
+        return DeviceArray(self.address + first * size, (last - first, *self.shape[1:]), self.dtype)
 
 
 class Device:
@@ -43,7 +44,7 @@ class Device:
     """
 
     def __init__(self, group: str) -> None:
-        """group: of the dependencies, for who lacks them."""
+        """group: the dependency group that a user without CUDA's package is told to install."""
         try:
             self._cuda: Any = import_module("cuda.bindings.runtime")
         except ImportError as missing:
@@ -61,18 +62,18 @@ class Device:
 
     @property
     def compute_capability(self) -> str:
-        """Such as 12.0."""
+        """The GPU's, such as 12.0."""
         names = self._cuda.cudaDeviceAttr
         parts = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
         return ".".join(str(self._call("cudaDeviceGetAttribute", part, 0)) for part in parts)
 
     def free_memory(self) -> int:
-        """Bytes."""
+        """Bytes that nobody has taken."""
         free, _ = self._call("cudaMemGetInfo")
         return int(free)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
-        """In the GPU's memory, which programs want at multiples of 256 bytes: so it comes."""
+        """Allocate on the GPU; programs want multiples of 256 bytes, and so it comes."""
         array = DeviceArray(0, shape, np.dtype(dtype))
         address = int(self._call("cudaMalloc", max(array.nbytes, 1)))
         self._owned.append(partial(self._cuda.cudaFree, address))
@@ -80,7 +81,7 @@ class Device:
         return DeviceArray(address, shape, array.dtype)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """In the host's memory at an address that a captured copy may use."""
+        """Allocate on the host, at an address that a captured copy may use."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         address = int(self._call("cudaMallocHost", max(size, 1)))
         self._owned.append(partial(self._cuda.cudaFreeHost, address))
@@ -101,11 +102,18 @@ class Device:
         places = (_address(target), _address(source))
         self._call("cudaMemcpyAsync", *places, source.nbytes, kind, self.stream)
 
+    def host(self, array: DeviceArray) -> NDArray[Any]:
+        """A copy, once all that is queued is done."""
+        found = np.empty(array.shape, array.dtype)
+        self.copy(array, found)
+        self.synchronise()
+        return found
+
     def synchronise(self) -> None:
         self._call("cudaStreamSynchronize", self.stream)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What `work` queues, as one CUDA graph; the result queues it again. Nothing runs yet."""
+        """Make one CUDA graph of what `work` queues; the result queues it. Nothing runs yet."""
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self.stream, mode)
         try:

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import StateSpec
-from mtpbuild.runtime.programs.slots import Caches
+from mtpbuild.runtime.programs.host_slots import Caches
 
 
 class DeviceCaches(Caches):
-    """As Caches; the host's arrays are where slots are moved, and hold nothing between moves.
+    """Keeps caches on the device; in the host's arrays slots are moved, else they hold nothing.
 
     Python's onnxruntime copies whole tensors between host and device, and nothing on the device.
     So a move takes all caches through the host; with one slot there is none, and with several it
@@ -41,9 +41,9 @@ class DeviceCaches(Caches):
         self._download()
         return super().arrays()
 
-    def copy(self, source: int, target: int, rows: int) -> None:
+    def move(self, source: int, target: int, lengths: NDArray[Any]) -> None:
         self._download()
-        super().copy(source, target, rows)
+        super().move(source, target, lengths)
         self._upload()
 
     def _reserve(self, rows: int) -> None:

@@ -10,27 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # on by default, and read at import
 import numpy as np
+import onnxruntime as ort
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
-
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # on by default, and read at import
-try:
-    import onnxruntime as ort
-except ImportError as error:
-    raise MissingDependencyError(
-        "this engine needs onnxruntime: pip install 'mtpbuild[cpu]' (or 'mtpbuild[cuda]')"
-    ) from error
-
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import MIXED, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.device_caches import DeviceCaches
-from mtpbuild.runtime.programs.slots import Caches, MakeCaches, Slots
+from mtpbuild.runtime.programs.host_slots import Caches, HostSlots, MakeCaches
+from mtpbuild.runtime.programs.slots import PREFILL, reported
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-class OnnxPrograms(Slots):
+class OnnxPrograms(HostSlots):
     """The sessions that advance slots; a step reads one copy of the carries, fills the other."""
 
     def __init__(
@@ -42,30 +36,25 @@ class OnnxPrograms(Slots):
         caches: MakeCaches = Caches,
     ) -> None:
         super().__init__(manifest, copies=2, caches=caches)
-        self._files = {name: folder / spec.file for name, spec in manifest.programs.items()}
-        self._threads, self._provider = threads, provider
-        names = [name for name in self._files if not name.startswith(MIXED)]
+        self._folder, self._threads, self._provider = folder, threads, provider
+        names = [name for name in self._programs if not name.startswith(MIXED)]
         with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
             self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
-        self._prefill_inputs = [t.name for t in manifest.programs["prefill"].inputs]
         self._slots = 0  # of the last step; from there on both copies are equal
-        self._bindings: dict[tuple[str, int, int], Any] = {}
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        chunk = len(tokens) - self.lookahead
-        self._fit(self._prefill_rows(start + chunk))
-        binding = self._sessions["prefill"].io_binding()
+        self._fit_prompt(start + len(tokens) - self.lookahead)
+        binding = self._sessions[PREFILL].io_binding()
         carries = {k: v[slot : slot + 1] for k, v in self._carries[self._now].items()}
-        prompt = {"tokens": tokens[None, :chunk], "ahead": tokens[None, chunk:]}
-        given = carries | prompt | {"start": np.array([start], np.int64)}
+        given = carries | self._prompt_inputs(start, tokens)
+        names = [t.name for t in self._programs[PREFILL].inputs if t.name in given]
         self._bind_caches(binding, slot, 1)
-        for name in self._prefill_inputs:
-            if name in given:
-                binding.bind_cpu_input(name, np.ascontiguousarray(given[name]))
-        produced = [name for name in carries if name in self._prefill_inputs]
+        for name in names:
+            binding.bind_cpu_input(name, np.ascontiguousarray(given[name]))
+        produced = [name for name in names if name in carries]
         for name in produced:
             binding.bind_output(name + ".out", "cpu")
-        self._sessions["prefill"].run_with_iobinding(binding)
+        self._sessions[PREFILL].run_with_iobinding(binding)
         results = binding.get_outputs()[len(self._caches.views()) :]  # in the order of binding
         for name, result in zip(produced, results, strict=True):
             for copy in self._carries:
@@ -85,17 +74,9 @@ class OnnxPrograms(Slots):
         self._sessions[program].run_with_iobinding(self._bindings[key])
         self._now = 1 - self._now
         outputs = self._outputs[program]
-        outputs["tokens"][slots:], outputs["num_tokens"][slots:] = -1, 0
         T = outputs["tokens"].shape[1]
-        return StepOutput(
-            window=before["window"][:, :T],
-            num_drafts=np.minimum(before["num_drafts"], T - 1),
-            **outputs,
-        )
-
-    def _fit(self, rows: int) -> None:
-        if self._caches.fit(rows):
-            self._bindings.clear()
+        judged = {"num_drafts": np.minimum(before["num_drafts"], T - 1)}
+        return reported(judged | {"window": before["window"][:, :T]} | outputs, slots)
 
     def _bind(self, program: str, now: int, slots: int) -> Any:
         if program not in self._sessions:  # a mixed program is loaded by who first needs it
@@ -121,7 +102,7 @@ class OnnxPrograms(Slots):
             binding.bind_output(name + ".out", *place)
 
     def _session(self, program: str) -> Any:
-        path = self._files[program]
+        path = self._folder / self._programs[program].file
         options = ort.SessionOptions()
         options.log_severity_level = 3
         if self._threads:
@@ -148,7 +129,7 @@ class OnnxPrograms(Slots):
 def load(
     folder: Path, manifest: Manifest, threads: int | None, provider: str = "cpu"
 ) -> OnnxPrograms:
-    """Entry point named in `runtime/programs/__init__.py`; provider: a key of PROVIDERS."""
+    """The programs of an engine that was checked; provider: a key of PROVIDERS."""
     if provider not in PROVIDERS:
         raise UsageError(f"provider {provider} is unknown; known: {', '.join(PROVIDERS)}")
     if PROVIDERS[provider] not in ort.get_available_providers():

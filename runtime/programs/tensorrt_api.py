@@ -35,7 +35,7 @@ def errors_of(trt: ModuleType) -> Any:
                 self.errors.append(text)
 
         def first(self) -> str:
-            """Of the errors since they were cleared, in one line."""
+            """The first error since they were cleared, in one line."""
             return " ".join(self.errors[0].split()) if self.errors else "no reason is given"
 
     return Errors()

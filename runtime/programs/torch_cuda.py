@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mtpbuild.runtime.errors import EngineError
@@ -13,7 +14,7 @@ Work = Callable[[], Any]
 
 
 class Gpu:
-    """A visible GPU, as a rule the first. All but `zeros` is queued on one stream.
+    """A visible GPU, as a rule the first, and its memory. Work is queued on one stream.
 
     Any thread may call, one at a time: the stream is named by each call, not the thread's own.
     """
@@ -30,33 +31,38 @@ class Gpu:
 
     @property
     def compute_capability(self) -> str:
-        """Such as 9.0."""
+        """The GPU's, such as 9.0."""
         return ".".join(map(str, torch.cuda.get_device_capability(self.device)))
 
     def free_memory(self) -> int:
-        """Bytes."""
+        """Bytes that nobody has taken."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         with torch.cuda.stream(self._stream):
-            return torch.zeros(shape, dtype=dtype, device=self.device)
+            return torch.zeros(shape, dtype=getattr(torch, dtype), device=self.device)
 
     def pinned(self, size: int) -> Tensor:
         """Bytes of the host that the GPU writes to while the host goes on."""
         with torch.cuda.device(self.device):
             return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Of the same shape. What lies in pageable memory is read before this returns."""
+    def copy(self, source: Tensor | NDArray[Any], target: Tensor) -> None:
+        """Equal in shape. What lies in pageable memory is read before this returns."""
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            target.copy_(torch.as_tensor(source), non_blocking=True)
+
+    def host(self, array: Tensor) -> NDArray[Any]:
+        """A copy, once all that is queued is done; bfloat16 as bits."""
+        self.synchronise()
+        return as_host(array.cpu())
 
     def run(self, work: Work) -> None:
         with torch.cuda.stream(self._stream):
             work()
 
     def capture(self, work: Work) -> Work:
-        """What `work` queues, as one CUDA graph; the result queues it again. Nothing runs yet.
+        """Make one CUDA graph of what `work` queues; the result queues it. Nothing runs yet.
 
         The work was run before (it may load code), and keeps no tensor that it makes.
         """
@@ -84,3 +90,8 @@ class Gpu:
 
     def synchronise(self) -> None:
         self._stream.synchronize()
+
+
+def as_host(tensor: Tensor) -> NDArray[Any]:
+    """A CPU's tensor as NumPy holds it: bfloat16 as bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -31,15 +31,15 @@ from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
-from mtpbuild.runtime.programs import inductor, inductor_cuda
+from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.base import Programs
-from mtpbuild.runtime.programs.inductor import InductorPrograms
+from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.support.bfloat16 import check, check_logprobs, rounded
 from tests.support.checkpoints import lower, make_predictable, random_checkpoint, save_checkpoint
 from tests.support.eager_package import EagerPackage, manifest_of
 from tests.support.engines import EngineBuilder
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu, opened
 from tests.support.inductor_engines import prompts
 from tests.support.invoke import invoke
 from tests.support.requests import altered, build_request
@@ -73,7 +73,7 @@ MakePrograms = Callable[..., tuple[Programs, Manifest]]
 
 
 @pytest.fixture
-def eagerly(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms:
+def eagerly(model: Transformer) -> MakePrograms:
     """eagerly(nextn, drafter, gpu) -> programs behind the CPU's or the GPU's run time."""
 
     def make(
@@ -82,14 +82,11 @@ def eagerly(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms
         style = style_of("inductor", device="cuda" if gpu else "cpu", dtype="bfloat16")
         plan = Plan(model.config, nextn, drafter, SLOTS, 200, CHUNK, style)
         made = make_programs(plan, narrow(model))
-        packages = {f"{p.name}.pt2": EagerPackage(p) for p in made}
-        for module in (inductor, inductor_cuda):
-            monkeypatch.setattr(module, "Package", lambda path, *_: packages[path.name])
-            monkeypatch.setattr(module, "load_file", lambda path, device="cpu": {})
-        manifest, folder = manifest_of(plan, made), Path("none")
+        packages, manifest = {p.name: EagerPackage(p) for p in made}, manifest_of(plan, made)
+        opener = opened(packages)
         if gpu is None:
-            return InductorPrograms(folder, manifest, 1), manifest
-        return CudaPrograms(folder, manifest, gpu), manifest  # type: ignore[arg-type]
+            return InductorPrograms(manifest, 1, opener), manifest
+        return CudaPrograms(manifest, gpu, opener), manifest  # type: ignore[arg-type]
 
     return make
 
@@ -135,11 +132,11 @@ def test_on_a_gpu(eagerly: MakePrograms, model: Transformer, tmp_path: Path) -> 
         check(model, asked, play(engine, asked, [GREEDY] * 3, together=True))
     assert isinstance(programs, CudaPrograms)
     assert programs.state["kv.0"].dtype == np.uint16
-    held = [*programs._state.values(), *programs._controls.values(), programs._active]
+    held, opener = programs._given.values(), opened(programs._packages)
     needed = manifest.files["weights.safetensors"].size + sum(tensor.nbytes for tensor in held)
     with pytest.raises(EngineError, match="of GPU memory"):
-        inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed - 1))  # type: ignore[arg-type]
-    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed))  # type: ignore[arg-type]
+        inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed - 1), opener)  # type: ignore[arg-type]
+    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed), opener)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("nextn", "drafter"), [*ENGINES, (2, "none")])

@@ -19,11 +19,11 @@ from mtpbuild.builder import engine_weights, layout
 from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.targets import TARGETS, load_target
+from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import BuildError, CheckpointError
 from mtpbuild.runtime.manifest import check_files, read_manifest
+from mtpbuild.runtime.targets import find_target
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
-from tests.support.fake_target import fake_target
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -180,7 +180,9 @@ def no_graph(patch: pytest.MonkeyPatch) -> None:
         (folder / "decode.onnx").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    patch.setitem(TARGETS, "onnxruntime", fake_target(load_target("onnxruntime"), lower=lower))
+    quick = find_target("onnxruntime").lowering
+    assert isinstance(quick, Target)
+    patch.setattr(quick, "lower", lower, raising=True)
 
 
 def no_manifest(patch: pytest.MonkeyPatch) -> None:

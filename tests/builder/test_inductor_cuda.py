@@ -19,11 +19,12 @@ from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
+from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support.checkpoints import lower
 from tests.support.eager_package import EagerPackage, manifest_of
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu, opened
 from tests.support.forced import Run
 from tests.support.inductor_engines import GREEDY, HOT, controls, prompts
 from tests.support.styles import style_of
@@ -37,8 +38,12 @@ MakePrograms = Callable[..., tuple[CudaPrograms, Manifest, FakeGpu]]
 ON_GPU = style_of("inductor", device="cuda")
 
 
+def never(device: str) -> Callable[[str], EagerPackage]:
+    raise AssertionError("nothing is opened")
+
+
 @pytest.fixture
-def on_gpu(predictable: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePrograms:
+def on_gpu(predictable: Transformer) -> MakePrograms:
     """on_gpu(nextn, drafter, slots, graphs) -> programs, their manifest and their GPU."""
 
     def make(
@@ -46,13 +51,10 @@ def on_gpu(predictable: Transformer, monkeypatch: pytest.MonkeyPatch) -> MakePro
     ) -> tuple[CudaPrograms, Manifest, FakeGpu]:
         plan = Plan(predictable.config, nextn, drafter, slots, 200, CHUNK, ON_GPU)
         programs = make_programs(plan, lower(predictable))
-        packages = {f"{p.name}.pt2": EagerPackage(p) for p in programs}
-        monkeypatch.setattr(
-            inductor_cuda, "Package", lambda path, weights, device, rank: packages[path.name]
-        )
-        monkeypatch.setattr(inductor_cuda, "load_file", lambda path, device: {})
+        packages = {p.name: EagerPackage(p) for p in programs}
         manifest, gpu = manifest_of(plan, programs), FakeGpu()
-        return CudaPrograms(Path("none"), manifest, gpu, **how), manifest, gpu  # type: ignore[arg-type]
+        loaded = CudaPrograms(manifest, gpu, opened(packages), **how)  # type: ignore[arg-type]
+        return loaded, manifest, gpu
 
     return make
 
@@ -151,37 +153,35 @@ def test_slots_that_run_are_computed(on_gpu: MakePrograms) -> None:
 def test_another_gpu_is_refused(on_gpu: MakePrograms, tmp_path: Path) -> None:
     _, manifest, _ = on_gpu()
     with pytest.raises(EngineError, match=r"compute capability 9.0, this one has 8.0; build it"):
-        inductor_cuda.load(tmp_path, manifest, FakeGpu("8.0"))  # type: ignore[arg-type]
+        inductor_cuda.load(tmp_path, manifest, FakeGpu("8.0"), never)  # type: ignore[arg-type]
 
 
 def test_too_little_memory_is_said_before_loading(on_gpu: MakePrograms, tmp_path: Path) -> None:
     programs, manifest, _ = on_gpu()
-    held = [*programs._state.values(), *programs._controls.values(), programs._active]
+    held = programs._given.values()
     needed = 5 * 10**9 + sum(tensor.nbytes for tensor in held)
     gpu = FakeGpu(free=needed - 1)
     with pytest.raises(EngineError) as caught:
-        inductor_cuda.load(tmp_path, manifest, gpu)  # type: ignore[arg-type]
+        inductor_cuda.load(tmp_path, manifest, gpu, never)  # type: ignore[arg-type]
     assert f"needs more than {needed / 1e9:.2f} GB of GPU memory (weights 5.00, " in str(
         caught.value
     )
     assert f", {(needed - 1) / 1e9:.2f} GB are free; build with a smaller" in str(caught.value)
     assert not gpu._memory, "nothing was allocated"
-    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed))  # type: ignore[arg-type]
+    opener = opened(programs._packages)
+    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed), opener)  # type: ignore[arg-type]
 
 
-def test_memory_that_runs_out_is_one_line(
-    on_gpu: MakePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_is_one_line(on_gpu: MakePrograms, tmp_path: Path) -> None:
     _, manifest, _ = on_gpu()
 
-    def fail(*arguments: object) -> None:
+    def fail(device: str) -> Callable[[str], EagerPackage]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails")
 
-    monkeypatch.setattr(inductor_cuda, "Package", fail)
     with pytest.raises(
         EngineError, match=r"too small \(CUDA out of memory.*GiB.\); build"
     ) as caught:
-        inductor_cuda.load(tmp_path, manifest, FakeGpu())  # type: ignore[arg-type]
+        inductor_cuda.load(tmp_path, manifest, FakeGpu(), fail)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
@@ -204,10 +204,7 @@ def test_a_full_slot_beside_a_running_one(on_gpu: MakePrograms, predictable: Tra
         assert result.token_ids == greedy(predictable, prompt, count)
 
 
-def test_without_a_gpu(
-    on_gpu: MakePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, manifest, _ = on_gpu()
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EngineError, match="no NVIDIA GPU can be used here: torch finds none"):
-        inductor_cuda.load(tmp_path, manifest)
+        Gpu()

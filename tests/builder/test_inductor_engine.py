@@ -4,7 +4,6 @@ One engine for one request serves the tests of `make test` (compiling it takes a
 batches, other shapes and drafters are in the full matrix.
 """
 
-import importlib
 import json
 import shutil
 import sys
@@ -27,8 +26,9 @@ from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import MANIFEST, read_manifest
-from mtpbuild.runtime.programs import inductor, load_programs, torch_cuda
-from mtpbuild.runtime.programs.inductor import InductorPrograms
+from mtpbuild.runtime.programs import load_programs, torch_cuda
+from mtpbuild.runtime.programs.aot_package import Package
+from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.reference.recompute import cache_rows, greedy
 from tests.support.checkpoints import make_predictable, save_checkpoint
@@ -168,9 +168,11 @@ def test_weights_stay_mapped(programs: InductorPrograms, engine: Path) -> None:
     place = str((engine / "weights.safetensors").resolve())
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     ranges = [line.split()[0].split("-") for line in maps if line.endswith(place)]
-    for weight in programs._weights.values():
-        address = weight.data_ptr()
-        assert any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
+    for package in programs._packages.values():
+        assert isinstance(package, Package)
+        for weight in package._weights.values():
+            address = weight.data_ptr()
+            assert any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
 
 
 def test_threads(engine: Path) -> None:
@@ -222,10 +224,13 @@ def test_programs_that_are_none(engine: Path, tmp_path: Path) -> None:
     load(copy)
 
 
-def test_running_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_without_torch(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.startswith("mtpbuild.runtime.programs.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[inductor\]'"):
-        importlib.reload(inductor)
+    says = r"^this engine needs torch: pip install 'mtpbuild\[inductor\]'$"
+    with pytest.raises(MissingDependencyError, match=says):
+        load_programs(engine, read_manifest(engine))
 
 
 @pytest.mark.usefixtures("quick", "quick_inductor")

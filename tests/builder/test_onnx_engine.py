@@ -14,8 +14,8 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.programs.host_slots import ROW_STEP
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
-from mtpbuild.runtime.programs.slots import ROW_STEP
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.forced import Run, Seen

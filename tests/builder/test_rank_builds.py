@@ -20,8 +20,14 @@ from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.runtime.errors import BuildError, EngineFileError
-from mtpbuild.runtime.group.start import own_parts, started
-from mtpbuild.runtime.manifest import MANIFEST, check_files, parts, rank_name, read_manifest
+from mtpbuild.runtime.group.start import own_folders, started
+from mtpbuild.runtime.manifest import (
+    MANIFEST,
+    check_files,
+    engine_folders,
+    rank_name,
+    read_manifest,
+)
 from tests.support.checkpoints import load_config, random_checkpoint
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
@@ -70,7 +76,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def assert_whole(folder: Path, *ranks: int) -> None:
     """These ranks are there, all as it was built, and nothing else is."""
     manifest = read_manifest(folder)
-    found = list(parts(folder, manifest))
+    found = list(engine_folders(folder, manifest))
     assert [own.rank for _, own in found] == [None, *ranks]
     for part, own in found:
         check_files(part, own, verify_hashes=True)
@@ -189,7 +195,7 @@ def test_what_is_not_there(
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(EngineFileError, match=r"engine: rank 2 is missing \(of 4\)"):
-        list(own_parts(out, read_manifest(out)))
+        list(own_folders(out, read_manifest(out)))
 
 
 def test_ranks_of_another_build(checkpoint: Path, tmp_path: Path) -> None:

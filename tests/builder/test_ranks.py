@@ -25,6 +25,7 @@ from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError, UsageError
+from mtpbuild.runtime.follow import follow
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.start import started
 from mtpbuild.runtime.manifest import MANIFEST, read_manifest
@@ -144,10 +145,9 @@ def test_a_rank_that_dies_or_hangs(
 def test_rank_0_dies_or_hangs(engine: Path, number: signal.Signals, idle: float) -> None:
     """The others notice, also while nothing runs; to wait is no failure."""
     code = (
-        "import sys, time, torch\nfrom pathlib import Path\nimport pytest\n"
+        "import sys, time, torch\nfrom pathlib import Path\n"
         "from tests.support import eager_ranks, rank_engines\ntorch.set_num_threads(1)\n"
-        "eager_ranks.use(pytest.MonkeyPatch())\n"
-        "with rank_engines.running(Path(sys.argv[1])):\n"
+        "with eager_ranks.used(), rank_engines.running(Path(sys.argv[1])):\n"
         "    print(rank_engines.followers()[0], flush=True)\n    time.sleep(60)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(eager_ranks.ROOT), ranks_module.TIMEOUT: "5"}
@@ -281,7 +281,7 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
         Engine.load(engine)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError, match="rank 0 is the engine"):
-        ranks_module.follow(engine)
+        follow(engine)
 
 
 @pytest.mark.parametrize(

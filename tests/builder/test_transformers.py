@@ -58,14 +58,13 @@ def test_mtp_modules_equal_transformers(tmp_path: Path, modules: int) -> None:
     load_modules(theirs, ours)
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 61, (1, 30)))
     with torch.no_grad():
-        hidden = ours.hiddens(tokens)
+        hidden = ours.main(tokens)
         for k in range(modules):
-            slots = tokens.shape[1] - k - 1
-            positions = torch.arange(slots)[None]
-            got = theirs.forward_layer(
-                k, hidden[k][:, :slots], positions, None, input_ids=tokens[:, k + 1 :]
-            )
-            assert (got - hidden[k + 1]).abs().max() < ATOL
+            hidden, following = hidden[:, :-1], tokens[:, k + 1 :]
+            positions = torch.arange(following.shape[1])[None]
+            got = theirs.forward_layer(k, hidden, positions, None, input_ids=following)
+            hidden = ours.mtp(k + 1, following, hidden)
+            assert (got - hidden).abs().max() < ATOL
 
 
 def load_modules(theirs: Any, ours: Any) -> None:

@@ -12,6 +12,7 @@ from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs.aot_package import open_packages
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms, load
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from mtpbuild.runtime.tokenizer import load_tokenizer
@@ -65,7 +66,7 @@ def test_the_same_tokens_as_onnxruntime(
     folder = build_engine("deepseek-tiny", nextn, **flags)
     manifest = read_manifest(folder)
     for graphs, overlap in ((True, True), (True, False), (False, True)):
-        programs = CudaPrograms(folder, manifest, Gpu(), graphs=graphs)
+        programs = CudaPrograms(manifest, Gpu(), open_packages(folder, manifest), graphs=graphs)
         tokenizer = load_tokenizer(folder, manifest)
         with Engine(programs, manifest, tokenizer, overlap=overlap) as engine:
             got = [result.token_ids for result in engine.generate(TEXTS, asked)]
@@ -98,7 +99,7 @@ def one(checkpoint: Path, build_engine: EngineBuilder) -> Path:
 def test_state_is_updated_in_place(one: Path, params: SamplingParams) -> None:
     """A step takes less memory than one cache; a copy of it would be seen."""
     manifest = read_manifest(one)
-    programs = CudaPrograms(one, manifest, Gpu(), graphs=False)
+    programs = CudaPrograms(manifest, Gpu(), open_packages(one, manifest), graphs=False)
     Engine(programs, manifest, overlap=False).generate(prompts(5, 6, 7), params)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -118,8 +119,9 @@ def test_modes_share_a_batch(one: Path) -> None:
 def test_another_gpu_is_refused(one: Path) -> None:
     manifest = read_manifest(one)
     older = manifest.target.model_copy(update={"compute_capabilities": ("5.0",)})
+    changed = manifest.model_copy(update={"target": older})
     with pytest.raises(EngineError, match=r"this one has \d+\.\d; build it on this machine"):
-        load(one, manifest.model_copy(update={"target": older}))
+        load(one, changed, Gpu(), open_packages(one, changed))
 
 
 def test_too_little_memory(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def follower() -> int:
     """The rank that this process has started."""
     tasks = Path("/proc/self/task").iterdir()
     children = " ".join((task / "children").read_text() for task in tasks).split()
-    (found,) = [pid for pid in children if b"runtime.ranks" in _command(pid)]
+    (found,) = [pid for pid in children if b"runtime.follow" in _command(pid)]
     return int(found)
 
 

@@ -13,9 +13,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from mtpbuild.plugins import accept_rewind, aot, facets
+from mtpbuild.plugins import accept_mixed_op, accept_rewind, aot, facets
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import SHAPES, ContractError, Ptx, launches
+from mtpbuild.runtime.controls import CONTROLS, control_shapes
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 PTX = Ptx("entry", "text", "sm_80", (), 128, 1024)
@@ -103,6 +104,40 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
         ("verdict_of_slot", ["best_of_block.0", "best_of_block.1", *names]),
     ]
     assert [tensor.name for tensor in results] == [f"verdict_of_slot.{i}" for i in range(5)]
+
+
+def test_a_list_is_an_operand(trtp: Plugins) -> None:
+    """What requests ask comes as one list; the network gets casts of flags that a kernel reads."""
+    kinds = {"float32": "FLOAT", "int64": "INT64", "bool": "BOOL"}
+    shapes = control_shapes(2, 40)
+    asked = [given(c.name, kinds[c.dtype], 2, *shapes[c.name]) for c in CONTROLS]
+    operands = (
+        given("logits", "FLOAT", 2, 3, 99),
+        given("window", "INT64", 2, 3),
+        *(given(name, "INT64", 2) for name in ("num_drafts", "lengths")),
+        *(given(name, "BOOL", 2) for name in ("active", "thinking")),
+        given("draft_probs", "FLOAT", 2, 2, 99),
+        asked,
+    )
+    taken: dict[str, list[str]] = {}
+    cast: list[str] = []
+
+    def add_plugin(layer: tuple[str, tuple[Any, ...]], aot: bool) -> Any:
+        taken[layer[0].rpartition("_")[0]] = [tensor.name for tensor in layer[1]]
+        return SimpleNamespace(get_output=lambda i: SimpleNamespace(name="-"))
+
+    def add_cast(tensor: Any, kind: str) -> Any:
+        cast.append(tensor.name)
+        as_number = given(tensor.name, kind, *tensor.shape)
+        return SimpleNamespace(get_output=lambda i: as_number)
+
+    ctx = SimpleNamespace(net=SimpleNamespace(add_plugin=add_plugin, add_cast=add_cast))
+    op = accept_mixed_op._opoverload
+    facets("tensorrt")[op](ctx, op, operands, {}, "judge")
+    assert cast == ["active", "thinking", "rejection", "block"]
+    parameters = ("temperature", "top_k", "top_p", "min_p", "relaxed_topk", "relaxed_delta")
+    assert taken["law_of_row"][-8:-2] == [*parameters]
+    assert taken["verdict_of_mixed_slot"][-2:] == ["thinking_ids", "uniforms"]
 
 
 @pytest.mark.parametrize("kernel", small())

@@ -1,22 +1,19 @@
 """With attention-DP a rank runs the programs of all ranks on its own slots."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 
-from mtpbuild.runtime.controls import Controls
-from mtpbuild.runtime.group.lead import Channel
+from mtpbuild.runtime.controls import CONTROLS, Controls, control_shapes
+from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.manifest import Dimension, Manifest, ProgramSpec, StateSpec, TensorSpec
-from mtpbuild.runtime.programs import inductor
 from mtpbuild.runtime.programs.base import StepOutput
-from mtpbuild.runtime.programs.inductor_attention_dp import AttentionDPPrograms
+from mtpbuild.runtime.programs.inductor_ranks import AttentionDPPrograms
 from tests.support.fakes import fake_manifest
 
 SLOTS, RANKS, WINDOW = 2, 2, 2
@@ -43,11 +40,15 @@ ACTIVE = TensorSpec(name="active", dtype="bool", shape=("batch",))
 COUNTS = (ints("tokens", "batch", 2), ints("num_tokens", "batch"))
 OUT = (*COUNTS, floats("logprobs", "batch", 2), floats("margins", "batch", 2))
 TOP = (ints("top_ids", "batch", 2, 5), floats("top_logprobs", "batch", 2, 5))
+SHAPES = control_shapes(1, 66)
+CONTROLLED = tuple(
+    TensorSpec(name=c.name, dtype=c.dtype, shape=("batch", *SHAPES[c.name])) for c in CONTROLS
+)
 PROMPT = (ints("tokens", 1, "chunk"), ints("start", 1), ints("ahead", 1, 1))
 PROGRAMS: dict[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {
     "prefill": ((floats("kv.0", 1, 1, "rows", 3), *PROMPT), ()),
     "decode": ((CACHE, *CARRIES, ACTIVE), OUT),
-    "decode_mixed": ((CACHE, *CARRIES, ACTIVE, floats("temperature", "batch")), (*OUT, *TOP)),
+    "decode_mixed": ((CACHE, *CARRIES, ACTIVE, *CONTROLLED), (*OUT, *TOP)),
 }
 
 
@@ -56,10 +57,8 @@ class Recorded:
 
     ran: tuple[list[tuple[str | int, ...]], ...]
 
-    def __init__(
-        self, path: Path, weights: Mapping[str, torch.Tensor], device: str, rank: int = 0
-    ) -> None:
-        self.name, self.rank = path.stem, rank
+    def __init__(self, name: str, rank: int) -> None:
+        self.name, self.rank = name, rank
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         names = [spec.name for spec in PROGRAMS[self.name][0]]
@@ -96,14 +95,12 @@ class Alone:
     def gather(self, own: NDArray[np.uint8]) -> NDArray[np.uint8]:
         every = np.zeros((RANKS, *own.shape), np.uint8)
         every[self.rank] = own
-        return every.reshape(-1, own.shape[1])
+        return every
 
 
 @pytest.fixture
-def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[AttentionDPPrograms]]:
-    monkeypatch.setattr(inductor, "Package", Recorded)
+def ranks() -> Iterator[list[AttentionDPPrograms]]:
     Recorded.ran = tuple([] for _ in range(RANKS))
-    save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors")
     made = {
         name: ProgramSpec(file=f"{name}.pt2", inputs=inputs, outputs=outputs)
         for name, (inputs, outputs) in PROGRAMS.items()
@@ -113,7 +110,11 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Atte
 
     def programs(rank: int) -> AttentionDPPrograms:
         own: Manifest = manifest.model_copy(update=update | {"rank": rank})
-        return AttentionDPPrograms(tmp_path, own, 1, cast(Channel, Alone(rank)))
+
+        def opener(device: str) -> Callable[[str], Recorded]:
+            return lambda name: Recorded(name, rank)
+
+        return AttentionDPPrograms(cast(Channel, Alone(rank)), own, 1, opener)
 
     yield [programs(rank) for rank in range(RANKS)]
     assert Recorded.ran[0] == Recorded.ran[1], "the same programs of the same sizes"

@@ -3,7 +3,7 @@
 import numpy as np
 
 from mtpbuild.runtime.manifest import StateSpec
-from mtpbuild.runtime.programs.slots import ROW_STEP, Caches
+from mtpbuild.runtime.programs.host_slots import ROW_STEP, Caches
 
 
 def spec(slots: int, rows: int) -> StateSpec:

@@ -8,20 +8,24 @@ which are `FakeGpu`s that gloo connects. Compiling one takes a minute of a core.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import mtpbuild.plugins  # the graphs' ops
+from mtpbuild.runtime import follow, targets
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks
-from mtpbuild.runtime.manifest import read_manifest
-from mtpbuild.runtime.programs import inductor, inductor_cuda
+from mtpbuild.runtime.group.channel import Channel
+from mtpbuild.runtime.manifest import Manifest, read_manifest
+from mtpbuild.runtime.programs.aot_package import CONSTANTS, WEIGHTS, Opener
+from mtpbuild.runtime.programs.base import Programs
 from tests.support.fake_gpu import FakeGpu
 
 if TYPE_CHECKING:
@@ -43,13 +47,14 @@ def lower(traced: "Traced", weights: "Mapping[str, Placed]", folder: Path) -> st
 class EagerPackage:
     """Stands in for `Package`: runs a program and copies the new state over what came in."""
 
-    def __init__(
-        self, path: Path, weights: Mapping[str, torch.Tensor], device: str, rank: int = 0
-    ) -> None:
-        own = load_file(path.with_name(inductor.CONSTANTS.format(path.stem)))
-        own |= {name: torch.tensor([rank]) for name in own if name.endswith(".rank")}
+    def __init__(self, folder: Path, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+        manifest = read_manifest(folder)
+        spec = manifest.programs[name]
+        path = folder / spec.file
+        own = load_file(path.with_name(CONSTANTS.format(path.stem)))
+        rank = torch.tensor([manifest.rank or 0])
+        own |= {name: rank for name in own if name.endswith(".rank")}
         named = {f"model.{name}": weight for name, weight in weights.items()} | own
-        spec = read_manifest(path.parent).programs[path.stem]
         self._inputs, self._outputs = ([t.name for t in ts] for ts in (spec.inputs, spec.outputs))
         self._program = torch.export.load(path).module(check_guards=False)
         parameters = {name: named[name] for name, _ in self._program.named_parameters()}
@@ -73,21 +78,49 @@ class GlooPeers(nccl.Peers):
         return False
 
 
-def fake_gpu(index: int) -> FakeGpu:
+def open_eagerly(folder: Path, manifest: Manifest) -> Opener:
+    def on(device: str) -> Callable[[str], EagerPackage]:
+        weights = load_file(folder / WEIGHTS)
+        return lambda name: EagerPackage(folder, name, weights)
+
+    return on
+
+
+def fake_gpu(index: int) -> Any:
     if str(index) != os.environ["RANK"]:  # all are on one machine here
         raise EngineError(f"GPU {index} is another rank's")
     return FakeGpu()
 
 
-def use(patch: pytest.MonkeyPatch) -> None:
-    """Load engines this way, in this process and in those that it starts."""
+def load(
+    folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
+) -> Programs:
+    """In the place of target inductor's."""
+    from mtpbuild.runtime.programs.inductor import Machine, load_on
+
+    machine = Machine(open_eagerly, fake_gpu, GlooPeers)
+    return load_on(machine, folder, manifest, threads, channel)
+
+
+@contextlib.contextmanager
+def target() -> Iterator[None]:
+    """Load engines this way in this process, while the block runs."""
+    real = targets.find_target("inductor")
+    targets.register(replace(real, programs="tests.support.eager_ranks"))
+    try:
+        yield
+    finally:
+        targets.register(real)
+
+
+@contextlib.contextmanager
+def used() -> Iterator[pytest.MonkeyPatch]:
+    """Load engines this way, also in the processes that this one starts, while the block runs."""
     assert mtpbuild.plugins.rope
-    patch.setattr(inductor, "Package", EagerPackage)
-    patch.setattr(inductor_cuda, "Package", EagerPackage)
-    patch.setattr(nccl, "Gpu", fake_gpu)
-    patch.setattr(nccl, "Peers", GlooPeers)
-    patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.support.eager_ranks"))
-    patch.setenv("PYTHONPATH", str(ROOT))
+    with target(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.support.eager_ranks"))
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield patch
 
 
 @contextlib.contextmanager
@@ -96,14 +129,12 @@ def in_place_of_the_compiler() -> Iterator[None]:
     from tests.support.fake_target import in_place_of
 
     torch.set_num_threads(1)
-    with in_place_of("inductor", lower=lower), pytest.MonkeyPatch.context() as patch:
-        use(patch)
+    with in_place_of("inductor", lower=lower), used() as patch:
         patch.setenv(ranks.TIMEOUT, "30")
         yield
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        use(patch)
-        sys.exit(ranks.main(*sys.argv[1:]))
+    with target():
+        sys.exit(follow.main(*sys.argv[1:]))

@@ -5,10 +5,15 @@ time lies in pageable memory, a graph's work was run before it was captured.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from mtpbuild.runtime.programs.aot_package import Opener, Runner
+from mtpbuild.runtime.programs.torch_cuda import as_host
 
 Work = Callable[[], object]
 
@@ -36,8 +41,12 @@ class FakeGpu:
     def free_memory(self) -> int:
         return self._free
 
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self._known(torch.zeros(shape, dtype=dtype))
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
+        return self._known(torch.zeros(shape, dtype=getattr(torch, dtype)))
+
+    def host(self, array: Tensor) -> NDArray[Any]:
+        self.synchronise()
+        return as_host(array)
 
     def pinned(self, size: int) -> Tensor:
         return self._known(torch.full((size,), 99, dtype=torch.uint8))
@@ -50,7 +59,8 @@ class FakeGpu:
         at = tensor.data_ptr()
         return any(begin <= at and at + tensor.nbytes <= end for begin, end in self._memory)
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
+    def copy(self, source: Tensor | NDArray[Any], target: Tensor) -> None:
+        source = torch.as_tensor(source)
         assert source.shape == target.shape
         assert self._knows(target), "a copy to pageable memory would be waited for"
         taken = source if self._knows(source) else source.clone()
@@ -97,3 +107,8 @@ class FakeGpu:
         while self.done < until:
             self.queue.popleft()()
             self.done += 1
+
+
+def opened(programs: Mapping[str, Runner]) -> Opener:
+    """Programs that are open already, on any device."""
+    return lambda device: programs.__getitem__

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +13,9 @@ from torch.fx import Graph
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.targets import TARGETS, load_target
+from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.targets import find_target, register
 
 
 def no_trace(program: Program, plan: Plan) -> Traced:
@@ -38,12 +40,12 @@ def fake_target(real: Target, **replaced: Callable[..., Any]) -> Target:
 @contextlib.contextmanager
 def in_place_of(name: str, **replaced: Callable[..., Any]) -> Iterator[None]:
     """Put into the registry a target like the one of that name, but for some of its methods."""
-    before = TARGETS[name]
-    TARGETS[name] = fake_target(load_target(name), **replaced)
+    before = find_target(name)
+    register(replace(before, lowering=fake_target(load_target(name), **replaced)))
     try:
         yield
     finally:
-        TARGETS[name] = before
+        register(before)
 
 
 def quick_target(

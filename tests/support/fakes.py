@@ -155,7 +155,7 @@ class FakePrograms:
         self.steps += 1
         B, T = len(self.history), self.window
         assert active.shape == (B,)
-        ranks = active.reshape(self.build.serving, -1)
+        ranks = active.reshape(self.build.ranks.serving, -1)
         self.slots.append(int(ranks.sum(1).max()))
         for rank in ranks:
             assert rank[: rank.sum()].all(), "running slots are the lowest"

@@ -25,9 +25,9 @@ from mtpbuild.builder.models.common.layers import (
     parameter,
 )
 from mtpbuild.builder.models.common.reference import Reference
-from mtpbuild.builder.models.common.share import Share
-from mtpbuild.builder.models.common.weights import Source, Weight, mlp, product, vector
-from mtpbuild.builder.models.config import ModelConfig, Reader, RopeConfig
+from mtpbuild.builder.models.common.share import Share, Source
+from mtpbuild.builder.models.common.weights import Weight, mlp, product, vector
+from mtpbuild.builder.models.config import ModelConfig, Reader, integer
 from mtpbuild.builder.models.family import Costs, Family, Split
 from mtpbuild.runtime.ranks import Ranks
 
@@ -49,18 +49,14 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ToyConfig(ModelConfig):
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rope: RopeConfig
+    intermediate_size: int = integer()
+    num_attention_heads: int = integer()
+    num_key_value_heads: int = integer()
+    head_dim: int = integer()
 
 
 def parse_config(raw: Mapping[str, Any]) -> ToyConfig:
-    read = Reader(raw)
-    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    own = dict[str, Any]({size: read.integer(size, 1) for size in sizes})
-    return ToyConfig(**read.model(), **own, rope=read.rope())
+    return Reader(raw).fill(ToyConfig)
 
 
 class ToyAttention(Attention):

@@ -1,1 +1,1 @@
-"""What families share: layers, number formats inside the model, and how ranks split and meet."""
+"""Families share these: layers, number formats inside the model, how ranks split and meet."""

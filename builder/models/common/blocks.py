@@ -73,7 +73,7 @@ def parts_of(weight: Tensor | Scaled) -> Parts:
 
 
 def put(model: nn.Module, name: str, weight: nn.Module) -> None:
-    """In the place of the parameter of that name."""
+    """Put a module in the place of the parameter of that name."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     delattr(module, leaf)

@@ -62,7 +62,7 @@ class CausalLM(nn.Module):
         return self.norm(x), updated
 
     def fill(self, tokens: Tensor, caches: list[Tensor], rows: Rows) -> list[Tensor]:
-        """Only the caches, for an engine without drafts."""
+        """Write only the caches, for an engine without drafts."""
         x, updated = self.through(len(self.layers) - 1, tokens, caches, rows)
         last = self.layers[-1]
         assert isinstance(last, DecoderLayer)
@@ -71,7 +71,7 @@ class CausalLM(nn.Module):
     def through(
         self, count: int, tokens: Tensor, caches: list[Tensor], rows: Rows
     ) -> tuple[Tensor, list[Tensor]]:
-        """Through the first layers only: the hidden states, and these layers' new caches."""
+        """Run the first `count` layers: the hidden states, and these layers' new caches."""
         x, updated = self.embed(tokens), list[Tensor]()
         for layer, cache in zip(self.layers[:count], caches[:count], strict=True):
             x, cache = layer(x, cache, rows)
@@ -79,6 +79,6 @@ class CausalLM(nn.Module):
         return x, updated
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32: bf16 logits tie."""
+        """Logits are fp32: in bf16 they tie."""
         logits = (cast(hidden, torch.float32) @ self.lm_head).float()
         return logits if self.ranks.parts == 1 else all_gather(logits, self.rank, self.ranks.parts)

@@ -1,4 +1,4 @@
-"""Where the ranks that share a model meet: torch's functional collectives, in the traced graph.
+"""Ranks that share a model meet in torch's functional collectives, in the traced graph.
 
 AOTInductor compiles them to calls of torch.distributed. The graph is the same for all ranks: which
 one it runs on it reads from a constant that is given when it is loaded. What a collective wrote

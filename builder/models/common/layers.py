@@ -22,7 +22,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a pass's tokens stand: their angles, and which cache rows they see and fill."""
+    """A pass's tokens have a place: angles, and the cache rows that they see and fill."""
 
     cos: Tensor  # [B, T, rotary dim / 2]
     sin: Tensor
@@ -66,14 +66,14 @@ class Kernels(nn.Module):
 
 
 def use_kernels(model: nn.Module, chunk: int | None = None) -> None:
-    """For a GPU: kernels for every op. chunk: of prompts, if they go by kernels too."""
+    """Let a model compute as a GPU wants it. chunk: tokens of prompts, if these use kernels too."""
     for module in model.modules():
         if isinstance(module, Kernels):
             module.kernels, module.chunk = True, chunk
 
 
 class Attention(Kernels):
-    """What a decoder layer asks of its attention."""
+    """A decoder layer asks this of its attention."""
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """x [B, T, E] -> query input [B, T, ..], and the tokens' cache rows [B, 1, T, C]."""
@@ -123,12 +123,12 @@ class DecoderLayer(nn.Module):
         return self.finish(x, q, rows, cache, fresh, torch.zeros_like(rows.base)), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
-        """Only the cache rows: nobody reads the last layer's output while a prompt is filled in."""
+        """Write only the cache rows: nobody reads the last layer's output in a prompt."""
         _, fresh = self.self_attn.project(self.input_layernorm(x), rows)
         return kv_write(cache, fresh, rows.base)
 
     def last(self, x: Tensor, cache: Tensor, rows: Rows, at: Tensor) -> tuple[Tensor, Tensor]:
-        """As forward, but only token at[b] of each slot attends: -> [B, 1, E] and the cache."""
+        """Compute as forward does, but only token at[b] of each slot: [B, 1, E], and the cache."""
         q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
         cache = kv_write(cache, fresh, rows.base)
         own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base)
@@ -176,7 +176,7 @@ class MTPModule(DecoderLayer):
         return all_reduce(own_part(both, self.rank, self.ranks.parts) @ self.eh_proj)
 
     def norm(self, x: Tensor) -> Tensor:
-        """What the head reads, and what the next module or draft step is given."""
+        """Norm what the head reads, and the next module or draft is given."""
         return self.shared_head["norm"](x)
 
 

@@ -52,8 +52,8 @@ class Gate(nn.Module):
 class MoE(Kernels):
     """A rank of several computes a part of the sum.
 
-    With attention-DP all of it, of its own tokens: routed experts see those of all ranks, so ranks
-    must have equally many.
+    With attention-DP it computes all of it for its own tokens. Routed experts see the tokens of all
+    ranks, so ranks must have equally many.
     """
 
     def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
@@ -110,8 +110,8 @@ class DenseMoE(MoE):
 class GatheredMoE(MoE):
     """Many experts: only the chosen ones' weights are read.
 
-    By an op if `use_kernels` said so, where a step has few tokens and their number is fixed; else
-    the weights are gathered for each token.
+    An op reads them if `use_kernels` said so and tokens are few, or a prompt's chunk has a bound;
+    else the weights are gathered for each token.
     """
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
@@ -128,7 +128,8 @@ class GatheredMoE(MoE):
             experts = self.config.n_routed_experts // ep
             own = (self.rank - ids // experts) % ep == 0
             weights, ids = torch.where(own, weights, 0.0), ids % experts
-        few = is_few(math.prod(x.shape[:-1]))
+        tokens = math.prod(x.shape[:-1])  # a prompt's chunk is a symbol while it is traced
+        few = isinstance(tokens, int) and tokens <= MAX_TOKENS
         if not self.kernels or not (few or self.chunk):
             return self.gathered(x, weights, ids)
         flat = [each.flatten(0, -2) for each in (x, weights, ids.int())]
@@ -172,11 +173,6 @@ class GatheredMoE(MoE):
 def shared_experts(c: MoEConfig, ranks: Ranks) -> MLP | None:
     inner = c.n_shared_experts * c.moe_intermediate_size // ranks.parts
     return MLP(c.hidden_size, inner) if inner else None
-
-
-def is_few(tokens: int) -> bool:
-    """A prompt's chunk is a symbol while it is traced."""
-    return isinstance(tokens, int) and tokens <= MAX_TOKENS
 
 
 def feed_forward(c: MoEConfig, layer: int, ranks: Ranks = ALONE) -> nn.Module:

@@ -24,7 +24,7 @@ def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def stays_wide(name: str) -> bool:
-    """Whether a weight is fp32 in every engine."""
+    """Tell whether a weight is fp32 in every engine."""
     return name == "lm_head" or ".gate." in name
 
 

@@ -1,4 +1,4 @@
-"""What a family's plain model can do: the oracle of tests and of `mtpbuild verify`."""
+"""A family's plain model is the oracle of tests and of `mtpbuild verify`."""
 
 from torch import Tensor, nn
 

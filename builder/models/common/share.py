@@ -1,4 +1,4 @@
-"""Which part of a model one of several ranks holds (spec/deepseek-v3.md section 5)."""
+"""A share is the part of a model that one rank holds (spec/deepseek-v3.md section 5)."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -8,10 +8,18 @@ from mtpbuild.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mtpbuild.builder.models.common.weights import Source
-
 
 ALONE = Ranks()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint and the shape that the configuration demands."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int | None = None  # that ranks split; None: each holds all of it
+    routed: bool = False  # a routed expert's: groups of ranks hold it, split by their columns
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Share:
         size, group = count // self.ranks.ep, self.rank % self.ranks.ep
         return range(group * size, (group + 1) * size)
 
-    def cut(self, source: "Source", tensor: "Tensor") -> "Tensor":
+    def cut(self, source: Source, tensor: "Tensor") -> "Tensor":
         """This rank's part of a checkpoint's tensor, which must be among those that it holds."""
         parts, part = self.ranks.parts, self.rank
         if source.routed:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
-from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models.common.share import Share, Source
 from mtpbuild.builder.models.config import MoEConfig
 
 Transform = Callable[..., Tensor]
@@ -21,14 +21,7 @@ def stack_rows(*w: Tensor) -> Tensor:
     return torch.cat(w) if len(w) > 1 else w[0]
 
 
-@dataclass(frozen=True)
-class Source:
-    """A tensor of the checkpoint and the shape that the configuration demands."""
-
-    name: str
-    shape: tuple[int, ...]
-    axis: int | None = None  # that ranks split; None: each holds all of it
-    routed: bool = False  # a routed expert's: groups of ranks hold it, split by their columns
+Sources = list[Source]
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ def product(to: str, *sources: Source, rows: Transform = stack_rows, joined: int
 
 
 def projection(at: str, proj: str, hidden: int, inner: int, routed: bool = False) -> Source:
-    """One of an MLP's products; ranks split its inner columns."""
+    """An MLP's product; ranks split its inner columns."""
     down = proj == "down"
     shape = (hidden, inner) if down else (inner, hidden)
     return Source(f"{at}.{proj}_proj.weight", shape, int(down), routed)
@@ -89,20 +82,18 @@ def moe(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
 
 
-def _experts(c: MoEConfig, s: Share, at: str, proj: str) -> list[Source]:
+def _experts(c: MoEConfig, s: Share, at: str, proj: str) -> Sources:
     E, inner = c.hidden_size, c.moe_intermediate_size
     ids = s.experts(c.n_routed_experts)
     return [projection(f"{at}.experts.{e}", proj, E, inner, routed=True) for e in ids]
 
 
-def _dense(to: str, gate: list[Source], up: list[Source], down: list[Source]) -> Iterator[Weight]:
+def _dense(to: str, gate: Sources, up: Sources, down: Sources) -> Iterator[Weight]:
     yield product(f"{to}.experts.gate_up_proj", *gate, *up)
     yield product(f"{to}.experts.down_proj", *down, rows=lambda *w: torch.cat(w, dim=1), joined=1)
 
 
-def _gathered(
-    to: str, gate: list[Source], up: list[Source], down: list[Source]
-) -> Iterator[Weight]:
+def _gathered(to: str, gate: Sources, up: Sources, down: Sources) -> Iterator[Weight]:
     """Each expert is a slice, whose gate and up are one product."""
     pairs = tuple(source for pair in zip(gate, up, strict=True) for source in pair)
 

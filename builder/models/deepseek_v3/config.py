@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mtpbuild.builder.models.config import MoEConfig, Reader, RopeConfig
+from mtpbuild.builder.models.config import MoEConfig, Reader, flag, integer
 from mtpbuild.runtime.errors import CheckpointError
 
 
@@ -12,14 +12,13 @@ from mtpbuild.runtime.errors import CheckpointError
 class DeepseekV3Config(MoEConfig):
     """Shape of a DeepSeek-V3-class model: multi-head latent attention, routed experts."""
 
-    num_attention_heads: int
+    num_attention_heads: int = integer()
     q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    rope_interleave: bool
-    rope: RopeConfig
+    kv_lora_rank: int = integer()
+    qk_nope_head_dim: int = integer()
+    qk_rope_head_dim: int = integer(2)
+    v_head_dim: int = integer()
+    rope_interleave: bool = flag(True)
 
     @property
     def qk_head_dim(self) -> int:
@@ -37,16 +36,9 @@ def parse_config(raw: Mapping[str, Any]) -> DeepseekV3Config:
     read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
     if raw.get("attention_bias"):
         raise CheckpointError("attention_bias true is not supported; DeepSeek-V3 has no biases")
-    sizes = ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-    config = DeepseekV3Config(
-        **read.model(),
-        **read.moe(),
-        **dict[str, Any]({key: read.integer(key, 1) for key in sizes}),
-        q_lora_rank=None if raw.get("q_lora_rank") is None else read.integer("q_lora_rank", 1),
-        qk_rope_head_dim=read.integer("qk_rope_head_dim", 2),
-        rope_interleave=read.flag("rope_interleave", True),
-        rope=read.rope(),
-    )
+    q_lora = None if raw.get("q_lora_rank") is None else read.integer("q_lora_rank", 1)
+    config = read.fill(DeepseekV3Config, q_lora_rank=q_lora)
+    config.check_experts()
     if config.qk_rope_head_dim % 2:
         raise CheckpointError(f"qk_rope_head_dim {config.qk_rope_head_dim} must be even")
     return config

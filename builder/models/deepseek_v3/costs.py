@@ -1,4 +1,4 @@
-"""What DeepSeek-V3 takes of memory and arithmetic, and how ranks can split it; without torch."""
+"""DeepSeek-V3's memory and arithmetic, and the sizes that ranks split; this needs no torch."""
 
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.family import Costs, Split
@@ -11,7 +11,7 @@ def cache_specs(c: DeepseekV3Config, ranks: Ranks) -> list[int]:
 
 
 def split_sizes(c: DeepseekV3Config, ranks: Ranks) -> list[Split]:
-    """What must divide, in the order in which it is told."""
+    """Sizes that must divide; the first that does not is the one told."""
     parts, layers = ranks.parts, range(c.num_hidden_layers + c.num_nextn_predict_layers)
     heads, inner, shared = c.num_attention_heads, c.moe_intermediate_size, c.n_shared_experts
     found = [Split("num_attention_heads", heads, parts), Split("vocab_size", c.vocab_size, parts)]

@@ -13,7 +13,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 
 class DeepseekV3(CausalLM):
-    """What one of `ranks` computes of the model."""
+    """The part of the model that one of `ranks` computes."""
 
     config: DeepseekV3Config
 

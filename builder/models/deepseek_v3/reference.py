@@ -58,9 +58,8 @@ class Attention(nn.Module):
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(B, T, c.num_attention_heads, -1)
         k_nope, v = kv.transpose(1, 2).split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         q_pe = rotate(q_pe, cos, sin, c.rope_interleave)
-        k_pe = rotate(k_pe, cos, sin, c.rope_interleave)[:, None].expand_as(
-            q_pe
-        )  # one for all heads
+        k_pe = rotate(k_pe, cos, sin, c.rope_interleave)  # one for all heads
+        k_pe = k_pe[:, None].expand_as(q_pe)
         q, k = torch.cat([q_nope, q_pe], -1), torch.cat([k_nope, k_pe], -1)
         o = F.scaled_dot_product_attention(q, k.type_as(q), v, is_causal=True, scale=self.scale)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
@@ -113,11 +112,8 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(
             MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.n_routed_experts)
         )
-        self.shared_experts = (
-            MLP(c.hidden_size, c.moe_intermediate_size * c.n_shared_experts)
-            if c.n_shared_experts
-            else None
-        )
+        inner = c.moe_intermediate_size * c.n_shared_experts
+        self.shared_experts = MLP(c.hidden_size, inner) if inner else None
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.gate(x).type_as(x)
@@ -200,14 +196,3 @@ class Transformer(Reference):
         assert isinstance(module, MTPModule)
         T = tokens.shape[1]
         return module.draft(self.model.embed_tokens(tokens), hidden, self.cos[:T], self.sin[:T])
-
-    def hiddens(self, tokens: Tensor) -> list[Tensor]:
-        """[g_0, g_1, .. g_D] of a token sequence; g_k has T - k slots (the last tokens run out)."""
-        states = [self.main(tokens)]
-        for k in range(1, self.config.num_nextn_predict_layers + 1):
-            states.append(self.mtp(k, tokens[:, k:], states[-1][:, : tokens.shape[1] - k]))
-        return states
-
-    def forward(self, tokens: Tensor) -> list[Tensor]:
-        """Logits of the main model and of each module: entry k, slot p predicts t_{p+k+1}."""
-        return [self.lm_head(h) for h in self.hiddens(tokens)]

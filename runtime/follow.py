@@ -1,0 +1,32 @@
+"""A rank that follows rank 0, as a process: `python -m mtpbuild.runtime.follow ENGINE THREADS`."""
+
+import sys
+from pathlib import Path
+
+from mtpbuild.runtime.errors import MtpbuildError, RankError
+from mtpbuild.runtime.group.start import LOST
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import follow_programs
+
+
+def follow(folder: str | Path, threads: int | None = None) -> None:
+    """Be a rank other than 0 until rank 0 closes its engine.
+
+    threads: how many of the CPU's, as rank 0 has. Raises RankError if another rank dies or hangs,
+    EngineError for what is wrong here.
+    """
+    follow_programs(Path(folder), read_manifest(Path(folder)), threads)
+
+
+def main(folder: str, threads: str | None = None) -> int:
+    """Follow, and return the process's exit code."""
+    try:
+        follow(folder, None if threads is None else int(threads))
+    except MtpbuildError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return LOST if isinstance(error, RankError) else error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

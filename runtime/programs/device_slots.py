@@ -1,0 +1,99 @@
+"""Slots in a GPU's memory, which keep their place: a step's program is bound to them once."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.manifest import Manifest, StateSpec
+from mtpbuild.runtime.programs.base import MIXED, Ints, host_type
+from mtpbuild.runtime.programs.slots import PREFILL, Array, Memory, Slots
+
+
+class WholeCaches:
+    """Caches of full capacity; how much of them a step reads is decided on the GPU."""
+
+    def __init__(self, specs: Iterable[StateSpec], memory: Memory) -> None:
+        self._memory = memory
+        self.tensors = {s.name: memory.zeros(s.shape, s.dtype) for s in specs}
+
+    def fit(self, rows: int) -> bool:
+        return False
+
+    def move(self, source: int, target: int, lengths: Array) -> None:
+        """Copy all rows: the host does not know the lengths."""
+        for array in self.tensors.values():
+            self._memory.copy(array[source : source + 1], array[target : target + 1])
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        return {name: self._memory.host(array) for name, array in self.tensors.items()}
+
+
+class DeviceSlots(Slots):
+    """Slots of a target that runs on a GPU."""
+
+    def __init__(self, manifest: Manifest, memory: Memory) -> None:
+        caches = WholeCaches([s for s in manifest.state if s.kind == "cache"], memory)
+        super().__init__(manifest, memory, caches)
+        self._state: dict[str, Array] = caches.tensors | self._carries[0]
+        self._given = self._state | self._controls | {"active": self._active}  # to a step
+        # Prefill has copies of what its slot carries: their own places are not aligned enough.
+        self._prompt: dict[str, Array] = {}
+        sizes = {"chunk": manifest.build.prefill_chunk}
+        for t in self._programs[PREFILL].inputs:
+            if t.name not in caches.tensors:
+                shape = (d if isinstance(d, int) else sizes[d] for d in t.shape)
+                self._prompt[t.name] = memory.zeros((*shape,), t.dtype)
+        self._slot_caches = caches.tensors
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        chunk, copy = len(tokens) - self.lookahead, self._memory.copy
+        given = self._prompt_inputs(start, tokens)
+        padded = np.zeros(self._prompt["tokens"].shape, np.int64)
+        padded[:, :chunk] = given["tokens"]
+        given["tokens"] = padded
+        for name, own in self._prompt.items():
+            copy(given[name] if name in given else self._state[name][slot : slot + 1], own)
+        for name, result in self._run_prefill(slot, start, chunk).items():
+            copy(result, self._state[name][slot : slot + 1])
+
+    def _run_prefill(self, slot: int, start: int, chunk: int) -> Mapping[str, Array]:
+        """Queue the program on what `prefill` has filled in; gives what the slot then carries."""
+        raise NotImplementedError
+
+
+class Gpu(Protocol):
+    """A GPU, as far as it is looked at before anything is loaded onto it."""
+
+    @property
+    def compute_capability(self) -> str: ...
+    def free_memory(self) -> int: ...
+
+
+def check_gpu(
+    folder: Path, manifest: Manifest, gpu: Gpu, advice: str, held: str, size: int
+) -> None:
+    """Refuse an engine for another GPU, or one that needs more memory than is free.
+
+    advice: how to build for this GPU. held: what takes `size` bytes besides caches and state; the
+    programs' intermediate results come on top.
+    """
+    target, here = manifest.target, gpu.compute_capability
+    if here not in target.compute_capabilities:
+        built = f"{folder}: built for an {target.hardware}"
+        raise EngineError(f"{built}, this one has {here}; {advice}")
+    held_state, slots = {s.name: s.shape for s in manifest.state}, manifest.build.max_batch
+    state, free = 0, gpu.free_memory()
+    for t in manifest.programs[MIXED].inputs:
+        shape = held_state.get(t.name) or (slots, *map(int, t.shape[1:]))
+        state += math.prod(shape) * host_type(t.dtype).itemsize
+    if size + state > free:
+        raise EngineError(
+            f"{folder}: needs more than {(size + state) / 1e9:.2f} GB of GPU memory ({held} "
+            f"{size / 1e9:.2f}, caches and state {state / 1e9:.2f}), {free / 1e9:.2f} GB are "
+            "free; build with a smaller --max-batch or --max-seq-len"
+        )

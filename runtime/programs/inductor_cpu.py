@@ -1,0 +1,63 @@
+"""Runs an engine's AOTInductor programs on a CPU; all state is in place, weights are shared."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mtpbuild.runtime.manifest import Manifest, TensorSpec
+from mtpbuild.runtime.programs.aot_package import Opener
+from mtpbuild.runtime.programs.base import PLAIN, Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.host_slots import HostSlots
+from mtpbuild.runtime.programs.slots import JUDGED, PREFILL, reported
+
+
+class InductorPrograms(HostSlots):
+    """The compiled programs that advance the slots; each writes its results over the state."""
+
+    def __init__(self, manifest: Manifest, threads: int | None, opener: Opener) -> None:
+        super().__init__(manifest)
+        self._threads = threads or torch.get_num_threads()
+        self._open = opener("cpu")
+        self._packages = {name: self._open(name) for name in (PREFILL, PLAIN)}
+        self._judged = {name: np.zeros_like(self._carries[0][name]) for name in JUDGED}
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        self._fit_prompt(start + len(tokens) - self.lookahead)
+        self._run(PREFILL, self._bind(PREFILL, slot, 1, self._prompt_inputs(start, tokens)))
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        self._fit(rows)
+        program, slots = self._activate(active)
+        for name, array in self._judged.items():  # the step writes over them
+            array[:] = self._carries[0][name]
+        if (program, slots) not in self._bindings:
+            asked = self._controls | {"active": self._active}
+            given = {name: array[:slots] for name, array in asked.items()}
+            self._bindings[program, slots] = self._bind(program, 0, slots, given)
+        results = self._run(program, self._bindings[program, slots])
+        outputs = self._outputs[program]
+        for array, result in zip(outputs.values(), results, strict=True):
+            array[:slots] = result.numpy()
+        return reported(self._judged | outputs, slots)
+
+    def _bind(
+        self, program: str, first: int, slots: int, given: dict[str, NDArray[Any]]
+    ) -> list[torch.Tensor]:
+        """The program's inputs in order: the state of some slots, sharing memory, and `given`."""
+        carries = {name: array[first : first + slots] for name, array in self._carries[0].items()}
+        arrays = self._caches.views(first, slots) | carries | given
+        return [shared(arrays[spec.name], spec) for spec in self._programs[program].inputs]
+
+    def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if program not in self._packages:  # the mixed program is loaded by who first needs it
+            self._packages[program] = self._open(program)
+        torch.set_num_threads(self._threads)  # each thread that calls has a number of its own
+        return self._packages[program].run(inputs)
+
+
+def shared(array: NDArray[Any], spec: TensorSpec) -> torch.Tensor:
+    """The same memory as torch sees it."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if spec.dtype == "bfloat16" else tensor

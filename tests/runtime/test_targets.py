@@ -1,0 +1,98 @@
+"""The registry of targets: those of this package, registered ones, and entry points of others."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.errors import EngineFormatError, MissingDependencyError, UsageError
+from mtpbuild.runtime.manifest import MANIFEST, read_manifest
+from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.targets import Target, find_target, names, register
+from tests.support.engines import write_engine
+from tests.support.fakes import FakePrograms, fake_manifest
+
+BUILT_IN = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
+CODE = """
+from mtpbuild.runtime.targets import Target
+from tests.support.fakes import FakePrograms
+FOUND = Target("by-entry-point", "other_target", "other_target")
+def load(folder, manifest, threads):
+    return FakePrograms(manifest)
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with a target of its own."""
+    (tmp_path / "other_target.py").write_text(CODE)
+    info = tmp_path / "other_target-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-target\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[mtpbuild.targets]\nby-entry-point = other_target:FOUND\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def engine_for(target: str, folder: Path) -> Path:
+    """An engine whose manifest names the target, known or not."""
+    write_engine(folder, fake_manifest())
+    raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    raw["target"]["name"] = target
+    (folder / MANIFEST).write_text(json.dumps(raw), encoding="utf-8")
+    return folder
+
+
+def test_those_of_this_package() -> None:
+    assert names()[:4] == BUILT_IN
+    for name in BUILT_IN:
+        target = find_target(name)
+        assert target.name == name
+        assert target.programs.startswith("mtpbuild.runtime.programs.")
+        assert str(target.lowering).startswith("mtpbuild.builder.targets.")
+
+
+def test_an_unknown_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"^unknown target 'abacus'; supported: {BUILT_IN[0]}, "):
+        find_target("abacus")
+    folder = engine_for("abacus", tmp_path / "engine")
+    says = r"engine.json: target.name: unknown target 'abacus'; supported: onnxruntime, .*; rebuild"
+    with pytest.raises(EngineFormatError, match=says) as caught:
+        Engine.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("other")
+def test_one_of_another_package(tmp_path: Path) -> None:
+    folder = engine_for("by-entry-point", tmp_path / "engine")
+    assert names()[-1] == "by-entry-point"
+    programs = load_programs(folder, read_manifest(folder))
+    assert isinstance(programs, FakePrograms)
+
+
+def test_an_option_that_a_target_lacks(tmp_path: Path) -> None:
+    folder = engine_for("inductor", tmp_path / "engine")
+    with pytest.raises(UsageError) as caught:
+        Engine.load(folder, provider="cuda")
+    assert str(caught.value) == (
+        f"--provider cuda is for target onnxruntime; {folder} is for target inductor"
+    )
+
+
+def test_a_package_that_is_not_installed(tmp_path: Path) -> None:
+    """Where a target says what to install; else it is Python's own error."""
+    (folder := tmp_path / "engine").parent.mkdir(exist_ok=True)
+    write_engine(folder, fake_manifest())
+    manifest = read_manifest(folder)
+    real = find_target("onnxruntime")
+    try:
+        register(Target(real.name, "no_such_module", real.lowering, "pip install it"))
+        with pytest.raises(MissingDependencyError, match=r"^this engine needs no_such_module: pip"):
+            load_programs(folder, manifest)
+        register(Target(real.name, "no_such_module", real.lowering))
+        with pytest.raises(ModuleNotFoundError):
+            load_programs(folder, manifest)
+    finally:
+        register(real)
