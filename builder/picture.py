@@ -1,4 +1,4 @@
-"""What our pictures share: two panels, their style, the figures' intervals, the small print."""
+"""Our pictures share this: two panels, their style, the figures' intervals, the small print."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def panels(path: Path, note: str) -> Iterator[tuple["Figure", "Axes", "Axes"]]:
-    """Two empty panels, which are styled and saved when the block ends; note: small print."""
+    """Gives two empty panels, styled and saved when the block ends; note: small print."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -49,7 +49,7 @@ def label_x(axes: "Axes", name: str, places: Sequence[object], **options: Any) -
 
 
 def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
-    """One legend for both panels, with the picture's title above it."""
+    """Put one legend for both panels under the picture's title."""
     figure.legend(
         handles=handles,
         title=title,
@@ -62,7 +62,7 @@ def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
 
 
 def spans(points: Sequence[tuple[float, float | None, float | None]]) -> list[list[float]]:
-    """How far (value, low, high) reach below and above their values; None: no interval."""
+    """Says how far (value, low, high) reach below and above their values; None: no interval."""
     below = [max(0.0, value - (low or value)) for value, low, _ in points]
     return [below, [max(0.0, (high or value) - value) for value, _, high in points]]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Line(AskingLine):
-    """What a line may say; the other settings come from the command line."""
+    """A line of the file; settings that it leaves out come from the command line."""
 
     PROMPTS = ("prompt", "input_ids", "messages")
 
@@ -38,7 +38,7 @@ class FileRequest:
 def read_requests(
     path: Path, engine: Engine, defaults: SamplingParams, flag: str = "--input", hint: str = ""
 ) -> list[FileRequest]:
-    """All requests of a file; raises UsageError that names file and line."""
+    """Reads all requests of a file; raises UsageError that names file and line."""
 
     def take(line: Line, index: int) -> FileRequest:
         ids = line.token_ids(engine) if line.input_ids is None else engine.token_ids(line.input_ids)

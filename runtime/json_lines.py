@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AskingLine(BaseModel):
-    """What a line may say in every kind of file; `PROMPTS` are the fields it has one of."""
+    """A line of any kind of file asks for something: it has one of the fields `PROMPTS`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     PROMPTS: ClassVar[tuple[str, ...]]
@@ -45,7 +45,7 @@ Request = TypeVar("Request")
 def read_lines(
     path: Path, flag: str, kind: type[Line], take: Callable[[Line, int], Request], hint: str = ""
 ) -> list[Request]:
-    """What `take` makes of each line and its number; raises UsageError that names file and line."""
+    """Hands each line and its number to `take`; raises UsageError that names file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

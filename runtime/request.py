@@ -28,7 +28,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one decode step gave; text may lag behind its tokens, never the other way round."""
+    """The outcome of a decode step; text may lag behind its tokens, never the other way round."""
 
     spans: tuple[Span, ...]  # the new text, in pieces, each with the origin of its token
     token_ids: tuple[int, ...]
@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All that a request gave."""
+    """Holds all that a request gave."""
 
     text: str
     token_ids: list[int]
@@ -68,7 +68,7 @@ class Observer(Protocol):
 
 
 class Request:
-    """One request in flight. Only the thread that steps the loop changes it.
+    """A request in flight. Only the thread that steps the loop changes it.
 
     `outbox` holds the chunks that the caller has not taken; `listener` is told of each new one.
     """
@@ -146,7 +146,7 @@ class Request:
         self.listener()
 
     def result(self) -> Result:
-        """Of a request that has ended."""
+        """The result of a request that has ended."""
         assert self.finish_reason
         return Result(
             "".join(self._pieces),

@@ -1,4 +1,4 @@
-"""What a caller asks of a request, and what the programs are told of it."""
+"""SamplingParams is what a caller asks of a request; here it becomes what programs are told."""
 
 import secrets
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from mtpbuild.runtime.synthetic import check_synthetic, conditional, synthetic_r
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to continue a prompt; raises RequestError for a value that can't be.
+    """Says how to continue a prompt; raises RequestError for a value that can't be.
 
     Temperature 0 is greedy. Above it, `acceptance` "strict" gives the text that an engine without
     drafts samples with the same seed; "rejection" has the same distribution but a text that depends
@@ -78,7 +78,7 @@ class SamplingParams:
 
     @property
     def synthetic(self) -> bool:
-        """Whether the text is meaningless: drafts are accepted by chance."""
+        """Says whether the text is meaningless because drafts are accepted by chance."""
         return self.rejection_sample_method == "synthetic"
 
 

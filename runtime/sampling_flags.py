@@ -38,7 +38,7 @@ class SamplingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class EndFlags:
-    """When a request of `run` ends, and what it reports besides its tokens."""
+    """Say when a request of `run` ends, and what it reports besides its tokens."""
 
     max_tokens: Annotated[int, Option(help="End after so many tokens.")] = 256
     stop: Annotated[list[str] | None, Option(help="End before this text; may be repeated.")] = None
@@ -53,7 +53,7 @@ class EndFlags:
 
 
 def sampling_params(flags: SamplingFlags, settings: Settings, **others: Any) -> "SamplingParams":
-    """What flags and configuration ask of a request, and `others` of SamplingParams.
+    """Joins what flags, configuration and `others` ask of a request.
 
     Raises UsageError for a contradiction, RequestError for a value that can't be.
     """

@@ -1,4 +1,4 @@
-"""What is counted: accepted drafts per position, latencies, tokens per second.
+"""Counts accepted drafts per position, and says latencies and tokens per second.
 
 The words and formulas are vLLM's. A *step* is a decode step, the first one (which has no drafts to
 judge) and those of an engine without drafting included, so whole steps give
@@ -31,7 +31,7 @@ class SpeculativeDecoding:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Of one request; seconds count from its submission, waiting for a slot included."""
+    """Metrics of one request; seconds count from its submission, waiting for a slot included."""
 
     prompt_tokens: int
     output_tokens: int
@@ -43,7 +43,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Of all requests since the engine was loaded."""
+    """Counts all requests since the engine was loaded."""
 
     requests_running: int
     requests_waiting: int
@@ -63,7 +63,7 @@ class Acceptance:
         self.drafted = 0
 
     def add(self, accepted: int, drafted: int) -> None:
-        """One decode step of one request: `accepted` of its `drafted` drafts."""
+        """Count a decode step of a request, which accepted some of its drafts."""
         self.histogram[accepted] += 1
         self.drafted += drafted
 
@@ -98,7 +98,7 @@ class AcceptanceWatch:
         self._seen = Acceptance(nextn)
 
     def add(self, accepted: int, drafted: int) -> None:
-        """One decode step; every WATCHED_STEPS of them are judged."""
+        """Count a decode step; every WATCHED_STEPS of them are judged."""
         if self._quiet:
             return
         self._seen.add(accepted, drafted)

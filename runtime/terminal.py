@@ -1,4 +1,4 @@
-"""What the commands print: streamed text with accepted drafts in colour, summaries, JSON lines."""
+"""Prints what commands show: streamed text with accepted drafts in colour, summaries, JSON."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts accepted by chance, text and speed are
 
 
 def json_line(task_id: str | int, result: Result) -> str:
-    """One request as docs/cli-json.md describes it."""
+    """Writes a request's result as docs/cli-json.md describes it."""
     answer = {"task_id": task_id} | asdict(result)
     del answer["from_draft"]
     return dumps({key: said for key, said in answer.items() if said not in (None, ())})
@@ -208,5 +208,5 @@ def _paint(spans: Iterable[tuple[str, bool]], colour: bool) -> str:
 
 
 def _has_colour(stream: TextIO) -> bool:
-    """Whether a terminal shows colours and nobody has asked for none (no-color.org)."""
+    """Says whether a terminal shows colours and nobody has asked for none (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

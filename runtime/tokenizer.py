@@ -53,14 +53,14 @@ class Tokenizer:
         return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to the text: nothing for a special or unknown one."""
+        """The bytes that a token adds to the text: none for a special or unknown one."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = _spelled(self._backend.id_to_token(token) or "")
         return found
 
     def special_name(self, token: int) -> str | None:
-        """How a token is called that adds nothing to the text; None for any other."""
+        """The name of a token that adds nothing to the text; None for any other."""
         if self.token_bytes(token):
             return None
         return self._backend.id_to_token(token) or f"<{token}>"
@@ -129,7 +129,7 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
 def _special_token(
     backend: tokenizers.Tokenizer, config: dict[str, Any], name: str, id: int | None
 ) -> str:
-    """As tokenizer_config.json says, as a text or as {"content": text}; else the model's own."""
+    """Finds a token in tokenizer_config.json, a text or {"content": text}; else the model's own."""
     given = config.get(name)
     token = given.get("content") if isinstance(given, dict) else given
     if isinstance(token, str) and backend.token_to_id(token) is not None:

@@ -62,31 +62,6 @@ ONLY_HERE = {
     )
 }
 TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
-# Files that import each other, lazily too. What stands here has to go; nothing may come.
-KNOWN_CIRCLES: tuple[set[str], ...] = (
-    {
-        "mtpbuild.runtime.group.lead",
-        "mtpbuild.runtime.group.nccl",
-        "mtpbuild.runtime.group.start",
-        "mtpbuild.runtime.programs.inductor",
-        "mtpbuild.runtime.programs.inductor_attention_dp",
-        "mtpbuild.runtime.programs.inductor_cuda",
-    },
-    {"mtpbuild.plugins.matmul_scaled.op", "mtpbuild.plugins.matmul_scaled.triton"},
-    {"mtpbuild.plugins.moe.op", "mtpbuild.plugins.moe.triton"},
-)
-# Comparisons of a target's name in builder/ and runtime/. What stands here has to go.
-KNOWN_COMPARISONS: set[str] = {
-    "builder/build.py: request.target == 'inductor'",
-    "builder/build.py: request.target == 'tensorrt'",
-    "builder/build.py: request.target != 'inductor'",
-    "builder/build.py: request.target != 'onnxruntime'",
-    "builder/build.py: request.target != 'tensorrt'",
-    "builder/compute_capability.py: target != 'inductor'",
-    "builder/compute_capability.py: target != 'tensorrt-rtx'",
-    "builder/compute_capability.py: target == 'tensorrt'",
-    "runtime/programs/__init__.py: name != 'onnxruntime'",
-}
 
 
 def sources() -> Iterator[tuple[str, Path]]:
@@ -217,9 +192,7 @@ def test_imports_have_no_circle_lazy_ones_counted(module_level: bool) -> None:
         module: {n for n in imports(path, module_level) if n in files and n != module}
         for module, path in files.items()
     }
-    known = () if module_level else KNOWN_CIRCLES
-    new = [sorted(group) for group in circles(graph) if not any(group <= old for old in known)]
-    assert not new
+    assert not [sorted(group) for group in circles(graph)]
     step, draft = (f"mtpbuild.builder.program.{name}" for name in ("step", "draft"))
     assert draft in graph[step], "edges are seen"
 
@@ -232,7 +205,7 @@ def test_nothing_compares_a_targets_name() -> None:
         for path in sorted((ROOT / part).rglob("*.py"))
         for line in comparisons_of_a_target(parse(path))
     }
-    assert found <= KNOWN_COMPARISONS
+    assert not found
 
 
 def comparisons_of_a_target(tree: ast.AST) -> Iterator[str]:

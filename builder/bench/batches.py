@@ -37,7 +37,7 @@ def to_batches_json(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def table(reports: Sequence[Report], name: str) -> Table:
-    """One line per concurrency, one column per nextn."""
+    """Makes a table with one line per concurrency and one column per nextn."""
     result = figures_table(name, (f"nextn {row.nextn}" for row in reports[0].rows))
     for report in reports:
         cells = (f"{PANELS[name](row.overall):.1f}" for row in report.rows)

@@ -1,4 +1,4 @@
-"""What is asked of the engines: built-in prompts or a file's, in groups that run at once."""
+"""Chooses what the engines are asked: built-in prompts or a file's, in groups that run at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request, as every engine gets it."""
+    """A request, the same for every engine."""
 
     kind: str  # built-in name, or the file's
     task_id: str | int

@@ -62,7 +62,7 @@ class Built:
 
 
 def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
-    """One engine and one verifier per nextn; those that are there already are left alone."""
+    """Builds an engine and a verifier per nextn; those that are there already are left alone."""
     common = BuildRequest(wanted.model, max_batch=wanted.max_batch, layers=wanted.layers)
     source, config = find_source(common)
     for nextn in wanted.nextn:  # before anything is built

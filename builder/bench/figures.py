@@ -60,7 +60,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one nextn did, over the requests of one kind or over all."""
+    """The figures of one nextn, over the requests of one kind or over all."""
 
     requests: int
     input_tokens: int
@@ -103,7 +103,7 @@ class Row:
 
 
 def rows(contenders: Sequence[Contender], measured: dict[Nextn, Measured]) -> list[Row]:
-    """One row per nextn; raises UsageError if there is nothing to time."""
+    """Computes a row per nextn; raises UsageError if there is nothing to time."""
     base = measured[0]
     kinds = list(dict.fromkeys(group[0].prompt.kind for group in base.groups))
     if any(decode(of_kind(base.groups, kind))[1] == 0 or not base.steps for kind in kinds):
@@ -163,7 +163,7 @@ def decode(groups: Groups) -> tuple[int, float]:
 
 
 def speedup(groups: Groups, base: Groups) -> Ratio:
-    """How much faster a user gets tokens; pairs of groups are resampled."""
+    """Says how much faster a user gets tokens; pairs of groups are resampled."""
     parts = [(*decode([g]), *decode([b])) for g, b in zip(groups, base, strict=True)]
 
     def ratio(drawn: Sequence[tuple[int, float, int, float]]) -> float | None:
@@ -195,7 +195,7 @@ def merged(reports: Sequence[SpeculativeDecoding]) -> SpeculativeDecoding:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation, as numpy's."""
+    """Interpolates linearly between the values, as numpy does."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
@@ -220,7 +220,7 @@ def recommendation(table: Sequence[Row]) -> tuple[Nextn, str]:
 
 
 def disagreements(table: Sequence[Row]) -> str | None:
-    """Where measured and predicted speedup are further apart than they should be."""
+    """Names each nextn whose measured and predicted speedup are too far apart."""
     apart = []
     for row in table:
         measured, predicted = row.overall.speedup.value, row.overall.predicted

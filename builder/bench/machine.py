@@ -1,4 +1,4 @@
-"""What a figure depends on: the machine, its load, and the versions that ran."""
+"""Describes what a figure depends on: the machine, its load, and the versions that ran."""
 
 import contextlib
 import os

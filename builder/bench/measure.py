@@ -42,7 +42,7 @@ class Contender:
 
 @dataclass(slots=True)
 class Sample:
-    """One request on one engine; seconds of one clock."""
+    """What one engine gave to one request; all seconds are of one clock."""
 
     prompt: Prompt
     begun: float
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Measured:
-    """All that was seen of a contender."""
+    """Holds all that was seen of a contender."""
 
     groups: list[list[Sample]] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)  # seconds, at the same contexts as `verify`
@@ -86,7 +86,7 @@ def measure(
 
 
 def run_together(engine: Engine, group: Group, most_steps: int | None = None) -> list[Sample]:
-    """All prompts of a group at once; each ends by itself, or after `most_steps` steps."""
+    """Runs all prompts of a group at once; each ends by itself, or after `most_steps` steps."""
     with contextlib.ExitStack() as stack:
         samples = [Sample(prompt, time.perf_counter()) for prompt in group]
         streams = [stack.enter_context(engine.stream(p.token_ids, p.params)) for p in group]
@@ -143,7 +143,7 @@ def endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:
 
 
 def strict(group: Group) -> Group:
-    """Without drafts there is nothing to accept; asking would only choose a slower program."""
+    """Makes requests strict: without drafts, more would only choose a slower program."""
     return [replace(p, params=replace(p.params, **STRICT)) for p in group]
 
 

@@ -23,7 +23,7 @@ from mtpbuild.builder.tables import figures_table, say
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a run of `mtpbuild bench` found out."""
+    """Holds all that a run of `mtpbuild bench` found out."""
 
     model: str
     machine: dict[str, Any]
@@ -58,7 +58,7 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def differs(settings: dict[str, Any]) -> str | None:
-    """Why a right engine's outputs may differ from nextn 0's; None: they may not."""
+    """Says why a right engine's outputs may differ from nextn 0's; None: they may not."""
     sampling = settings["sampling"]
     if sampling["rejection_sample_method"] == "synthetic":
         return "synthetic: drafts are accepted by chance; the texts and the speed are not real"
@@ -116,7 +116,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
-    """What the figures can be computed from again."""
+    """Lists per request what the figures can be computed from again."""
     for group in measured.groups:
         for s in group:
             assert s.drafting is not None
@@ -178,7 +178,7 @@ def rate_at(position: int, row: Row, figures: Figures) -> str:
 
 
 def table(report: Report, kind: str) -> Table:
-    """One column per nextn."""
+    """Makes a table with one column per nextn."""
     result = figures_table("nextn", (row.nextn for row in report.rows))
     for name, cell in lines(max(row.most for row in report.rows)):
         result.add_row(name, *(cell(row, row.kinds[kind]) for row in report.rows))

@@ -1,4 +1,4 @@
-"""What the commands show while they work, and of the results that they have written."""
+"""Shows what a command is doing, and the results that it has written."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -30,7 +30,6 @@ def quantize(
     ] = False,
 ) -> None:
     """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or ONNX Runtime's integers."""
-
     from mtpbuild.builder.checks import needs
 
     with progress("reading the checkpoint") as watch:

@@ -43,7 +43,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one setting did, over the problems of one form or over all."""
+    """The figures of one setting, over the problems of one form or over all."""
 
     accuracy: Share
     against_strict: Difference
@@ -66,7 +66,7 @@ class Row:
 
 
 def rows(answered: dict[str, list[Answered]]) -> list[Row]:
-    """One per setting; the first one is strict."""
+    """Computes a row per setting; the first one is strict."""
     strict, *_ = answered.values()
     forms = dict.fromkeys([ALL, *(a.problem.prompt.kind for a in strict)])
 

@@ -25,7 +25,7 @@ REJECTION = Setting("rejection", {"acceptance": "rejection"})
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One problem under one setting."""
+    """The answer to a problem under a setting."""
 
     problem: Problem
     answer: str | None  # None: it was still thinking at the last token

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Two panels over the same settings, with 95 % intervals."""
+    """Draws two panels over the same settings, with 95 % intervals."""
     found, m = [row.overall for row in report.rows], report.machine
     note = "95 % intervals; above the speedups: acceptance length"
     with panels(path, f"{note}; {m['cpu']}, {m['cores']} cores; {m['command']}") as drawn:

@@ -26,7 +26,7 @@ class Line(AskingLine):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is asked, and the answer; its prompt's kind is its form."""
+    """A question and its right answer; the prompt's kind is the problem's form."""
 
     prompt: Prompt
     answer: str

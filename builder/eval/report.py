@@ -15,7 +15,7 @@ from mtpbuild.runtime import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a run of `mtpbuild eval` found out."""
+    """Holds all that a run of `mtpbuild eval` found out."""
 
     engine: str
     manifest: Manifest
@@ -105,7 +105,7 @@ def forms_table(rows: Sequence[Row]) -> Table:
 
 
 def conclusion(rows: Sequence[Row]) -> str:
-    """Whether anything is seen to cost answers, and what is fastest."""
+    """Says whether anything is seen to cost answers, and what is fastest."""
     strict, *others = rows
     named = "problem" if strict.overall.accuracy.problems == 1 else "problems"
     said = f"strict: {strict.overall.accuracy.right} of {strict.overall.accuracy.problems} {named}"

@@ -51,7 +51,7 @@ class Case:
         return self.play(self.params())
 
     def compare(self, ours: list[Played], theirs: list[Played], replay: Replay) -> Finding:
-        """In bfloat16 a product of one row rounds otherwise than one of four: any text may part."""
+        """Compares texts; in bfloat16 a batch rounds otherwise, and any text may part."""
         rounds = self.engine.manifest.build.dtype == "bfloat16"
         most, parted = (ROUNDED, 1.0) if rounds else (MOST, PARTED)
         return compare(ours, theirs, replay, most, parted)
@@ -59,7 +59,7 @@ class Case:
     def play(
         self, params: list[SamplingParams], engine: Engine | None = None, together: bool = False
     ) -> list[Played]:
-        """All prompts on the engine, or on another one."""
+        """Runs all prompts on the engine, or on another one."""
         return play(engine or self.engine, self.prompts, params, together=together)
 
     def params(self, *settings: dict[str, Any]) -> list[SamplingParams]:

@@ -1,4 +1,4 @@
-"""Two engines' texts, token by token: equal, parted at near-ties, or different."""
+"""Compares two engines' texts, token by token: equal, parted at near-ties, or different."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ Replay = Callable[[int, list[int], int], Played]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where ours says another token than theirs behind the same tokens."""
+    """A place where ours says another token than theirs behind the same tokens."""
 
     place: int
     ours: int | None  # None: the text ends
@@ -36,7 +36,7 @@ def compare(
     most: float = MOST,
     parted: float = PARTED,
 ) -> Finding:
-    """Behind a near-tie our engine goes on with their token, so every token is compared.
+    """Compares every token: behind a near-tie our engine goes on with their token.
 
     most, parted: what engines that round more may do.
     """

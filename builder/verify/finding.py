@@ -1,4 +1,4 @@
-"""What a check finds: it passed, it failed, or it could not be made."""
+"""A check finds something out: it passed, it failed, or it could not be made."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check's outcome, in a line and in figures."""
+    """A check's outcome, in a line and in figures."""
 
     passed: bool | None  # None: the check could not be made
     detail: str

@@ -12,7 +12,7 @@ from mtpbuild.runtime.stats import SpeculativeDecoding
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one request gave; the lists are per token."""
+    """A request's tokens and what their steps knew; the lists are per token."""
 
     token_ids: list[int]
     logprobs: list[float]  # under the plain softmax

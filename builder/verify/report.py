@@ -30,7 +30,7 @@ def to_json(verification: Verification) -> dict[str, Any]:
 
 
 def last_line(verification: Verification) -> str:
-    """What failed, or how much was checked."""
+    """Names what failed, or says how much was checked."""
     failed = verification.failed
     if failed:
         return f"FAILED: {'; '.join(failed)}"

@@ -41,7 +41,7 @@ class VerifyRequest:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """All that a run of `mtpbuild verify` found out."""
+    """Holds all that a run of `mtpbuild verify` found out."""
 
     folder: Path
     manifest: Manifest
@@ -100,7 +100,7 @@ def check(name: str, case: Case) -> Finding:
 
 
 def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
-    """Of --prompts, or some of each built-in kind; raises UsageError."""
+    """Reads the file of --prompts, or some of each built-in kind; raises UsageError."""
     params, flag = SamplingParams(max_tokens=request.output_len), "--prompts"
     if request.prompts is not None:
         found = read_requests(request.prompts, engine, params, flag=flag)

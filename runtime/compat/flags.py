@@ -90,7 +90,7 @@ def read_flags(
     nextn: tuple[int | str, ...] | None = None,
     drafter: str | None = None,
 ) -> Settings:
-    """What the flags ask for together, with --nextn and --drafter of `build`; notes go to stderr.
+    """Reads what the flags ask for together, with `build`'s own; notes go to standard error.
 
     also: what a command's own flags say. Raises UsageError for what is wrong, contradictory or not
     supported by this version.

@@ -1,4 +1,4 @@
-"""What a configuration asks for, in our words, and several configurations together."""
+"""Settings say in our words what a configuration asks for; several are merged here."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ DRAFTERS = get_args(DrafterName)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a configuration asks for, in our words; None: it says nothing of it."""
+    """A configuration's wishes in our words; None: it says nothing of it."""
 
     nextn: int | None = None
     drafter: DrafterName | None = None
@@ -47,7 +47,7 @@ RELAXED = ("relaxed_topk", "relaxed_delta", *THINKING)
 
 
 def merge(sources: Iterable[Source]) -> Settings:
-    """All settings together; raises UsageError that names both sources of a contradiction."""
+    """Join all settings; raises UsageError that names both sources of a contradiction."""
     sources = tuple(sources)
     values: dict[str, Any] = {}
     for name in VALUES:
@@ -72,7 +72,7 @@ def agreed(name: str, given: Sequence[tuple[str, object]]) -> object:
 
 
 def sampling_settings(settings: Settings) -> dict[str, Any]:
-    """What the settings say of a request, as keywords of SamplingParams.
+    """Says what the settings ask of a request, as keywords of SamplingParams.
 
     Relaxed values count only where relaxed acceptance is switched on, as in TensorRT-LLM.
     """

@@ -1,4 +1,4 @@
-"""What a configuration of another system is made of: keys that are ours, idle ones, later ones."""
+"""A configuration of another system has keys that we know, idle ones, and ones not yet there."""
 
 import json
 import reprlib

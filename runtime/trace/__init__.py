@@ -1,1 +1,1 @@
-"""What a request's steps were: written as they come, shown as a page, compared."""
+"""Traces of requests' steps are written as they come, shown as a page, and compared."""

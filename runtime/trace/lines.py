@@ -22,7 +22,7 @@ class _Line(BaseModel):
 
 
 class RequestLine(_Line):
-    """What was asked, and of which engine."""
+    """Says what was asked, and of which engine."""
 
     kind: Literal["request"] = "request"
     version: Literal[1] = VERSION
@@ -51,7 +51,7 @@ class Uniforms(_Line):
 
 
 class StepLine(_Line):
-    """One decode step of one request; m drafts were judged, n tokens emitted."""
+    """Says what a decode step of a request did: m drafts were judged, n tokens emitted."""
 
     kind: Literal["step"] = "step"
     task_id: TaskId
@@ -76,7 +76,7 @@ class StepLine(_Line):
 
 
 class EndLine(_Line):
-    """How a request ended."""
+    """Says how a request ended."""
 
     kind: Literal["end"] = "end"
     task_id: TaskId
@@ -129,7 +129,7 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """What a trace file says; `whole` unless its run was interrupted."""
+    """Holds what a trace file says; `whole` unless its run was interrupted."""
 
     path: Path
     requests: dict[TaskId, TracedRequest]

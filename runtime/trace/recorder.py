@@ -27,7 +27,7 @@ from mtpbuild.runtime.trace.page import Page
 
 
 class Sink(Protocol):
-    """Where lines go."""
+    """Takes lines: a file or a page."""
 
     def write(self, line: Line) -> None: ...
 
