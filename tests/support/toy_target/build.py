@@ -1,0 +1,60 @@
+"""The builder's side of target toy: an exported program, with its weights, as torch saves it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.weights_file import WEIGHTS, Placed
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import TargetInfo
+
+
+@dataclass(frozen=True)
+class ToyOptions:
+    """The flags that only this target has."""
+
+    mark: Annotated[str, typer.Option(help="A word for the engine's record.")] = "none"
+
+
+class Toy(Target):
+    """Programs are run as they were exported, by torch itself."""
+
+    name = "toy"
+    Options = ToyOptions
+
+    def check(self, request: BuildRequest, options: ToyOptions) -> None:
+        if not options.mark.isalpha():
+            raise UsageError(f"--mark {options.mark} is not a word")
+
+    def check_machine(self, plan: Plan) -> None:
+        """Torch is everywhere where an engine is built."""
+
+    def embeds_weights(self, options: ToyOptions) -> bool:
+        return True
+
+    def lower(self, traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
+        import torch
+        from safetensors.torch import load_file
+
+        from mtpbuild.plugins import facets
+
+        values = load_file(folder / WEIGHTS)
+        program = traced.exported
+        for name in program.state_dict:
+            value = torch.nn.Parameter(values[name.removeprefix("model.")], requires_grad=False)
+            program.state_dict[name] = value
+        torch.export.save(program.run_decompositions(facets("inductor")), folder / traced.name)
+        return traced.name
+
+    def info(self, plan: Plan) -> TargetInfo:
+        return TargetInfo(name=self.name, hardware="any", versions={"mark": plan.options.mark})
+
+
+TARGET = Toy()

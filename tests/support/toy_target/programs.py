@@ -1,0 +1,41 @@
+"""The run time's side of target toy: torch runs a program as it was exported."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from mtpbuild.runtime.manifest import Manifest, ProgramSpec
+from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
+from mtpbuild.runtime.targets import Target
+
+PACKAGE = __name__.rpartition(".")[0]
+TOY = Target("toy", programs=__name__, lowering=f"{PACKAGE}.build")
+
+
+class Exported:
+    """One program; it writes its results over the state, as a compiled one does."""
+
+    def __init__(self, path: Path, spec: ProgramSpec) -> None:
+        self._spec, self._module = spec, torch.export.load(path).module()
+
+    @torch.no_grad()
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        given = {t.name: tensor for t, tensor in zip(self._spec.inputs, inputs, strict=True)}
+        carried = [t.name.removesuffix(".out") for t in self._spec.outputs]
+        state = {name: given.pop(name) for name in carried if name in given}
+        results = pytree.tree_leaves(self._module(state, *given.values()))
+        for tensor, result in zip(state.values(), results, strict=False):
+            tensor.copy_(result)
+        return results[len(state) :]
+
+
+def load(folder: Path, manifest: Manifest, threads: int | None) -> InductorPrograms:
+    """The programs of an engine that was checked."""
+
+    def opener(name: str) -> Exported:
+        spec = manifest.programs[name]
+        return Exported(folder / spec.file, spec)
+
+    return InductorPrograms(manifest, threads, lambda device: opener)
