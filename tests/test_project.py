@@ -1,6 +1,7 @@
 """The project as a package: what it ships, and which part may import which."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -344,3 +345,19 @@ def test_a_wheel_holds_everything(tmp_path: Path) -> None:
     wanted = {f"mtpbuild/{path.relative_to(ROOT).as_posix()}" for path in shipped}
     assert names == wanted | {"mtpbuild/__main__.py"}
     assert "mtpbuild/recipes/deepseek_tiny/tokenizer.json" in names
+
+
+def test_documents_name_files_that_exist() -> None:
+    """Paths in `code` from the root of the repository, and links from where the document is."""
+    named = re.compile(r"`((?:builder|runtime|plugins|tests|tools|benchmarks|examples)/[\w./*-]*)")
+    linked = re.compile(r"\]\((?!https?:)([^)#]+)")
+    seen = 0
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = document.read_text(encoding="utf-8")
+        for base, found in (ROOT, named.findall(text)), (document.parent, linked.findall(text)):
+            for path in found:
+                assert list(base.glob(path.rstrip("/."))) or (base / path).exists(), (
+                    f"{document.name}: {path}"
+                )
+            seen += len(found)
+    assert seen > 200

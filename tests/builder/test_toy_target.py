@@ -51,7 +51,7 @@ def test_it_is_built_and_run(
         for prompt in ([3, 1, 4], [5]):
             result = engine.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0]
             assert list(result.token_ids) == greedy(predictable, prompt, 12)
-            assert result.metrics.speculative_decoding.mean_acceptance_length > 1
+            assert (result.metrics.speculative_decoding.mean_acceptance_length or 0) > 1
         drawn = [engine.generate([[3, 1, 4]], sampled)[0].token_ids for _ in range(2)]
     assert drawn[0] == drawn[1] != greedy(predictable, [3, 1, 4], 12)
 
