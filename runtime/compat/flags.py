@@ -18,13 +18,7 @@ from mtpbuild.runtime.compat.parse import (
     parse_speculative_config,
     read_value,
 )
-from mtpbuild.runtime.compat.settings import (
-    DRAFTERS,
-    Settings,
-    Source,
-    agreed,
-    merge,
-)
+from mtpbuild.runtime.compat.settings import DRAFTERS, Settings, Source, agreed, merge
 from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM_METHODS, TRTLLM_SPECULATIVE
 from mtpbuild.runtime.errors import UsageError
 
