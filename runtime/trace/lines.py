@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.json_lines import first_error
+from mtpbuild.runtime.manifest import first_error
 
 VERSION: Literal[1] = 1
 
@@ -81,7 +81,7 @@ class EndLine(_Line):
     kind: Literal["end"] = "end"
     task_id: TaskId
     finish_reason: str
-    output_tokens: int = Field(description="what the request kept of its steps' tokens")
+    output_tokens: int  # what the request kept of its steps' tokens
     speculative_decoding: dict[str, Any]
 
 
@@ -163,7 +163,7 @@ def _parse(text: bytes) -> Line:
     try:
         return _ANY.validate_json(text)
     except ValidationError as error:
-        raise ValueError(f"not a line of a trace ({first_error(error, tags=1)})") from None
+        raise ValueError(f"not a line of a trace ({first_error(error, slice(1, 2))})") from None
 
 
 def place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
