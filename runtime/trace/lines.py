@@ -151,19 +151,15 @@ def read_trace(path: Path) -> TraceFile:
         try:
             if whole:
                 raise ValueError("behind the summary, which is the last line of a trace")
-            whole = isinstance(place(_parse(text), requests), SummaryLine)
+            whole = isinstance(place(_ANY.validate_json(text), requests), SummaryLine)
+        except ValidationError as error:
+            what = f"not a line of a trace ({first_error(error, slice(1, 2))})"
+            raise UsageError(f"{path}:{number}: {what}") from None
         except ValueError as error:
             raise UsageError(f"{path}:{number}: {error}") from None
     if not requests:
         raise UsageError(f"{path}: no requests in it; `mtpbuild run --trace FILE.jsonl` writes one")
     return TraceFile(path, requests, whole)
-
-
-def _parse(text: bytes) -> Line:
-    try:
-        return _ANY.validate_json(text)
-    except ValidationError as error:
-        raise ValueError(f"not a line of a trace ({first_error(error, slice(1, 2))})") from None
 
 
 def place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:

@@ -37,7 +37,8 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
         self._lock = threading.RLock()
         self._closed = False
         self._names: set[lines.TaskId] = set()
-        self._requests = self._ended = self._steps = self._tokens = 0
+        self._counts = {"requests": 0, "steps": 0, "output_tokens": 0}  # of the summary
+        self._ended = 0
 
     def request(self, task_id: lines.TaskId | None = None) -> "RequestTrace":
         """The observer that `engine.stream` takes; by default requests are numbered from 0."""
@@ -53,12 +54,8 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
             if self._closed:
                 return
             self._closed = True
-            if whole and self._requests and self._requests == self._ended:
-                self._each(
-                    lines.SummaryLine(
-                        requests=self._requests, steps=self._steps, output_tokens=self._tokens
-                    )
-                )
+            if whole and self._counts["requests"] == self._ended > 0:
+                self._each(lines.SummaryLine.model_validate(self._counts))
             for sink in self._sinks:
                 sink.close()
 
@@ -70,11 +67,11 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
         with self._lock:
             if self._closed:
                 return
-            self._requests += isinstance(line, lines.RequestLine)
-            self._steps += isinstance(line, lines.StepLine)
+            self._counts["requests"] += isinstance(line, lines.RequestLine)
+            self._counts["steps"] += isinstance(line, lines.StepLine)
             if isinstance(line, lines.EndLine):
                 self._ended += 1
-                self._tokens += line.output_tokens
+                self._counts["output_tokens"] += line.output_tokens
             try:
                 self._each(line)
             except UsageError:  # the step fails with its requests, and no later one
