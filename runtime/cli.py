@@ -1,4 +1,4 @@
-"""The commands `run` and `inspect`, and the one line that an error becomes."""
+"""The commands `run`, `inspect` and `diff`, and the one line that an error becomes."""
 
 import contextlib
 import functools
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.engine import Engine
 
 INTERRUPTED = 130  # as shells report SIGINT
+DIFFERENT = 1  # exit code, as of diff(1)
 
 P = ParamSpec("P")
 
@@ -132,6 +133,33 @@ def inspect(
         typer.echo(manifest.to_json(), nl=False)
     else:
         terminal.describe(engine, manifest)
+
+
+@error_line
+def diff(
+    a: Annotated[Path, Argument(help="Trace of `mtpbuild run --trace FILE.jsonl`.")],
+    b: Annotated[Path, Argument(help="Another one of the same requests.")],
+    engine: Annotated[
+        Path | None, Option(help="Engine directory: show texts beside token ids.")
+    ] = None,
+    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Name the first step in which two traces differ, and its margin; exit code 1 if one does.
+
+    Engines with another nextn, drafter or target are compared by their tokens; with the same nextn
+    and drafter also by their drafts.
+    """
+    from mtpbuild.runtime.trace.diff import diff_traces
+    from mtpbuild.runtime.trace.lines import read_trace
+    from mtpbuild.runtime.trace.report import report, speller
+
+    spell = speller(engine)
+    traces = read_trace(a), read_trace(b)
+    found = diff_traces(*traces)
+    for line in [found.to_json()] if json else report(found, traces, spell):
+        typer.echo(line)
+    if not found.equal:
+        raise typer.Exit(DIFFERENT)
 
 
 def _check_usage(prompts: int, json: bool) -> None:

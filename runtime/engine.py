@@ -86,7 +86,7 @@ class Engine:
 
         Raises RequestError before anything has run, EngineError if the programs fail.
         """
-        if not _is_list_of_prompts(prompt):
+        if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], Integral)):
             return self.stream(prompt, params).result()
         each = params if isinstance(params, Sequence) else [params] * len(prompt)
         if len(each) != len(prompt):
@@ -205,10 +205,6 @@ class Engine:
         if self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: give token ids")
         return self.tokenizer
-
-
-def _is_list_of_prompts(prompt: object) -> bool:
-    return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], Integral))
 
 
 def _plain_ids(prompt: Sequence[int]) -> list[int]:

@@ -1,19 +1,87 @@
-"""`run --input FILE.jsonl` reads one request per line, and runs as many at once as it can."""
+"""Files of requests, one JSON object per line, all checked before the first one runs.
 
-from collections.abc import Iterator
+`run --input FILE.jsonl` runs as many at once as it can; bench, verify and eval read them too.
+"""
+
+import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import RequestError
-from mtpbuild.runtime.json_lines import AskingLine, read_lines
+from mtpbuild.runtime.errors import RequestError, UsageError
+from mtpbuild.runtime.manifest import first_error
 from mtpbuild.runtime.request import Observer, Result
 from mtpbuild.runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.trace.recorder import Trace
+
+
+class AskingLine(BaseModel):
+    """What a line may say in every kind of file; `PROMPTS` are the fields it has one of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    PROMPTS: ClassVar[tuple[str, ...]]
+
+    task_id: str | int | None = None
+    prompt: str | None = None  # a text to continue
+    messages: list[dict[str, Any]] | None = None
+    output_tokens: int | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        *some, last = self.PROMPTS
+        if sum(getattr(self, name) is not None for name in self.PROMPTS) != 1:
+            raise ValueError(f"give one of {', '.join(some)} and {last}")
+        return self
+
+    def token_ids(self, engine: Engine) -> list[int]:
+        """The token ids of `prompt` or `messages`."""
+        if self.messages is not None:
+            return engine.chat_ids(self.messages)
+        return engine.token_ids(self.prompt or "")
+
+
+Kind = TypeVar("Kind", bound=AskingLine)
+Taken = TypeVar("Taken")
+
+
+def read_lines(
+    path: Path,
+    flag: str,
+    kind: type[Kind],
+    take: Callable[[Kind, int], Taken],
+    hint: str = "",
+) -> list[Taken]:
+    """What `take` makes of each line and its number; raises UsageError that names file and line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"{flag}: can't be read ({error.strerror}){hint}") from None
+    taken: list[Taken] = []
+    for number, text in enumerate(lines, 1):
+        if text.strip():
+            try:
+                taken.append(take(_parse(kind, text), len(taken)))
+            except RequestError as error:
+                raise RequestError(f"{path}:{number}: {error}") from None
+    if not taken:
+        raise UsageError(f"{flag}: no requests in it")
+    return taken
+
+
+def _parse(kind: type[Kind], text: bytes) -> Kind:
+    try:
+        return kind.model_validate(json.loads(text))
+    except ValidationError as error:
+        raise RequestError(first_error(error, slice(1))) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"not JSON ({error})") from None
 
 
 class Line(AskingLine):

@@ -65,16 +65,14 @@ class ModelInfo(_Record):
 
     name: str
     architecture: str
-    parameters: int = Field(description="main model and MTP modules, shared tensors once")
+    parameters: int  # of main model and MTP modules, shared tensors once
     vocab_size: int
     num_hidden_layers: int
     num_nextn_predict_layers: int
     max_position_embeddings: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    thinking_token_ids: tuple[int, int] | None = Field(
-        default=None, description="<think> and </think>, if the tokenizer has them"
-    )
+    thinking_token_ids: tuple[int, int] | None = None  # <think> and </think>, where there are such
 
 
 class BuildInfo(_Record):
@@ -82,21 +80,18 @@ class BuildInfo(_Record):
 
     nextn: int = Field(ge=0, le=15)
     drafter: Literal["mtp-eagle", "mtp-vanilla", "none"] | None
-    adaptive: bool = Field(default=False, description="a step may draft fewer than nextn tokens")
+    adaptive: bool = False  # a step may draft fewer than nextn tokens
     max_batch: int = Field(ge=1, le=MAX_BATCH)
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
     weights: WeightsType
-    dtype: FloatType = Field(default="float32", description="of caches and hidden states")
-    fingerprint: str = Field(description="of everything that went in; equal means nothing changed")
-    tp: int = Field(default=1, ge=1, le=MAX_RANKS, description="ranks that share the model")
-    ep: int = Field(default=1, ge=1, le=MAX_RANKS, description="parts of the routed experts")
-    attention_dp: bool = Field(
-        default=False, description="each rank has requests of its own, max_batch at once"
-    )
-    layers: str | None = Field(
-        default=None, pattern=r"^\d{1,6}-\d{1,6}$", description="main layers of its model; all"
-    )
+    dtype: FloatType = "float32"  # of caches and hidden states
+    fingerprint: str  # of everything that went in; equal means nothing changed
+    tp: int = Field(default=1, ge=1, le=MAX_RANKS)  # ranks that share the model
+    ep: int = Field(default=1, ge=1, le=MAX_RANKS)  # parts of the routed experts
+    attention_dp: bool = False  # each rank has requests of its own, max_batch at once
+    # The main layers of its model that it has; None: all.
+    layers: str | None = Field(default=None, pattern=r"^\d{1,6}-\d{1,6}$")
 
     @property
     def drafts(self) -> str:
@@ -120,9 +115,7 @@ class TargetInfo(_Record):
     name: str
     hardware: str
     versions: dict[str, str]
-    compute_capabilities: tuple[str, ...] = Field(
-        default=(), description="of the GPUs that an engine runs on, such as 12.0"
-    )
+    compute_capabilities: tuple[str, ...] = ()  # of the GPUs that an engine runs on, such as 12.0
 
     @field_validator("name")
     @classmethod
@@ -142,11 +135,11 @@ class Manifest(_Record):
     build: BuildInfo
     target: TargetInfo
     capabilities: dict[str, list[str]]
-    lookahead: int = Field(ge=0, description="tokens behind a chunk that prefill wants to see")
+    lookahead: int = Field(ge=0)  # tokens behind a chunk that prefill wants to see
     programs: dict[str, ProgramSpec]
     state: tuple[StateSpec, ...]
     files: dict[str, FileSpec]
-    rank: int | None = Field(default=None, description="of a rank's folder in an engine of several")
+    rank: int | None = None  # of a rank's folder in an engine of several
 
     @property
     def whole_model(self) -> str:
@@ -171,16 +164,11 @@ class Manifest(_Record):
 def read_manifest(folder: Path) -> Manifest:
     """Parse `folder/engine.json`; raises EngineFormatError with what to do."""
     path = folder / MANIFEST
-    if not folder.is_dir():
-        raise EngineFormatError(
-            f"{folder}: no such engine directory; make one with `mtpbuild build`"
-        )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EngineFormatError(
-            f"{folder}: not an engine (no {MANIFEST}); make one with `mtpbuild build`"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"not an engine (no {MANIFEST})" if folder.is_dir() else "no such engine directory"
+        raise EngineFormatError(f"{folder}: {what}; make one with `mtpbuild build`") from None
     except (OSError, ValueError, RecursionError) as error:
         raise EngineFormatError(f"{path}: not readable as JSON ({error}); rebuild it") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
@@ -192,10 +180,15 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        what = first["msg"].removeprefix("Value error, ")
-        raise EngineFormatError(f"{path}: {where}: {what}; rebuild the engine") from None
+        what = first_error(error, slice(None))
+        raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
+
+
+def first_error(error: ValidationError, part: slice) -> str:
+    """What pydantic says of the first field that is wrong, behind that part of its place."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"][part]))
+    return (f"{where}: " if where else "") + first["msg"].removeprefix("Value error, ")
 
 
 def rank_name(rank: int) -> str:
@@ -204,11 +197,10 @@ def rank_name(rank: int) -> str:
 
 def read_rank(folder: Path, manifest: Manifest, rank: int) -> Manifest:
     """A rank's manifest; raises EngineFormatError if it is not of the engine's own build."""
-    own = read_manifest(folder / rank_name(rank))
+    place = folder / rank_name(rank)
+    own = read_manifest(place)
     if own.build != manifest.build or own.rank != rank:
-        raise EngineFormatError(
-            f"{folder / rank_name(rank)}: rank {own.rank} of another build; rebuild the engine"
-        )
+        raise EngineFormatError(f"{place}: rank {own.rank} of another build; rebuild the engine")
     return own
 
 
@@ -246,17 +238,14 @@ def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False
                 f"{folder / MANIFEST}: program file {program.file} is not listed"
             )
     for name, spec in manifest.files.items():
-        size = (folder / name).stat().st_size
-        if size != spec.size:
-            raise EngineFileError(
-                f"{folder / name}: {size} bytes, the manifest says {spec.size}; rebuild the engine"
-            )
+        if (size := (folder / name).stat().st_size) != spec.size:
+            sizes = f"{size} bytes, the manifest says {spec.size}"
+            raise EngineFileError(f"{folder / name}: {sizes}; rebuild the engine")
     if verify_hashes or sum(f.size for f in manifest.files.values()) <= HASH_LIMIT:
         for name, spec in manifest.files.items():
             if hash_file(folder / name) != spec.sha256:
-                raise EngineFileError(
-                    f"{folder / name}: bytes changed since the build (sha256); rebuild the engine"
-                )
+                changed = "bytes changed since the build (sha256)"
+                raise EngineFileError(f"{folder / name}: {changed}; rebuild the engine")
 
 
 def hash_file(path: Path) -> str:

@@ -1,13 +1,11 @@
 """The flags that say how a request is sampled and accepted, the same on run, bench and eval."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Option
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.compat.settings import Settings, sampling_settings
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import parse_list
+from mtpbuild.runtime.flag_groups import flag, parse_list
 
 if TYPE_CHECKING:
     from mtpbuild.runtime import SamplingParams
@@ -17,39 +15,32 @@ if TYPE_CHECKING:
 class SamplingFlags:
     """Our own flags; those of vLLM and TensorRT-LLM are in `compat/flags.py`."""
 
-    temperature: Annotated[float, Option(help="0: greedy.")] = 0.0
-    top_k: Annotated[int, Option(help="Sample among so many; 0: all.")] = 0
-    top_p: Annotated[float, Option(help="Sample among so much probability.")] = 1.0
-    min_p: Annotated[float, Option(help="Least share of the largest probability.")] = 0.0
-    seed: Annotated[int | None, Option(help="Seed for sampling.")] = None
-    acceptance: Annotated[
-        str | None, Option(help="strict (default) or rejection, above temperature 0.")
-    ] = None
-    rejection_sample_method: Annotated[
-        str | None, Option(help="standard (default), block, or synthetic: for timing only.")
-    ] = None
-    synthetic_acceptance_rates: Annotated[
-        str | None, Option(help="Synthetic: share of steps that accept draft 1, 2..: 0.9,0.7")
-    ] = None
-    synthetic_acceptance_length: Annotated[
-        float | None, Option(help="Synthetic: mean tokens per step.")
-    ] = None
+    temperature: float = flag(0.0, "0: greedy.")
+    top_k: int = flag(0, "Sample among so many; 0: all.")
+    top_p: float = flag(1.0, "Sample among so much probability.")
+    min_p: float = flag(0.0, "Least share of the largest probability.")
+    seed: int | None = flag(None, "Seed for sampling.")
+    acceptance: str | None = flag(None, "strict (default) or rejection, above temperature 0.")
+    rejection_sample_method: str | None = flag(
+        None, "standard (default), block, or synthetic: for timing only."
+    )
+    synthetic_acceptance_rates: str | None = flag(
+        None, "Synthetic: share of steps that accept draft 1, 2..: 0.9,0.7"
+    )
+    synthetic_acceptance_length: float | None = flag(None, "Synthetic: mean tokens per step.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndFlags:
     """Say when a request of `run` ends, and what it reports besides its tokens."""
 
-    max_tokens: Annotated[int, Option(help="End after so many tokens.")] = 256
-    stop: Annotated[list[str] | None, Option(help="End before this text; may be repeated.")] = None
-    min_tokens: Annotated[int, Option(help="Don't end before so many tokens.")] = 0
-    ignore_eos: Annotated[
-        bool, Option("--ignore-eos", help="Go on behind the end of sequence.")
-    ] = False
-    logprobs: Annotated[
-        int | None,
-        Option(help="With --json: log-probabilities, and of the N most probable (to 5)."),
-    ] = None
+    max_tokens: int = flag(256, "End after so many tokens.")
+    stop: list[str] | None = flag(None, "End before this text; may be repeated.")
+    min_tokens: int = flag(0, "Don't end before so many tokens.")
+    ignore_eos: bool = flag(False, "Go on behind the end of sequence.")
+    logprobs: int | None = flag(
+        None, "With --json: log-probabilities, and of the N most probable (to 5)."
+    )
 
 
 def sampling_params(flags: SamplingFlags, settings: Settings, **others: Any) -> "SamplingParams":
@@ -68,7 +59,7 @@ def sampling_params(flags: SamplingFlags, settings: Settings, **others: Any) -> 
     asked = sampling_settings(settings)
     for name, wanted in typed.items():
         if (said := asked.setdefault(name, wanted)) != wanted:
-            flag = "--" + name.replace("_", "-")
+            own = "--" + name.replace("_", "-")
             by = "rejection_sample_method" if name == "acceptance" else f"{name} {said}"
-            raise UsageError(f"{flag} {wanted} contradicts the configuration's {by}")
+            raise UsageError(f"{own} {wanted} contradicts the configuration's {by}")
     return SamplingParams(**asked)

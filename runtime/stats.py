@@ -12,6 +12,13 @@ from dataclasses import dataclass
 WATCHED_STEPS = 200
 COLLAPSED = 0.01  # acceptance rate under which drafting is broken rather than bad
 
+REJECTED = (
+    "drafts are not being accepted: %d of %d in the last %d steps. The output is still right, but "
+    "MTP only costs time. Likely causes: MTP weights missing, damaged or of another model; a wrong "
+    "chat template; text of a kind that the model does not know; too coarse a quantisation. "
+    "Compare with an engine built with --nextn 0."
+)
+
 log = logging.getLogger("mtpbuild")
 
 
@@ -104,17 +111,6 @@ class AcceptanceWatch:
         self._seen.add(accepted, drafted)
         if self._seen.steps == WATCHED_STEPS:
             if self._seen.accepted < COLLAPSED * self._seen.drafted:
-                self._warn()
+                self._quiet = True
+                log.warning(REJECTED, self._seen.accepted, self._seen.drafted, WATCHED_STEPS)
             self._seen = Acceptance(len(self._seen.histogram) - 1)
-
-    def _warn(self) -> None:
-        self._quiet = True
-        log.warning(
-            "drafts are not being accepted: %d of %d in the last %d steps. The output is still "
-            "right, but MTP only costs time. Likely causes: MTP weights missing, damaged or of "
-            "another model; a wrong chat template; text of a kind that the model does not know; "
-            "too coarse a quantisation. Compare with an engine built with --nextn 0.",
-            self._seen.accepted,
-            self._seen.drafted,
-            self._seen.steps,
-        )

@@ -14,9 +14,8 @@ def check_synthetic(method: str | None, rates: object, length: object) -> None:
             "synthetic_acceptance_length"
         )
     if method != "synthetic" and (rates, length) != (None, None):
-        raise RequestError(
-            f"synthetic_acceptance_{'length' if rates is None else 'rates'} needs {name}"
-        )
+        given = "length" if rates is None else "rates"
+        raise RequestError(f"synthetic_acceptance_{given} needs {name}")
 
 
 def synthetic_rates(

@@ -89,7 +89,7 @@ def show(
         if echo and colour and isinstance(prompt, str):
             out.write(f"{DIM}{prompt}{RESET}")
         for chunk in stream:
-            out.write(_paint(_spans(engine, chunk), colour))
+            out.write(_painted(engine, chunk, colour))
             out.flush()
         out.write("\n")
         out.flush()
@@ -194,17 +194,11 @@ def _ask() -> str | None:
     return line
 
 
-def _spans(engine: Engine, chunk: Chunk) -> Iterable[tuple[str, bool]]:
-    """Text and origin; without a tokenizer the ids are the text."""
-    if engine.tokenizer is not None:
-        return chunk.spans
-    return zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
-
-
-def _paint(spans: Iterable[tuple[str, bool]], colour: bool) -> str:
-    return "".join(
-        f"{GREEN}{text}{RESET}" if colour and from_draft else text for text, from_draft in spans
-    )
+def _painted(engine: Engine, chunk: Chunk, colour: bool) -> str:
+    """The chunk's text, its accepted drafts in colour; without a tokenizer the ids are the text."""
+    ids = zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
+    spans: Iterable[tuple[str, bool]] = chunk.spans if engine.tokenizer else ids
+    return "".join(f"{GREEN}{text}{RESET}" if colour and draft else text for text, draft in spans)
 
 
 def _has_colour(stream: TextIO) -> bool:

@@ -33,16 +33,13 @@ class TextStream:
         """Append a token; True if it completes a stop string, whose text is then dropped."""
         if self._tokenizer is None:
             return False
-        text = self._utf8.decode(self._tokenizer.token_bytes(token))
-        if not (self._stop and may_stop):
-            self._ready += self._held
-            self._held.clear()
-            if text:
-                self._ready.append(Span(text, from_draft))
-            return False
-        if text:
+        if text := self._utf8.decode(self._tokenizer.token_bytes(token)):
             self._held.append(Span(text, from_draft))
-        return self._scan()
+        if self._stop and may_stop:
+            return self._scan()
+        self._ready += self._held
+        self._held.clear()
+        return False
 
     def take(self, *, everything: bool = False) -> tuple[Span, ...]:
         """The text that is new since the last call; `everything` when no more tokens come."""

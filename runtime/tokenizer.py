@@ -139,10 +139,9 @@ def _special_token(
 
 def _read_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
     path = folder / TOKENIZER_CONFIG
-    if (text := _read(path, manifest)) is None:
-        return {}
+    text = _read(path, manifest)
     try:
-        config = json.loads(text)
+        config = {} if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:
         raise EngineFileError(f"{path}: not JSON ({error})") from None
     if not isinstance(config, dict):

@@ -10,8 +10,7 @@ from mtpbuild.builder.cli.eval import evaluate
 from mtpbuild.builder.cli.plan import plan
 from mtpbuild.builder.cli.quantize import quantize
 from mtpbuild.builder.cli.verify import verify
-from mtpbuild.runtime.cli import inspect, run
-from mtpbuild.runtime.trace.cli import diff
+from mtpbuild.runtime.cli import diff, inspect, run
 
 app = typer.Typer(
     name="mtpbuild",

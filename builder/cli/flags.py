@@ -1,11 +1,10 @@
 """Flags that several commands of the builder share, and those that targets bring."""
 
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Annotated, Any, get_type_hints
-
-from typer import Option
+from typing import Any, get_type_hints
 
 from mtpbuild.builder.targets import all_targets
+from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.ranks import Ranks
 
 
@@ -13,17 +12,11 @@ from mtpbuild.runtime.ranks import Ranks
 class RankFlags:
     """How many ranks share a model, and how."""
 
-    tp: Annotated[int, Option("--tp", help="Ranks that share the model.")] = 1
-    ep: Annotated[
-        int, Option("--ep", help="Groups of these ranks with routed experts of their own.")
-    ] = 1
-    attention_dp: Annotated[
-        bool,
-        Option(
-            "--attention-dp",
-            help="Ranks share the routed experts alone; each has requests of its own.",
-        ),
-    ] = False
+    tp: int = flag(1, "Ranks that share the model.")
+    ep: int = flag(1, "Groups of these ranks with routed experts of their own.")
+    attention_dp: bool = flag(
+        False, "Ranks share the routed experts alone; each has requests of its own."
+    )
 
     def ranks(self) -> Ranks:
         return Ranks(self.tp, self.ep, self.attention_dp)
@@ -33,10 +26,10 @@ def make_target_flags() -> type[Any]:
     """A group of every target's options; each target has its own panel in the help."""
     found: dict[str, tuple[str, Any, Any]] = {}
     for target in all_targets():
-        hints = get_type_hints(target.Options, include_extras=True)
+        hints, panel = get_type_hints(target.Options), {"panel": f"Target {target.name}"}
         for option in fields(target.Options):
-            hints[option.name].__metadata__[0].rich_help_panel = f"Target {target.name}"
-            found[option.name] = option.name, hints[option.name], field(default=option.default)
+            shown = field(default=option.default, metadata=option.metadata | panel)
+            found[option.name] = option.name, hints[option.name], shown
     return make_dataclass("TargetFlags", found.values(), frozen=True, kw_only=True)
 
 

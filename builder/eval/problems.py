@@ -8,7 +8,7 @@ from mtpbuild.builder.bench.dataset import FOLDER, Prompt, check_room, seeded
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.json_lines import AskingLine, read_lines
+from mtpbuild.runtime.input_file import AskingLine, read_lines
 
 TASKS = ("reasoning",)
 NUM_PROBLEMS = 60  # of a built-in task

@@ -1,14 +1,13 @@
 """Target inductor: AOTInductor packages for a CPU or an NVIDIA GPU, also of several ranks."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
-
-from typer import Option
+from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.request import BuildRequest
@@ -19,8 +18,8 @@ DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow
 
 @dataclass(frozen=True)
 class InductorOptions:
-    device: Annotated[str, Option(help="cpu or cuda.")] = "cpu"
-    dtype: Annotated[str, Option(help="Of weights and caches: float32 or bfloat16.")] = "float32"
+    device: str = flag("cpu", "cpu or cuda.")
+    dtype: str = flag("float32", "Of weights and caches: float32 or bfloat16.")
 
 
 class Inductor(Target):
@@ -31,12 +30,12 @@ class Inductor(Target):
     several_ranks = True
 
     def check(self, request: "BuildRequest", options: InductorOptions) -> None:
-        for flag, value, known in (
+        for name, value, known in (
             ("--device", options.device, DEVICES),
             ("--dtype", options.dtype, DTYPES),
         ):
             if value not in known:
-                raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(known)}")
+                raise UsageError(f"{name} {value} is unknown; supported: {', '.join(known)}")
         if options.dtype != "float32" and request.ranks.tp > 1:
             raise UsageError(f"--dtype {options.dtype} is for one rank: --tp works in float32")
         if options.device != "cpu" and request.ranks.attention_dp:

@@ -32,7 +32,7 @@ class Target:
 
     name: str
     lowering: str
-    Options: type[Any] = NoOptions  # a frozen dataclass whose fields are flags of `mtpbuild build`
+    Options: type[Any] = NoOptions  # a frozen dataclass; its fields are `flag`s of `build`
     formats: tuple[str, ...] = ()  # of quantised weights that stay as they are
     adaptive = False  # whether it builds --nextn auto
     several_ranks = False  # whether it builds --tp, --ep

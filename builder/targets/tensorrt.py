@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
-
-from typer import Option
+from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import MtpbuildError
+from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan import Plan
@@ -19,10 +18,8 @@ ASSUMED = "10.0"  # of a dry run without a GPU: graphs and sizes are the same fo
 
 @dataclass(frozen=True)
 class TensorRtOptions:
-    fast_build: Annotated[bool, Option("--fast-build", help="Compile sooner, run slower.")] = False
-    strip_weights: Annotated[
-        bool, Option("--strip-weights", help="One file of weights, not 3.")
-    ] = False
+    fast_build: bool = flag(False, "Compile sooner, run slower.")
+    strip_weights: bool = flag(False, "One file of weights, not 3.")
 
 
 class TensorRt(Target):

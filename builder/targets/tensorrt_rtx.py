@@ -2,13 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
-
-from typer import Option
+from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.request import BuildRequest
@@ -20,9 +19,7 @@ FLAG = "--compute-capability"
 
 @dataclass(frozen=True)
 class RtxOptions:
-    compute_capability: Annotated[
-        str | None, Option(help="Of the GPUs: sm89, sm120; several: sm89,sm120.")
-    ] = None
+    compute_capability: str | None = flag(None, "Of the GPUs: sm89, sm120; several: sm89,sm120.")
 
 
 class TensorRtRtx(Target):

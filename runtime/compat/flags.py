@@ -6,10 +6,8 @@ The command line reads an underscore in a flag as a dash, so their older spellin
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
-from typer import Option
 
 from mtpbuild.runtime.compat.parse import (
     VLLM_FLAG,
@@ -18,15 +16,10 @@ from mtpbuild.runtime.compat.parse import (
     parse_speculative_config,
     read_value,
 )
-from mtpbuild.runtime.compat.settings import (
-    DRAFTERS,
-    Settings,
-    Source,
-    agreed,
-    merge,
-)
+from mtpbuild.runtime.compat.settings import DRAFTERS, Settings, Source, agreed, merge
 from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM_METHODS, TRTLLM_SPECULATIVE
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import flag
 
 ALGO_FLAG = "--spec-decode-algo"
 
@@ -35,43 +28,26 @@ ALGO_FLAG = "--spec-decode-algo"
 class CompatFlags:
     """A configuration in vLLM's or TensorRT-LLM's words."""
 
-    speculative_config: Annotated[
-        str | None, Option(VLLM_FLAG, help="vLLM's JSON (docs/configuration.md).")
-    ] = None
-    config: Annotated[
-        Path | None,
-        Option(
-            YAML_FLAG,
-            "--extra-llm-api-options",
-            help="TensorRT-LLM's YAML file (docs/configuration.md).",
-        ),
-    ] = None
-    spec_decode_algo: Annotated[str | None, Option(ALGO_FLAG, help="TensorRT-LLM's; MTP.")] = None
-    spec_decode_nextn: Annotated[
-        int | None, Option(help="TensorRT-LLM's older name of the next.")
-    ] = None
-    spec_decode_max_draft_len: Annotated[
-        int | None, Option(help="TensorRT-LLM's name of nextn.")
-    ] = None
+    speculative_config: str | None = flag(None, "vLLM's JSON (docs/configuration.md).")
+    config: Path | None = flag(
+        None,
+        "TensorRT-LLM's YAML file (docs/configuration.md).",
+        *(YAML_FLAG, "--extra-llm-api-options"),
+    )
+    spec_decode_algo: str | None = flag(None, "TensorRT-LLM's; MTP.")
+    spec_decode_nextn: int | None = flag(None, "TensorRT-LLM's older name of the next.")
+    spec_decode_max_draft_len: int | None = flag(None, "TensorRT-LLM's name of nextn.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelaxedFlags:
     """TensorRT-LLM's relaxed acceptance."""
 
-    use_relaxed_acceptance_for_thinking: Annotated[
-        bool,
-        Option(
-            "--use-relaxed-acceptance-for-thinking",
-            help="Accept near misses within <think> (docs/configuration.md).",
-        ),
-    ] = False
-    relaxed_topk: Annotated[
-        int | None, Option(help="Relaxed: among so many most probable tokens.")
-    ] = None
-    relaxed_delta: Annotated[
-        float | None, Option(help="Relaxed: so much less probable than the first.")
-    ] = None
+    use_relaxed_acceptance_for_thinking: bool = flag(
+        False, "Accept near misses within <think> (docs/configuration.md)."
+    )
+    relaxed_topk: int | None = flag(None, "Relaxed: among so many most probable tokens.")
+    relaxed_delta: float | None = flag(None, "Relaxed: so much less probable than the first.")
 
 
 # A field of the groups -> TensorRT-LLM's key, whose value is checked as the key's is.
@@ -103,9 +79,9 @@ def read_flags(
     typed = vars(compat) | vars(relaxed)
     for name, key in KEYS.items():
         if typed[name] is not None and typed[name] is not False:
-            flag = "--" + name.replace("_", "-")
-            found = read_value(TRTLLM_SPECULATIVE, key, typed[name], flag)
-            sources.append(Source(flag, Settings(**{TRTLLM_SPECULATIVE.ours[key]: found})))
+            own = "--" + name.replace("_", "-")
+            found = read_value(TRTLLM_SPECULATIVE, key, typed[name], own)
+            sources.append(Source(own, Settings(**{TRTLLM_SPECULATIVE.ours[key]: found})))
     if (relaxed.relaxed_topk or 1) > 1:  # the flag alone switches it on
         sources.append(Source("--relaxed-topk", Settings(use_relaxed_acceptance_for_thinking=True)))
     if compat.speculative_config is not None:

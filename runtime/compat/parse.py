@@ -1,6 +1,8 @@
 """vLLM's --speculative-config and TensorRT-LLM's YAML file, read into settings of ours."""
 
 import difflib
+import json
+import reprlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,13 +10,13 @@ from typing import Any
 from mtpbuild.runtime.checks import NEXTN_LIMIT, SETTINGS, switch, whole_number
 from mtpbuild.runtime.compat.settings import Settings, agreed
 from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM, TRTLLM_METHODS, TRTLLM_SPECULATIVE
-from mtpbuild.runtime.compat.text import as_object, read_json, read_yaml
 from mtpbuild.runtime.compat.vllm import VLLM, VLLM_METHODS
 from mtpbuild.runtime.compat.vocabulary import Vocabulary
-from mtpbuild.runtime.errors import RequestError, UsageError
+from mtpbuild.runtime.errors import MissingDependencyError, RequestError, UsageError
 from mtpbuild.runtime.synthetic import check_synthetic, synthetic_rates
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
+SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quotes"}
 READERS = SETTINGS | {
     "nextn": whole_number(0, NEXTN_LIMIT),
     "use_relaxed_acceptance_for_thinking": switch,
@@ -23,11 +25,10 @@ READERS = SETTINGS | {
 
 def parse_speculative_config(text: str) -> Settings:
     """vLLM's JSON object; raises UsageError with the key and what it must be."""
-    raw = read_json(text, VLLM_FLAG)
+    raw = _read_json(text, VLLM_FLAG)
     method, notes = raw.pop(VLLM_METHODS.key, None), list[str]()
     if method is not None:
-        where = f"{VLLM_FLAG}: {VLLM_METHODS.key}"
-        notes += VLLM_METHODS.check(method, where)
+        notes += VLLM_METHODS.check(method, f"{VLLM_FLAG}: {VLLM_METHODS.key}")
     found = read_keys(raw, VLLM, VLLM_FLAG, others=TRTLLM_SPECULATIVE, notes=notes)
     rates, length = found.synthetic_acceptance_rates, found.synthetic_acceptance_length
     try:
@@ -42,13 +43,13 @@ def parse_speculative_config(text: str) -> Settings:
 def parse_llm_yaml(path: Path) -> Settings:
     """TensorRT-LLM's YAML file; raises UsageError with the key and what it must be."""
     where, methods = f"{YAML_FLAG} {path}", TRTLLM_METHODS
-    raw = read_yaml(path, where)
+    raw = _read_yaml(path, where)
     inner = raw.pop("speculative_config", None)
     outer = read_keys(raw, TRTLLM, where, others=TRTLLM_SPECULATIVE)
     if inner is None:
         return outer
     where = f"{where}: speculative_config"
-    inner = as_object(inner, where)
+    inner = _object(inner, where)
     if inner.get(methods.key) is None:
         raise UsageError(f"{where}: {methods.key} is missing; supported: {methods.ours}")
     methods.check(inner.pop(methods.key), f"{where}: {methods.key}")
@@ -106,3 +107,73 @@ def _nearest(key: str, known: Vocabulary, others: Vocabulary) -> str:
     wanted = [*known.ours] or ["speculative_config"]
     near = same or difflib.get_close_matches(key, [*wanted, *known.later, *known.no_effect], 1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(wanted)}"
+
+
+def _read_json(text: str, where: str) -> dict[str, Any]:
+    """A JSON object; no key twice."""
+
+    def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise UsageError(f"{where}: {key!r} is given twice")
+        return dict(pairs)
+
+    try:
+        return _object(json.loads(text, object_pairs_hook=distinct), where)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: not JSON {_place(text, error.pos)}") from None
+    except RecursionError:
+        raise UsageError(f"{where}: not JSON, nested too deep") from None
+
+
+def _read_yaml(path: Path, where: str) -> dict[str, Any]:
+    """A YAML file that holds an object; no key twice, nothing but plain values."""
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        need = "needs PyYAML: pip install 'mtpbuild[yaml]'"
+        raise MissingDependencyError(f"{where}: {need}") from None
+    try:
+        text = path.read_text(encoding="utf-8")
+        _check_distinct(yaml.compose(text, Loader=yaml.SafeLoader), where)
+        return _object(yaml.safe_load(text), where)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # a file that can't be read; a value that doesn't fit its tag, such as `!!bool x`
+        raise UsageError(f"{where}: can't be read ({error})") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", "nested too deep")
+        raise UsageError(f"{where}: not YAML{place} ({problem})") from None
+
+
+def _object(raw: object, where: str) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise UsageError(f"{where}: must be an object of keys and values, not {reprlib.repr(raw)}")
+    for key in raw:
+        if not isinstance(key, str):
+            raise UsageError(f"{where}: a key must be text, not {reprlib.repr(key)}")
+    return dict(raw)
+
+
+def _place(text: str, at: int) -> str:
+    rest = text[at:]
+    if not rest:
+        return "at its end"
+    said = next((spelling for spelling in SPELLINGS if rest.startswith(spelling)), None)
+    hint = f": JSON writes {SPELLINGS[said]}, not {said}" if said else ""
+    return f"at character {at + 1}, {rest[:20]!r}{hint}"
+
+
+def _check_distinct(node: Any, where: str) -> None:
+    """YAML's loader takes the last of two equal keys; look at the file and one level below."""
+    seen = set[str]()
+    for key, value in node.value if node is not None and node.id == "mapping" else ():
+        name = key.value if key.id == "scalar" else ""
+        if name and name in seen:
+            line = key.start_mark.line + 1
+            raise UsageError(f"{where}: {name!r} is given twice, again in line {line}")
+        seen.add(name)
+        if name == "speculative_config":
+            _check_distinct(value, where)

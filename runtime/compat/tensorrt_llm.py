@@ -1,28 +1,17 @@
 """TensorRT-LLM's words: the keys of its YAML file, and its speculative methods."""
 
-from mtpbuild.runtime.compat.vocabulary import (
-    ALWAYS,
-    CHAIN,
-    DEVICES,
-    FIXED,
-    MODULES,
-    Later,
-    Methods,
-    Vocabulary,
-    no_effect,
-    words,
-)
+from mtpbuild.runtime.compat import vocabulary
+from mtpbuild.runtime.compat.vocabulary import Later, Methods, Vocabulary, no_effect, same
 
 WEIGHTS = Later("the checkpoint runs as it is")
 TOKENS = Later("sampling has no such hook")
+SPLITS = ("context", "pipeline", "tensor", "moe_cluster", "moe_expert", "moe_tensor")
 
 TRTLLM_METHODS = Methods(
     key="decoding_type",
     ours="MTP",
-    others=words(
-        """AUTO DFlash Draft_Target Eagle Eagle3 Lookahead Medusa NGram PARD SA SaveState
-        User_Provided"""
-    ),
+    others="""AUTO DFlash Draft_Target Eagle Eagle3 Lookahead Medusa NGram PARD SA SaveState
+        User_Provided""",
 )
 
 # TensorRT-LLM's speculative_config, without `decoding_type`
@@ -31,26 +20,23 @@ TRTLLM_SPECULATIVE = Vocabulary(
         "max_draft_len": "nextn",
         "num_nextn_predict_layers": "nextn",
         "use_mtp_vanilla": "drafter",
-        "use_relaxed_acceptance_for_thinking": "use_relaxed_acceptance_for_thinking",
-        "relaxed_topk": "relaxed_topk",
-        "relaxed_delta": "relaxed_delta",
-        "begin_thinking_phase_token": "begin_thinking_phase_token",
-        "end_thinking_phase_token": "end_thinking_phase_token",
+        **same("use_relaxed_acceptance_for_thinking", "relaxed_topk", "relaxed_delta"),
+        **same("begin_thinking_phase_token", "end_thinking_phase_token"),
         "use_rejection_sampling": "rejection_sample_method",
     },
     switches={"use_mtp_vanilla": "mtp-vanilla", "use_rejection_sampling": "standard"},
     later={
-        **dict.fromkeys(
-            ("acceptance_rate_threshold", "acceptance_rate_window_size", "max_concurrency"), ALWAYS
-        ),
-        **dict.fromkeys(("sa_config", "use_dynamic_tree"), CHAIN),
-        "draft_len_schedule": FIXED,
+        "acceptance_rate_threshold": vocabulary.ALWAYS,
+        "acceptance_rate_window_size": vocabulary.ALWAYS,
+        "max_concurrency": vocabulary.ALWAYS,
+        **dict.fromkeys(("sa_config", "use_dynamic_tree"), vocabulary.CHAIN),
+        "draft_len_schedule": vocabulary.FIXED,
     },
     no_effect=no_effect(
         """advanced_sampling_mode allow_advanced_sampling dynamic_tree_max_topK enable_penalty
         load_format max_total_draft_tokens mtp_eagle_one_model""",
-        speculative_model=MODULES,
-        speculative_model_dir=MODULES,
+        speculative_model=vocabulary.MODULES,
+        speculative_model_dir=vocabulary.MODULES,
     ),
 )
 
@@ -58,8 +44,7 @@ TRTLLM_SPECULATIVE = Vocabulary(
 TRTLLM = Vocabulary(
     ours={},
     later={
-        **{f"{kind}_parallel_size": DEVICES for kind in ("context", "pipeline", "tensor")},
-        **{f"moe_{kind}_parallel_size": DEVICES for kind in ("cluster", "expert", "tensor")},
+        **{f"{split}_parallel_size": vocabulary.DEVICES for split in SPLITS},
         **dict.fromkeys(("batched_logits_processor", "guided_decoding_backend"), TOKENS),
         **dict.fromkeys(("custom_tokenizer", "enable_lora", "lora_config"), WEIGHTS),
         **dict.fromkeys(("model_kwargs", "quant_config", "sparse_attention_config"), WEIGHTS),

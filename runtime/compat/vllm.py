@@ -1,49 +1,31 @@
 """vLLM's words: the keys of its --speculative-config, and its speculative methods."""
 
-from mtpbuild.runtime.compat.vocabulary import (
-    ALWAYS,
-    CHAIN,
-    DEVICES,
-    FIXED,
-    MODULES,
-    Methods,
-    Vocabulary,
-    no_effect,
-    words,
-)
+from mtpbuild.runtime.compat import vocabulary
+from mtpbuild.runtime.compat.vocabulary import Methods, Vocabulary, no_effect, same
 
 VLLM_METHODS = Methods(
     key="method",
     ours="mtp",
-    others=words(
-        """ngram ngram_gpu medusa mlp_speculator draft_model suffix custom_class eagle eagle3
-        extract_hidden_states dflash dspark"""
-    ),
-    aliases=tuple(
-        f"{model}_mtp"
-        for model in words(
-            """deepseek dots3_note mimo mimo_v2 glm4_moe glm4_moe_lite glm_ocr ernie
-        nemotron_h exaone_moe exaone4_5 qwen3_next qwen3_5 qwen4_exp longcat_flash bailing_hybrid
+    others="""ngram ngram_gpu medusa mlp_speculator draft_model suffix custom_class eagle eagle3
+        extract_hidden_states dflash dspark""",
+    models="""deepseek dots3_note mimo mimo_v2 glm4_moe glm4_moe_lite glm_ocr ernie nemotron_h
+        exaone_moe exaone4_5 qwen3_next qwen3_5 qwen4_exp longcat_flash bailing_hybrid
         bailing_hybrid_v3 minimax_m3 kimi_k3 pangu_ultra_moe step3p5 hy_v3 hy_v4 gemma4 inkling
-        glm5_next"""
-        )
-    ),
+        glm5_next""",
 )
 
 # vLLM's --speculative-config, without `method`
 VLLM = Vocabulary(
     ours={
         "num_speculative_tokens": "nextn",
-        "rejection_sample_method": "rejection_sample_method",
-        "draft_sample_method": "draft_sample_method",
-        "synthetic_acceptance_rates": "synthetic_acceptance_rates",
-        "synthetic_acceptance_length": "synthetic_acceptance_length",
+        **same("rejection_sample_method", "draft_sample_method"),
+        **same("synthetic_acceptance_rates", "synthetic_acceptance_length"),
     },
     later={
-        "num_speculative_tokens_per_batch_size": FIXED,
-        "disable_by_batch_size": ALWAYS,
-        "draft_tensor_parallel_size": DEVICES,
-        "speculative_token_tree": CHAIN,
+        "num_speculative_tokens_per_batch_size": vocabulary.FIXED,
+        "disable_by_batch_size": vocabulary.ALWAYS,
+        "draft_tensor_parallel_size": vocabulary.DEVICES,
+        "speculative_token_tree": vocabulary.CHAIN,
     },
     no_effect=no_effect(
         """attention_backend code_revision disable_eagle_block_drop disable_logprobs
@@ -53,6 +35,6 @@ VLLM = Vocabulary(
         revision suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor
         suffix_decoding_max_tree_depth suffix_decoding_min_token_prob use_heterogeneous_vocab
         use_local_argmax_reduction""",
-        model=MODULES,
+        model=vocabulary.MODULES,
     ),
 )

@@ -34,29 +34,30 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Methods:
-    """The names of a system's speculative methods, of which mtpbuild has one."""
+    """The names of a system's speculative methods, of which mtpbuild has one.
+
+    A long list of names is one text with blanks between them.
+    """
 
     key: str
     ours: str
-    others: tuple[str, ...]
-    aliases: tuple[str, ...] = ()  # older names of ours
+    others: str
+    models: str = ""  # MODEL_mtp is an older name of ours
 
     def check(self, name: object, where: str) -> tuple[str, ...]:
         """The deprecation line of an older name; raises UsageError for a method that isn't ours."""
-        known = (self.ours, *self.others)
+        known = (self.ours, *self.others.split())
         spelled = {_spelling(method): method for method in known}
         given = _spelling(str(name))
-        if given in map(_spelling, self.aliases):
+        if given in (_spelling(f"{model}_mtp") for model in self.models.split()):
             return (f"{where} {name!r} is deprecated: write {self.ours!r}",)
         if given not in spelled:
-            raise UsageError(
-                f"{where}: unknown method {reprlib.repr(name)}, known: {', '.join(known)}"
-            )
-        if spelled[given] != self.ours:
-            raise UsageError(
-                f"{where}: {name!r} is not supported by mtpbuild; supported: {self.ours}"
-            )
-        return ()
+            problem = f"unknown method {reprlib.repr(name)}, known: {', '.join(known)}"
+        elif spelled[given] != self.ours:
+            problem = f"{name!r} is not supported by mtpbuild; supported: {self.ours}"
+        else:
+            return ()
+        raise UsageError(f"{where}: {problem}")
 
 
 CHAIN = Later("each step verifies one chain of nextn drafts")
@@ -66,14 +67,14 @@ ALWAYS = Later("every step drafts")
 MODULES = "the MTP modules are those of the checkpoint"  # instead of a model that drafts
 
 
-def words(names: str) -> tuple[str, ...]:
-    """A long list of another system's names."""
-    return tuple(names.split())
+def same(*names: str) -> Mapping[str, str]:
+    """Keys that are called as our settings."""
+    return {name: name for name in names}
 
 
 def no_effect(names: str, **hints: str) -> Mapping[str, str]:
     """Keys that are taken and do nothing; hints: of some, what to do instead."""
-    return dict.fromkeys(words(names), "") | hints
+    return dict.fromkeys(names.split(), "") | hints
 
 
 def show(value: object) -> str:

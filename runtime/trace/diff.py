@@ -1,6 +1,7 @@
 """Compares two traces of the same requests: where they part, and how near a tie it was there."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from mtpbuild.runtime.errors import UsageError
@@ -14,14 +15,9 @@ LEAST_TIE = 1e-5  # where nothing was measured, or the same engine ran twice
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 # These may change a token too, and that may be just what one wants to see.
 NOTED = (
-    "min_tokens",
-    "acceptance",
-    "rejection_sample_method",
-    "draft_sample_method",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-    "relaxed_topk",
-    "relaxed_delta",
+    *("min_tokens", "acceptance", "rejection_sample_method", "draft_sample_method"),
+    *("synthetic_acceptance_rates", "synthetic_acceptance_length"),
+    *("relaxed_topk", "relaxed_delta"),
 )
 
 Verdict = Literal["equal", "different", "shorter", "missing"]
@@ -85,6 +81,9 @@ class TraceDiff:
     def equal(self) -> bool:
         return all(request.verdict == "equal" for request in self.requests)
 
+    def to_json(self) -> str:
+        return json.dumps({"equal": self.equal} | asdict(self))
+
 
 def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
     """Raises UsageError if they are not of the same requests to the same model."""
@@ -123,11 +122,8 @@ def _check_same(a: TraceFile, b: TraceFile, left: RequestLine, right: RequestLin
 
 
 def _notes(left: RequestLine, right: RequestLine) -> list[str]:
-    notes = [
-        f"{name}: {left.params.get(name)} | {right.params.get(name)}"
-        for name in NOTED
-        if left.params.get(name) != right.params.get(name)
-    ]
+    both = ((name, left.params.get(name), right.params.get(name)) for name in NOTED)
+    notes = [f"{name}: {mine} | {other}" for name, mine, other in both if mine != other]
     if left.weights != right.weights:
         notes.append("the engines have different weights files")
     by_drafts = left.params.get("acceptance") == "rejection" and not left.greedy

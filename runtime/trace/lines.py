@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.json_lines import first_error
+from mtpbuild.runtime.manifest import first_error
 
 VERSION: Literal[1] = 1
 
@@ -81,7 +81,7 @@ class EndLine(_Line):
     kind: Literal["end"] = "end"
     task_id: TaskId
     finish_reason: str
-    output_tokens: int = Field(description="what the request kept of its steps' tokens")
+    output_tokens: int  # what the request kept of its steps' tokens
     speculative_decoding: dict[str, Any]
 
 
@@ -151,19 +151,15 @@ def read_trace(path: Path) -> TraceFile:
         try:
             if whole:
                 raise ValueError("behind the summary, which is the last line of a trace")
-            whole = isinstance(place(_parse(text), requests), SummaryLine)
+            whole = isinstance(place(_ANY.validate_json(text), requests), SummaryLine)
+        except ValidationError as error:
+            what = f"not a line of a trace ({first_error(error, slice(1, 2))})"
+            raise UsageError(f"{path}:{number}: {what}") from None
         except ValueError as error:
             raise UsageError(f"{path}:{number}: {error}") from None
     if not requests:
         raise UsageError(f"{path}: no requests in it; `mtpbuild run --trace FILE.jsonl` writes one")
     return TraceFile(path, requests, whole)
-
-
-def _parse(text: bytes) -> Line:
-    try:
-        return _ANY.validate_json(text)
-    except ValidationError as error:
-        raise ValueError(f"not a line of a trace ({first_error(error, tags=1)})") from None
 
 
 def place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:

@@ -3,35 +3,17 @@
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import Floats, StepOutput
 from mtpbuild.runtime.request import FinishReason, Request
-from mtpbuild.runtime.trace.lines import (
-    EndLine,
-    Line,
-    Number,
-    RequestLine,
-    StepLine,
-    SummaryLine,
-    TaskId,
-    Uniforms,
-)
+from mtpbuild.runtime.trace import lines
 from mtpbuild.runtime.trace.page import Page
-
-
-class Sink(Protocol):
-    """Takes lines: a file or a page."""
-
-    def write(self, line: Line) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Trace(contextlib.AbstractContextManager["Trace", None]):
@@ -47,23 +29,24 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
 
     def __init__(self, engine: Engine, *paths: str | Path) -> None:
         check_paths(paths)
-        self._manifest = engine.manifest
-        self._sinks: list[Sink] = [
+        self.manifest = engine.manifest
+        self._sinks: list[Page | JsonLines] = [
             Page(path, engine.tokenizer) if path.suffix == ".html" else JsonLines(path)
             for path in map(Path, paths)
         ]
         self._lock = threading.RLock()
         self._closed = False
-        self._names: set[TaskId] = set()
-        self._requests = self._ended = self._steps = self._tokens = 0
+        self._names: set[lines.TaskId] = set()
+        self._counts = {"requests": 0, "steps": 0, "output_tokens": 0}  # of the summary
+        self._ended = 0
 
-    def request(self, task_id: TaskId | None = None) -> "RequestTrace":
+    def request(self, task_id: lines.TaskId | None = None) -> "RequestTrace":
         """The observer that `engine.stream` takes; by default requests are numbered from 0."""
         name = len(self._names) if task_id is None else task_id
         if name in self._names:
             raise UsageError(f"two requests have task_id {name}: a trace needs one of its own each")
         self._names.add(name)
-        return RequestTrace(name, self._manifest, self._write)
+        return RequestTrace(name, self)
 
     def close(self, *, whole: bool = True) -> None:
         """Complete the files; `whole` unless something broke off or a request still runs."""
@@ -71,33 +54,31 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
             if self._closed:
                 return
             self._closed = True
-            if whole and self._requests and self._requests == self._ended:
-                self._each(self._summary())
+            if whole and self._counts["requests"] == self._ended > 0:
+                self._each(lines.SummaryLine.model_validate(self._counts))
             for sink in self._sinks:
                 sink.close()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self.close(whole=kind is None)
 
-    def _summary(self) -> SummaryLine:
-        return SummaryLine(requests=self._requests, steps=self._steps, output_tokens=self._tokens)
-
-    def _write(self, line: Line) -> None:
+    def write(self, line: lines.Line) -> None:
+        """Write a line to all files; nothing once the trace is closed."""
         with self._lock:
             if self._closed:
                 return
-            self._requests += isinstance(line, RequestLine)
-            self._steps += isinstance(line, StepLine)
-            if isinstance(line, EndLine):
+            self._counts["requests"] += isinstance(line, lines.RequestLine)
+            self._counts["steps"] += isinstance(line, lines.StepLine)
+            if isinstance(line, lines.EndLine):
                 self._ended += 1
-                self._tokens += line.output_tokens
+                self._counts["output_tokens"] += line.output_tokens
             try:
                 self._each(line)
             except UsageError:  # the step fails with its requests, and no later one
                 self.close(whole=False)
                 raise
 
-    def _each(self, line: Line) -> None:
+    def _each(self, line: lines.Line) -> None:
         for sink in self._sinks:
             sink.write(line)
 
@@ -105,8 +86,8 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
 class RequestTrace:
     """The observer of one request."""
 
-    def __init__(self, task_id: TaskId, manifest: Manifest, write: Callable[[Line], None]) -> None:
-        self._task_id, self._manifest, self._write = task_id, manifest, write
+    def __init__(self, task_id: lines.TaskId, trace: Trace) -> None:
+        self._task_id, self._manifest, self._write = task_id, trace.manifest, trace.write
         self._steps = 0
         self._uniforms: Floats | None = None  # [3, positions]
 
@@ -114,39 +95,37 @@ class RequestTrace:
         if self._steps == 0:
             self._write(self._begin(request))
         n, m = int(output.num_tokens[slot]), int(output.num_drafts[slot])
-        self._write(
-            StepLine(
-                task_id=self._task_id,
-                step=self._steps,
-                position=request.length,
-                num_drafts=m,
-                window=output.window[slot, : m + 1].tolist(),
-                n=n,
-                tokens=output.tokens[slot, :n].tolist(),
-                logprobs=_numbers(output.logprobs[slot, :n]),
-                margins=_numbers(output.margins[slot, :n]),
-                uniforms=self._drawn(request.length + 1, m + 1),
-            )
+        line = lines.StepLine(
+            task_id=self._task_id,
+            step=self._steps,
+            position=request.length,
+            num_drafts=m,
+            window=output.window[slot, : m + 1].tolist(),
+            n=n,
+            tokens=output.tokens[slot, :n].tolist(),
+            logprobs=_numbers(output.logprobs[slot, :n]),
+            margins=_numbers(output.margins[slot, :n]),
+            uniforms=self._drawn(request.length + 1, m + 1),
         )
+        self._write(line)
         self._steps += 1
 
     def end(self, request: Request, reason: FinishReason) -> None:
         if self._steps:  # else it was cancelled while it waited
-            self._write(
-                EndLine(
-                    task_id=self._task_id,
-                    finish_reason=reason,
-                    output_tokens=len(request.token_ids),
-                    speculative_decoding=asdict(request.acceptance.report()),
-                )
+            line = lines.EndLine(
+                task_id=self._task_id,
+                finish_reason=reason,
+                output_tokens=len(request.token_ids),
+                speculative_decoding=asdict(request.acceptance.report()),
             )
+            self._write(line)
 
-    def _begin(self, request: Request) -> RequestLine:
+    def _begin(self, request: Request) -> lines.RequestLine:
         manifest, controls = self._manifest, request.controls
         if controls.temperature > 0 or controls.synthetic:
             self._uniforms = controls.uniforms(manifest.build.max_seq_len + manifest.window)
         weights = manifest.files.get("weights.safetensors")
-        return RequestLine(
+        return lines.RequestLine(
             task_id=self._task_id,
             model=manifest.model.name,
             nextn=manifest.build.nextn,
@@ -159,12 +138,12 @@ class RequestTrace:
             params=asdict(request.params) | {"seed": request.seed},
         )
 
-    def _drawn(self, first: int, count: int) -> Uniforms | None:
+    def _drawn(self, first: int, count: int) -> lines.Uniforms | None:
         """The numbers of positions `first` .. first + count - 1, if the request draws any."""
         if self._uniforms is None:
             return None
         draft, accept, recover = self._uniforms[:, first : first + count]
-        return Uniforms(draft=_short(draft), accept=_short(accept), recover=_short(recover))
+        return lines.Uniforms(draft=_short(draft), accept=_short(accept), recover=_short(recover))
 
 
 class JsonLines:
@@ -174,7 +153,7 @@ class JsonLines:
         self._path = path
         self._file: TextIO | None = None
 
-    def write(self, line: Line) -> None:
+    def write(self, line: lines.Line) -> None:
         try:
             if self._file is None:
                 self._file = self._path.open("w", encoding="utf-8", newline="\n")
@@ -201,7 +180,7 @@ def check_paths(paths: Sequence[str | Path]) -> None:
             raise UsageError(f"--trace {path}: can't be written ({reason})")
 
 
-def _numbers(row: Floats) -> list[Number]:
+def _numbers(row: Floats) -> list[lines.Number]:
     """The shortest decimals that give the same 32-bit numbers back; None for an infinity."""
     return [float(str(x)) if math.isfinite(x) else None for x in row]
 

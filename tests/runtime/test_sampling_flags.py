@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from mtpbuild.builder.cli import app
 from mtpbuild.runtime.compat.settings import Settings
 from mtpbuild.runtime.errors import RequestError, UsageError
-from mtpbuild.runtime.flag_groups import grouped
+from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 
 SHARED = {
@@ -37,8 +37,8 @@ SHARED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    width: Annotated[int, typer.Option("--width", "-w", help="In cm.")] = 3
-    deep: Annotated[bool, typer.Option("--deep")] = False
+    width: int = flag(3, "In cm.", "--width", "-w")
+    deep: bool = flag(False, "Whether it is deep.")
 
 
 def test_a_group_is_a_parameter_of_the_command() -> None:

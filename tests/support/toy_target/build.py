@@ -3,9 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
@@ -13,6 +10,7 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights_file import WEIGHTS, Placed
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.manifest import TargetInfo
 
 
@@ -20,7 +18,7 @@ from mtpbuild.runtime.manifest import TargetInfo
 class ToyOptions:
     """The flags that only this target has."""
 
-    mark: Annotated[str, typer.Option(help="A word for the engine's record.")] = "none"
+    mark: str = flag("none", "A word for the engine's record.")
 
 
 class Toy(Target):

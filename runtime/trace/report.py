@@ -1,62 +1,21 @@
-"""The command `diff`."""
+"""What `mtpbuild diff` says: each request of two traces, and where they part."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
-from typer import Argument, Option
-
-from mtpbuild.runtime.cli import error_line
-
-if TYPE_CHECKING:
-    from mtpbuild.runtime.trace.diff import Place, RequestDiff, TraceDiff
-    from mtpbuild.runtime.trace.lines import TraceFile
-
-DIFFERENT = 1  # exit code, as of diff(1)
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.tokenizer import load_tokenizer
+from mtpbuild.runtime.trace.diff import Place, RequestDiff, TraceDiff
+from mtpbuild.runtime.trace.lines import TraceFile
 
 Spell = Callable[[int], str]
 
 
-@error_line
-def diff(
-    a: Annotated[Path, Argument(help="Trace of `mtpbuild run --trace FILE.jsonl`.")],
-    b: Annotated[Path, Argument(help="Another one of the same requests.")],
-    engine: Annotated[
-        Path | None, Option(help="Engine directory: show texts beside token ids.")
-    ] = None,
-    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
-) -> None:
-    """Name the first step in which two traces differ, and its margin; exit code 1 if one does.
-
-    Engines with another nextn, drafter or target are compared by their tokens; with the same nextn
-    and drafter also by their drafts.
-    """
-    from dataclasses import asdict
-    from json import dumps
-
-    from mtpbuild.runtime.trace.diff import diff_traces
-    from mtpbuild.runtime.trace.lines import read_trace
-
-    spell = _speller(engine)
-    traces = read_trace(a), read_trace(b)
-    found = diff_traces(*traces)
-    if json:
-        typer.echo(dumps({"equal": found.equal} | asdict(found)))
-    else:
-        for line in _report(found, traces, spell):
-            typer.echo(line)
-    if not found.equal:
-        raise typer.Exit(DIFFERENT)
-
-
-def _speller(engine: Path | None) -> Spell:
+def speller(engine: Path | None) -> Spell:
+    """Reads how the engine's tokenizer spells a token; without an engine a token is its id."""
     if engine is None:
         return str
-    from mtpbuild.runtime.errors import UsageError
-    from mtpbuild.runtime.manifest import read_manifest
-    from mtpbuild.runtime.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(engine, read_manifest(engine))
     if tokenizer is None:
         raise UsageError(f"--engine {engine}: it was built without a tokenizer")
@@ -68,9 +27,8 @@ def _speller(engine: Path | None) -> Spell:
     return spell
 
 
-def _report(
-    found: "TraceDiff", traces: tuple["TraceFile", "TraceFile"], spell: Spell
-) -> Iterator[str]:
+def report(found: TraceDiff, traces: tuple[TraceFile, TraceFile], spell: Spell) -> Iterator[str]:
+    """Says in lines what is equal in two traces and where they part."""
     for name, trace in zip("ab", traces, strict=True):
         first = next(iter(trace.requests.values())).request
         drafter = f", {first.drafter}" if first.drafter else ""
@@ -82,7 +40,7 @@ def _report(
     yield f"{equal} of {len(found.requests)} requests are equal"
 
 
-def _request(found: "RequestDiff", spell: Spell) -> Iterator[str]:
+def _request(found: RequestDiff, spell: Spell) -> Iterator[str]:
     name = f"request {found.task_id}"
     if found.verdict == "missing":
         yield f"{name}: only in {'a' if found.tokens_a else 'b'}"
@@ -113,7 +71,7 @@ def _request(found: "RequestDiff", spell: Spell) -> Iterator[str]:
         )
 
 
-def _place(place: "Place", spell: Spell) -> str:
+def _place(place: Place, spell: Spell) -> str:
     def number(value: float | None) -> str:
         return "infinite" if value is None else f"{value:.3g}"
 
