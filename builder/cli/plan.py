@@ -46,8 +46,7 @@ def plan(
     with needs("build", "torch", "safetensors"):
         from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
         from mtpbuild.builder.forecast.latency import parse_measured
-        from mtpbuild.builder.forecast.picture import draw
-        from mtpbuild.builder.forecast.report import as_json, print_report
+        from mtpbuild.builder.forecast.report import as_json, draw, print_report
         from mtpbuild.builder.picture import require_matplotlib
 
     if picture is not None:
@@ -62,8 +61,8 @@ def plan(
         ranks=ranks.ranks(),
         max_seq_len=max_seq_len,
         max_batch=max_batch,
-        context=context_len,
-        cache=kv_cache,
+        context_len=context_len,
+        kv_cache=kv_cache,
         prefill_chunk=prefill_chunk,
         acceptance=lengths,
         measured=None if calibrate is None else parse_measured(calibrate),
