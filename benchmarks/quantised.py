@@ -24,8 +24,7 @@ from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.eval.figures import Figures, rows
-from mtpbuild.builder.eval.measure import Answered, ask
-from mtpbuild.builder.eval.problems import load_problems
+from mtpbuild.builder.eval.problems import Answered, ask, load_problems
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.recipe import find_model

@@ -57,11 +57,10 @@ def bench(
     json: Annotated[bool, Option("--json", help="Print bench.json instead of the tables.")] = False,
 ) -> None:
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
-    from mtpbuild.builder.bench.batches import print_batches
     from mtpbuild.builder.bench.bench import JSON, BenchRequest, bench
     from mtpbuild.builder.bench.dataset import OUTPUT_LEN, Asked
     from mtpbuild.builder.bench.engines import Wanted
-    from mtpbuild.builder.bench.report import print_report
+    from mtpbuild.builder.bench.report import print_batches, print_report
 
     numbers = None if nextn is None else parse_nextn(nextn)
     settings = read_flags(

@@ -8,8 +8,7 @@ from pathlib import Path
 from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.eval.figures import rows
-from mtpbuild.builder.eval.measure import Settings, ask
-from mtpbuild.builder.eval.problems import load_problems
+from mtpbuild.builder.eval.problems import Settings, ask, load_problems
 from mtpbuild.builder.eval.report import Report, draw, to_json
 from mtpbuild.builder.results import prepare, write_json
 from mtpbuild.runtime import Engine, SamplingParams

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from mtpbuild.builder.bench.figures import ALL, Ratio, decode, merged, resampled, speedup
-from mtpbuild.builder.eval.measure import Answered
+from mtpbuild.builder.eval.problems import Answered
 
 Z = 1.959964  # of a two-sided 95 % interval
 

@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder.bench.dataset import BUILT_IN, FOLDER, check_room
+from mtpbuild.builder.bench.dataset import BUILT_IN, built_in, check_room
 from mtpbuild.builder.bench.engines import Wanted, build_engines
 from mtpbuild.builder.checks import in_range
-from mtpbuild.builder.recipe import find_model, recipe_folder
+from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of
 from mtpbuild.builder.verify.finding import Finding, NotChecked
@@ -109,7 +109,7 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
             "the built-in prompts need a tokenizer and a chat template: give --prompts"
         )
     else:
-        files = [recipe_folder() / FOLDER / f"{kind}.jsonl" for kind in BUILT_IN]
+        files = map(built_in, BUILT_IN)
         found = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
     longest = max(len(request.token_ids) for request in found)
     check_room(engine, longest, request.output_len, hint=": see --output-len")

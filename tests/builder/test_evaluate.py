@@ -15,8 +15,13 @@ from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.eval import grid
 from mtpbuild.builder.eval.evaluate import EvalRequest, choose
 from mtpbuild.builder.eval.figures import difference, mcnemar, rows, wilson
-from mtpbuild.builder.eval.measure import Answered
-from mtpbuild.builder.eval.problems import NUM_PROBLEMS, Problem, answer_of, load_problems
+from mtpbuild.builder.eval.problems import (
+    NUM_PROBLEMS,
+    Answered,
+    Problem,
+    answer_of,
+    load_problems,
+)
 from mtpbuild.builder.eval.report import conclusion
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime import engine as engine_module
