@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
-from mtpbuild.builder.cli.flags import RankFlags
-from mtpbuild.builder.cli.numbers import parse_range
+from mtpbuild.builder.cli.shared import RankFlags, parse_range, show
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import grouped, parse_list
@@ -39,8 +37,6 @@ def plan(
     json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Foretell sizes, step times and speed of a model on GPUs that need not be here."""
-    from json import dumps
-
     from mtpbuild.builder.checks import needs
 
     with needs("build", "torch", "safetensors"):
@@ -74,7 +70,4 @@ def plan(
             draw(done, picture)
         except (OSError, ValueError) as error:  # a place or an ending that can't be written
             raise UsageError(f"--picture {picture}: can't be written ({error})") from None
-    if json:
-        typer.echo(dumps(as_json(done), indent=1))
-    else:
-        print_report(done)
+    show(json, as_json(done), lambda: print_report(done))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mtpbuild.builder.bench.figures import ALL
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.cli.eval import grid
+from mtpbuild.builder.cli.measure import grid
 from mtpbuild.builder.eval.evaluate import EvalRequest, choose
 from mtpbuild.builder.eval.figures import difference, mcnemar, rows, wilson
 from mtpbuild.builder.eval.problems import (

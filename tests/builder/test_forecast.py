@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.cli.numbers import parse_range
+from mtpbuild.builder.cli.shared import parse_range
 from mtpbuild.builder.forecast.forecast import Forecast, ForecastRequest, forecast
 from mtpbuild.builder.forecast.latency import PUBLISHED_ACCEPTANCE, PUBLISHED_SPEED, fit
 from mtpbuild.builder.forecast.step import distinct_experts
