@@ -6,13 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import (
-    RankFlags,
-    make_target_flags,
-    parse_nextn,
-    progress,
-    said,
-)
+from mtpbuild.builder.cli.shared import RankFlags, make_target_flags, parse_nextn, progress, said
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
 from mtpbuild.runtime.flag_groups import grouped
@@ -44,8 +38,7 @@ def build(
         str | None, Option(help="What to compile for. Default: the recipe's, onnxruntime.")
     ] = None,
     rank: Annotated[
-        int | None,
-        Option("--rank", help="Build this rank alone, from 0; default: all that lack."),
+        int | None, Option("--rank", help="Build this rank alone, from 0; default: all that lack.")
     ] = None,
     out: Annotated[
         Path | None, Option(help="Engine directory; with several nextn, their parent.")
@@ -59,8 +52,7 @@ def build(
         Option(help="Main layers to build, 0-3, and the modules: to try a big checkpoint."),
     ] = None,
     dry_run: Annotated[
-        bool,
-        Option("--dry-run", help="Check all, say what it would be, write nothing."),
+        bool, Option("--dry-run", help="Check all, say what it would be, write nothing.")
     ] = False,
 ) -> None:
     """Build one engine directory per nextn."""
@@ -99,12 +91,12 @@ def build(
     )
     with progress("reading the checkpoint") as watch:
         stages = Stages(watch)
-        engines = None if dry_run else build(request, stages)
         foreseen = run_dry(request, stages) if dry_run else None
-    if foreseen is not None:
-        print_dry_run(foreseen)
-    if engines is not None:
+        engines = build(request, stages) if foreseen is None else []
+    if foreseen is None:
         print_engines(engines)
+    else:
+        print_dry_run(foreseen)
     if stages.seconds:
         print_stages(stages)
 

@@ -31,10 +31,7 @@ def load_plain(folder: Path, layers: LayersSlice | None = None) -> Reference:
 
 @torch.no_grad()
 def judge(
-    model: Reference,
-    prompts: Sequence[list[int]],
-    played: Sequence[Played],
-    most: float = MOST,
+    model: Reference, prompts: Sequence[list[int]], played: Sequence[Played], most: float = MOST
 ) -> Finding:
     """Every greedy token must be the model's argmax behind the same tokens, or nearly.
 
