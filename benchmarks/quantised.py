@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from script import run
 
 from mtpbuild.builder.bench.figures import ALL
+from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.eval.figures import Figures, rows
-from mtpbuild.builder.eval.measure import STRICT, Answered, ask
-from mtpbuild.builder.eval.problems import load_problems
+from mtpbuild.builder.eval.problems import Answered, ask, load_problems
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.recipe import find_model
@@ -70,15 +70,15 @@ class Row:
     figures: Figures
 
     def cells(self) -> list[str]:
-        share, (low, high) = self.figures.accuracy, self.figures.accuracy.interval
+        low, high = self.figures.accuracy_interval
         return [
             self.name,
             f"{self.checkpoint / 1e6:.1f}",
             f"{self.engine / 1e6:.1f} {self.held}",
             f"{self.loss:.4f}",
-            f"{share.value:.1%} ({low:.1%}-{high:.1%})",
-            f"{self.figures.acceptance_length:.2f}",
-            f"{self.figures.tokens_per_s:.0f}",
+            f"{self.figures.accuracy:.1%} ({low:.1%}-{high:.1%})",
+            f"{self.figures.spec_decode_acceptance_length:.2f}",
+            f"{self.figures.user_tokens_per_s:.0f}",
         ]
 
 
@@ -97,7 +97,7 @@ def answers(folder: Path, problems: int, threads: int | None) -> list[Answered]:
     """The built-in problems, greedily."""
     with Engine.load(folder, threads=threads) as engine:
         asked = load_problems("reasoning", engine, SamplingParams(max_tokens=256), problems)
-        return ask(engine, asked, [STRICT])[STRICT.name]
+        return ask(engine, asked, {"strict": STRICT})["strict"]
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def main() -> None:
         checkpoint, engine = prepare(name, source, *how)
         answered = answers(engine, arguments.problems, arguments.threads)
         texts = texts or answered
-        (found,) = rows({STRICT.name: answered})
+        (found,) = rows({"strict": answered})
         manifest = read_manifest(engine)
         row = Row(
             name,

@@ -42,6 +42,11 @@ def panels(path: Path, note: str) -> Iterator[tuple["Figure", "Axes", "Axes"]]:
     figure.savefig(path, dpi=160)
 
 
+def colour(number: int) -> str:
+    """The colour of a series; they come round again."""
+    return COLOURS[number % len(COLOURS)]
+
+
 def label_x(axes: "Axes", name: str, places: Sequence[object], **options: Any) -> None:
     """Write the names of the places 0, 1, .. under a panel."""
     axes.set_xlabel(name)

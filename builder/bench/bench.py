@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mtpbuild.builder.bench.batches import draw_batches, to_batches_json
 from mtpbuild.builder.bench.dataset import Asked, load_groups, split
 from mtpbuild.builder.bench.engines import Built, Wanted, build_engines
 from mtpbuild.builder.bench.figures import rows
 from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, measure
-from mtpbuild.builder.bench.picture import draw
-from mtpbuild.builder.bench.report import Report, to_json
+from mtpbuild.builder.bench.picture import draw, draw_batches
+from mtpbuild.builder.bench.report import Report, to_batches_json, to_json
 from mtpbuild.builder.results import prepare, write_json
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.engine import Engine

@@ -13,7 +13,6 @@ from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.sampling import SamplingParams
 
 BUILT_IN = ("code", "reasoning")
-FOLDER = "deepseek_tiny_bench"  # beside the recipes
 OUTPUT_LEN = 256
 NUM_REQUESTS = 20  # of the built-in prompts
 
@@ -45,28 +44,27 @@ Group = list[Prompt]  # of one kind; they run at once
 
 def load_groups(asked: Asked, engine: Engine, concurrency: int) -> list[Group]:
     """The requests in groups of `concurrency`, the kinds in turn; raises UsageError."""
-    paths = {kind: recipe_folder() / FOLDER / f"{kind}.jsonl" for kind in BUILT_IN}
-    if asked.dataset in BUILT_IN:
-        paths = {asked.dataset: paths[asked.dataset]}
-    elif asked.dataset is not None:
-        paths = {Path(asked.dataset).stem: Path(asked.dataset)}
-    prompts = {kind: _read(kind, path, asked, engine) for kind, path in paths.items()}
-    built_in = asked.dataset is None or asked.dataset in BUILT_IN
-    return group_up(prompts, concurrency, asked.num_requests, NUM_REQUESTS if built_in else None)
+    names = BUILT_IN if asked.dataset is None else (asked.dataset,)
+    paths = [built_in(name) if name in BUILT_IN else Path(name) for name in names]
+    prompts = {path.stem: _read(path, asked, engine) for path in paths}
+    default = NUM_REQUESTS if names[0] in BUILT_IN else None
+    return group_up(prompts, concurrency, asked.num_requests, default)
+
+
+def built_in(name: str) -> Path:
+    """The file of a built-in dataset or task."""
+    return recipe_folder() / "deepseek_tiny_bench" / f"{name}.jsonl"
 
 
 def group_up(
     prompts: dict[str, list[Prompt]], size: int, count: int | None, default: int | None
 ) -> list[Group]:
     """`count` prompts in groups; without a count about `default`, or all."""
-    turns = [
-        [prompts[kind][i : i + size] for kind in prompts]
-        for i in range(0, max(map(len, prompts.values())), size)
-    ]
-    groups = [group for turn in turns for group in turn if len(group) == size]
+    most = max(map(len, prompts.values()))
+    turns = [kind[i : i + size] for i in range(0, most, size) for kind in prompts.values()]
+    groups = [group for group in turns if len(group) == size]
     there = len(groups) * size
     if not groups:
-        most = max(map(len, prompts.values()))
         raise UsageError(f"--concurrency {size} needs as many requests; the dataset has {most}")
     if count is None:
         count = there if default is None else min(-(-default // size) * size, there)
@@ -97,12 +95,12 @@ def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None
     return replace(prompt, token_ids=[*start, *body])
 
 
-def _read(kind: str, path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
+def _read(path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
     capacity = engine.manifest.build.max_seq_len
-    built_in = f"; built in: {', '.join(BUILT_IN)}"
+    hint = f"; built in: {', '.join(BUILT_IN)}"
     prompts = [
-        Prompt(kind, r.task_id, r.token_ids, seeded(r.params, number))
-        for number, r in enumerate(read_requests(path, engine, asked.params, "--dataset", built_in))
+        Prompt(path.stem, r.task_id, r.token_ids, seeded(r.params, number))
+        for number, r in enumerate(read_requests(path, engine, asked.params, "--dataset", hint))
     ]
     if asked.output_len is not None:
         most = in_range(1, asked.output_len, capacity, "--output-len")

@@ -78,8 +78,7 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
         usual = place(source, config, nextn, wanted)
         folder, verifier = made(nextn, wanted.drafter_of(nextn), usual), None
         if nextn not in (0, "auto"):
-            out = _private(source, nextn, "none", wanted.max_batch)
-            verifier = made(nextn, "none", out)
+            verifier = made(nextn, "none", _private(source, nextn, "none", wanted.max_batch))
         built.append(Built(nextn, folder, verifier))
     return built
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ PACKAGES = ("mtpbuild", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 def describe_machine(threads: int | None) -> dict[str, Any]:
     """threads: what was asked for; None lets the target choose."""
+    found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0))
@@ -26,7 +27,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": {name: package.version for name, package in found.items() if package},
         "command": shlex.join(["mtpbuild", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -45,11 +46,4 @@ def _memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on every system
-        return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
         return None

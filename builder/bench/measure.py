@@ -39,6 +39,10 @@ class Contender:
     engine: Engine
     verifier: Engine | None = None
 
+    def asked(self, group: Group) -> Group:
+        """Without drafts there is nothing to accept; asking would only choose a slower program."""
+        return changed(group, **STRICT) if self.nextn == 0 else group
+
 
 @dataclass(slots=True)
 class Sample:
@@ -74,14 +78,13 @@ def measure(
         for i, group in enumerate(groups):
             watch(i)
             for contender in rotated(contenders, i):
-                asked = strict(group) if contender.nextn == 0 else group
+                asked = contender.asked(group)
                 run_together(contender.engine, endless(asked), SETTLING_STEPS)
                 measured[contender.nextn].groups.append(run_together(contender.engine, asked))
             baseline = measured[contenders[0].nextn].groups[-1]
             contexts = contexts_within(group, baseline, (i + 0.5) / len(groups), most)
             for contender in rotated(contenders, i):
-                asked = strict(contexts) if contender.nextn == 0 else contexts
-                time_steps(contender, asked, measured[contender.nextn])
+                time_steps(contender, contender.asked(contexts), measured[contender.nextn])
     return measured
 
 
@@ -123,28 +126,19 @@ def intervals(sample: Sample) -> list[float]:
 def contexts_within(group: Group, baseline: Sequence[Sample], part: float, most: int) -> Group:
     """The prompts, each with the first `part` of what followed it; `most` tokens at most."""
     return [
-        replace(p, token_ids=(p.token_ids + said(s, part))[: max(most, 1)])
-        for p, s in zip(group, baseline, strict=True)
+        replace(p, token_ids=(p.token_ids + said[: int(part * len(said))])[: max(most, 1)])
+        for p, said in zip(group, (s.token_ids for s in baseline), strict=True)
     ]
-
-
-def said(sample: Sample, part: float) -> list[int]:
-    return sample.token_ids[: int(part * len(sample.token_ids))]
 
 
 def endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:
     """The same prompts, going on for so many tokens whatever is said."""
-    return [
-        replace(
-            p, params=replace(p.params, max_tokens=tokens, ignore_eos=True, stop=(), min_tokens=0)
-        )
-        for p in group
-    ]
+    return changed(group, max_tokens=tokens, ignore_eos=True, stop=(), min_tokens=0)
 
 
-def strict(group: Group) -> Group:
-    """Makes requests strict: without drafts, more would only choose a slower program."""
-    return [replace(p, params=replace(p.params, **STRICT)) for p in group]
+def changed(group: Group, **changes: Any) -> Group:
+    """The same prompts with some parameters changed."""
+    return [replace(p, params=replace(p.params, **changes)) for p in group]
 
 
 def warm_up(contenders: Sequence[Contender], group: Group) -> None:

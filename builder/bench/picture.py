@@ -1,20 +1,13 @@
-"""Speedup and acceptance length against nextn, as a PNG."""
+"""Speedup and acceptance length against nextn, and tokens/s against the batch, as PNGs."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder import picture
 from mtpbuild.builder.bench.figures import ALL, Row
-from mtpbuild.builder.picture import (
-    COLOURS,
-    GREY,
-    label_x,
-    panels,
-    share_legend,
-    spans,
-    write_above,
-)
+from mtpbuild.builder.bench.report import PANELS, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,13 +16,13 @@ if TYPE_CHECKING:
 def draw(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
     """note: what the figures were measured on, in small print."""
     kinds = [kind for kind in rows[0].kinds if kind != ALL]
-    with panels(path, note) as (figure, left, right):
+    with picture.panels(path, note) as (figure, left, right):
         draw_speedup(left, rows, kinds)
         draw_length(right, rows, kinds)
         for axes in (left, right):
-            label_x(axes, "nextn (draft tokens per step)", [row.nextn for row in rows])
+            picture.label_x(axes, "nextn (draft tokens per step)", [row.nextn for row in rows])
         handles = [*left.get_legend_handles_labels()[0], right.lines[-1]]
-        share_legend(figure, title, handles)
+        picture.share_legend(figure, title, handles)
 
 
 def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None:
@@ -39,15 +32,15 @@ def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> Non
         places = [i - 0.4 + width * (k + 0.5) for i in range(len(rows))]
         ratios = [row.kinds[kind].speedup for row in rows]
         values = [ratio.value for ratio in ratios]
-        reach = spans([(ratio.value, ratio.low, ratio.high) for ratio in ratios])
-        axes.bar(places, values, width * 0.92, color=COLOURS[k % len(COLOURS)], label=kind)
+        reach = picture.spans([(ratio.value, ratio.low, ratio.high) for ratio in ratios])
+        axes.bar(places, values, width * 0.92, color=picture.colour(k), label=kind)
         axes.errorbar(places, values, reach, fmt="none", ecolor="#333333", capsize=2)
         for place, value, up in zip(places, values, reach[1], strict=True):
-            write_above(axes, f"{value:.2f}", place, value + up)
+            picture.write_above(axes, f"{value:.2f}", place, value + up)
         predicted = [row.kinds[kind].predicted or math.nan for row in rows]
         label = "predicted: L / (v + d)" if k == len(kinds) - 1 else None
         axes.plot(places, predicted, "_", color="black", markersize=14, label=label)
-    axes.axhline(1, color=GREY, linewidth=0.8)
+    axes.axhline(1, color=picture.GREY, linewidth=0.8)
     axes.set_ylabel("speedup over nextn 0")
     axes.margins(y=0.1)
 
@@ -57,8 +50,24 @@ def draw_length(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None
     places = range(len(rows))
     for k, kind in enumerate(kinds):
         lengths = [row.kinds[kind].drafting.mean_acceptance_length or 1 for row in rows]
-        axes.plot(places, lengths, "o-", color=COLOURS[k % len(COLOURS)], label=kind)
+        axes.plot(places, lengths, "o-", color=picture.colour(k), label=kind)
     most = [row.most + 1 for row in rows]
-    axes.plot(places, most, ":", color=GREY, label="all drafts accepted")
+    axes.plot(places, most, ":", color=picture.GREY, label="all drafts accepted")
     axes.set_ylabel("acceptance length (tokens per step)")
     axes.set_ylim(bottom=0.9)
+
+
+def draw_batches(reports: Sequence[Report], path: Path, note: str) -> None:
+    """A line per nextn against the concurrency; note: what was measured on, in small print."""
+    sizes = [report.settings["concurrency"] for report in reports]
+    with picture.panels(path, note) as (figure, *both):
+        for axes, (name, figure_of) in zip(both, PANELS.items(), strict=True):
+            for i, row in enumerate(reports[0].rows):
+                values = [figure_of(report.rows[i].overall) for report in reports]
+                colour, label = picture.colour(i), f"nextn {row.nextn}"
+                axes.plot(range(len(sizes)), values, "o-", color=colour, label=label)
+            picture.label_x(axes, "concurrency (requests at once)", sizes)
+            axes.set_ylabel(name)
+            axes.set_ylim(bottom=0)
+        title = f"{reports[0].model}: tokens/s against the batch"
+        picture.share_legend(figure, title, both[0].get_legend_handles_labels()[0])

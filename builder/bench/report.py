@@ -20,6 +20,12 @@ from mtpbuild.builder.bench.measure import Measured
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.tables import figures_table, say
 
+PERCENTILES = (50, 90, 99)
+PANELS: dict[str, Callable[[Figures], float]] = {
+    "tokens/s of all users": lambda f: f.throughput,
+    "tokens/s per user": lambda f: f.tokens_per_s,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -54,6 +60,24 @@ def to_json(report: Report) -> dict[str, Any]:
             }
             for row in report.rows
         ],
+    }
+
+
+def to_batches_json(reports: Sequence[Report]) -> dict[str, Any]:
+    """docs/bench.md describes it; `runs` has what a single concurrency would have given."""
+    return {
+        "batches": [
+            {
+                "concurrency": report.settings["concurrency"],
+                "nextn": row.nextn,
+                "output_throughput": row.overall.throughput,
+                "user_tokens_per_s": row.overall.tokens_per_s,
+                "speedup": asdict(row.overall.speedup),
+            }
+            for report in reports
+            for row in report.rows
+        ],
+        "runs": [to_json(report) for report in reports],
     }
 
 
@@ -109,9 +133,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "mean": statistics.fmean(values),
         "median": statistics.median(values),
         "std": statistics.pstdev(values),
-        "p50": percentile(values, 50),
-        "p90": percentile(values, 90),
-        "p99": percentile(values, 99),
+        **{f"p{percent}": percentile(values, percent) for percent in PERCENTILES},
     }
 
 
@@ -153,7 +175,7 @@ def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
         "  drafting's share",
         lambda row, f: known(row.cost.draft_share, "{:z.0%}").replace("%", " %"),
     )
-    for percent in (50, 90, 99):
+    for percent in PERCENTILES:
         yield f"ms per output token, p{percent}", partial(tpot_at, percent)
     yield "ms to first token, p50", lambda row, f: ms(statistics.median(f.ttft))
     yield "tokens/s of all users", lambda row, f: f"{f.throughput:.1f}"
@@ -209,3 +231,23 @@ def print_report(report: Report) -> None:
         say(table(report, kind))
     say(differs(report.settings), f"\n{machine_line(report.machine)}", disagreements(report.rows))
     say(recommendation(report.rows)[1], style="bold")
+
+
+def batches_table(reports: Sequence[Report], name: str) -> Table:
+    """One line per concurrency, one column per nextn."""
+    result = figures_table(name, (f"nextn {row.nextn}" for row in reports[0].rows))
+    for report in reports:
+        cells = (f"{PANELS[name](row.overall):.1f}" for row in report.rows)
+        result.add_row(f"concurrency {report.settings['concurrency']}", *cells)
+    return result
+
+
+def print_batches(reports: Sequence[Report]) -> None:
+    """Both tables, the machine, and what to choose at each concurrency."""
+    first = reports[0]
+    say(f"\n{first.model}: {first.settings['num_requests']} requests", style="bold")
+    say(*(batches_table(reports, name) for name in PANELS))
+    say(differs(first.settings), f"\n{machine_line(first.machine)}")
+    for report in reports:
+        best = recommendation(report.rows)[1]
+        say(f"concurrency {report.settings['concurrency']}: {best}", style="bold")

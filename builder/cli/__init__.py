@@ -4,12 +4,9 @@ from collections.abc import Callable
 
 import typer
 
-from mtpbuild.builder.cli.bench import bench
-from mtpbuild.builder.cli.build import build, recipes, refit
-from mtpbuild.builder.cli.eval import evaluate
+from mtpbuild.builder.cli.build import build, quantize, recipes, refit
+from mtpbuild.builder.cli.measure import bench, evaluate, verify
 from mtpbuild.builder.cli.plan import plan
-from mtpbuild.builder.cli.quantize import quantize
-from mtpbuild.builder.cli.verify import verify
 from mtpbuild.runtime.cli import diff, inspect, run
 
 app = typer.Typer(

@@ -1,21 +1,15 @@
-"""The commands `build`, `refit` and `recipes`."""
+"""The commands `build`, `refit`, `quantize` and `recipes`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.flags import RankFlags, make_target_flags, said
-from mtpbuild.builder.cli.numbers import parse_nextn
-from mtpbuild.builder.cli.output import progress
+from mtpbuild.builder.cli.shared import RankFlags, make_target_flags, parse_nextn, progress, said
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
 from mtpbuild.runtime.flag_groups import grouped
-
-if TYPE_CHECKING:
-    from mtpbuild.builder.build import BuiltEngine
-    from mtpbuild.builder.stages import Stages
 
 TargetFlags: Any = make_target_flags()
 
@@ -44,8 +38,7 @@ def build(
         str | None, Option(help="What to compile for. Default: the recipe's, onnxruntime.")
     ] = None,
     rank: Annotated[
-        int | None,
-        Option("--rank", help="Build this rank alone, from 0; default: all that lack."),
+        int | None, Option("--rank", help="Build this rank alone, from 0; default: all that lack.")
     ] = None,
     out: Annotated[
         Path | None, Option(help="Engine directory; with several nextn, their parent.")
@@ -59,13 +52,13 @@ def build(
         Option(help="Main layers to build, 0-3, and the modules: to try a big checkpoint."),
     ] = None,
     dry_run: Annotated[
-        bool,
-        Option("--dry-run", help="Check all, say what it would be, write nothing."),
+        bool, Option("--dry-run", help="Check all, say what it would be, write nothing.")
     ] = False,
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.build import build
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+    from mtpbuild.builder.cli.tables import print_engines, print_stages
     from mtpbuild.builder.dry_run import dry_run as run_dry
     from mtpbuild.builder.dry_run import print_dry_run
     from mtpbuild.builder.recipe import default_target
@@ -98,12 +91,12 @@ def build(
     )
     with progress("reading the checkpoint") as watch:
         stages = Stages(watch)
-        engines = None if dry_run else build(request, stages)
         foreseen = run_dry(request, stages) if dry_run else None
-    if foreseen is not None:
-        print_dry_run(foreseen)
-    if engines is not None:
+        engines = build(request, stages) if foreseen is None else []
+    if foreseen is None:
         print_engines(engines)
+    else:
+        print_dry_run(foreseen)
     if stages.seconds:
         print_stages(stages)
 
@@ -131,52 +124,39 @@ def refit(
 
 
 @error_line
+def quantize(
+    model: Annotated[str, Option(help="Recipe name or checkpoint folder.")],
+    to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
+    out: Annotated[Path, Option(help="Folder of the new checkpoint.")],
+    mtp: Annotated[
+        str | None, Option(help="Format of the MTP modules. Default: as --to; with nvfp4, bf16.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        Option(help="Glob of modules to leave as they are, instead of the format's own."),
+    ] = None,
+    checkpoint: Annotated[Path | None, Option(help="Folder with the recipe's weights.")] = None,
+    force: Annotated[
+        bool, Option("--force", help="Replace a checkpoint that stands there.")
+    ] = False,
+) -> None:
+    """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or ONNX Runtime's integers."""
+    from mtpbuild.builder.checks import needs
+    from mtpbuild.builder.cli.tables import print_quantized
+
+    with progress("reading the checkpoint") as watch:
+        with needs("build", "torch", "safetensors"):
+            from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+            from mtpbuild.builder.quantize.scheme import make_scheme
+        scheme = make_scheme(to, mtp, tuple(exclude) if exclude else None)
+        request = QuantizeRequest(model, scheme, out, checkpoint, force)
+        done = quantize(request, watch)
+    print_quantized(done)
+
+
+@error_line
 def recipes() -> None:
     """List what can be built by name."""
-    from rich.console import Console
-    from rich.table import Table
+    from mtpbuild.builder.cli.tables import print_recipes
 
-    from mtpbuild.builder.recipe import load_recipes
-
-    table = Table("model", "engine", "description")
-    for recipe in load_recipes():
-        table.add_row(recipe.name, f"engines/{recipe.engine}_n<nextn>", recipe.description)
-    Console().print(table)
-
-
-def print_engines(engines: list["BuiltEngine"]) -> None:
-    """Show the engines with their sizes, and which of their ranks are here."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from mtpbuild.runtime.manifest import ranks_here
-
-    console = Console()
-    table = Table("engine", "nextn", "drafter", "files", "size", "status")
-    for engine in engines:
-        build, files = engine.manifest.build, engine.file_sizes()
-        table.add_row(
-            str(engine.folder),
-            build.drafts,
-            build.drafter or "-",
-            str(len(files)),
-            f"{sum(files) / 1e6:.1f} MB",
-            "unchanged" if engine.unchanged else "built",
-        )
-    console.print(table)
-    for engine in engines:
-        ranks = ranks_here(engine.folder, engine.manifest)
-        if engine.manifest.split and len(ranks) < engine.manifest.build.tp:
-            here = ", ".join(map(str, ranks))
-            console.print(f"{engine.folder}: of {engine.manifest.build.tp} ranks here: {here}")
-
-
-def print_stages(stages: "Stages") -> None:
-    """Show how long each stage took, and the peak memory of all."""
-    import resource
-
-    from rich.console import Console
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
-    Console().print(f"{times}; peak memory {peak:.0f} MiB", highlight=False, soft_wrap=True)
+    print_recipes()

@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
-from mtpbuild.builder.cli.flags import RankFlags
-from mtpbuild.builder.cli.numbers import parse_range
+from mtpbuild.builder.cli.shared import RankFlags, parse_range, show
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import grouped, parse_list
@@ -39,15 +37,12 @@ def plan(
     json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
 ) -> None:
     """Foretell sizes, step times and speed of a model on GPUs that need not be here."""
-    from json import dumps
-
     from mtpbuild.builder.checks import needs
 
     with needs("build", "torch", "safetensors"):
         from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
         from mtpbuild.builder.forecast.latency import parse_measured
-        from mtpbuild.builder.forecast.picture import draw
-        from mtpbuild.builder.forecast.report import as_json, print_report
+        from mtpbuild.builder.forecast.report import as_json, draw, print_report
         from mtpbuild.builder.picture import require_matplotlib
 
     if picture is not None:
@@ -62,8 +57,8 @@ def plan(
         ranks=ranks.ranks(),
         max_seq_len=max_seq_len,
         max_batch=max_batch,
-        context=context_len,
-        cache=kv_cache,
+        context_len=context_len,
+        kv_cache=kv_cache,
         prefill_chunk=prefill_chunk,
         acceptance=lengths,
         measured=None if calibrate is None else parse_measured(calibrate),
@@ -75,7 +70,4 @@ def plan(
             draw(done, picture)
         except (OSError, ValueError) as error:  # a place or an ending that can't be written
             raise UsageError(f"--picture {picture}: can't be written ({error})") from None
-    if json:
-        typer.echo(dumps(as_json(done), indent=1))
-    else:
-        print_report(done)
+    show(json, as_json(done), lambda: print_report(done))

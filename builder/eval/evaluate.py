@@ -6,11 +6,10 @@ from itertools import product
 from pathlib import Path
 
 from mtpbuild.builder.bench.machine import describe_machine
+from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.eval.figures import rows
-from mtpbuild.builder.eval.measure import REJECTION, STRICT, Setting, ask, relaxed
-from mtpbuild.builder.eval.picture import draw
-from mtpbuild.builder.eval.problems import load_problems
-from mtpbuild.builder.eval.report import Report, to_json
+from mtpbuild.builder.eval.problems import Settings, ask, load_problems
+from mtpbuild.builder.eval.report import Report, draw, to_json
 from mtpbuild.builder.results import prepare, write_json
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import UsageError
@@ -45,15 +44,14 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
         if engine.manifest.build.drafter in (None, "none"):
             raise UsageError(f"{request.engine} drafts nothing: there is nothing to accept")
 
-        # 1. The problems, and the settings to compare; strict is the first.
+        # 1. The problems.
         problems = load_problems(request.task, engine, request.params, request.num_problems)
-        settings = choose(request)
 
-        # 2. Every problem under every setting, in turn.
+        # 2. Every problem under every setting, in turn; strict is the first.
         def tell(done: int) -> None:
             watch(f"problem {done + 1} of {len(problems)}")
 
-        answered = ask(engine, problems, settings, tell)
+        answered = ask(engine, problems, choose(request), tell)
 
         # 3. What it comes to.
         report = Report(
@@ -73,8 +71,10 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
     return report
 
 
-def choose(request: EvalRequest) -> list[Setting]:
+def choose(request: EvalRequest) -> Settings:
     """Strict, and above temperature 0 rejection, else every pair of the relaxed values."""
     if request.params.temperature > 0:
-        return [STRICT, REJECTION]
-    return [STRICT, *(relaxed(k, d) for k, d in product(request.topk, request.delta))]
+        return {"strict": STRICT, "rejection": {"acceptance": "rejection"}}
+    pairs = product(request.topk, request.delta)
+    relaxed = {f"{k} / {d:g}": {"relaxed_topk": k, "relaxed_delta": d} for k, d in pairs}
+    return {"strict": STRICT, **relaxed}

@@ -3,30 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from mtpbuild.builder.bench.figures import ALL, Ratio, decode, merged, resampled, speedup
-from mtpbuild.builder.eval.measure import Answered
+from mtpbuild.builder.eval.problems import Answered
 
 Z = 1.959964  # of a two-sided 95 % interval
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Right answers, with Wilson's interval."""
-
-    right: int
-    problems: int
-
-    @property
-    def value(self) -> float:
-        return self.right / self.problems
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        n, p = self.problems, self.value
-        middle = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
-        half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
-        return max(0.0, middle - half), min(1.0, middle + half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +25,17 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one setting, over the problems of one form or over all."""
+    """What one setting did, over the problems of one form or over all; eval.json's keys."""
 
-    accuracy: Share
+    problems_asked: int
+    right: int
+    accuracy: float
+    accuracy_interval: tuple[float, float]
     against_strict: Difference
-    acceptance_length: float
-    output_tokens: int
-    tokens_per_s: float  # from each request's first token on
-    speedup: Ratio  # of tokens_per_s over strict's
+    spec_decode_acceptance_length: float
+    total_output_tokens: int
+    user_tokens_per_s: float  # from each request's first token on
+    speedup_over_strict: Ratio  # of user_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +68,34 @@ def figures_of(mine: Sequence[Answered], strict: Sequence[Answered]) -> Figures:
     groups, base = [[a.sample] for a in mine], [[a.sample] for a in strict]
     drafting = merged([a.sample.drafting for a in mine if a.sample.drafting is not None])
     tokens, seconds = decode(groups)
+    count, right = len(mine), sum(a.right for a in mine)
     return Figures(
-        accuracy=Share(sum(a.right for a in mine), len(mine)),
+        problems_asked=count,
+        right=right,
+        accuracy=right / count,
+        accuracy_interval=wilson(right, count),
         against_strict=difference([a.right for a in mine], [a.right for a in strict]),
-        acceptance_length=drafting.mean_acceptance_length or 0.0,
-        output_tokens=sum(len(a.sample.token_ids) for a in mine),
-        tokens_per_s=tokens / seconds if seconds else 0.0,
-        speedup=speedup(groups, base),
+        spec_decode_acceptance_length=drafting.mean_acceptance_length or 0.0,
+        total_output_tokens=sum(len(a.sample.token_ids) for a in mine),
+        user_tokens_per_s=tokens / seconds if seconds else 0.0,
+        speedup_over_strict=speedup(groups, base),
     )
+
+
+def wilson(right: int, n: int) -> tuple[float, float]:
+    """Wilson's interval of a share of n."""
+    p = right / n
+    middle = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def difference(mine: Sequence[bool], strict: Sequence[bool]) -> Difference:
     pairs = list(zip(mine, strict, strict=True))
     lost, gained = pairs.count((False, True)), pairs.count((True, False))
     each = [a - b for a, b in pairs]
-    low, high = resampled(each, mean)
-    return Difference(mean(each), low, high, lost, gained, mcnemar(lost, gained))
-
-
-def mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values)
+    low, high = resampled(each, fmean)
+    return Difference(fmean(each), low, high, lost, gained, mcnemar(lost, gained))
 
 
 def mcnemar(lost: int, gained: int) -> float:

@@ -1,17 +1,20 @@
-"""Problems with one right answer: built in, or a file's."""
+"""Problems with one right answer, built in or a file's, and what an engine answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from mtpbuild.builder.bench.dataset import FOLDER, Prompt, check_room, seeded
+from mtpbuild.builder.bench import measure
+from mtpbuild.builder.bench.dataset import Prompt, built_in, check_room, seeded
 from mtpbuild.builder.checks import in_range
-from mtpbuild.builder.recipe import recipe_folder
+from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.input_file import AskingLine, read_lines
 
 TASKS = ("reasoning",)
 NUM_PROBLEMS = 60  # of a built-in task
+Settings = Mapping[str, dict[str, Any]]  # ways to accept drafts: what each changes in a request
 
 
 class Line(AskingLine):
@@ -36,7 +39,7 @@ def load_problems(
     task: str, engine: Engine, params: SamplingParams, count: int | None
 ) -> list[Problem]:
     """The first `count` problems of a task; raises UsageError that names file and line."""
-    path = recipe_folder() / FOLDER / f"eval_{task}.jsonl" if task in TASKS else Path(task)
+    path = built_in(f"eval_{task}") if task in TASKS else Path(task)
 
     def take(line: Line, number: int) -> Problem:
         asked = [{"role": "user", "content": line.question}]
@@ -69,3 +72,38 @@ def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -
         elif next((t == begin for t in [*prompt, *said][::-1] if t in (begin, end)), False):
             return None
     return b"".join(map(tokenizer.token_bytes, said)).decode("utf-8", "replace").strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One problem under one setting."""
+
+    problem: Problem
+    answer: str | None  # None: it was still thinking at the last token
+    sample: measure.Sample
+
+    @property
+    def right(self) -> bool:
+        return self.answer == self.problem.answer
+
+
+def ask(
+    engine: Engine,
+    problems: Sequence[Problem],
+    settings: Settings,
+    watch: Callable[[int], None] = lambda done: None,
+) -> dict[str, list[Answered]]:
+    """By setting, in the order of the problems. The settings take turns at being first."""
+    answered: dict[str, list[Answered]] = {name: [] for name in settings}
+    with no_garbage_collection():
+        for i, problem in enumerate(problems):
+            watch(i)
+            for name, changes in measure.rotated([*settings.items()], i):
+                prompt = problem.prompt
+                own = measure.changed([prompt], **changes)
+                # Another program ran before: the first steps settle.
+                measure.run_together(engine, measure.endless(own), measure.SETTLING_STEPS)
+                (sample,) = measure.run_together(engine, own)
+                answer = answer_of(sample.token_ids, prompt.token_ids, engine)
+                answered[name].append(Answered(problem, answer, sample))
+    return answered

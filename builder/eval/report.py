@@ -1,16 +1,21 @@
-"""An evaluation as tables for people and as one JSON object for machines."""
+"""An evaluation as tables and a picture for people and as one JSON object for machines."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from mtpbuild.builder.bench.figures import ALL
-from mtpbuild.builder.eval.figures import Figures, Row
-from mtpbuild.builder.eval.measure import Answered
+from mtpbuild.builder.eval.figures import Row
+from mtpbuild.builder.eval.problems import Answered
+from mtpbuild.builder.picture import COLOURS, GREY, label_x, panels, spans, write_above
 from mtpbuild.builder.tables import figures_table, say
 from mtpbuild.runtime import Manifest
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +42,8 @@ def to_json(report: Report) -> dict[str, Any]:
         "results": [
             {
                 "setting": row.name,
-                **keys(row.overall),
-                "forms": {form: keys(f) for form, f in row.forms.items() if form != ALL},
+                **asdict(row.overall),
+                "forms": {form: asdict(f) for form, f in row.forms.items() if form != ALL},
                 "problems": [
                     {
                         "task_id": a.problem.prompt.task_id,
@@ -56,39 +61,23 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def keys(f: Figures) -> dict[str, Any]:
-    """The figures of one setting and form."""
-    return {
-        "problems_asked": f.accuracy.problems,
-        "right": f.accuracy.right,
-        "accuracy": f.accuracy.value,
-        "accuracy_interval": list(f.accuracy.interval),
-        "against_strict": asdict(f.against_strict),
-        "spec_decode_acceptance_length": f.acceptance_length,
-        "total_output_tokens": f.output_tokens,
-        "user_tokens_per_s": f.tokens_per_s,
-        "speedup_over_strict": asdict(f.speedup),
-    }
-
-
 def table(rows: Sequence[Row]) -> Table:
     """A line per setting, over all problems."""
     columns = ("right", "95 %", "diff", "95 %", "p", "L", "tok/s", "speedup")
     result = figures_table("accepted", columns)
     for row in rows:
         f, strict = row.overall, row is rows[0]
-        low, high = f.accuracy.interval
-        d = f.against_strict
+        low, high = f.accuracy_interval
+        d, speedup = f.against_strict, f.speedup_over_strict
+        apart = (f"{100 * d.value:+.1f}", f"{100 * d.low:+.0f} {100 * d.high:+.0f}")
         result.add_row(
             row.name,
-            f"{100 * f.accuracy.value:.1f} %",
+            f"{100 * f.accuracy:.1f} %",
             f"{100 * low:.0f}-{100 * high:.0f}",
-            "" if strict else f"{100 * d.value:+.1f}",
-            "" if strict else f"{100 * d.low:+.0f} {100 * d.high:+.0f}",
-            "" if strict else f"{d.p_value:.2f}",
-            f"{f.acceptance_length:.2f}",
-            f"{f.tokens_per_s:.0f}",
-            "" if strict else f"{f.speedup.value:.2f} ({f.speedup.interval})",
+            *(("", "", "") if strict else (*apart, f"{d.p_value:.2f}")),
+            f"{f.spec_decode_acceptance_length:.2f}",
+            f"{f.user_tokens_per_s:.0f}",
+            "" if strict else f"{speedup.value:.2f} ({speedup.interval})",
         )
     return result
 
@@ -99,18 +88,19 @@ def forms_table(rows: Sequence[Row]) -> Table:
     result = figures_table("right / L", forms)
     for row in rows:
         found = [row.forms[form] for form in forms]
-        cells = (f"{f.accuracy.right} / {f.acceptance_length:.2f}" for f in found)
-        result.add_row(row.name, *cells)
+        result.add_row(
+            row.name, *(f"{f.right} / {f.spec_decode_acceptance_length:.2f}" for f in found)
+        )
     return result
 
 
 def conclusion(rows: Sequence[Row]) -> str:
     """Says whether anything is seen to cost answers, and what is fastest."""
     strict, *others = rows
-    named = "problem" if strict.overall.accuracy.problems == 1 else "problems"
-    said = f"strict: {strict.overall.accuracy.right} of {strict.overall.accuracy.problems} {named}"
-    fastest = max(others, key=lambda row: row.overall.speedup.value)
-    said += f"; fastest: {fastest.name}, {fastest.overall.speedup.value:.2f}x"
+    count = strict.overall.problems_asked
+    said = f"strict: {strict.overall.right} of {count} {'problem' if count == 1 else 'problems'}"
+    fastest = max(others, key=lambda row: row.overall.speedup_over_strict.value)
+    said += f"; fastest: {fastest.name}, {fastest.overall.speedup_over_strict.value:.2f}x"
     apart = [row.name for row in others if row.overall.against_strict.p_value < 0.05]
     if apart:
         return f"{said}. Other than strict's accuracy (p < 0.05): {', '.join(apart)}"
@@ -126,3 +116,35 @@ def print_report(report: Report) -> None:
     )
     say(table(report.rows), forms_table(report.rows) if len(report.rows[0].forms) > 2 else None)
     say(conclusion(report.rows), style="bold")
+
+
+def draw(report: Report, path: Path) -> None:
+    """Two panels over the same settings, with 95 % intervals."""
+    found, m = [row.overall for row in report.rows], report.machine
+    note = "95 % intervals; above the speedups: acceptance length"
+    with panels(path, f"{note}; {m['cpu']}, {m['cores']} cores; {m['command']}") as drawn:
+        figure, left, right = drawn
+        shares = [(f.accuracy, *f.accuracy_interval) for f in found]
+        draw_points(left, [(100 * p, 100 * low, 100 * high) for p, low, high in shares], COLOURS[0])
+        left.set_ylabel("right answers, %")
+        ratios = [f.speedup_over_strict for f in found]
+        speeds = [(r.value, r.low or r.value, r.high or r.value) for r in ratios]
+        draw_points(right, speeds, COLOURS[1])
+        right.set_ylabel("speedup over strict")
+        for place, (f, speed) in enumerate(zip(found, speeds, strict=True)):
+            write_above(right, f"{f.spec_decode_acceptance_length:.2f}", place, speed[2])
+        for axes in (left, right):
+            name = "acceptance: strict, or relaxed top-k / delta" if len(found) > 2 else ""
+            label_x(axes, name, [row.name for row in report.rows], rotation=45)
+            axes.margins(y=0.15)
+        figure.suptitle(
+            f"{report.manifest.model.name}, nextn {report.manifest.build.nextn}: "
+            f"{report.settings['num_problems']} problems of {Path(report.settings['task']).stem}"
+        )
+
+
+def draw_points(axes: "Axes", points: list[tuple[float, float, float]], colour: str) -> None:
+    """(value, low, high) of each setting; a line where strict is."""
+    values = [value for value, *_ in points]
+    axes.errorbar(range(len(points)), values, spans(points), fmt="o", color=colour, capsize=3)
+    axes.axhline(values[0], color=GREY, linewidth=0.8)

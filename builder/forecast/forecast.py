@@ -1,21 +1,21 @@
 """Foretells sizes, step times and tokens per second of a model on a machine."""
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mtpbuild.builder.forecast import latency
-from mtpbuild.builder.forecast.latency import Latency, Measured
-from mtpbuild.builder.forecast.machines import Gpu, find_gpu
+from mtpbuild.builder.forecast.latency import Latency
+from mtpbuild.builder.forecast.machines import find_gpu
 from mtpbuild.builder.forecast.step import CACHE_BYTES, Load, Model, Part
-from mtpbuild.builder.forecast.weights import Class, checkpoint_bytes, classes, find_layout
-from mtpbuild.builder.models.family import Costs
+from mtpbuild.builder.forecast.weights import checkpoint_bytes, classes, find_layout
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 
+ByNextn = Mapping[int, float]
 RESERVED = 0.08  # of a GPU's memory: driver, kernels, communication buffers, graphs
 
 
@@ -29,11 +29,11 @@ class ForecastRequest:
     ranks: Ranks = field(default_factory=Ranks)
     max_seq_len: int = 4096
     max_batch: int = 1
-    context: int = 2048
-    cache: str = "bf16"
+    context_len: int = 2048
+    kv_cache: str = "bf16"
     prefill_chunk: int = 256
     acceptance: tuple[float, ...] | None = None
-    measured: tuple[Measured, Measured] | None = None
+    measured: ByNextn | None = None  # tokens/s of one user at two nextn
     checkpoint: Path | None = None
 
 
@@ -74,9 +74,7 @@ class Forecast:
 
     request: ForecastRequest
     name: str
-    costs: Costs
-    gpu: Gpu
-    classes: list[Class]
+    model: Model
     checkpoint_bytes: int
     weight_bytes: float
     cache_bytes: int
@@ -88,13 +86,14 @@ class Forecast:
     def is_published(self) -> bool:
         """Tell whether it is the setting whose speeds are published."""
         request = self.request
-        setting = (self.name, self.gpu.name, request.ranks, request.max_batch, request.context)
+        load = (request.max_batch, request.context_len)
+        setting = (self.name, self.model.gpu.name, request.ranks, *load)
         return request.acceptance is None and setting == latency.PUBLISHED
 
     @property
     def free_bytes(self) -> float:
         """Left for caches; negative: it does not fit."""
-        return self.gpu.memory * (1 - RESERVED) - self.weight_bytes - self.scratch_bytes
+        return self.model.gpu.memory * (1 - RESERVED) - self.weight_bytes - self.scratch_bytes
 
     @property
     def cache_tokens(self) -> int:
@@ -118,9 +117,8 @@ def forecast(request: ForecastRequest) -> Forecast:
     check(request)
     layout = find_layout(request.model, request.checkpoint)
     request.ranks.check(layout.config.n_routed_experts)
-    if request.ranks.tp > gpu.ranks:
-        has = f"a {gpu.name} machine has {gpu.ranks} GPUs"
-        raise UsageError(f"--tp {request.ranks.tp}: {has}")
+    if (tp := request.ranks.tp) > gpu.ranks:
+        raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
     for nextn in request.nextn:
         choose_drafter(layout.config, nextn, None)
     lengths = acceptance_lengths(request)
@@ -128,18 +126,16 @@ def forecast(request: ForecastRequest) -> Forecast:
     formats = {one.name: one.format for one in found if not one.module}
     check_ranks(layout.config, request.ranks, formats, gpu.ranks)
     model = Model(layout.config, found, request.ranks, gpu)
-    load = Load(request.max_batch, request.context, request.cache)
+    load = Load(request.max_batch, request.context_len, request.kv_cache)
     late = calibrate(request, model, load, lengths)
     most = max(request.nextn)
     return Forecast(
         request=request,
         name=layout.name,
-        costs=model.costs,
-        gpu=gpu,
-        classes=found,
+        model=model,
         checkpoint_bytes=checkpoint_bytes(layout, found),
         weight_bytes=model.weight_bytes(most),
-        cache_bytes=model.cache_bytes(most, request.cache),
+        cache_bytes=model.cache_bytes(most, request.kv_cache),
         scratch_bytes=model.scratch_bytes(most, request.max_batch, request.prefill_chunk),
         latency=late,
         steps=[Step(n, lengths[n], model.step(n, load), late.seconds(n)) for n in request.nextn],
@@ -147,21 +143,15 @@ def forecast(request: ForecastRequest) -> Forecast:
 
 
 def check(request: ForecastRequest) -> None:
-    sizes = {
-        "--max-seq-len": request.max_seq_len,
-        "--max-batch": request.max_batch,
-        "--context-len": request.context,
-        "--prefill-chunk": request.prefill_chunk,
-    }
-    for flag, value in sizes.items():
-        if value < 1:
-            raise UsageError(f"{flag} {value} must be at least 1")
-    if request.cache not in CACHE_BYTES:
+    for name in ("max_seq_len", "max_batch", "context_len", "prefill_chunk"):
+        if (value := getattr(request, name)) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if request.kv_cache not in CACHE_BYTES:
         choices = ", ".join(CACHE_BYTES)
-        raise UsageError(f"--kv-cache {request.cache} is unknown; supported: {choices}")
+        raise UsageError(f"--kv-cache {request.kv_cache} is unknown; supported: {choices}")
 
 
-def acceptance_lengths(request: ForecastRequest) -> dict[int, float]:
+def acceptance_lengths(request: ForecastRequest) -> ByNextn:
     """The acceptance length of each nextn, as given, or as published of R1."""
     given, known = request.acceptance, latency.PUBLISHED_ACCEPTANCE
     if given is None:
@@ -180,26 +170,22 @@ def acceptance_lengths(request: ForecastRequest) -> dict[int, float]:
     return dict(zip(request.nextn, given, strict=True))
 
 
-def calibrate(
-    request: ForecastRequest, model: Model, load: Load, lengths: dict[int, float]
-) -> Latency:
+def calibrate(request: ForecastRequest, model: Model, load: Load, lengths: ByNextn) -> Latency:
     """Fit to the user's two measurements, or take what fits the published ones."""
     if request.measured is None:
         return published_latency()
-    for measured in request.measured:
-        if measured.nextn not in lengths:
-            raise UsageError(f"--calibrate: nextn {measured.nextn} is not among --nextn")
+    for nextn in request.measured:
+        if nextn not in lengths:
+            raise UsageError(f"--calibrate: nextn {nextn} is not among --nextn")
     return fitted(model, load, request.measured, lengths, "fitted to --calibrate")
 
 
-def fitted(
-    model: Model, load: Load, speeds: Iterable[Measured], lengths: Mapping[int, float], source: str
-) -> Latency:
+def fitted(model: Model, load: Load, speeds: ByNextn, lengths: ByNextn, source: str) -> Latency:
     """The constants that make a model's steps as fast as measured."""
     points = []
-    for speed in speeds:
-        step = Step(speed.nextn, lengths[speed.nextn], model.step(speed.nextn, load), latency=0.0)
-        points.append((step.nextn, step.acceptance / speed.tokens_per_s, step.roofline))
+    for nextn, tokens_per_s in speeds.items():
+        roofline = sum(part.seconds for part in model.step(nextn, load))
+        points.append((nextn, lengths[nextn] / tokens_per_s, roofline))
     return latency.fit(points, source)
 
 
@@ -209,7 +195,7 @@ def published_latency() -> Latency:
     name, gpu, ranks, batch, context = latency.PUBLISHED
     layout = find_layout(name, None)
     model = Model(layout.config, classes(layout, ranks), ranks, find_gpu(gpu))
-    speeds = [Measured(nextn, latency.PUBLISHED_SPEED[nextn]) for nextn in (0, 1)]
+    speeds = {nextn: latency.PUBLISHED_SPEED[nextn] for nextn in (0, 1)}
     lengths = dict(enumerate(latency.PUBLISHED_ACCEPTANCE))
     source = "nextn 0 and 1 of deepseek-r1-fp4 on 8 B200, batch 1"
     return fitted(model, Load(batch, context, "bf16"), speeds, lengths, source)

@@ -17,14 +17,6 @@ PUBLISHED_SPEED = (111.0, 198.0, 250.0, 253.0, 245.0, 239.0)  # tokens/s of one 
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Tokens per second of one user at a nextn."""
-
-    nextn: int
-    tokens_per_s: float
-
-
-@dataclass(frozen=True)
 class Latency:
     """Seconds per step, and per draft of a step."""
 
@@ -50,10 +42,11 @@ def fit(points: list[tuple[int, float, float]], source: str) -> Latency:
     return Latency(base, per_draft, source)
 
 
-def parse_measured(text: str) -> tuple[Measured, Measured]:
+def parse_measured(text: str) -> dict[int, float]:
     """Read `0=111,1=198`: tokens/s of one user at two nextn."""
     found = re.fullmatch(r"(\d+)=(\d+\.?\d*),(\d+)=(\d+\.?\d*)", text.replace(" ", ""))
-    if found is None or found[1] == found[3] or not float(found[2]) * float(found[4]):
+    speeds = {int(found[i]): float(found[i + 1]) for i in (1, 3)} if found else {}
+    if len(speeds) < 2 or 0 in speeds.values():
         example = "tokens/s at two different nextn, such as 0=111,1=198"
         raise UsageError(f"--calibrate {text!r}: give {example}")
-    return Measured(int(found[1]), float(found[2])), Measured(int(found[3]), float(found[4]))
+    return speeds

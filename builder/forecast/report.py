@@ -1,27 +1,41 @@
-"""A forecast as JSON and as tables."""
+"""A forecast as JSON, as tables and as a picture."""
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.builder.forecast.forecast import RESERVED, Forecast, Step
+from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
 from mtpbuild.builder.forecast.step import distinct_experts
+from mtpbuild.builder.picture import COLOURS, label_x, panels
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LATENCY = "#d8d8d8"
+GROUPS = {  # of parts, bottom to top; what is not named here is `other weights`
+    "experts": ("experts",),
+    "attention, caches": ("attention", "caches"),
+    "other weights": (),
+    "drafting": ("MTP modules", "head of drafts", "MTP caches"),
+}
 
 
 def as_json(f: Forecast) -> dict[str, Any]:
     """Bytes, seconds, operations; lists are over `nextn`. docs/plan.md explains each key."""
-    request, costs = f.request, f.costs
+    request, model = f.request, f.model
     tokens = [request.max_batch * (step.nextn + 1) for step in f.steps]
     return {
         "model": f.name,
-        "gpu": f.gpu.name,
+        "gpu": model.gpu.name,
         **asdict(request.ranks),
         "max_batch": request.max_batch,
         "max_seq_len": request.max_seq_len,
-        "context_len": request.context,
+        "context_len": request.context_len,
         "checkpoint_bytes": f.checkpoint_bytes,
         "weights_bytes_per_rank": round(f.weight_bytes),
         "classes": [
@@ -33,10 +47,10 @@ def as_json(f: Forecast) -> dict[str, Any]:
                 "checkpoint_bytes": one.bytes,
                 "bytes_per_rank": round(one.per_rank),
             }
-            for one in f.classes
+            for one in model.classes
         ],
-        "memory_bytes_per_rank": round(f.gpu.memory),
-        "reserved_bytes_per_rank": round(f.gpu.memory * RESERVED),
+        "memory_bytes_per_rank": round(model.gpu.memory),
+        "reserved_bytes_per_rank": round(model.gpu.memory * RESERVED),
         "scratch_bytes_per_rank": round(f.scratch_bytes),
         "kv_bytes_per_token_per_rank": f.cache_bytes,
         "kv_tokens_per_rank": f.cache_tokens,
@@ -44,7 +58,7 @@ def as_json(f: Forecast) -> dict[str, Any]:
         "fits": f.fits,
         "nextn": [step.nextn for step in f.steps],
         "acceptance_lengths": [step.acceptance for step in f.steps],
-        "distinct_experts": [distinct_experts(costs, count) for count in tokens],
+        "distinct_experts": [distinct_experts(model.costs, count) for count in tokens],
         "parts": [[asdict(part) for part in step.parts] for step in f.steps],
         "bytes_per_step": [sum(part.bytes for part in step.parts) for step in f.steps],
         "operations_per_step": [sum(part.operations for part in step.parts) for step in f.steps],
@@ -62,7 +76,7 @@ def print_report(f: Forecast) -> None:
     console = Console(highlight=False, soft_wrap=True)
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
-    console.print(f"{f.name} on {ranks.tp} {f.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
+    console.print(f"{f.name} on {ranks.tp} {f.model.gpu.name} (tp {ranks.tp}, ep {ranks.ep}{dp})")
     _weights(console, f)
     _memory(console, f)
     _steps(console, f)
@@ -72,7 +86,7 @@ def print_report(f: Forecast) -> None:
 
 def _weights(console: Console, f: Forecast) -> None:
     table = Table("weights", "format", "parameters", "checkpoint", "per rank")
-    for one in f.classes:
+    for one in f.model.classes:
         table.add_row(
             f"MTP: {one.name}" if one.module else one.name,
             ", ".join(sorted(one.formats)),
@@ -80,10 +94,10 @@ def _weights(console: Console, f: Forecast) -> None:
             size(one.bytes),
             size(one.per_rank),
         )
-    stored = sum(one.bytes for one in f.classes)
+    stored = sum(one.bytes for one in f.model.classes)
     if f.checkpoint_bytes > stored:
         table.add_row("copies in MTP layers", "", "", size(f.checkpoint_bytes - stored), "shared")
-    parameters = sum(one.parameters for one in f.classes) / 1e9
+    parameters = sum(one.parameters for one in f.model.classes) / 1e9
     total = (f"{parameters:.4g} B", size(f.checkpoint_bytes), size(f.weight_bytes))
     table.add_row("all", "", *total, style="bold")
     console.print(table)
@@ -91,8 +105,8 @@ def _weights(console: Console, f: Forecast) -> None:
 
 def _memory(console: Console, f: Forecast) -> None:
     console.print(
-        f"memory per rank: {size(f.gpu.memory)}, of it {size(f.weight_bytes)} weights, "
-        f"{size(f.scratch_bytes)} scratch, {size(f.gpu.memory * RESERVED)} reserved"
+        f"memory per rank: {size(f.model.gpu.memory)}, of it {size(f.weight_bytes)} weights, "
+        f"{size(f.scratch_bytes)} scratch, {size(f.model.gpu.memory * RESERVED)} reserved"
     )
     if f.free_bytes < 0:
         console.print(f"does not fit: {size(-f.free_bytes)} too much before any cache", style="red")
@@ -140,8 +154,8 @@ def _parts(console: Console, f: Forecast) -> None:
 def _assumptions(console: Console, f: Forecast) -> None:
     request, late = f.request, f.latency
     console.print(
-        f"speeds are one user's, {request.max_batch} at once, each with {request.context:,} cached "
-        f"tokens ({request.cache})"
+        f"speeds are one user's, {request.max_batch} at once, each with {request.context_len:,} "
+        f"cached tokens ({request.kv_cache})"
     )
     console.print(
         f"step = {1e3 * late.base:.2f} ms + {1e3 * late.per_draft:.2f} ms x nextn + roofline; "
@@ -162,3 +176,44 @@ def size(bytes: float) -> str:
         if bytes >= factor:
             return f"{bytes / factor:,.2f} {unit}"
     return f"{bytes / 1e3:,.1f} kB"
+
+
+def draw(f: Forecast, path: Path) -> None:
+    """Draw both panels over the same nextn."""
+    with panels(path, f"latency: {f.latency.source}") as (figure, left, right):
+        draw_time(left, f)
+        draw_speed(right, f)
+        for axes in (left, right):
+            label_x(axes, "nextn (draft tokens per step)", [step.nextn for step in f.steps])
+            axes.set_ylim(top=1.25 * axes.get_ylim()[1])
+            axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=3)
+        ranks = f.request.ranks
+        figure.suptitle(f"{f.name} on {ranks.tp} {f.model.gpu.name}, {f.request.max_batch} at once")
+
+
+def draw_time(axes: "Axes", f: Forecast) -> None:
+    """Stacked milliseconds per step: what moves and is computed below, the rest above."""
+    group = {part: name for name, parts in GROUPS.items() for part in parts}
+    bottom = [0.0] * len(f.steps)
+    for name, colour in zip((*GROUPS, "latency"), (*COLOURS, LATENCY), strict=True):
+        values = [1e3 * step.latency if name == "latency" else 0.0 for step in f.steps]
+        for i, step in enumerate(f.steps):
+            parts = (p for p in step.parts if group.get(p.name, "other weights") == name)
+            values[i] += 1e3 * sum(part.seconds for part in parts)
+        axes.bar(range(len(f.steps)), values, 0.7, bottom, color=colour, label=name)
+        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+    axes.set_ylabel("ms per step")
+
+
+def draw_speed(axes: "Axes", f: Forecast) -> None:
+    places = range(len(f.steps))
+    speeds = [step.tokens_per_s for step in f.steps]
+    axes.bar(places, speeds, 0.7, color=COLOURS[0], label="predicted")
+    for place, speed in zip(places, speeds, strict=True):
+        axes.annotate(f"{speed:.0f}", (place, 0.94 * speed), ha="center", va="top", color="white")
+    if f.is_published:
+        known = {n: s for n, s in enumerate(PUBLISHED_SPEED) if n in f.request.nextn}
+        found = [i for i, step in enumerate(f.steps) if step.nextn in known]
+        values = [known[f.steps[i].nextn] for i in found]
+        axes.plot(found, values, "o", color="black", markersize=4, label="published")
+    axes.set_ylabel("tokens/s of one user")

@@ -1,6 +1,7 @@
 """The checks of an engine: each finds something in a case, or says why it can't be made."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,16 +10,10 @@ from mtpbuild.builder.bench.figures import merged
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.verify.compare import MOST, PARTED, Replay, compare
+from mtpbuild.builder.verify.compare import MOST, PARTED, Finding, NotChecked, compare
 from mtpbuild.builder.verify.distribution import fit, known_prefixes, survival
-from mtpbuild.builder.verify.finding import Finding, NotChecked
 from mtpbuild.builder.verify.play import Played, play
-from mtpbuild.runtime import Engine, Manifest, SamplingParams
-from mtpbuild.runtime.errors import (
-    MissingDependencyError,
-    MissingWeightsError,
-    UnknownRecipeError,
-)
+from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
 from mtpbuild.runtime.stats import COLLAPSED
 
 SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
@@ -50,8 +45,22 @@ class Case:
     def greedy(self) -> list[Played]:
         return self.play(self.params())
 
-    def compare(self, ours: list[Played], theirs: list[Played], replay: Replay) -> Finding:
-        """Compares texts; in bfloat16 a batch rounds otherwise, and any text may part."""
+    def compare(
+        self,
+        params: Sequence[SamplingParams],
+        ours: list[Played],
+        theirs: list[Played],
+        engine: Engine | None = None,
+    ) -> Finding:
+        """Where two texts part, the engine (or another one) goes on behind the known tokens.
+
+        In bfloat16 a product of one row rounds otherwise than one of four: any text may part.
+        """
+
+        def replay(number: int, known: list[int], count: int) -> Played:
+            own = replace(params[number], max_tokens=count)
+            return play(engine or self.engine, [self.prompts[number] + known], [own])[0]
+
         rounds = self.engine.manifest.build.dtype == "bfloat16"
         most, parted = (ROUNDED, 1.0) if rounds else (MOST, PARTED)
         return compare(ours, theirs, replay, most, parted)
@@ -70,15 +79,6 @@ class Case:
             return [plain for _ in numbers]
         return [replace(plain, seed=i, **settings[i % len(settings)]) for i in numbers]
 
-    def replay(self, params: Sequence[SamplingParams], engine: Engine | None = None) -> Replay:
-        """Lets the engine go on behind a prompt and known tokens."""
-
-        def go_on(number: int, known: list[int], count: int) -> Played:
-            own = replace(params[number], max_tokens=count)
-            return play(engine or self.engine, [self.prompts[number] + known], [own])[0]
-
-        return go_on
-
     def require_base(self) -> Engine:
         if isinstance(self.base, str):
             raise NotChecked(self.base)
@@ -87,7 +87,7 @@ class Case:
 
 def greedy_text(case: Case) -> Finding:
     base, params = case.require_base(), case.params()
-    return case.compare(case.greedy, case.play(params, base), case.replay(params))
+    return case.compare(params, case.greedy, case.play(params, base))
 
 
 def plain_text(case: Case) -> Finding:
@@ -96,21 +96,30 @@ def plain_text(case: Case) -> Finding:
     model = manifest.model
     if model.parameters > PLAIN_LIMIT:
         raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
-    try:
+    missing = "PyTorch is not installed: pip install 'mtpbuild[build]'"
+    with needed_here(manifest, "--model", missing):
         source = find_model(case.checkpoint or manifest.whole_model)
         with needs("build", "torch"):
             from mtpbuild.builder.verify.plain import judge, load_plain
-    except UnknownRecipeError:
-        name = manifest.whole_model
-        raise NotChecked(f"no recipe is called {name}: give --model") from None
-    except MissingWeightsError as error:
-        raise NotChecked(str(error)) from None
-    except MissingDependencyError:
-        raise NotChecked("PyTorch is not installed: pip install 'mtpbuild[build]'") from None
     rounds = manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
-    most = ROUNDED if rounds else MOST
     plain = load_plain(source.folder, layers_of(manifest))
-    return judge(plain, case.prompts, case.greedy, most)
+    return judge(plain, case.prompts, case.greedy, ROUNDED if rounds else MOST)
+
+
+@contextmanager
+def needed_here(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
+    """Turn what is missing here into the reason why a check can't be made.
+
+    flags: what names the model instead; without: what is said if a package is missing.
+    """
+    try:
+        yield
+    except errors.UnknownRecipeError:
+        raise NotChecked(f"no recipe is called {manifest.whole_model}: give {flags}") from None
+    except errors.MissingWeightsError as error:
+        raise NotChecked(str(error)) from None
+    except errors.MissingDependencyError as error:
+        raise NotChecked(without.format(error)) from None
 
 
 def layers_of(manifest: Manifest) -> LayersSlice | None:
@@ -120,7 +129,7 @@ def layers_of(manifest: Manifest) -> LayersSlice | None:
 
 def sampled_text(case: Case) -> Finding:
     base, params = case.require_base(), case.params(*SETTINGS)
-    return case.compare(case.play(params), case.play(params, base), case.replay(params))
+    return case.compare(params, case.play(params), case.play(params, base))
 
 
 def chunks(case: Case) -> Finding:
@@ -129,7 +138,7 @@ def chunks(case: Case) -> Finding:
     if size < 1 or max(map(len, case.prompts)) <= size + 1:
         raise NotChecked("no prompt is longer than a chunk")
     engine, params = case.rechunked(size), case.params()
-    return case.compare(case.play(params, engine), case.greedy, case.replay(params, engine))
+    return case.compare(params, case.play(params, engine), case.greedy, engine)
 
 
 def batch(case: Case) -> Finding:
@@ -139,8 +148,7 @@ def batch(case: Case) -> Finding:
         raise NotChecked("the engine takes one request at a time (--max-batch 1)")
     rejecting = {"temperature": 0.8, "acceptance": "rejection"}
     params = case.params({}, SETTINGS[0], rejecting)
-    together = case.play(params, together=True)
-    return case.compare(together, case.play(params), case.replay(params))
+    return case.compare(params, case.play(params, together=True), case.play(params))
 
 
 def relaxed_top_1(case: Case) -> Finding:
@@ -156,7 +164,7 @@ def relaxed_top_1(case: Case) -> Finding:
         )
         for own, prompt in zip(case.params(), case.prompts, strict=True)
     ]
-    return case.compare(case.play(params), case.greedy, case.replay(params))
+    return case.compare(params, case.play(params), case.greedy)
 
 
 def rejection_distribution(case: Case) -> Finding:

@@ -1,11 +1,11 @@
-"""Compares two engines' texts, token by token: equal, parted at near-ties, or different."""
+"""What a check finds, and how two engines' texts are compared: token by token."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
-from mtpbuild.builder.verify.finding import Finding
 from mtpbuild.builder.verify.play import Played
 
 # A near-tie has a margin within TIE times the difference that is measured between the
@@ -17,6 +17,23 @@ PARTED = 0.05  # of the texts, but one may always
 
 # (number of the text, tokens to put behind its prompt, how many to add) -> what ours says there
 Replay = Callable[[int, list[int], int], Played]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's outcome, in a line and in figures."""
+
+    passed: bool | None  # None: the check could not be made
+    detail: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        return {True: "passed", False: "failed", None: "not checked"}[self.passed]
+
+
+class NotChecked(Exception):  # noqa: N818 - not an error: a check that has nothing to check
+    """Raised by a check that can't be made, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

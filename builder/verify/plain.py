@@ -9,8 +9,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.tensors import open_slice
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.reference import Reference
-from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, largest_but_jumps
-from mtpbuild.builder.verify.finding import Finding
+from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, Finding, largest_but_jumps
 from mtpbuild.builder.verify.play import Played
 
 
@@ -32,10 +31,7 @@ def load_plain(folder: Path, layers: LayersSlice | None = None) -> Reference:
 
 @torch.no_grad()
 def judge(
-    model: Reference,
-    prompts: Sequence[list[int]],
-    played: Sequence[Played],
-    most: float = MOST,
+    model: Reference, prompts: Sequence[list[int]], played: Sequence[Played], most: float = MOST
 ) -> Finding:
     """Every greedy token must be the model's argmax behind the same tokens, or nearly.
 

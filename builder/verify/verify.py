@@ -5,20 +5,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder.bench.dataset import BUILT_IN, FOLDER, check_room
+from mtpbuild.builder.bench.dataset import BUILT_IN, built_in, check_room
 from mtpbuild.builder.bench.engines import Wanted, build_engines
 from mtpbuild.builder.checks import in_range
-from mtpbuild.builder.recipe import find_model, recipe_folder
+from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of
-from mtpbuild.builder.verify.finding import Finding, NotChecked
+from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of, needed_here
+from mtpbuild.builder.verify.compare import Finding, NotChecked
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
-from mtpbuild.runtime.errors import (
-    MissingDependencyError,
-    MissingWeightsError,
-    UnknownRecipeError,
-    UsageError,
-)
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.programs import load_programs
 
@@ -68,10 +63,13 @@ def verify(
         prompts = read_prompts(request, engine)
 
         # 2. What it is compared with.
-        against = find_baseline(request, engine.manifest, watch)
-        base = against if isinstance(against, str) else load_baseline(against, request, engine)
-        if isinstance(base, Engine):
-            stack.enter_context(base)
+        against: Path | None = None
+        base: Engine | str
+        try:
+            against = find_baseline(request, engine.manifest, watch)
+            base = stack.enter_context(load_baseline(against, request, engine))
+        except NotChecked as reason:
+            base = str(reason)
 
         def rechunked(size: int) -> Engine:
             build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
@@ -87,8 +85,7 @@ def verify(
         for name in CHECKS:
             watch(f"checking: {name}")
             checks[name] = check(name, case)
-    folder = None if isinstance(against, str) else against
-    return Verification(request.engine, engine.manifest, folder, checks)
+    return Verification(request.engine, engine.manifest, against, checks)
 
 
 def check(name: str, case: Case) -> Finding:
@@ -109,32 +106,25 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
             "the built-in prompts need a tokenizer and a chat template: give --prompts"
         )
     else:
-        files = [recipe_folder() / FOLDER / f"{kind}.jsonl" for kind in BUILT_IN]
+        files = map(built_in, BUILT_IN)
         found = [r for file in files for r in read_requests(file, engine, params)[:PROMPTS]]
     longest = max(len(request.token_ids) for request in found)
     check_room(engine, longest, request.output_len, hint=": see --output-len")
     return [request.token_ids for request in found]
 
 
-def find_baseline(
-    request: VerifyRequest, manifest: Manifest, watch: Callable[[str], None]
-) -> Path | str:
-    """The folder of a nextn 0 engine, built if need be, or why there is none."""
+def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[str], None]) -> Path:
+    """The folder of a nextn 0 engine, built if need be; raises NotChecked if there is none."""
     if request.against is not None:
         return request.against
     if manifest.build.nextn == 0:
-        return "this is a nextn 0 engine: give --against to compare it with another"
-    if manifest.build.dtype != "float32":
-        return f"no nextn 0 engine in {manifest.build.dtype} is built for this: give --against"
-    try:
+        raise NotChecked("this is a nextn 0 engine: give --against to compare it with another")
+    if (dtype := manifest.build.dtype) != "float32":
+        raise NotChecked(f"no nextn 0 engine in {dtype} is built for this: give --against")
+    missing = "there is no nextn 0 engine, and {}: give --against"
+    with needed_here(manifest, "--against or --model", missing):
         model, layers = request.model or manifest.whole_model, layers_of(manifest)
         (built,) = build_engines(Wanted(model, (), layers=layers), Stages(watch))
-    except UnknownRecipeError:
-        return f"no recipe is called {manifest.whole_model}: give --against or --model"
-    except MissingWeightsError as error:
-        return str(error)
-    except MissingDependencyError as error:
-        return f"there is no nextn 0 engine, and {error}: give --against"
     return built.folder
 
 

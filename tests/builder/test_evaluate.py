@@ -12,11 +12,16 @@ from typer.testing import CliRunner
 
 from mtpbuild.builder.bench.figures import ALL
 from mtpbuild.builder.cli import app
-from mtpbuild.builder.cli.eval import grid
+from mtpbuild.builder.cli.measure import grid
 from mtpbuild.builder.eval.evaluate import EvalRequest, choose
-from mtpbuild.builder.eval.figures import Share, difference, mcnemar, rows
-from mtpbuild.builder.eval.measure import Answered
-from mtpbuild.builder.eval.problems import NUM_PROBLEMS, Problem, answer_of, load_problems
+from mtpbuild.builder.eval.figures import difference, mcnemar, rows, wilson
+from mtpbuild.builder.eval.problems import (
+    NUM_PROBLEMS,
+    Answered,
+    Problem,
+    answer_of,
+    load_problems,
+)
 from mtpbuild.builder.eval.report import conclusion
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime import engine as engine_module
@@ -106,7 +111,7 @@ def test_wilson() -> None:
         (0, 20, 0.0000, 0.1611),
         (1, 29, 0.0061, 0.1718),
     ):
-        assert Share(right, problems).interval == pytest.approx((low, high), abs=5e-5)
+        assert wilson(right, problems) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_mcnemar() -> None:
@@ -138,12 +143,12 @@ def test_rows_by_hand() -> None:
     fast = answers("sum", "313", [1, 2, 3]) + answers("sort", "21", [1, 2, 3])
     first, second = rows({"strict": strict, "5 / 0.1": fast})
     assert list(first.forms) == [ALL, "sum", "sort"]
-    assert [first.forms[form].accuracy.right for form in first.forms] == [4, 3, 1]
-    assert [second.forms[form].accuracy.right for form in second.forms] == [2, 2, 0]
+    assert [first.forms[form].right for form in first.forms] == [4, 3, 1]
+    assert [second.forms[form].right for form in second.forms] == [2, 2, 0]
     assert (second.overall.against_strict.lost, second.overall.against_strict.gained) == (2, 0)
-    assert second.overall.speedup.value == 2
-    assert (first.overall.tokens_per_s, second.overall.tokens_per_s) == (1, 2)
-    assert first.overall.acceptance_length == pytest.approx(5 / 3)
+    assert second.overall.speedup_over_strict.value == 2
+    assert (first.overall.user_tokens_per_s, second.overall.user_tokens_per_s) == (1, 2)
+    assert first.overall.spec_decode_acceptance_length == pytest.approx(5 / 3)
     assert conclusion([first, second]).endswith("seen to differ from strict's (p < 0.05)")
     lost = rows({"strict": answers("a", "3" * 9, [1, 2]), "x": answers("a", "1" * 9, [1, 2])})
     assert conclusion(lost).endswith("Other than strict's accuracy (p < 0.05): x")
@@ -154,9 +159,9 @@ def test_rows_by_hand() -> None:
 
 def test_settings() -> None:
     request = EvalRequest(Path("e"), "reasoning", topk=(2, 5), delta=(0.1,))
-    assert [setting.name for setting in choose(request)] == ["strict", "2 / 0.1", "5 / 0.1"]
+    assert [*choose(request)] == ["strict", "2 / 0.1", "5 / 0.1"]
     hot = replace(request, params=replace(GREEDY, temperature=0.6))
-    assert [setting.name for setting in choose(hot)] == ["strict", "rejection"]
+    assert [*choose(hot)] == ["strict", "rejection"]
 
 
 def test_the_grid() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.cli.numbers import parse_range
+from mtpbuild.builder.cli.shared import parse_range
 from mtpbuild.builder.forecast.forecast import Forecast, ForecastRequest, forecast
 from mtpbuild.builder.forecast.latency import PUBLISHED_ACCEPTANCE, PUBLISHED_SPEED, fit
 from mtpbuild.builder.forecast.step import distinct_experts
@@ -44,8 +44,8 @@ def config() -> DeepseekV3Config:
 
 def by_class(f: Forecast) -> dict[str, float]:
     """Gigabytes of the main model's classes, and of all modules."""
-    found = {one.name: one.bytes / 1e9 for one in f.classes if not one.module}
-    return found | {"MTP": sum(one.bytes for one in f.classes if one.module) / 1e9}
+    found = {one.name: one.bytes / 1e9 for one in f.model.classes if not one.module}
+    return found | {"MTP": sum(one.bytes for one in f.model.classes if one.module) / 1e9}
 
 
 def test_sizes_in_fp8(fp8: Forecast) -> None:
@@ -59,7 +59,7 @@ def test_sizes_in_fp8(fp8: Forecast) -> None:
     assert sizes["MTP"] == pytest.approx(11.72, rel=1e-3)
     assert fp8.checkpoint_bytes / 1e9 == pytest.approx(688.57, rel=1e-3)
     assert fp8.checkpoint_bytes / 2**30 == pytest.approx(641.29, rel=1e-3)
-    parameters = sum(one.parameters for one in fp8.classes if not one.module)
+    parameters = sum(one.parameters for one in fp8.model.classes if not one.module)
     assert parameters / 1e9 == pytest.approx(671.03, rel=1e-3)
 
 
@@ -78,7 +78,7 @@ def test_sizes_in_nvfp4(fp4: Forecast) -> None:
 
 def test_sizes_per_rank(fp8: Forecast, fp4: Forecast) -> None:
     for one, main, modules in ((fp8, 85.1, 1.5), (fp4, 51.4, 2.9)):
-        shares = [(c.module, c.per_rank / 1e9) for c in one.classes]
+        shares = [(c.module, c.per_rank / 1e9) for c in one.model.classes]
         assert sum(size for module, size in shares if not module) == pytest.approx(main, rel=1e-3)
         assert sum(size for module, size in shares if module) == pytest.approx(modules, abs=0.05)
     for name, main in (("deepseek-r1", 100.8), ("deepseek-r1-fp4", 74.8)):
@@ -86,7 +86,7 @@ def test_sizes_per_rank(fp8: Forecast, fp4: Forecast) -> None:
         one = forecast(ForecastRequest(name, (0,), ranks=ranks))
         assert one.weight_bytes / 1e9 == pytest.approx(main, rel=1e-3)
     assert fp4.cache_bytes == 71424
-    plain = forecast(ForecastRequest("deepseek-r1-fp4", (0,), ranks=EIGHT, cache="fp8"))
+    plain = forecast(ForecastRequest("deepseek-r1-fp4", (0,), ranks=EIGHT, kv_cache="fp8"))
     assert plain.cache_bytes == 35136
 
 
@@ -121,7 +121,7 @@ def test_a_step_by_hand(fp4: Forecast) -> None:
     assert parts["head of drafts"].bytes == 3 * parts["head"].bytes
     assert parts["MTP caches"].bytes == 3 * 2048 * 1152
     module = 3 * 2048 * 7168 * 2 / 8  # one expert, bf16; passes of 4, 1 and 1 tokens
-    others = sum(c.per_rank for c in fp4.classes if c.module and c.name != "experts")
+    others = sum(c.per_rank for c in fp4.model.classes if c.module and c.name != "experts")
     assert parts["MTP modules"].bytes == pytest.approx(3 * others + (four + 16) * module, rel=1e-4)
     shared = 2 * 4 * 58 * 3 * 2048 * 7168 / 8
     assert parts["shared experts"].operations == pytest.approx(shared, rel=1e-4)
@@ -130,7 +130,7 @@ def test_a_step_by_hand(fp4: Forecast) -> None:
 
 
 def test_large_batches_are_limited_by_compute() -> None:
-    request = ForecastRequest("deepseek-r1-fp4", (3,), ranks=EIGHT, max_batch=4096, context=1)
+    request = ForecastRequest("deepseek-r1-fp4", (3,), ranks=EIGHT, max_batch=4096, context_len=1)
     parts = {part.name: part for part in forecast(request).steps[0].parts}
     assert parts["attention"].limit == "compute"
     assert parts["attention"].seconds == parts["attention"].operations / 2.25e15
@@ -144,7 +144,7 @@ def test_attention_dp_splits_requests() -> None:
     (step,) = split.steps
     parts = {part.name: part for part in step.parts}
     assert parts["caches"].bytes == 8 * 2048 * 70272
-    (attention,) = (c for c in split.classes if c.name == "attention" and not c.module)
+    (attention,) = (c for c in split.model.classes if c.name == "attention" and not c.module)
     assert attention.per_rank == attention.bytes
     assert parts["attention"].operations == pytest.approx(2 * 8 * attention.parameters)
 
@@ -156,7 +156,7 @@ def test_a_folder_is_read(smallest: Path) -> None:
 
     tensors = load_file(smallest / "model.safetensors").values()
     assert found.checkpoint_bytes == sum(tensor.nbytes for tensor in tensors)
-    assert sum(one.parameters for one in found.classes) == sum(prod(t.shape) for t in tensors)
+    assert sum(one.parameters for one in found.model.classes) == sum(prod(t.shape) for t in tensors)
     assert found.weight_bytes == found.checkpoint_bytes
 
 

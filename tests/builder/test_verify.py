@@ -17,15 +17,14 @@ from mtpbuild.builder.cli import app
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.verify import verify as module
 from mtpbuild.builder.verify.checks import CHECKS, Case
-from mtpbuild.builder.verify.compare import LEAST, TIE, compare
+from mtpbuild.builder.verify.compare import LEAST, TIE, Finding, NotChecked, compare
 from mtpbuild.builder.verify.distribution import EXPECTED, fit, survival
-from mtpbuild.builder.verify.finding import Finding
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.verify.report import last_line
 from mtpbuild.builder.verify.verify import check
 from mtpbuild.runtime import engine as engine_module
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.manifest import Manifest, read_manifest
 from mtpbuild.runtime.stats import Acceptance
 from tests.reference.recompute import next_logits
 from tests.support.engines import EngineBuilder, write_engine, write_manifest
@@ -120,7 +119,14 @@ def test_a_recipe_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found.verdict == "not checked"
     assert "deepseek-r1 has no weights here: `hf download" in found.detail
     request = module.VerifyRequest(Path("e"), model="deepseek-r1")
-    assert module.find_baseline(request, without.engine.manifest, print) == found.detail
+    assert no_baseline(request, without.engine.manifest) == found.detail
+
+
+def no_baseline(request: module.VerifyRequest, manifest: Manifest) -> str:
+    """Why there is no engine to compare with."""
+    with pytest.raises(NotChecked) as reason:
+        module.find_baseline(request, manifest, print)
+    return str(reason.value)
 
 
 def case_of(dtype: str, kind: type[Toy]) -> Case:
@@ -142,7 +148,7 @@ def test_rounding_of_bfloat16(dtype: str, verdict: str) -> None:
 
 def test_bfloat16_has_no_baseline_of_its_own() -> None:
     request = module.VerifyRequest(Path("e"))
-    said = module.find_baseline(request, case_of("bfloat16", Toy).engine.manifest, print)
+    said = no_baseline(request, case_of("bfloat16", Toy).engine.manifest)
     assert said == "no nextn 0 engine in bfloat16 is built for this: give --against"
 
 
@@ -339,9 +345,8 @@ def test_a_baseline_is_built(predictable_folder: Path, monkeypatch: pytest.Monke
 
     manifest = toy_engine(Toy).manifest
     request = module.VerifyRequest(Path("e"))
-    assert module.find_baseline(request, manifest, print) == (
-        "no recipe is called fake: give --against or --model"
-    )
+    said = no_baseline(request, manifest)
+    assert said == "no recipe is called fake: give --against or --model"
     monkeypatch.setattr(module, "build_engines", build_engines)
     request = module.VerifyRequest(Path("e"), model=str(predictable_folder))
     assert module.find_baseline(request, manifest, print) == Path("engines/x_n0")

@@ -1,0 +1,193 @@
+"""The commands that measure engines: `bench`, `eval` and `verify`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from typer import Option
+
+from mtpbuild.builder.cli.shared import parse_nextn, progress, show, show_results
+from mtpbuild.runtime.cli import error_line
+from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
+from mtpbuild.runtime.compat.settings import Settings, Source, check_engine
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import grouped, parse_list
+from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
+
+T = TypeVar("T")
+NEXTN = "0,1,2,3"
+BLOG = Settings(use_relaxed_acceptance_for_thinking=True, relaxed_topk=10, relaxed_delta=0.6)
+TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
+
+
+@error_line
+@grouped
+def bench(
+    model: Annotated[str, Option(help="Recipe name or checkpoint folder.")],
+    sampling: SamplingFlags,
+    compat: CompatFlags,
+    relaxing: RelaxedFlags,
+    nextn: Annotated[
+        str | None,
+        Option(
+            help="Draft tokens per step to compare, numbers or auto; 0 is always among them. "
+            f"Default: {NEXTN}."
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str, Option(help="Requests that run at once; several to compare: 1,2,4,8.")
+    ] = "1",
+    drafter: Annotated[str | None, Option(help="mtp-eagle or mtp-vanilla.")] = None,
+    dataset: Annotated[
+        str | None, Option(help="code, reasoning, or a JSONL file (docs/bench.md). Default: both.")
+    ] = None,
+    num_requests: Annotated[
+        int | None, Option(help="Default: 20 of the built-in ones, all of a file's.")
+    ] = None,
+    input_len: Annotated[
+        int | None, Option(help="Cut or extend every prompt to so many tokens.")
+    ] = None,
+    output_len: Annotated[
+        int | None, Option(help="Most output tokens; default: the dataset's, or 256.")
+    ] = None,
+    relaxed: Annotated[
+        bool, Option("--relaxed", help="Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6.")
+    ] = False,
+    threads: Annotated[int | None, Option(help="CPU threads; default: all cores.")] = None,
+    out: Annotated[Path, Option(help="Folder for bench.json and bench.png.")] = Path(
+        "bench_results"
+    ),
+    json: Annotated[bool, Option("--json", help="Print bench.json instead of the tables.")] = False,
+) -> None:
+    """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
+    from mtpbuild.builder.bench.bench import JSON, BenchRequest, bench
+    from mtpbuild.builder.bench.dataset import OUTPUT_LEN, Asked
+    from mtpbuild.builder.bench.engines import Wanted
+    from mtpbuild.builder.bench.report import print_batches, print_report
+
+    numbers = None if nextn is None else parse_nextn(nextn)
+    settings = read_flags(
+        compat,
+        relaxing,
+        also=[Source("--relaxed", BLOG)] if relaxed else [],
+        nextn=numbers,
+        drafter=drafter,
+    )
+    if numbers is None:
+        numbers = parse_nextn(NEXTN) if settings.nextn is None else (settings.nextn,)
+    params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
+    sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
+    request = BenchRequest(
+        Wanted(model, numbers, settings.drafter, sizes),
+        Asked(dataset, num_requests, input_len, output_len, params),
+        threads,
+        out,
+    )
+    with progress("reading the checkpoint") as watch:
+        reports = bench(request, watch)
+    if len(reports) > 1:
+        show_results(out / JSON, json, lambda: print_batches(reports), "pictures")
+    else:
+        show_results(out / JSON, json, lambda: print_report(reports[0]), "picture")
+
+
+@error_line
+@grouped
+def evaluate(
+    engine: Annotated[Path, Option(help="Engine directory.")],
+    sampling: SamplingFlags,
+    compat: CompatFlags,
+    task: Annotated[
+        str, Option(help="reasoning, or a JSONL file with answers (docs/eval.md).")
+    ] = "reasoning",
+    num_problems: Annotated[
+        int | None, Option(help="Default: 60 of the built-in ones, all of a file's.")
+    ] = None,
+    relaxed_topk: Annotated[
+        str | None, Option(help=f"Values to try at temperature 0. Default: {TOPK}.")
+    ] = None,
+    relaxed_delta: Annotated[
+        str | None, Option(help=f"Values to try with each of them. Default: {DELTA}.")
+    ] = None,
+    use_relaxed_acceptance_for_thinking: Annotated[
+        bool,
+        Option(
+            "--use-relaxed-acceptance-for-thinking",
+            help="TensorRT-LLM's; at temperature 0 it is always compared.",
+        ),
+    ] = False,
+    threads: Annotated[int | None, Option(help="CPU threads; default: all cores.")] = None,
+    out: Annotated[Path, Option(help="Folder for eval.json and eval.png.")] = Path("eval_results"),
+    json: Annotated[bool, Option("--json", help="Print eval.json instead of the tables.")] = False,
+) -> None:
+    """Right answers and speed: strict against relaxed, or above temperature 0 against rejection."""
+    from mtpbuild.builder.eval.evaluate import JSON, OUTPUT_TOKENS, EvalRequest, evaluate
+    from mtpbuild.builder.eval.report import print_report
+    from mtpbuild.runtime.manifest import read_manifest
+
+    relaxing = [relaxed_topk, relaxed_delta, use_relaxed_acceptance_for_thinking or None]
+    if sampling.temperature > 0 and relaxing != [None] * 3:
+        raise UsageError("relaxed acceptance is for greedy requests: set --temperature to 0")
+    if sampling.acceptance is not None:
+        raise UsageError("--acceptance: eval compares strict with the others by itself")
+    settings = read_flags(compat)
+    check_engine(settings, read_manifest(engine).build)
+    topk, delta = grid(relaxed_topk, relaxed_delta, settings)
+    params = sampling_params(sampling, settings, max_tokens=OUTPUT_TOKENS)
+    request = EvalRequest(engine, task, num_problems, topk, delta, params, threads, out)
+    with progress("reading the engine") as watch:
+        report = evaluate(request, watch)
+    show_results(out / JSON, json, lambda: print_report(report), "picture")
+
+
+def grid(
+    topk: str | None, delta: str | None, settings: Settings
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The values to try are the flags', else the configuration's, else the usual ones."""
+    on = settings.use_relaxed_acceptance_for_thinking
+    topks = _tried("--relaxed-topk", topk, settings.relaxed_topk if on else None, int, TOPK)
+    deltas = _tried("--relaxed-delta", delta, settings.relaxed_delta if on else None, float, DELTA)
+    if min(topks) < 2 or not 0 <= min(deltas) <= max(deltas) <= 1:
+        raise UsageError("--relaxed-topk is from 2 (1 is strict), --relaxed-delta in 0..1")
+    return topks, deltas
+
+
+def _tried(
+    flag: str, typed: str | None, configured: T | None, kind: Callable[[str], T], usual: str
+) -> tuple[T, ...]:
+    if typed and configured is not None:
+        raise UsageError(f"{flag} {typed} and the configuration's {configured}; drop one")
+    if configured is not None:
+        return (configured,)
+    return tuple(dict.fromkeys(parse_list(flag, typed or usual, kind, usual)))
+
+
+@error_line
+def verify(
+    engine: Annotated[Path, Option(help="Engine directory.")],
+    against: Annotated[
+        Path | None, Option(help="Engine to compare with; default: nextn 0's, built if missing.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        Option(help="Recipe name or checkpoint folder; default: the recipe of that name."),
+    ] = None,
+    prompts: Annotated[
+        Path | None, Option(help="JSONL file (docs/cli-json.md); default: built-in ones.")
+    ] = None,
+    output_len: Annotated[int, Option(help="Tokens of each text.")] = 64,
+    seeds: Annotated[int, Option(help="Sampled texts per prompt, for their law.")] = 250,
+    threads: Annotated[int | None, Option(help="CPU threads; default: all cores.")] = None,
+    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
+) -> None:
+    """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
+    from mtpbuild.builder.verify.report import print_report, to_json
+    from mtpbuild.builder.verify.verify import VerifyRequest, verify
+
+    request = VerifyRequest(engine, against, model, prompts, output_len, seeds, threads)
+    with progress("reading the engine") as watch:
+        verification = verify(request, watch)
+    show(json, to_json(verification), lambda: print_report(verification))
+    if verification.failed:
+        raise typer.Exit(1)

@@ -1,0 +1,70 @@
+"""What the commands of building print of their results; imported when it is printed."""
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.runtime.manifest import ranks_here
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.build import BuiltEngine
+    from mtpbuild.builder.quantize.quantize import Quantized
+    from mtpbuild.builder.stages import Stages
+
+
+def print_recipes() -> None:
+    """A line for each model that can be built by name."""
+    table = Table("model", "engine", "description")
+    for recipe in load_recipes():
+        table.add_row(recipe.name, f"engines/{recipe.engine}_n<nextn>", recipe.description)
+    Console().print(table)
+
+
+def print_engines(engines: list["BuiltEngine"]) -> None:
+    """Show the engines with their sizes, and which of their ranks are here."""
+    console = Console()
+    table = Table("engine", "nextn", "drafter", "files", "size", "status")
+    for engine in engines:
+        build, files = engine.manifest.build, engine.file_sizes()
+        table.add_row(
+            str(engine.folder),
+            build.drafts,
+            build.drafter or "-",
+            str(len(files)),
+            f"{sum(files) / 1e6:.1f} MB",
+            "unchanged" if engine.unchanged else "built",
+        )
+    console.print(table)
+    for engine in engines:
+        ranks = ranks_here(engine.folder, engine.manifest)
+        if engine.manifest.split and len(ranks) < engine.manifest.build.tp:
+            here = ", ".join(map(str, ranks))
+            console.print(f"{engine.folder}: of {engine.manifest.build.tp} ranks here: {here}")
+
+
+def print_stages(stages: "Stages") -> None:
+    """Show how long each stage took, and the peak memory of all."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
+    Console().print(f"{times}; peak memory {peak:.0f} MiB", highlight=False, soft_wrap=True)
+
+
+def print_quantized(done: "Quantized") -> None:
+    """A line per format, then what could not be quantised."""
+    console = Console()
+    table = Table("format", "weights", "size", "relative error")
+    for name, portion in done.portions.items():
+        error = f"{portion.error:.2%}" if portion.squares else "-"
+        table.add_row(name, str(portion.weights), f"{portion.bytes / 1e6:.1f} MB", error)
+    console.print(table)
+    if done.unfit:
+        console.print(
+            f"{len(done.unfit)} weights stay as they are: their columns do not split into blocks "
+            f"({done.unfit[0]}, ..)",
+            soft_wrap=True,
+        )
+    console.print(f"wrote {done.folder}", soft_wrap=True)
