@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
-from mtpbuild.runtime.flag_groups import grouped, parse_list
+from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
 from mtpbuild.runtime.sampling_flags import EndFlags, SamplingFlags, sampling_params
 
 if TYPE_CHECKING:
@@ -49,27 +49,18 @@ def run(
     ending: EndFlags,
     compat: CompatFlags,
     relaxed: RelaxedFlags,
-    prompt: Annotated[str | None, Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[Path | None, Option(help="File with the text to continue.")] = None,
-    prompt_ids: Annotated[str | None, Option(help="Token ids to continue: 5,7,9.")] = None,
-    chat: Annotated[str | None, Option(help="Question, put by the chat template.")] = None,
-    input: Annotated[
-        Path | None, Option(help="JSONL file, one request per line (docs/cli-json.md).")
-    ] = None,
-    json: Annotated[
-        bool, Option("--json", help="One JSON object per request on standard output.")
-    ] = False,
-    trace: Annotated[
-        list[Path] | None,
-        Option(help="Write every step to FILE.jsonl or FILE.html; may be repeated."),
-    ] = None,
-    threads: Annotated[int | None, Option(help="CPU threads; default: all cores.")] = None,
-    provider: Annotated[
-        str | None, Option(help="Where onnxruntime computes: cpu (default) or cuda.")
-    ] = None,
-    verify_hashes: Annotated[
-        bool, Option("--verify-hashes", help="Hash all files, however large.")
-    ] = False,
+    prompt: str | None = flag(None, "Text to continue."),
+    prompt_file: Path | None = flag(None, "File with the text to continue."),
+    prompt_ids: str | None = flag(None, "Token ids to continue: 5,7,9."),
+    chat: str | None = flag(None, "Question, put by the chat template."),
+    input: Path | None = flag(None, "JSONL file, one request per line (docs/cli-json.md)."),
+    json: bool = flag(False, "One JSON object per request on standard output."),
+    trace: list[Path] | None = flag(
+        None, "Write every step to FILE.jsonl or FILE.html; may be repeated."
+    ),
+    threads: int | None = flag(None, "CPU threads; default: all cores."),
+    provider: str | None = flag(None, "Where onnxruntime computes: cpu (default) or cuda."),
+    verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Generate text; without a prompt on a terminal: ask for prompts until Ctrl-D.
 
@@ -118,9 +109,10 @@ def run(
 
 
 @error_line
+@grouped
 def inspect(
     engine: Annotated[Path, Argument(help="Engine directory.")],
-    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
+    json: bool = flag(False, "As one JSON object."),
 ) -> None:
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime import terminal
@@ -136,13 +128,12 @@ def inspect(
 
 
 @error_line
+@grouped
 def diff(
     a: Annotated[Path, Argument(help="Trace of `mtpbuild run --trace FILE.jsonl`.")],
     b: Annotated[Path, Argument(help="Another one of the same requests.")],
-    engine: Annotated[
-        Path | None, Option(help="Engine directory: show texts beside token ids.")
-    ] = None,
-    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
+    engine: Path | None = flag(None, "Engine directory: show texts beside token ids."),
+    json: bool = flag(False, "As one JSON object."),
 ) -> None:
     """Name the first step in which two traces differ, and its margin; exit code 1 if one does.
 

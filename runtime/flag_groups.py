@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import Field, field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 from typer import Option
@@ -14,17 +14,31 @@ T = TypeVar("T")
 
 
 def flag(default: T, help: str, *names: str) -> T:
-    """A field of a group; names: what the command line calls it, if not as the field."""
+    """What stands for a flag: as a group's field, or as a command's parameter.
+
+    names: what the command line calls it, if not as the field. A switch has no opposite.
+    """
     return field(default=default, metadata={"help": help, "names": names})
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a Typer command take groups: it gets a dataclass, its command line that one's fields.
+    """Let a Typer command take `name: type = flag(default, help)`, and groups of such fields.
 
-    Every field is `name: type = flag(default, help)`.
+    The command gets each group as the dataclass that it is.
     """
-    signature = inspect.signature(command, eval_str=True)
-    groups = {p.name: p.annotation for p in signature.parameters.values() if _is_group(p)}
+    signature, shown = inspect.signature(command, eval_str=True), list[inspect.Parameter]()
+    groups = dict[str, type[Any]]()
+    for parameter in signature.parameters.values():
+        kind, default = parameter.annotation, parameter.default
+        if isinstance(kind, type) and is_dataclass(kind):
+            groups[parameter.name] = kind
+        elif isinstance(default, Field):
+            shown.append(_parameter(parameter.name, kind, default))
+        else:
+            shown.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    for group in groups.values():
+        hints = get_type_hints(group)
+        shown += [_parameter(entry.name, hints[entry.name], entry) for entry in fields(group)]
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> None:
@@ -32,13 +46,18 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         command(**given)
 
-    parameters = [p for p in signature.parameters.values() if p.name not in groups]
-    for group in groups.values():
-        parameters += _parameters(group)
-    by_name = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    wrapped.__signature__ = signature.replace(parameters=by_name)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in by_name}
+    wrapped.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in shown}
     return wrapped
+
+
+def _parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:
+    """What Typer makes an option of."""
+    said, keyword = entry.metadata, inspect.Parameter.KEYWORD_ONLY
+    names = said["names"] or (f"--{name.replace('_', '-')}",)
+    option = Option(*names, help=said["help"], rich_help_panel=said.get("panel"))
+    kind = Annotated[kind, option]
+    return inspect.Parameter(name, keyword, default=entry.default, annotation=kind)
 
 
 def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> tuple[T, ...]:
@@ -47,17 +66,3 @@ def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> 
         return tuple(kind(part) for part in text.split(","))
     except ValueError:
         raise UsageError(f"{flag} {text!r} is not a list of numbers such as {example}") from None
-
-
-def _parameters(group: type[Any]) -> Iterator[inspect.Parameter]:
-    """What the command line takes for a group; a switch has no opposite."""
-    hints, parameters = get_type_hints(group), inspect.signature(group).parameters
-    for entry in fields(group):
-        said, name = entry.metadata, entry.name.replace("_", "-")
-        names = said["names"] or (f"--{name}",)
-        option = Option(*names, help=said["help"], rich_help_panel=said.get("panel"))
-        yield parameters[entry.name].replace(annotation=Annotated[hints[entry.name], option])
-
-
-def _is_group(parameter: inspect.Parameter) -> bool:
-    return isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation)

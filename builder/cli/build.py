@@ -9,7 +9,7 @@ from typer import Option
 from mtpbuild.builder.cli.shared import RankFlags, make_target_flags, parse_nextn, progress, said
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
-from mtpbuild.runtime.flag_groups import grouped
+from mtpbuild.runtime.flag_groups import flag, grouped
 
 TargetFlags: Any = make_target_flags()
 
@@ -21,39 +21,24 @@ def build(
     compat: CompatFlags,
     target_flags: TargetFlags,
     ranks: RankFlags,
-    nextn: Annotated[
-        str | None,
-        Option(
-            help="Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..4, chosen step by step. "
-            "Default: the model's."
-        ),
-    ] = None,
-    drafter: Annotated[str | None, Option(help="mtp-eagle or mtp-vanilla.")] = None,
-    max_batch: Annotated[int, Option(help="Requests that run at once.")] = 1,
-    max_seq_len: Annotated[
-        int | None, Option(help="Prompt and output tokens of a request together.")
-    ] = None,
-    prefill_chunk: Annotated[int, Option(help="Prompt tokens per prefill call.")] = 256,
-    target: Annotated[
-        str | None, Option(help="What to compile for. Default: the recipe's, onnxruntime.")
-    ] = None,
-    rank: Annotated[
-        int | None, Option("--rank", help="Build this rank alone, from 0; default: all that lack.")
-    ] = None,
-    out: Annotated[
-        Path | None, Option(help="Engine directory; with several nextn, their parent.")
-    ] = None,
-    force: Annotated[
-        bool, Option("--force", help="Rebuild, and replace another model's engine.")
-    ] = False,
-    checkpoint: Annotated[Path | None, Option(help="Folder with the recipe's weights.")] = None,
-    layers: Annotated[
-        str | None,
-        Option(help="Main layers to build, 0-3, and the modules: to try a big checkpoint."),
-    ] = None,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Check all, say what it would be, write nothing.")
-    ] = False,
+    nextn: str | None = flag(
+        None,
+        "Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..4, chosen step by step. "
+        "Default: the model's.",
+    ),
+    drafter: str | None = flag(None, "mtp-eagle or mtp-vanilla."),
+    max_batch: int = flag(1, "Requests that run at once."),
+    max_seq_len: int | None = flag(None, "Prompt and output tokens of a request together."),
+    prefill_chunk: int = flag(256, "Prompt tokens per prefill call."),
+    target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
+    rank: int | None = flag(None, "Build this rank alone, from 0; default: all that lack."),
+    out: Path | None = flag(None, "Engine directory; with several nextn, their parent."),
+    force: bool = flag(False, "Rebuild, and replace another model's engine."),
+    checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
+    layers: str | None = flag(
+        None, "Main layers to build, 0-3, and the modules: to try a big checkpoint."
+    ),
+    dry_run: bool = flag(False, "Check all, say what it would be, write nothing."),
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.build import build
@@ -124,21 +109,17 @@ def refit(
 
 
 @error_line
+@grouped
 def quantize(
     model: Annotated[str, Option(help="Recipe name or checkpoint folder.")],
     to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
     out: Annotated[Path, Option(help="Folder of the new checkpoint.")],
-    mtp: Annotated[
-        str | None, Option(help="Format of the MTP modules. Default: as --to; with nvfp4, bf16.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None,
-        Option(help="Glob of modules to leave as they are, instead of the format's own."),
-    ] = None,
-    checkpoint: Annotated[Path | None, Option(help="Folder with the recipe's weights.")] = None,
-    force: Annotated[
-        bool, Option("--force", help="Replace a checkpoint that stands there.")
-    ] = False,
+    mtp: str | None = flag(None, "Format of the MTP modules. Default: as --to; with nvfp4, bf16."),
+    exclude: list[str] | None = flag(
+        None, "Glob of modules to leave as they are, instead of the format's own."
+    ),
+    checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
+    force: bool = flag(False, "Replace a checkpoint that stands there."),
 ) -> None:
     """Write a checkpoint in DeepSeek's FP8, ModelOpt's NVFP4 or ONNX Runtime's integers."""
     from mtpbuild.builder.checks import needs

@@ -12,7 +12,7 @@ from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.compat.settings import Settings, Source, check_engine
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import grouped, parse_list
+from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 
 T = TypeVar("T")
@@ -28,37 +28,23 @@ def bench(
     sampling: SamplingFlags,
     compat: CompatFlags,
     relaxing: RelaxedFlags,
-    nextn: Annotated[
-        str | None,
-        Option(
-            help="Draft tokens per step to compare, numbers or auto; 0 is always among them. "
-            f"Default: {NEXTN}."
-        ),
-    ] = None,
-    concurrency: Annotated[
-        str, Option(help="Requests that run at once; several to compare: 1,2,4,8.")
-    ] = "1",
-    drafter: Annotated[str | None, Option(help="mtp-eagle or mtp-vanilla.")] = None,
-    dataset: Annotated[
-        str | None, Option(help="code, reasoning, or a JSONL file (docs/bench.md). Default: both.")
-    ] = None,
-    num_requests: Annotated[
-        int | None, Option(help="Default: 20 of the built-in ones, all of a file's.")
-    ] = None,
-    input_len: Annotated[
-        int | None, Option(help="Cut or extend every prompt to so many tokens.")
-    ] = None,
-    output_len: Annotated[
-        int | None, Option(help="Most output tokens; default: the dataset's, or 256.")
-    ] = None,
-    relaxed: Annotated[
-        bool, Option("--relaxed", help="Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6.")
-    ] = False,
-    threads: Annotated[int | None, Option(help="CPU threads; default: all cores.")] = None,
-    out: Annotated[Path, Option(help="Folder for bench.json and bench.png.")] = Path(
-        "bench_results"
+    nextn: str | None = flag(
+        None,
+        "Draft tokens per step to compare, numbers or auto; 0 is always among them. "
+        f"Default: {NEXTN}.",
     ),
-    json: Annotated[bool, Option("--json", help="Print bench.json instead of the tables.")] = False,
+    concurrency: str = flag("1", "Requests that run at once; several to compare: 1,2,4,8."),
+    drafter: str | None = flag(None, "mtp-eagle or mtp-vanilla."),
+    dataset: str | None = flag(
+        None, "code, reasoning, or a JSONL file (docs/bench.md). Default: both."
+    ),
+    num_requests: int | None = flag(None, "Default: 20 of the built-in ones, all of a file's."),
+    input_len: int | None = flag(None, "Cut or extend every prompt to so many tokens."),
+    output_len: int | None = flag(None, "Most output tokens; default: the dataset's, or 256."),
+    relaxed: bool = flag(False, "Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6."),
+    threads: int | None = flag(None, "CPU threads; default: all cores."),
+    out: Path = flag(Path("bench_results"), "Folder for bench.json and bench.png."),
+    json: bool = flag(False, "Print bench.json instead of the tables."),
 ) -> None:
     """Measure every nextn against nextn 0 on the same requests, and say whether MTP pays."""
     from mtpbuild.builder.bench.bench import JSON, BenchRequest, bench
@@ -98,28 +84,16 @@ def evaluate(
     engine: Annotated[Path, Option(help="Engine directory.")],
     sampling: SamplingFlags,
     compat: CompatFlags,
-    task: Annotated[
-        str, Option(help="reasoning, or a JSONL file with answers (docs/eval.md).")
-    ] = "reasoning",
-    num_problems: Annotated[
-        int | None, Option(help="Default: 60 of the built-in ones, all of a file's.")
-    ] = None,
-    relaxed_topk: Annotated[
-        str | None, Option(help=f"Values to try at temperature 0. Default: {TOPK}.")
-    ] = None,
-    relaxed_delta: Annotated[
-        str | None, Option(help=f"Values to try with each of them. Default: {DELTA}.")
-    ] = None,
-    use_relaxed_acceptance_for_thinking: Annotated[
-        bool,
-        Option(
-            "--use-relaxed-acceptance-for-thinking",
-            help="TensorRT-LLM's; at temperature 0 it is always compared.",
-        ),
-    ] = False,
-    threads: Annotated[int | None, Option(help="CPU threads; default: all cores.")] = None,
-    out: Annotated[Path, Option(help="Folder for eval.json and eval.png.")] = Path("eval_results"),
-    json: Annotated[bool, Option("--json", help="Print eval.json instead of the tables.")] = False,
+    task: str = flag("reasoning", "reasoning, or a JSONL file with answers (docs/eval.md)."),
+    num_problems: int | None = flag(None, "Default: 60 of the built-in ones, all of a file's."),
+    relaxed_topk: str | None = flag(None, f"Values to try at temperature 0. Default: {TOPK}."),
+    relaxed_delta: str | None = flag(None, f"Values to try with each of them. Default: {DELTA}."),
+    use_relaxed_acceptance_for_thinking: bool = flag(
+        False, "TensorRT-LLM's; at temperature 0 it is always compared."
+    ),
+    threads: int | None = flag(None, "CPU threads; default: all cores."),
+    out: Path = flag(Path("eval_results"), "Folder for eval.json and eval.png."),
+    json: bool = flag(False, "Print eval.json instead of the tables."),
 ) -> None:
     """Right answers and speed: strict against relaxed, or above temperature 0 against rejection."""
     from mtpbuild.builder.eval.evaluate import JSON, OUTPUT_TOKENS, EvalRequest, evaluate
@@ -164,22 +138,20 @@ def _tried(
 
 
 @error_line
+@grouped
 def verify(
     engine: Annotated[Path, Option(help="Engine directory.")],
-    against: Annotated[
-        Path | None, Option(help="Engine to compare with; default: nextn 0's, built if missing.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        Option(help="Recipe name or checkpoint folder; default: the recipe of that name."),
-    ] = None,
-    prompts: Annotated[
-        Path | None, Option(help="JSONL file (docs/cli-json.md); default: built-in ones.")
-    ] = None,
-    output_len: Annotated[int, Option(help="Tokens of each text.")] = 64,
-    seeds: Annotated[int, Option(help="Sampled texts per prompt, for their law.")] = 250,
-    threads: Annotated[int | None, Option(help="CPU threads; default: all cores.")] = None,
-    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
+    against: Path | None = flag(
+        None, "Engine to compare with; default: nextn 0's, built if missing."
+    ),
+    model: str | None = flag(
+        None, "Recipe name or checkpoint folder; default: the recipe of that name."
+    ),
+    prompts: Path | None = flag(None, "JSONL file (docs/cli-json.md); default: built-in ones."),
+    output_len: int = flag(64, "Tokens of each text."),
+    seeds: int = flag(250, "Sampled texts per prompt, for their law."),
+    threads: int | None = flag(None, "CPU threads; default: all cores."),
+    json: bool = flag(False, "As one JSON object."),
 ) -> None:
     """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
     from mtpbuild.builder.verify.report import print_report, to_json

@@ -8,7 +8,7 @@ from typer import Option
 from mtpbuild.builder.cli.shared import RankFlags, parse_range, show
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import grouped, parse_list
+from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
 
 
 @error_line
@@ -16,25 +16,20 @@ from mtpbuild.runtime.flag_groups import grouped, parse_list
 def plan(
     model: Annotated[str, Option(help="Recipe name (needs no weights) or checkpoint.")],
     ranks: RankFlags,
-    nextn: Annotated[str, Option(help="Draft tokens per step: a number, 0,1,3 or 0..5.")] = "0..5",
-    gpu: Annotated[str, Option(help="h100, h200 or b200.")] = "b200",
-    max_seq_len: Annotated[
-        int, Option(help="Prompt and output tokens of a request together.")
-    ] = 4096,
-    max_batch: Annotated[int, Option(help="Requests that run at once.")] = 1,
-    context_len: Annotated[int, Option(help="Cached tokens that a step reads per request.")] = 2048,
-    kv_cache: Annotated[str, Option(help="Number format of the caches: bf16 or fp8.")] = ("bf16"),
-    prefill_chunk: Annotated[int, Option(help="Prompt tokens per prefill call.")] = 256,
-    acceptance: Annotated[
-        str | None,
-        Option(help="Acceptance length for each nextn: 1,1.92. Default: R1's published."),
-    ] = None,
-    calibrate: Annotated[
-        str | None, Option(help="Your tokens/s of one user at two nextn: 0=111,1=198.")
-    ] = None,
-    checkpoint: Annotated[Path | None, Option(help="Folder with the recipe's weights.")] = None,
-    picture: Annotated[Path | None, Option(help="Write the figures as a PNG too.")] = None,
-    json: Annotated[bool, Option("--json", help="As one JSON object.")] = False,
+    nextn: str = flag("0..5", "Draft tokens per step: a number, 0,1,3 or 0..5."),
+    gpu: str = flag("b200", "h100, h200 or b200."),
+    max_seq_len: int = flag(4096, "Prompt and output tokens of a request together."),
+    max_batch: int = flag(1, "Requests that run at once."),
+    context_len: int = flag(2048, "Cached tokens that a step reads per request."),
+    kv_cache: str = flag("bf16", "Number format of the caches: bf16 or fp8."),
+    prefill_chunk: int = flag(256, "Prompt tokens per prefill call."),
+    acceptance: str | None = flag(
+        None, "Acceptance length for each nextn: 1,1.92. Default: R1's published."
+    ),
+    calibrate: str | None = flag(None, "Your tokens/s of one user at two nextn: 0=111,1=198."),
+    checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
+    picture: Path | None = flag(None, "Write the figures as a PNG too."),
+    json: bool = flag(False, "As one JSON object."),
 ) -> None:
     """Foretell sizes, step times and speed of a model on GPUs that need not be here."""
     from mtpbuild.builder.checks import needs
