@@ -61,8 +61,8 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         graphs = weightless.export(model, job.plans.values(), job.target.trace)
     return DryRun(
         checkpoint=job.source.folder,
-        files=len(set(model.checkpoint.files.values())),
-        tensors=len(model.checkpoint.files),
+        files=len({stored.file for stored in model.checkpoint.tensors.values()}),
+        tensors=len(model.checkpoint.tensors),
         dequantised=model.dequantised(),
         weights_type=model.weights_type,
         dtype=model.dtype,

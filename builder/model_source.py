@@ -12,20 +12,17 @@ import torch
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_slice
-from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models import Family, ModelConfig, family_of
 from mtpbuild.builder.models.common.blocks import put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-from mtpbuild.builder.models.common.share import ALONE, Share
-from mtpbuild.builder.models.common.weights import Weight
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.models.family import Family
+from mtpbuild.builder.models.common.weights import Share, Weight
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.quantize.kept import Kept, can_stay, in_pairs
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.ranks import ALONE, Ranks
 from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
 
 
@@ -119,16 +116,11 @@ class ModelSource:
         return make_programs(plan, self.model)
 
     def info(self) -> ModelInfo:
-        c = self.config
+        config = {n: v for n, v in vars(self.config).items() if n in ModelInfo.model_fields}
         return ModelInfo(
             name=self.name,
             architecture=self.family.name,
             parameters=self.parameters,
-            vocab_size=c.vocab_size,
-            num_hidden_layers=c.num_hidden_layers,
-            num_nextn_predict_layers=c.num_nextn_predict_layers,
-            max_position_embeddings=c.max_position_embeddings,
-            bos_token_id=self.ids.bos,
-            eos_token_ids=self.ids.eos,
-            thinking_token_ids=self.ids.thinking,
+            **config,
+            **vars(self.ids),
         )

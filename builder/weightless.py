@@ -13,11 +13,11 @@ from mtpbuild.builder.checkpoint.tensors import Checkpoint, stream_pieces
 from mtpbuild.builder.checkpoint.write import TYPES
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models.common.weights import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.quantize.format import Shape
+from mtpbuild.builder.quantize.formats import Shape
 from mtpbuild.runtime.errors import BuildError
 
 

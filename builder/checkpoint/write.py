@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.quantize.formats import Part
 
 SHARD_LIMIT = 5 * 10**9  # bytes of tensors
 ALIGNMENT = 64  # of the first byte of data, for memory mapping

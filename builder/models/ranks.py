@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks, listed
 

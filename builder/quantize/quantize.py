@@ -14,12 +14,9 @@ from mtpbuild.builder.building import under_construction
 from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
 from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
-from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.share import Source
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.quantize.format import Format, Part
-from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK
-from mtpbuild.builder.quantize.nvfp4 import GROUP
+from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format, Part
 from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
@@ -72,9 +69,9 @@ def quantize(
     config = load_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
     sources = {s.name: s for weight in checkpoint.check(config) for s in weight.sources}
-    repeated = [name for name in family_of(config).duplicates(config) if name in checkpoint.files]
+    repeated = [name for name in family_of(config).duplicates(config) if name in checkpoint.tensors]
     for name in repeated:
-        sources.setdefault(name, Source(name, checkpoint.shapes[name]))
+        sources.setdefault(name, Source(name, checkpoint.tensors[name].shape))
     done = Quantized(request.out)
     formats = {s.name: request.scheme.format(config, s) for s in sources.values()}
     wanted = (name for name in sources if request.scheme.wanted(config, name) is not None)
@@ -96,7 +93,7 @@ def layout(checkpoint: Checkpoint, source: Source, format: Format | None) -> dic
     """List what is stored for a weight; one that is not quantised any more becomes bf16."""
     if format is not None:
         return format.parts(source.shape)
-    dtype = checkpoint.dtypes[source.name] if checkpoint.format(source.name) is None else "BF16"
+    dtype = "BF16" if checkpoint.format(source.name) else checkpoint.tensors[source.name].dtype
     return {"": Part(dtype, source.shape)}
 
 

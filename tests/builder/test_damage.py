@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
+from mtpbuild.builder.checkpoint.tensors import joined, open_checkpoint, stream_pieces
 from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
@@ -43,7 +43,7 @@ def check(folder: Path) -> int:
     generation_ids(folder, config)
     fingerprint(folder, Plan(config, 0, None, 1, 64, 16), "onnxruntime")
     checkpoint = open_checkpoint(folder)
-    return sum(1 for _ in stream_weights(checkpoint, checkpoint.check(config)))
+    return sum(1 for _ in joined(stream_pieces(checkpoint, checkpoint.check(config))))
 
 
 def flip(name: str, at: int, mask: int) -> Damage:

@@ -14,7 +14,7 @@ from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.checkpoint.write import Shard, nbytes
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.quantize.formats import Part
 from mtpbuild.builder.weights_file import WEIGHTS
 from tests.support.checkpoints import BASE
 

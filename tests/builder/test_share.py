@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common import causal_lm, collectives, layers
-from mtpbuild.builder.models.common.share import Share, Source
+from mtpbuild.builder.models.common.weights import Share, Source
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table

@@ -22,11 +22,10 @@ from mtpbuild.builder.models.common.layers import (
     MTPModule,
     Rope,
     Rows,
-    parameter,
 )
+from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.reference import Reference
-from mtpbuild.builder.models.common.share import Share, Source
-from mtpbuild.builder.models.common.weights import Weight, mlp, product, vector
+from mtpbuild.builder.models.common.weights import Share, Source, Weight, mlp, product, vector
 from mtpbuild.builder.models.config import ModelConfig, Reader, integer
 from mtpbuild.builder.models.family import Costs, Family, Split
 from mtpbuild.runtime.ranks import Ranks

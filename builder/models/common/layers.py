@@ -10,14 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.collectives import all_reduce, own_part, rank_constant
+from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
 from mtpbuild.builder.models.config import ModelConfig, RopeConfig
 from mtpbuild.plugins import kv_write
 from mtpbuild.runtime.ranks import Ranks
-
-
-def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 @dataclass(frozen=True)

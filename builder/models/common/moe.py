@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.blocks import ExpertBlocks, parts_of
 from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
-from mtpbuild.builder.models.common.layers import MLP, Kernels, parameter
-from mtpbuild.builder.models.common.precision import cast
-from mtpbuild.builder.models.common.share import ALONE
+from mtpbuild.builder.models.common.layers import MLP, Kernels
+from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
 from mtpbuild.plugins import moe
 from mtpbuild.plugins.moe.op import MAX_TOKENS
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.ranks import ALONE, Ranks
 
 DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering the chosen ones
 

@@ -13,6 +13,11 @@ from mtpbuild.runtime.manifest import FloatType
 FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A weight without values, in torch's default type unless another is given."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
 def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the weights that type, without values, but for routers and head."""
     for name, weight in list(model.named_parameters()):

@@ -7,8 +7,8 @@ Shapes: B slots, T tokens, E hidden size, H heads, S cache rows, C = kv_lora_ran
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows, parameter
-from mtpbuild.builder.models.common.precision import cast
+from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
+from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.common.rope import softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import mla_attention, rope

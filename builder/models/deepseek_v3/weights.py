@@ -5,8 +5,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.share import WHOLE, Share, Source
-from mtpbuild.builder.models.common.weights import Weight, mlp, moe, product, vector
+from mtpbuild.builder.models.common.weights import (
+    WHOLE,
+    Share,
+    Source,
+    Weight,
+    mlp,
+    moe,
+    product,
+    vector,
+)
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
