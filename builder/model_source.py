@@ -70,8 +70,9 @@ class ModelSource:
 
     def _keep(self) -> Iterator[tuple[str, Kept]]:
         for every, weight in zip(self.table, self.weight_table(), strict=True):
-            format = self.checkpoint.format_of(every)  # of all ranks' experts
-            if format is not None and format.name in self.formats:
+            # Of all ranks' experts: a product stays in a format that all its sources are in.
+            format, *others = {self.checkpoint.format(source.name) for source in every.sources}
+            if format is not None and format.name in self.formats and not others:
                 kept = Kept(weight, format, Share(self.ranks))
                 if can_stay(kept):
                     yield weight.name, kept
@@ -84,10 +85,8 @@ class ModelSource:
             size = read_backend(path).get_vocab_size()
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        if size > self.config.vocab_size:
-            raise CheckpointError(
-                f"{path}: {size} tokens, config.json has vocab_size {self.config.vocab_size}"
-            )
+        if size > (limit := self.config.vocab_size):
+            raise CheckpointError(f"{path}: {size} tokens, config.json has vocab_size {limit}")
 
     def dequantised(self) -> Counter[str]:
         """Count the weights that become larger than they were, by format."""
@@ -98,13 +97,9 @@ class ModelSource:
     def tell_formats(self) -> None:
         """Note it in the log if any weights are dequantised."""
         counts = sorted(self.dequantised().items())
-        if counts:
-            found = ", ".join(f"{count} in {name}" for name, count in counts)
-            logging.getLogger(__name__).warning(
-                "note: quantised weights (%s) are dequantised: the engine holds them in %s",
-                found,
-                self.dtype,
-            )
+        if found := ", ".join(f"{count} in {name}" for name, count in counts):
+            note = "note: quantised weights (%s) are dequantised: the engine holds them in %s"
+            logging.getLogger(__name__).warning(note, found, self.dtype)
 
     @property
     def weights_type(self) -> WeightsType:

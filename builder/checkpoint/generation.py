@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.runtime.errors import CheckpointError
@@ -45,8 +44,7 @@ def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:
     if not path.is_file():
         return None
     try:
-        raw: Any = json.loads(path.read_text(encoding="utf-8"))
-        value = raw.get(key)
+        value = json.loads(path.read_text(encoding="utf-8")).get(key)
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a JSON object ({error})") from None
     if value is None:

@@ -42,10 +42,6 @@ class Checkpoint:
     folder: Path
     tensors: Mapping[str, Stored]
 
-    def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
-        """Keep only some of the tensors, under other names. names: stored name -> new name."""
-        return replace(self, tensors={new: self.tensors[old] for old, new in names.items()})
-
     def format(self, name: str) -> Format | None:
         """The number format of a quantised weight."""
         return stored_format(name, self.tensors)
@@ -55,8 +51,7 @@ class Checkpoint:
         if (format := self.format(name)) is None:
             tensor = self.stored(name).float()
         else:
-            suffixes = format.parts((1, 1))
-            tensor = format.decode({suffix: self.part(name, suffix) for suffix in suffixes})
+            tensor = format.decode({end: self.part(name, end) for end in format.parts((1, 1))})
         self._refuse_not_finite(name, tensor)
         return tensor
 
@@ -121,11 +116,6 @@ class Checkpoint:
             for start in range(0, stored.shape[0], PIECE):
                 yield rows[start : start + PIECE]
 
-    def format_of(self, weight: Weight) -> Format | None:
-        """The format that all sources of a product are in, so that it can stay in it."""
-        formats = {self.format(source.name) for source in weight.sources}
-        return formats.pop() if len(formats) == 1 else None
-
     def _refuse(self, names: Iterable[str], what: str) -> None:
         if found := sorted(names):
             raise CheckpointError(f"{self.folder}: {what} {found[0]}{more(len(found) - 1)}")
@@ -181,8 +171,8 @@ def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
     if layers is None:
         return checkpoint
     count = load_config(folder).num_hidden_layers
-    names = {name: layers.rename(name, count) for name in checkpoint.tensors}
-    return checkpoint.renamed({old: new for old, new in names.items() if new is not None})
+    renamed = ((layers.rename(name, count), stored) for name, stored in checkpoint.tensors.items())
+    return replace(checkpoint, tensors={new: stored for new, stored in renamed if new is not None})
 
 
 def stream_pieces(

@@ -108,10 +108,8 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
         raise CheckpointError("rope_parameters (rope_scaling) must be an object or null")
     rope = Reader(raw)
     kind = str(raw.get("rope_type") or raw.get("type") or "default")
-    if kind not in ("default", "linear", "yarn"):
-        raise CheckpointError(
-            f"rope type {kind!r} is not supported; supported: default, linear, yarn"
-        )
+    if kind not in (known := ("default", "linear", "yarn")):
+        raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(known)}")
     theta = rope if raw.get("rope_theta") is not None else read
     limit = read.integer("max_position_embeddings", 1)
     original = rope.integer("original_max_position_embeddings", 1, default=limit)

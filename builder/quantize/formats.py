@@ -72,10 +72,10 @@ class Fp8:
         return {"": values, "_scale_inv": scales}
 
 
-def spread(scales: Tensor, shape: Shape) -> Tensor:
-    """One scale per block -> one per value."""
+def spread(scales: Tensor, shape: Shape, times: int = FP8_BLOCK) -> Tensor:
+    """One scale per block -> one per value, or each only so many times along its row."""
     rows, columns = shape
-    wide = scales.repeat_interleave(FP8_BLOCK, dim=1)[:, :columns]
+    wide = scales.repeat_interleave(times, dim=1)[:, :columns]
     return wide.repeat_interleave(FP8_BLOCK, dim=0)[:rows]
 
 

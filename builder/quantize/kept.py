@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks, Scaled
 from mtpbuild.builder.models.common.weights import WHOLE, Share, Source, Weight
-from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format, Integers, Nvfp4
+from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format, Integers, Nvfp4, spread
 
 NAMES = ("values", "scales", "scales_2")  # of a format's parts, in their order
 PAIR = {"gate_up_proj": "down_proj", "down_proj": "gate_up_proj"}
@@ -65,8 +65,7 @@ class Kept:
             return part.expand((1, inputs // GROUP) if self.weight.joined == 1 else (outputs, 1))
         if suffix == "_scale_inv":
             outputs, inputs = source.shape
-            tall = part.repeat_interleave(FP8_BLOCK, dim=0)[:outputs]
-            wide = tall.repeat_interleave(FP8_BLOCK // self.group, dim=1)[:, : inputs // self.group]
+            wide = spread(part, (outputs, inputs // self.group), FP8_BLOCK // self.group)
             return self.share.cut(source, wide)
         return self.share.cut(source, part.view(torch.uint8))
 
@@ -87,14 +86,11 @@ def can_stay(kept: Kept) -> bool:
 def in_pairs(kept: Mapping[str, Kept]) -> dict[str, Kept]:
     """Drop experts in integers whose other product is in another format: QMoE takes both."""
 
-    def other(name: str) -> str:
-        layer, _, leaf = name.rpartition(".")
-        return f"{layer}.{PAIR[leaf]}"
+    def stays(each: Kept) -> bool:
+        if each.weight.slices == 1 or not isinstance(each.format, Integers):
+            return True
+        layer, _, leaf = each.weight.name.rpartition(".")
+        other = kept.get(f"{layer}.{PAIR[leaf]}")
+        return other is not None and other.format is each.format
 
-    return {
-        name: each
-        for name, each in kept.items()
-        if each.weight.slices == 1
-        or not isinstance(each.format, Integers)
-        or (other(name) in kept and kept[other(name)].format is each.format)
-    }
+    return {name: each for name, each in kept.items() if stays(each)}

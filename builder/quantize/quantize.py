@@ -23,6 +23,7 @@ from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
 from mtpbuild.runtime.errors import BuildError
 
 MODELOPT = "hf_quant_config.json"
+Watch = Callable[[str], None]  # gets a line about each weight
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,7 @@ class Quantized:
     unfit: list[str] = field(default_factory=list)
 
 
-def quantize(
-    request: QuantizeRequest, watch: Callable[[str], None] = lambda text: None
-) -> Quantized:
+def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quantized:
     """Write the checkpoint; raises UsageError, CheckpointError or BuildError, leaving nothing."""
     source = find_model(request.model, request.checkpoint)
     check_place(request.out, source.folder, force=request.force)
@@ -74,8 +73,8 @@ def quantize(
         sources.setdefault(name, Source(name, checkpoint.tensors[name].shape))
     done = Quantized(request.out)
     formats = {s.name: request.scheme.format(config, s) for s in sources.values()}
-    wanted = (name for name in sources if request.scheme.wanted(config, name) is not None)
-    done.unfit = [name for name in wanted if formats[name] is None]
+    unchanged = [name for name, format in formats.items() if format is None]
+    done.unfit = [name for name in unchanged if request.scheme.wanted(config, name) is not None]
     parts = dict[str, Part]()
     for name, format in formats.items():
         for suffix, part in layout(checkpoint, sources[name], format).items():
@@ -98,10 +97,7 @@ def layout(checkpoint: Checkpoint, source: Source, format: Format | None) -> dic
 
 
 def encode_all(
-    checkpoint: Checkpoint,
-    formats: dict[str, Format | None],
-    done: Quantized,
-    watch: Callable[[str], None],
+    checkpoint: Checkpoint, formats: dict[str, Format | None], done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that is stored of each weight."""
     for name, format in formats.items():
@@ -127,8 +123,7 @@ def group_amax(checkpoint: Checkpoint, name: str, weight: Tensor) -> Tensor:
     amax = weight.abs().max()
     for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
         if name.endswith(f"{one}.weight"):
-            partner = checkpoint.read(name.replace(one, other))
-            return torch.maximum(amax, partner.abs().max())
+            return torch.maximum(amax, checkpoint.read(name.replace(one, other)).abs().max())
     return amax
 
 

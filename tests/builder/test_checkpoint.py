@@ -20,6 +20,7 @@ from mtpbuild.builder.checkpoint.tensors import (
     open_checkpoint,
     stream_pieces,
 )
+from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.quantize.formats import Part
@@ -78,7 +79,7 @@ def test_the_table_covers_exactly_the_models_parameters(shape: str) -> None:
     reference = make_model(**SHAPES[shape])
     wanted = {name: tuple(p.shape) for name, p in DeepseekV3(reference.config).named_parameters()}
     tensors, used, made = reference.state_dict(), set(), {}
-    for weight in weight_table(reference.config):
+    for weight in weight_table(reference.config, WHOLE):
         sources = [tensors[source.name] for source in weight.sources]
         assert [tuple(t.shape) for t in sources] == [s.shape for s in weight.sources]
         assert weight.name not in made

@@ -16,6 +16,7 @@ from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import joined, open_checkpoint, stream_pieces
 from mtpbuild.builder.fingerprint import fingerprint
+from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
@@ -144,11 +145,11 @@ def test_damage_is_seen_or_harmless(sound: Path, damages: list[Damage]) -> None:
                 continue  # a file that this folder lacks, or that the first damage has spoilt
         says = ""
         try:
-            assert check(folder) == len(weight_table(load_config(folder)))
+            assert check(folder) == len(weight_table(load_config(folder), WHOLE))
         except CheckpointError as error:
             says = str(error)
         assert "\n" not in says
 
 
 def test_the_folder_is_sound_without_damage(sound: Path) -> None:
-    assert check(sound) == len(weight_table(load_config(sound)))
+    assert check(sound) == len(weight_table(load_config(sound), WHOLE))

@@ -11,6 +11,7 @@ from torch import Tensor
 from mtpbuild.builder.checkpoint import write
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import joined, open_checkpoint, stream_pieces
+from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.quantize import quantize
 from mtpbuild.builder.quantize.formats import FORMATS
@@ -50,7 +51,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 def formats_of(folder: Path) -> dict[str, str]:
     checkpoint = open_checkpoint(folder)
-    names = {s.name for w in weight_table(load_config(folder)) for s in w.sources}
+    names = {s.name for w in weight_table(load_config(folder), WHOLE) for s in w.sources}
     found = {name: checkpoint.format(name) for name in names}
     return {name: format.name for name, format in found.items() if format is not None}
 
@@ -62,7 +63,7 @@ def test_what_is_written_is_read(name: str, source: Path, tmp_path: Path) -> Non
     assert done.unfit == []
     weights, plain = read(tmp_path / "out"), read(source)
     stored = load_file(tmp_path / "out" / SINGLE)
-    for weight in weight_table(load_config(source)):
+    for weight in weight_table(load_config(source), WHOLE):
         tensors = {}
         for part in weight.sources:
             format = SCHEMES[name].format(load_config(source), part)

@@ -80,12 +80,10 @@ class ToyAttention(Attention):
         a, b = x.unflatten(-1, (-1, self.width)).chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
 
-    def attend(
-        self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
-    ) -> Tensor:
+    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         T, S, fresh_rows = q.shape[1], cache.shape[2], fresh.shape[2]
         last = first[:, None] + torch.arange(T, device=q.device)
-        old = torch.arange(S, device=q.device) < base[:, None, None]  # [B, 1, S]
+        old = torch.arange(S, device=q.device) < rows.base[:, None, None]  # [B, 1, S]
         new = torch.arange(fresh_rows, device=q.device) <= last[..., None]  # [B, T, F]
         seen = torch.cat([old.expand(-1, T, -1), new], dim=-1)[:, None, None]  # [B, 1, 1, T, S + F]
         k, v = torch.cat([cache, fresh], dim=2)[:, 0].chunk(2, dim=-1)

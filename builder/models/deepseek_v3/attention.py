@@ -54,10 +54,8 @@ class LatentAttention(Attention):
         q_nope, q_pe = q_nope.reshape(B, T, H, -1), q_pe.reshape(B, T, H, -1)
         return q_nope.transpose(1, 2), q_pe.transpose(1, 2)
 
-    def attend(
-        self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
-    ) -> Tensor:
-        c = self.config
+    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+        c, base = self.config, rows.base
         q_nope, q_pe = self.queries(q, rows)
         if rows.expand:
             o = self.expanded(q_nope, q_pe, cache, base)
