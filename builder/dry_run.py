@@ -69,9 +69,9 @@ def print_dry_run(done: DryRun) -> None:
     from rich.table import Table
 
     console, model = Console(highlight=False, soft_wrap=True), done.model
-    files = model.checkpoint.files
+    files = [stored.file for stored in model.checkpoint.tensors.values()]
     console.print(
-        f"{model.folder}: {len(files):,} tensors in {len(set(files.values()))} files, as "
+        f"{model.folder}: {len(files):,} tensors in {len(set(files))} files, as "
         f"config.json demands; {model.parameters:,} parameters"
     )
     if counts := sorted(model.dequantised().items()):

@@ -8,8 +8,8 @@ from mtpbuild.builder import layout
 from mtpbuild.builder.checkpoint.tensors import stream_pieces
 from mtpbuild.builder.checkpoint.write import NAMES
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.common.share import Share
-from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.models.common.weights import Share
+from mtpbuild.builder.quantize.formats import Part
 from mtpbuild.builder.weights_file import WEIGHTS, Placed, read_places, write_weights
 from mtpbuild.runtime.manifest import hash_file
 
@@ -18,10 +18,6 @@ from mtpbuild.runtime.manifest import hash_file
 class WrittenWeights:
     places: dict[str, Placed]
     hashes: dict[str, str]
-
-    @staticmethod
-    def remove(folder: Path) -> None:
-        (folder / WEIGHTS).unlink()
 
 
 @dataclass

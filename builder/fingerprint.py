@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
+from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import HASH_LIMIT, hash_file
@@ -31,7 +31,8 @@ def fingerprint(folder: Path, plan: Plan, target: str, layers: LayersSlice | Non
     It is the same on every machine: ranks that are built apart belong together by it.
     """
     try:
-        checkpoint = {path.name: identity(path) for path in _checkpoint_files(folder)}
+        files = (path for path in sorted(folder.iterdir()) if path.is_file())
+        checkpoint = {path.name: identity(path) for path in files if _is_read(path.name)}
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
     inputs = {
@@ -45,11 +46,8 @@ def fingerprint(folder: Path, plan: Plan, target: str, layers: LayersSlice | Non
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
-def _checkpoint_files(folder: Path) -> list[Path]:
-    names = {*SIDE_FILES, "config.json"}
-    return sorted(
-        p for p in folder.iterdir() if p.is_file() and (p.name in names or ".safetensors" in p.name)
-    )
+def _is_read(name: str) -> bool:
+    return name in (CONFIG, *SIDE_FILES) or ".safetensors" in name
 
 
 def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:

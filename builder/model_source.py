@@ -12,20 +12,17 @@ import torch
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_slice
-from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models import Family, ModelConfig, family_of
 from mtpbuild.builder.models.common.blocks import put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-from mtpbuild.builder.models.common.share import ALONE, Share
-from mtpbuild.builder.models.common.weights import Weight
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.models.family import Family
+from mtpbuild.builder.models.common.weights import Share, Weight
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.quantize.kept import Kept, can_stay, in_pairs
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.ranks import ALONE, Ranks
 from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
 
 
@@ -73,8 +70,9 @@ class ModelSource:
 
     def _keep(self) -> Iterator[tuple[str, Kept]]:
         for every, weight in zip(self.table, self.weight_table(), strict=True):
-            format = self.checkpoint.format_of(every)  # of all ranks' experts
-            if format is not None and format.name in self.formats:
+            # Of all ranks' experts: a product stays in a format that all its sources are in.
+            format, *others = {self.checkpoint.format(source.name) for source in every.sources}
+            if format is not None and format.name in self.formats and not others:
                 kept = Kept(weight, format, Share(self.ranks))
                 if can_stay(kept):
                     yield weight.name, kept
@@ -87,10 +85,8 @@ class ModelSource:
             size = read_backend(path).get_vocab_size()
         except ValueError as error:
             raise CheckpointError(str(error)) from None
-        if size > self.config.vocab_size:
-            raise CheckpointError(
-                f"{path}: {size} tokens, config.json has vocab_size {self.config.vocab_size}"
-            )
+        if size > (limit := self.config.vocab_size):
+            raise CheckpointError(f"{path}: {size} tokens, config.json has vocab_size {limit}")
 
     def dequantised(self) -> Counter[str]:
         """Count the weights that become larger than they were, by format."""
@@ -101,13 +97,9 @@ class ModelSource:
     def tell_formats(self) -> None:
         """Note it in the log if any weights are dequantised."""
         counts = sorted(self.dequantised().items())
-        if counts:
-            found = ", ".join(f"{count} in {name}" for name, count in counts)
-            logging.getLogger(__name__).warning(
-                "note: quantised weights (%s) are dequantised: the engine holds them in %s",
-                found,
-                self.dtype,
-            )
+        if found := ", ".join(f"{count} in {name}" for name, count in counts):
+            note = "note: quantised weights (%s) are dequantised: the engine holds them in %s"
+            logging.getLogger(__name__).warning(note, found, self.dtype)
 
     @property
     def weights_type(self) -> WeightsType:
@@ -119,16 +111,11 @@ class ModelSource:
         return make_programs(plan, self.model)
 
     def info(self) -> ModelInfo:
-        c = self.config
+        config = {n: v for n, v in vars(self.config).items() if n in ModelInfo.model_fields}
         return ModelInfo(
             name=self.name,
             architecture=self.family.name,
             parameters=self.parameters,
-            vocab_size=c.vocab_size,
-            num_hidden_layers=c.num_hidden_layers,
-            num_nextn_predict_layers=c.num_nextn_predict_layers,
-            max_position_embeddings=c.max_position_embeddings,
-            bos_token_id=self.ids.bos,
-            eos_token_ids=self.ids.eos,
-            thinking_token_ids=self.ids.thinking,
+            **config,
+            **vars(self.ids),
         )

@@ -48,15 +48,11 @@ class Recipe(BaseModel):
         for place in places:
             if place is not None and (place / "config.json").is_file():
                 return place
-        raise MissingWeightsError(
-            f"{self.name} has no weights here: `{self._command(here)}`, "
-            "or name their folder with --checkpoint"
-        )
-
-    def _command(self, folder: Path) -> str:
+        command = f"mtpbuild quantize --model {self.made_from} --to {self.layout} --out {here}"
         if self.repository is not None:
-            return f"hf download {self.repository} --local-dir {folder}"
-        return f"mtpbuild quantize --model {self.made_from} --to {self.layout} --out {folder}"
+            command = f"hf download {self.repository} --local-dir {here}"
+        how = f"`{command}`, or name their folder with --checkpoint"
+        raise MissingWeightsError(f"{self.name} has no weights here: {how}")
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,22 @@
 """A model without a weight in memory: what `build --dry-run` looks at beyond names and flags."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mtpbuild.builder.checkpoint.tensors import Checkpoint, stream_pieces
+from mtpbuild.builder.checkpoint.tensors import Checkpoint, joined, stream_pieces
 from mtpbuild.builder.checkpoint.write import TYPES
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.common.share import Share
+from mtpbuild.builder.models.common.weights import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.quantize.format import Shape
+from mtpbuild.builder.quantize.formats import Shape
 from mtpbuild.runtime.errors import BuildError
 
 
@@ -25,15 +24,13 @@ from mtpbuild.runtime.errors import BuildError
 class Shapes(Checkpoint):
     """A checkpoint whose tensors have no values; sources: shapes as the table demands them."""
 
-    sources: Mapping[str, Shape] = field(default_factory=dict)
+    sources: Mapping[str, Shape]
 
     def read(self, name: str) -> Tensor:
         return torch.empty(self.sources[name], device="meta")
 
     def part(self, name: str, suffix: str) -> Tensor:
-        format = self.format(name)
-        assert format is not None
-        part = format.parts(self.sources[name])[suffix]
+        part = self.tensors[name + suffix]
         return torch.empty(part.shape, dtype=TYPES[part.dtype], device="meta")
 
 
@@ -42,19 +39,14 @@ def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:
 
     The error names the first weight of another shape.
     """
-    wanted = {name: tuple(weight.shape) for name, weight in model.model.named_parameters()}
+    wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
     sources = {source.name: source.shape for weight in model.table for source in weight.sources}
     checkpoint = Shapes(**vars(model.checkpoint), sources=sources)
     for rank in ranks:
-        rows, rest = Counter[str](), dict[str, Shape]()
         share, table = Share(model.ranks, rank), model.weight_table(rank)
-        for name, piece in stream_pieces(checkpoint, table, model.kept, share):
-            rows[name] += len(piece)
-            rest[name] = tuple(piece.shape[1:])
-        for name in rows:
-            found = (rows[name], *rest[name])
-            if found != wanted[name]:
-                is_to_be = f"{name} is {[*found]}, the program's {[*wanted[name]]}"
+        for name, weight in joined(stream_pieces(checkpoint, table, model.kept, share)):
+            if weight.shape != wanted[name]:
+                is_to_be = f"{name} is {[*weight.shape]}, the program's {[*wanted[name]]}"
                 raise BuildError(f"rank {rank}: {is_to_be}")
 
 
@@ -65,12 +57,11 @@ def export(
 
     The model, which is on the meta device, is of no use afterwards.
     """
+
+    def count_nodes(plan: Plan) -> dict[str, int]:
+        traced = (trace(program, plan) for program in model.programs(plan))
+        return {each.name: len(each.exported.graph.nodes) for each in traced}
+
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_garbage_collection():
         model.model.to_empty(device="cpu")
-        return [
-            {
-                program.name: len(trace(program, plan).exported.graph.nodes)
-                for program in model.programs(plan)
-            }
-            for plan in plans
-        ]
+        return [count_nodes(plan) for plan in plans]

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.write import Shard, write_shards
-from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.quantize.formats import Part
 
 WEIGHTS = "weights.safetensors"
 

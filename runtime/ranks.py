@@ -61,5 +61,8 @@ class Ranks:
         return [replace(self, tp=n) for n in range(self.ep, most + 1, self.ep)]
 
 
+ALONE = Ranks()
+
+
 def listed(values: list[int]) -> str:
     return ", ".join(map(str, values)) or "none"

@@ -13,8 +13,8 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.write import Shard, split, write_index
 from mtpbuild.builder.forecast.weights import Layout, find_layout
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.share import WHOLE, Source
-from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.models.common.weights import WHOLE, Source
+from mtpbuild.builder.quantize.formats import Part
 from mtpbuild.builder.recipe import find_recipe
 
 

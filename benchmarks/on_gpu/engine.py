@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.eager import load_model
+from mtpbuild.builder.checkpoint.tensors import load_model
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs

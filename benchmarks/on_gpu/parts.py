@@ -13,12 +13,12 @@ from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.layers import DecoderLayer, MTPModule, Rope
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-from mtpbuild.builder.models.common.share import ALONE
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.plugins import accept_rewind
 from mtpbuild.runtime.manifest import FloatType
+from mtpbuild.runtime.ranks import ALONE
 from on_gpu.machine import Machine
 
 State = dict[str, Tensor]

@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.runtime.errors import CheckpointError
@@ -11,22 +10,23 @@ from mtpbuild.runtime.errors import CheckpointError
 
 @dataclass(frozen=True)
 class GenerationIds:
-    bos: int | None
-    eos: tuple[int, ...]
-    thinking: tuple[int, int] | None
+    """They have the names that an engine's manifest gives them."""
+
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    thinking_token_ids: tuple[int, int] | None
 
 
 def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
     """The first file that names an id wins; ids must be in the vocabulary."""
-    found: dict[str, tuple[int, ...]] = {}
-    for file in ("generation_config.json", "config.json"):
-        for key in ("bos_token_id", "eos_token_id"):
-            if key not in found:
-                ids = _ids(folder / file, key, config.vocab_size)
-                if ids is not None:
-                    found[key] = ids
-    bos = next(iter(found.get("bos_token_id", ())), None)
-    return GenerationIds(bos, found.get("eos_token_id", ()), _thinking_ids(folder))
+
+    def first(key: str) -> tuple[int, ...]:
+        files = (folder / "generation_config.json", folder / "config.json")
+        found = (_ids(file, key, config.vocab_size) for file in files)
+        return next((ids for ids in found if ids is not None), ())
+
+    bos, eos = first("bos_token_id"), first("eos_token_id")
+    return GenerationIds(next(iter(bos), None), eos, _thinking_ids(folder))
 
 
 def _thinking_ids(folder: Path) -> tuple[int, int] | None:
@@ -44,8 +44,7 @@ def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:
     if not path.is_file():
         return None
     try:
-        raw: Any = json.loads(path.read_text(encoding="utf-8"))
-        value = raw.get(key)
+        value = json.loads(path.read_text(encoding="utf-8")).get(key)
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a JSON object ({error})") from None
     if value is None:

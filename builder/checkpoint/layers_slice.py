@@ -35,11 +35,10 @@ class LayersSlice:
         if found is None:
             return name
         layer = int(found[2])
-        if layer < layers:
-            if not self.first <= layer <= self.last:
-                return None
-            return f"{found[1]}{layer - self.first}{found[3]}"
-        return f"{found[1]}{layer - layers + self.count}{found[3]}"
+        if layer < layers and not self.first <= layer <= self.last:
+            return None
+        moved = self.first if layer < layers else layers - self.count
+        return f"{found[1]}{layer - moved}{found[3]}"
 
 
 def parse_layers(text: str) -> LayersSlice:

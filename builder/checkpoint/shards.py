@@ -31,18 +31,15 @@ class Index:
 def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
     """`model.safetensors`, or the index's shards; raises CheckpointError unless all are whole."""
     path = folder / INDEX
-    if not path.is_file():
-        if not (folder / SINGLE).is_file():
-            raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
-        _refuse_incomplete(folder, [folder / SINGLE], None)
-        return [folder / SINGLE], None
-    index = _read_index(path)
-    names = sorted(set(index.shards.values()))
+    index = _read_index(path) if path.is_file() else None
+    if index is None and not (folder / SINGLE).is_file():
+        raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
+    names = sorted(set(index.shards.values())) if index is not None else [SINGLE]
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{path}: shard {name!r} is not a file name")
     shards = [folder / name for name in names]
-    _refuse_incomplete(folder, shards, index.total_size)
+    _refuse_incomplete(folder, shards, None if index is None else index.total_size)
     return shards, index
 
 
@@ -60,21 +57,16 @@ def _read_index(path: Path) -> Index:
 
 def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None) -> None:
     """Name the first shard that is missing or cut short, and count the bytes that are."""
-    whole, lacking = 0, dict[Path, int]()
     missing = [path for path in shards if not os.path.isfile(path)]  # never raises: odd names
-    for path in shards:
-        if path not in missing:
-            data, lack = _measure(path)
-            whole += data
-            if lack > 0:
-                lacking[path] = lack
+    there = {path: _measure(path) for path in shards if path not in missing}
+    lacking = {path: lack for path, (_, lack) in there.items() if lack > 0}
     faults = [f"shard {path.name} named by {INDEX} is missing" for path in missing]
     faults += [f"{path.name} is {lack:,} bytes short" for path, lack in lacking.items()]
     if not faults:
         return
     gone = sum(lacking.values())
     if missing and total_size is not None:
-        gone += max(0, total_size - whole)
+        gone += max(0, total_size - sum(size for size, _ in there.values()))
     total = f"; {gone:,} bytes lack in all" if gone and (missing or len(faults) > 1) else ""
     raise CheckpointError(
         f"{folder}: {faults[0]}{more(len(faults) - 1)}{total}; resume the download"

@@ -1,7 +1,7 @@
 """Reads a Hugging Face safetensors checkpoint tensor by tensor, checked against the table."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.shards import find_shards, more
-from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.share import WHOLE, Share, Source
-from mtpbuild.builder.models.common.weights import Weight
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.quantize.format import Format, Shape
-from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, stored_format
+from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.models.common.weights import WHOLE, Share, Source, Weight
+from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, Format, Part, Shape, stored_format
 from mtpbuild.builder.quantize.kept import NONE, Kept
 from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.manifest import FloatType
+from mtpbuild.runtime.ranks import ALONE
 
 PIECE = 4096  # rows that are compared at once
 # What other programs store and none of ours needs: caches here are not quantised.
@@ -27,36 +28,30 @@ UNUSED = (".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale")
 
 
 @dataclass(frozen=True)
+class Stored(Part):
+    """A tensor's dtype and shape, and where it is."""
+
+    file: Path
+    name: str  # in the file
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder: name -> file, shape and dtype; bytes are read when asked for."""
+    """The tensors of a folder by name; bytes are read when asked for."""
 
     folder: Path
-    files: Mapping[str, Path]
-    shapes: Mapping[str, Shape]
-    dtypes: Mapping[str, str]
-    stored_names: Mapping[str, str] = field(default_factory=dict)  # where a file has another
-
-    def renamed(self, names: Mapping[str, str]) -> "Checkpoint":
-        """Keep only some of the tensors, under other names. names: stored name -> new name."""
-        return replace(
-            self,
-            files={new: self.files[old] for old, new in names.items()},
-            shapes={new: self.shapes[old] for old, new in names.items()},
-            dtypes={new: self.dtypes[old] for old, new in names.items()},
-            stored_names={new: old for old, new in names.items()},
-        )
+    tensors: Mapping[str, Stored]
 
     def format(self, name: str) -> Format | None:
         """The number format of a quantised weight."""
-        return stored_format(name, self.dtypes, self.shapes)
+        return stored_format(name, self.tensors)
 
     def read(self, name: str) -> Tensor:
         """One weight in fp32, dequantised; raises CheckpointError if it holds NaN or Inf."""
         if (format := self.format(name)) is None:
             tensor = self.stored(name).float()
         else:
-            suffixes = format.parts((1, 1))
-            tensor = format.decode({suffix: self.part(name, suffix) for suffix in suffixes})
+            tensor = format.decode({end: self.part(name, end) for end in format.parts((1, 1))})
         self._refuse_not_finite(name, tensor)
         return tensor
 
@@ -69,19 +64,19 @@ class Checkpoint:
 
     def stored(self, name: str) -> Tensor:
         """One tensor as it is in its file."""
+        stored = self.tensors[name]
         try:
-            with safe_open(self.files[name], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(self.stored_names.get(name, name))
+            with safe_open(stored.file, framework="pt") as file:
+                return file.get_tensor(stored.name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.files[name]}: can't read {name} ({error})") from None
-        return tensor
+            raise CheckpointError(f"{stored.file}: can't read {name} ({error})") from None
 
     def _refuse_not_finite(self, name: str, tensor: Tensor) -> None:
         if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):  # or NaN
             raise self._wrong(name, "holds NaN or Inf")
 
     def _wrong(self, name: str, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.files[name]}: tensor {name} {what}")
+        return CheckpointError(f"{self.tensors[name].file}: tensor {name} {what}")
 
     def check(self, config: ModelConfig) -> list[Weight]:
         """The table of this checkpoint's weights, after every name, shape and dtype was checked.
@@ -91,13 +86,13 @@ class Checkpoint:
         family = family_of(config)
         table, same = family.weight_table(config, WHOLE), family.duplicates(config)
         wanted = {source.name: source for weight in table for source in weight.sources}
-        self._refuse(set(wanted) - set(self.files), "missing tensor")
+        self._refuse(set(wanted) - set(self.tensors), "missing tensor")
         known = set(wanted) | set(same)
         for source in wanted.values():
             known |= self._check_weight(source)
-        left = {n for n in self.files if n not in known and not n.endswith(UNUSED)}
+        left = {n for n in self.tensors if n not in known and not n.endswith(UNUSED)}
         self._refuse(left, "tensor that this architecture does not have:")
-        for name in sorted(set(same) & set(self.files) - set(wanted)):
+        for name in sorted(set(same) & set(self.tensors) - set(wanted)):
             if not self._equal(name, same[name]):
                 raise CheckpointError(
                     f"{self.folder}: {name} differs from {same[name]}; MTP modules share it"
@@ -108,22 +103,18 @@ class Checkpoint:
         """Compare two weights; those as large as a vocabulary go a piece at a time."""
         if self.format(name) is not None or self.format(other) is not None:
             return torch.equal(self.read(name), self.read(other))
-        if self.shapes[name] != self.shapes[other]:
+        if self.tensors[name].shape != self.tensors[other].shape:
             return False
         pieces = zip(self._pieces(name), self._pieces(other), strict=True)
         return all(torch.equal(a.float(), b.float()) for a, b in pieces)
 
     def _pieces(self, name: str) -> Iterator[Tensor]:
         """Rows of a stored tensor, some at a time."""
-        with safe_open(self.files[name], framework="pt") as file:
-            rows = file.get_slice(self.stored_names.get(name, name))
-            for start in range(0, self.shapes[name][0], PIECE):
+        stored = self.tensors[name]
+        with safe_open(stored.file, framework="pt") as file:
+            rows = file.get_slice(stored.name)
+            for start in range(0, stored.shape[0], PIECE):
                 yield rows[start : start + PIECE]
-
-    def format_of(self, weight: Weight) -> Format | None:
-        """The format that all sources of a product are in, so that it can stay in it."""
-        formats = {self.format(source.name) for source in weight.sources}
-        return formats.pop() if len(formats) == 1 else None
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
         if found := sorted(names):
@@ -133,47 +124,45 @@ class Checkpoint:
         """Require the dtypes and shapes of all parts of a weight; returns their names."""
         name, format = source.name, self.format(source.name)
         if format is None or len(source.shape) != 2:
-            if self.dtypes[name] not in DTYPES:
-                raise self._wrong(name, f"is {self.dtypes[name]}; supported: {SUPPORTED}")
+            if (dtype := self.tensors[name].dtype) not in DTYPES:
+                raise self._wrong(name, f"is {dtype}; supported: {SUPPORTED}")
             self._check_shape(name, source.shape, "config.json")
             return {name}
         if not format.fits(source.shape):
             shape = f"of shape {list(source.shape)}"
             raise self._wrong(name, f"{shape} does not split into the blocks of {format.name}")
         parts = format.parts(source.shape)
-        missing = (name + suffix for suffix in parts if name + suffix not in self.files)
+        missing = (name + suffix for suffix in parts if name + suffix not in self.tensors)
         self._refuse(missing, "missing tensor")
         for suffix, part in parts.items():
-            if (dtype := self.dtypes[name + suffix]) != part.dtype:
+            if (dtype := self.tensors[name + suffix].dtype) != part.dtype:
                 raise self._wrong(name + suffix, f"is {dtype}, {format.name} needs {part.dtype}")
             self._check_shape(name + suffix, part.shape, f"{format.name} of {list(source.shape)}")
         return {name + suffix for suffix in parts} | {f"{name.removesuffix('weight')}input_scale"}
 
     def _check_shape(self, name: str, shape: Shape, why: str) -> None:
-        if (found := self.shapes[name]) != shape:
+        if (found := self.tensors[name].shape) != shape:
             raise self._wrong(name, f"has shape {[*found]}, {why} makes it {[*shape]}")
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors` or of the shards that the index names."""
     paths, index = find_shards(folder)
-    where: dict[str, Path] = {}
-    shapes: dict[str, Shape] = {}
-    dtypes: dict[str, str] = {}
+    tensors: dict[str, Stored] = {}
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if name in where:
-                        raise CheckpointError(f"{path}: tensor {name} is in {where[name]} too")
+                    if name in tensors:
+                        other = tensors[name].file
+                        raise CheckpointError(f"{path}: tensor {name} is in {other} too")
                     part = file.get_slice(name)
-                    where[name] = path
-                    shapes[name], dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+                    tensors[name] = Stored(part.get_dtype(), tuple(part.get_shape()), path, name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     if index is not None:
-        index.check(where)
-    return Checkpoint(folder, where, shapes, dtypes)
+        index.check({name: stored.file for name, stored in tensors.items()})
+    return Checkpoint(folder, tensors)
 
 
 def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
@@ -182,23 +171,8 @@ def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
     if layers is None:
         return checkpoint
     count = load_config(folder).num_hidden_layers
-    names = {name: layers.rename(name, count) for name in checkpoint.files}
-    return checkpoint.renamed({old: new for old, new in names.items() if new is not None})
-
-
-def stream_weights(
-    checkpoint: Checkpoint,
-    table: list[Weight],
-    kept: Mapping[str, Kept] = NONE,
-    share: Share = WHOLE,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight of the table in its program's layout, contiguous, one at a time.
-
-    Weights are fp32, but those in `kept` come as values and scales. share: the table's.
-    """
-    for name, named in groupby(stream_pieces(checkpoint, table, kept, share), itemgetter(0)):
-        pieces = [piece for _, piece in named]
-        yield name, torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    renamed = ((layers.rename(name, count), stored) for name, stored in checkpoint.tensors.items())
+    return replace(checkpoint, tensors={new: stored for new, stored in renamed if new is not None})
 
 
 def stream_pieces(
@@ -207,7 +181,11 @@ def stream_pieces(
     kept: Mapping[str, Kept] = NONE,
     share: Share = WHOLE,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield as `stream_weights` does, but stacked experts one by one: rows [1, ..] of one name."""
+    """Yield each weight of the table in its program's layout, contiguous, one at a time.
+
+    Stacked experts come one by one: rows [1, ..] of one name. Weights are fp32, but those in `kept`
+    come as values and scales. share: the table's.
+    """
     for weight in table:
         if weight.name not in kept:
             for group in weight.groups:
@@ -219,3 +197,20 @@ def stream_pieces(
             for group in weight.groups:
                 parts = [checkpoint.part(source.name, suffix) for source in group]
                 yield name, own.join(suffix, group, parts)
+
+
+def joined(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole weights; pieces are the rows of each in turn."""
+    for name, named in groupby(pieces, itemgetter(0)):
+        rows = [piece for _, piece in named]
+        yield name, torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def load_model(folder: Path, config: ModelConfig, dtype: FloatType = "float32") -> CausalLM:
+    """The program's model with all its weights; raises CheckpointError."""
+    checkpoint, model = open_checkpoint(folder), family_of(config).make_model(config, ALONE)
+    hold_in(model, FLOATS[dtype])
+    types = {name: weight.dtype for name, weight in model.named_parameters()}
+    weights = joined(stream_pieces(checkpoint, checkpoint.check(config)))
+    model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)
+    return model.eval()

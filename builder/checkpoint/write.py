@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.quantize.formats import Part
 
 SHARD_LIMIT = 5 * 10**9  # bytes of tensors
 ALIGNMENT = 64  # of the first byte of data, for memory mapping
@@ -39,8 +39,7 @@ class Shard:
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}} if self.metadata else {}
         end = 0
         for name, part in self.tensors.items():
-            start, end = end, end + nbytes(part)
-            span = (start, end)
+            span = (end, end := end + nbytes(part))
             entries[name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": span}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -64,11 +63,10 @@ def split(tensors: Mapping[str, Part], limit: int = SHARD_LIMIT) -> list[Shard]:
             size = 0
         groups[-1][name] = part
         size += nbytes(part)
-    if len(groups) == 1:
+    if (count := len(groups)) == 1:
         return [Shard(SINGLE, groups[0])]
-    count = len(groups)
-    names = (f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
-    return [Shard(name, group) for name, group in zip(names, groups, strict=True)]
+    name = f"model-{{:05d}}-of-{count:05d}.safetensors"
+    return [Shard(name.format(i), group) for i, group in enumerate(groups, start=1)]
 
 
 def write_index(folder: Path, shards: list[Shard]) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.tensors import open_checkpoint
 from mtpbuild.builder.checkpoint.write import nbytes
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.share import WHOLE, Source
+from mtpbuild.builder.models.common.weights import WHOLE, Source
 from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.quantize.format import Format, Part, Shape
+from mtpbuild.builder.quantize.formats import Format, Part, Shape
 from mtpbuild.builder.quantize.scheme import PLAIN, SCHEMES
 from mtpbuild.builder.recipe import find_model, find_recipe
 from mtpbuild.runtime.ranks import Ranks
@@ -85,8 +85,8 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
         found.name,
         config,
         lambda source: opened.format(source.name),
-        lambda source: opened.dtypes[source.name],
-        repeated=any(name in opened.files for name in family_of(config).duplicates(config)),
+        lambda source: opened.tensors[source.name].dtype,
+        repeated=any(name in opened.tensors for name in family_of(config).duplicates(config)),
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.models.family import Family
+from mtpbuild.builder.models.config import ModelConfig as ModelConfig
+from mtpbuild.builder.models.family import Family as Family
 from mtpbuild.runtime.errors import CheckpointError
 
 _REGISTERED: dict[str, Family] = {}
@@ -42,11 +42,6 @@ def family_of(config: ModelConfig) -> Family:
     return next(family for family in families() if isinstance(config, family.config))
 
 
-def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Normalise a `config.json` of any family; raises CheckpointError."""
-    return find_family(raw).parse_config(raw)
-
-
 def load_config(folder: Path) -> ModelConfig:
     """Read `folder/config.json`; raises CheckpointError with what is wrong and where."""
     path = folder / "config.json"
@@ -54,7 +49,7 @@ def load_config(folder: Path) -> ModelConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise CheckpointError("expected a JSON object")
-        return parse_config(raw)
+        return find_family(raw).parse_config(raw)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except FileNotFoundError:

@@ -7,7 +7,7 @@ family adds its own in a subclass.
 import math
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
@@ -23,38 +23,36 @@ class Reader:
 
     raw: Mapping[str, Any]
 
+    def get(self, key: str, default: Any, good: Callable[[Any], bool], what: str) -> Any:
+        """The value, which must be a good one, or the default where there is none."""
+        value = self.raw.get(key)
+        if value is not None and not good(value):
+            raise CheckpointError(f"{key} must be {what}, not {reprlib.repr(value)}")
+        return default if value is None else value
+
     def integer(
         self, key: str, least: int, default: int | None = None, most: int = SIZE_LIMIT
     ) -> int:
-        value = self.raw.get(key)
-        if value is None:
-            value = default
+        def good(value: Any) -> bool:
+            return type(value) is int and least <= value <= most
+
+        value = self.get(key, default, good, f"an integer of {least}..{most}")
         if value is None:
             raise CheckpointError(f"{key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise CheckpointError(
-                f"{key} must be an integer of {least}..{most}, not {reprlib.repr(value)}"
-            )
         return value
 
     def number(self, key: str, default: float, above: float = -math.inf) -> float:
         """A finite number above the bound, or the default itself."""
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not real or not (value == default or above < value <= sys.float_info.max):
-            bound = "" if above == -math.inf else f" above {above:g}"
-            raise CheckpointError(f"{key} must be a number{bound}, not {reprlib.repr(value)}")
-        return float(value)
+
+        def good(value: Any) -> bool:
+            real = type(value) in (int, float)
+            return real and (value == default or above < value <= sys.float_info.max)
+
+        bound = "" if above == -math.inf else f" above {above:g}"
+        return float(self.get(key, default, good, f"a number{bound}"))
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{key} must be true or false, not {reprlib.repr(value)}")
-        return value
+        return self.get(key, default, lambda value: type(value) is bool, "true or false")
 
     def only(self, **supported: str) -> None:
         """Refuse a key that is there with another value than the one supported."""
@@ -110,10 +108,8 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
         raise CheckpointError("rope_parameters (rope_scaling) must be an object or null")
     rope = Reader(raw)
     kind = str(raw.get("rope_type") or raw.get("type") or "default")
-    if kind not in ("default", "linear", "yarn"):
-        raise CheckpointError(
-            f"rope type {kind!r} is not supported; supported: default, linear, yarn"
-        )
+    if kind not in (known := ("default", "linear", "yarn")):
+        raise CheckpointError(f"rope type {kind!r} is not supported; supported: {', '.join(known)}")
     theta = rope if raw.get("rope_theta") is not None else read
     limit = read.integer("max_position_embeddings", 1)
     original = rope.integer("original_max_position_embeddings", 1, default=limit)
@@ -164,13 +160,8 @@ class MoEConfig(ModelConfig):
 
     def is_moe(self, layer: int) -> bool:
         """Layers from `num_hidden_layers` on are MTP modules, always MoE."""
-        if layer >= self.num_hidden_layers:
-            return self.n_routed_experts > 0
-        return (
-            self.n_routed_experts > 0
-            and layer >= self.first_k_dense_replace
-            and layer % self.moe_layer_freq == 0
-        )
+        sparse = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+        return self.n_routed_experts > 0 and (sparse or layer >= self.num_hidden_layers)
 
     def sliced(self, first: int, count: int) -> Self:
         if first % self.moe_layer_freq:

@@ -11,8 +11,7 @@ from mtpbuild.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from mtpbuild.builder.models.common.causal_lm import CausalLM
     from mtpbuild.builder.models.common.reference import Reference
-    from mtpbuild.builder.models.common.share import Share
-    from mtpbuild.builder.models.common.weights import Weight
+    from mtpbuild.builder.models.common.weights import Share, Weight
 
 
 def late(module: str, name: str) -> Callable[..., Any]:

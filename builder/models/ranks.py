@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks, listed
 
@@ -21,8 +20,7 @@ def check_ranks(
     formats: of each class of weights whose blocks must stay whole; most: ranks at most.
     """
     ranks.check(config.n_routed_experts)
-    why = _obstacle(config, ranks, formats or {})
-    if why:
+    if why := _obstacle(config, ranks, formats or {}):
         others = ranks.others(most)
         good = [other.tp for other in others if not _obstacle(config, other, formats or {})]
         raise UsageError(f"--tp {ranks.tp} does not divide {why}; possible: {listed(good)}")

@@ -17,15 +17,12 @@ State = dict[str, Tensor]
 class Acceptance(Protocol):
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         """Which of the window's tokens are emitted; logits [B, T, V]."""
-        ...
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
         """Draft k (from 1) behind the newest token: logits [B, 1, V] -> [B, 1]."""
-        ...
 
     def draft_probs(self, state: State) -> State:
         """What the drafts were drawn from, if the state has a place for it."""
-        ...
 
 
 class GreedyAcceptance:

@@ -1,7 +1,6 @@
 """torch.export of a program, with the sizes that vary between calls left open."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -10,6 +9,8 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, Program, most_tokens
 from mtpbuild.runtime.manifest import ProgramSpec, TensorSpec
 
+Specs = tuple[TensorSpec, ...]
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -17,8 +18,8 @@ class Traced:
 
     name: str
     exported: ExportedProgram
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: Specs
+    outputs: Specs
     plan: Plan
 
     def spec(self, file: str) -> ProgramSpec:
@@ -34,9 +35,8 @@ def trace(program: Program, plan: Plan) -> Traced:
     least = 2 * plan.window + 2
     rows = Dim("rows", min=least, max=plan.capacity)
     chunk = Dim("chunk", min=1, max=most_tokens(plan))
-    slots: dict[int, Any] = {}
-    if program.batch > 1 and not plan.style.fixed:
-        slots = {0: Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))}
+    batch = Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))
+    slots = {0: batch} if program.batch > 1 and not plan.style.fixed else {}
     specs = {s.name: s for s in state_specs(plan) if s.name in program.state}
     state, shapes = {}, {}
     for name, spec in specs.items():
@@ -56,17 +56,12 @@ def trace(program: Program, plan: Plan) -> Traced:
     return Traced(program.name, exported, *_signature(program, exported), plan)
 
 
-def _signature(
-    program: Program, exported: ExportedProgram
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+def _signature(program: Program, exported: ExportedProgram) -> tuple[Specs, Specs]:
     nodes = {node.name: node for node in exported.graph.nodes}
     inputs = [nodes[name].meta["val"] for name in exported.graph_signature.user_inputs]
     outputs = [nodes[name].meta["val"] for name in exported.graph_signature.user_outputs]
     names = (*program.state, *program.arguments)
-    return (
-        tuple(map(_spec, names, inputs)),
-        tuple(map(_spec, program.outputs, outputs)),
-    )
+    return tuple(map(_spec, names, inputs)), tuple(map(_spec, program.outputs, outputs))
 
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:

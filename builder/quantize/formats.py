@@ -1,12 +1,168 @@
-"""The number formats by name, and how a stored weight shows which one it is in."""
+"""The number formats of weights: what each stores, and how a stored weight shows which it is in."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
-from mtpbuild.builder.quantize.format import Format, Shape
-from mtpbuild.builder.quantize.fp8 import Fp8
-from mtpbuild.builder.quantize.integers import Integers
-from mtpbuild.builder.quantize.nvfp4 import Nvfp4
-from mtpbuild.plugins.matmul_nbits.op import BLOCK
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
+
+Shape = tuple[int, ...]
+FP8_BLOCK = 128
+GROUP = 16  # columns of NVFP4 that share a scale
+LARGEST = 448.0  # of e4m3
+LEAST = 2.0**-9  # positive e4m3 value
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 codes 0..7; bit 3 is the sign
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored tensor: its dtype as safetensors names it, and its shape."""
+
+    dtype: str
+    shape: Shape
+
+
+class Format(Protocol):
+    """Weights are [out, in]. Parts are keyed by what follows `X.weight` in their names."""
+
+    name: str
+
+    def fits(self, shape: Shape) -> bool:
+        """Tell whether a weight of this shape splits into the format's blocks."""
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        """List what is stored for a weight of this shape; the weight's own part is `""`."""
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The weight in fp32: the format's product, rounded once."""
+
+    def encode(self, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+        """fp32 weight -> parts; amax (0-dim): its largest magnitude, or that of its group."""
+
+
+class Fp8:
+    """DeepSeek's FP8: e4m3 values with one fp32 multiplier per block of 128 x 128.
+
+    W[n, k] = value[n, k] * weight_scale_inv[n // 128, k // 128]; edge blocks may be smaller.
+    """
+
+    name = "fp8"
+
+    def fits(self, shape: Shape) -> bool:
+        return True
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        scales = tuple(-(-size // FP8_BLOCK) for size in shape)
+        return {"": Part("F8_E4M3", shape), "_scale_inv": Part("F32", scales)}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        values = parts[""].float()
+        return values.mul_(spread(parts["_scale_inv"], values.shape))
+
+    def encode(self, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+        rows, columns = (-size % FP8_BLOCK for size in weight.shape)
+        padded = torch.nn.functional.pad(weight, (0, columns, 0, rows))
+        blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+        largest = blocks.abs().amax(dim=(1, 3))
+        scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+        values = (weight / spread(scales, weight.shape)).to(torch.float8_e4m3fn)
+        return {"": values, "_scale_inv": scales}
+
+
+def spread(scales: Tensor, shape: Shape, times: int = FP8_BLOCK) -> Tensor:
+    """One scale per block -> one per value, or each only so many times along its row."""
+    rows, columns = shape
+    wide = scales.repeat_interleave(times, dim=1)[:, :columns]
+    return wide.repeat_interleave(FP8_BLOCK, dim=0)[:rows]
+
+
+class Nvfp4:
+    """ModelOpt's NVFP4: two e2m1 values per byte, an e4m3 scale per 16, one fp32 scale per weight.
+
+    W = value * weight_scale * weight_scale_2; the low nibble is the even column.
+    """
+
+    name = "nvfp4"
+
+    def fits(self, shape: Shape) -> bool:
+        return shape[1] % GROUP == 0
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        rows, columns = shape
+        return {
+            "": Part("U8", (rows, columns // 2)),
+            "_scale": Part("F8_E4M3", (rows, columns // GROUP)),
+            "_scale_2": Part("F32", ()),
+        }
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        values = unpack(parts[""]).unflatten(1, (-1, GROUP))
+        scaled = values * parts["_scale"].float()[..., None]  # exact: 2 by 4 bits
+        return (scaled * parts["_scale_2"]).flatten(1)
+
+    def encode(self, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+        second = torch.where(amax > 0, amax / (MAGNITUDES[-1] * LARGEST), 1.0)
+        groups = weight.unflatten(1, (-1, GROUP))
+        largest = groups.abs().amax(-1)
+        scales = (largest / (MAGNITUDES[-1] * second)).clamp(LEAST, LARGEST)
+        scales = torch.where(largest > 0, scales, 1.0).to(torch.float8_e4m3fn)
+        values = (groups / (scales.float() * second)[..., None]).flatten(1)
+        return {"": pack(values), "_scale": scales, "_scale_2": second}
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """uint8 [N, K/2] -> fp32 [N, K]."""
+    values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
+    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1)
+    return values[codes.int()].flatten(1)
+
+
+def pack(values: Tensor) -> Tensor:
+    """fp32 [N, K] -> uint8 [N, K/2], each value rounded to the nearest code, ties to the even."""
+    steps = torch.tensor(MAGNITUDES)
+    middles = (steps[1:] + steps[:-1]) / 2
+    size = values.abs()
+    codes = torch.bucketize(size, middles)  # a tie goes down, to an even code or an odd one
+    codes += torch.isin(size, middles[1::2])
+    codes += 8 * values.signbit()
+    pairs = codes.to(torch.uint8).unflatten(1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+class Integers:
+    """int8 and int4 as ONNX Runtime's MatMulNBits reads them: blocks of 32 with an fp32 scale each.
+
+    W = (value - 2 ** (bits - 1)) * weight_scale; in 4 bits the low nibble comes first.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.name, self.bits, self.zero = f"int{bits}", bits, 1 << bits - 1
+
+    def fits(self, shape: Shape) -> bool:
+        return shape[1] % BLOCK == 0
+
+    def parts(self, shape: Shape) -> dict[str, Part]:
+        rows, blocks = shape[0], shape[1] // BLOCK
+        packed = (rows, blocks, BLOCK * self.bits // 8)
+        return {"": Part("U8", packed), "_scale": Part("F32", (rows, blocks))}
+
+    def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return dequantise(parts[""], parts["_scale"])
+
+    def encode(self, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+        blocks = weight.unflatten(1, (-1, BLOCK))
+        extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+        # The extreme becomes -zero, the side that has one value more; so scales may be negative.
+        scales = torch.where(extreme != 0, extreme / -self.zero, 1.0)
+        values = (blocks / scales).round().add(self.zero).clamp(0, 2 * self.zero - 1)
+        values = values.to(torch.uint8)
+        if self.bits == 4:
+            values = values[..., 0::2] | values[..., 1::2] << 4
+        return {"": values, "_scale": scales.squeeze(-1)}
+
 
 FP8, NVFP4, INT8, INT4 = Fp8(), Nvfp4(), Integers(8), Integers(4)
 FORMATS: dict[str, Format] = {f.name: f for f in (FP8, NVFP4, INT8, INT4)}
@@ -14,18 +170,16 @@ DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised
 SUPPORTED = f"{', '.join(DTYPES)}, FP8 with its weight_scale_inv, NVFP4 or int with weight_scale"
 
 
-def stored_format(
-    name: str, dtypes: Mapping[str, str], shapes: Mapping[str, Shape]
-) -> Format | None:
+def stored_format(name: str, parts: Mapping[str, Part]) -> Format | None:
     """The format of the weight `name`, told by its scale as exclude lists are not reliable.
 
     None: not quantised, or not in a way that is known.
     """
-    kind, scale = dtypes[name], dtypes.get(f"{name}_scale")
-    if kind == "F8_E4M3" and f"{name}_scale_inv" in dtypes:
+    weight, scale = parts[name], parts.get(f"{name}_scale")
+    if weight.dtype == "F8_E4M3" and f"{name}_scale_inv" in parts:
         return FP8
-    if kind != "U8" or scale is None:
+    if weight.dtype != "U8" or scale is None:
         return None
-    if scale == "F8_E4M3":
+    if scale.dtype == "F8_E4M3":
         return NVFP4
-    return INT4 if shapes[name][-1] == BLOCK // 2 else INT8
+    return INT4 if weight.shape[-1] == BLOCK // 2 else INT8

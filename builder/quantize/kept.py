@@ -9,12 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks, Scaled
-from mtpbuild.builder.models.common.share import WHOLE, Share, Source
-from mtpbuild.builder.models.common.weights import Weight
-from mtpbuild.builder.quantize.format import Format
-from mtpbuild.builder.quantize.fp8 import BLOCK
-from mtpbuild.builder.quantize.integers import Integers
-from mtpbuild.builder.quantize.nvfp4 import GROUP, Nvfp4
+from mtpbuild.builder.models.common.weights import WHOLE, Share, Source, Weight
+from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format, Integers, Nvfp4, spread
 
 NAMES = ("values", "scales", "scales_2")  # of a format's parts, in their order
 PAIR = {"gate_up_proj": "down_proj", "down_proj": "gate_up_proj"}
@@ -41,7 +37,7 @@ class Kept:
     def group(self) -> int:
         """Inputs that share a scale; what does not end with a block cuts all of them in pieces."""
         widths = (self._own_shape(source)[1] for source in self.weight.sources)
-        return gcd(GROUP if isinstance(self.format, Nvfp4) else BLOCK, *widths)
+        return gcd(GROUP if isinstance(self.format, Nvfp4) else FP8_BLOCK, *widths)
 
     def module(self, shape: tuple[int, ...]) -> nn.Module:
         """Make what replaces a parameter of this shape."""
@@ -69,8 +65,7 @@ class Kept:
             return part.expand((1, inputs // GROUP) if self.weight.joined == 1 else (outputs, 1))
         if suffix == "_scale_inv":
             outputs, inputs = source.shape
-            tall = part.repeat_interleave(BLOCK, dim=0)[:outputs]
-            wide = tall.repeat_interleave(BLOCK // self.group, dim=1)[:, : inputs // self.group]
+            wide = spread(part, (outputs, inputs // self.group), FP8_BLOCK // self.group)
             return self.share.cut(source, wide)
         return self.share.cut(source, part.view(torch.uint8))
 
@@ -91,14 +86,11 @@ def can_stay(kept: Kept) -> bool:
 def in_pairs(kept: Mapping[str, Kept]) -> dict[str, Kept]:
     """Drop experts in integers whose other product is in another format: QMoE takes both."""
 
-    def other(name: str) -> str:
-        layer, _, leaf = name.rpartition(".")
-        return f"{layer}.{PAIR[leaf]}"
+    def stays(each: Kept) -> bool:
+        if each.weight.slices == 1 or not isinstance(each.format, Integers):
+            return True
+        layer, _, leaf = each.weight.name.rpartition(".")
+        other = kept.get(f"{layer}.{PAIR[leaf]}")
+        return other is not None and other.format is each.format
 
-    return {
-        name: each
-        for name, each in kept.items()
-        if each.weight.slices == 1
-        or not isinstance(each.format, Integers)
-        or (other(name) in kept and kept[other(name)].format is each.format)
-    }
+    return {name: each for name, each in kept.items() if stays(each)}

@@ -14,18 +14,16 @@ from mtpbuild.builder.building import under_construction
 from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
 from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
-from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.share import Source
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.quantize.format import Format, Part
-from mtpbuild.builder.quantize.fp8 import BLOCK as FP8_BLOCK
-from mtpbuild.builder.quantize.nvfp4 import GROUP
+from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format, Part
 from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
 from mtpbuild.runtime.errors import BuildError
 
 MODELOPT = "hf_quant_config.json"
+Watch = Callable[[str], None]  # gets a line about each weight
 
 
 @dataclass(frozen=True)
@@ -63,22 +61,20 @@ class Quantized:
     unfit: list[str] = field(default_factory=list)
 
 
-def quantize(
-    request: QuantizeRequest, watch: Callable[[str], None] = lambda text: None
-) -> Quantized:
+def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quantized:
     """Write the checkpoint; raises UsageError, CheckpointError or BuildError, leaving nothing."""
     source = find_model(request.model, request.checkpoint)
     check_place(request.out, source.folder, force=request.force)
     config = load_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
     sources = {s.name: s for weight in checkpoint.check(config) for s in weight.sources}
-    repeated = [name for name in family_of(config).duplicates(config) if name in checkpoint.files]
+    repeated = [name for name in family_of(config).duplicates(config) if name in checkpoint.tensors]
     for name in repeated:
-        sources.setdefault(name, Source(name, checkpoint.shapes[name]))
+        sources.setdefault(name, Source(name, checkpoint.tensors[name].shape))
     done = Quantized(request.out)
     formats = {s.name: request.scheme.format(config, s) for s in sources.values()}
-    wanted = (name for name in sources if request.scheme.wanted(config, name) is not None)
-    done.unfit = [name for name in wanted if formats[name] is None]
+    unchanged = [name for name, format in formats.items() if format is None]
+    done.unfit = [name for name in unchanged if request.scheme.wanted(config, name) is not None]
     parts = dict[str, Part]()
     for name, format in formats.items():
         for suffix, part in layout(checkpoint, sources[name], format).items():
@@ -96,15 +92,12 @@ def layout(checkpoint: Checkpoint, source: Source, format: Format | None) -> dic
     """List what is stored for a weight; one that is not quantised any more becomes bf16."""
     if format is not None:
         return format.parts(source.shape)
-    dtype = checkpoint.dtypes[source.name] if checkpoint.format(source.name) is None else "BF16"
+    dtype = "BF16" if checkpoint.format(source.name) else checkpoint.tensors[source.name].dtype
     return {"": Part(dtype, source.shape)}
 
 
 def encode_all(
-    checkpoint: Checkpoint,
-    formats: dict[str, Format | None],
-    done: Quantized,
-    watch: Callable[[str], None],
+    checkpoint: Checkpoint, formats: dict[str, Format | None], done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor that is stored of each weight."""
     for name, format in formats.items():
@@ -130,8 +123,7 @@ def group_amax(checkpoint: Checkpoint, name: str, weight: Tensor) -> Tensor:
     amax = weight.abs().max()
     for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
         if name.endswith(f"{one}.weight"):
-            partner = checkpoint.read(name.replace(one, other))
-            return torch.maximum(amax, partner.abs().max())
+            return torch.maximum(amax, checkpoint.read(name.replace(one, other)).abs().max())
     return amax
 
 

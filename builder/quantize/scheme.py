@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.share import Source
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.quantize.format import Format
-from mtpbuild.builder.quantize.formats import FORMATS
+from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.quantize.formats import FORMATS, Format
 from mtpbuild.runtime.errors import UsageError
 
 PLAIN = "bf16"

@@ -12,17 +12,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint import tensors as module
-from mtpbuild.builder.checkpoint.eager import load_model
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.checkpoint.tensors import (
     Checkpoint,
+    joined,
+    load_model,
     open_checkpoint,
     stream_pieces,
-    stream_weights,
 )
+from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.quantize.formats import Part
 from mtpbuild.builder.weights_file import write_weights
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import (
@@ -52,7 +53,7 @@ def check(folder: Path) -> Tensors:
     """The stages that read a checkpoint, without torch.export."""
     config = load_config(folder)
     checkpoint = open_checkpoint(folder)
-    return dict(stream_weights(checkpoint, checkpoint.check(config)))
+    return dict(joined(stream_pieces(checkpoint, checkpoint.check(config))))
 
 
 def refused(folder: Path) -> str:
@@ -78,7 +79,7 @@ def test_the_table_covers_exactly_the_models_parameters(shape: str) -> None:
     reference = make_model(**SHAPES[shape])
     wanted = {name: tuple(p.shape) for name, p in DeepseekV3(reference.config).named_parameters()}
     tensors, used, made = reference.state_dict(), set(), {}
-    for weight in weight_table(reference.config):
+    for weight in weight_table(reference.config, WHOLE):
         sources = [tensors[source.name] for source in weight.sources]
         assert [tuple(t.shape) for t in sources] == [s.shape for s in weight.sources]
         assert weight.name not in made
@@ -127,7 +128,7 @@ def test_weights_are_read_one_by_one(folder: Path, tmp_path: Path) -> None:
     table = checkpoint.check(config)
     parameters = dict(DeepseekV3(config).named_parameters())
     shapes = {w.name: Part("F32", tuple(parameters[w.name].shape)) for w in table}
-    places = write_weights(tmp_path / "all", shapes, stream_weights(checkpoint, table))
+    places = write_weights(tmp_path / "all", shapes, joined(stream_pieces(checkpoint, table)))
     first = {source.name: weight.name for weight in reversed(table) for source in weight.sources}
     written = dict[str, int]()
 
@@ -138,7 +139,7 @@ def test_weights_are_read_one_by_one(folder: Path, tmp_path: Path) -> None:
 
     watched = Watched(**{each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)})
     write_weights(tmp_path / "again", shapes, stream_pieces(watched, table))
-    assert set(written) == set(checkpoint.files)
+    assert set(written) == set(checkpoint.tensors)
     for name, size in written.items():  # buffered writing may hold back at most one buffer
         assert size <= places[first[name]].offset <= size + 8192, name
     assert (tmp_path / "again").read_bytes() == (tmp_path / "all").read_bytes()

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
+from mtpbuild.builder.checkpoint.tensors import joined, open_checkpoint, stream_pieces
 from mtpbuild.builder.fingerprint import fingerprint
+from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
@@ -43,7 +44,7 @@ def check(folder: Path) -> int:
     generation_ids(folder, config)
     fingerprint(folder, Plan(config, 0, None, 1, 64, 16), "onnxruntime")
     checkpoint = open_checkpoint(folder)
-    return sum(1 for _ in stream_weights(checkpoint, checkpoint.check(config)))
+    return sum(1 for _ in joined(stream_pieces(checkpoint, checkpoint.check(config))))
 
 
 def flip(name: str, at: int, mask: int) -> Damage:
@@ -144,11 +145,11 @@ def test_damage_is_seen_or_harmless(sound: Path, damages: list[Damage]) -> None:
                 continue  # a file that this folder lacks, or that the first damage has spoilt
         says = ""
         try:
-            assert check(folder) == len(weight_table(load_config(folder)))
+            assert check(folder) == len(weight_table(load_config(folder), WHOLE))
         except CheckpointError as error:
             says = str(error)
         assert "\n" not in says
 
 
 def test_the_folder_is_sound_without_damage(sound: Path) -> None:
-    assert check(sound) == len(weight_table(load_config(sound)))
+    assert check(sound) == len(weight_table(load_config(sound), WHOLE))

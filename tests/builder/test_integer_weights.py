@@ -8,9 +8,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.eager import load_model
 from mtpbuild.builder.checkpoint.generation import GenerationIds
-from mtpbuild.builder.checkpoint.tensors import open_checkpoint
+from mtpbuild.builder.checkpoint.tensors import load_model, open_checkpoint
 from mtpbuild.builder.engine_weights import EngineWeights
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks
@@ -27,7 +26,7 @@ from mtpbuild.runtime.manifest import read_manifest
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.numbers import in_int8_blocks
 
-IDS = GenerationIds(bos=None, eos=(), thinking=None)
+IDS = GenerationIds(None, (), None)
 BOTH = ("int8", "int4")
 MANY = QUANTIZABLE | {"n_routed_experts": 24, "num_experts_per_tok": 3}  # chosen ones are gathered
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]

@@ -10,7 +10,7 @@ import torch
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
-from mtpbuild.builder.checkpoint.tensors import stream_weights
+from mtpbuild.builder.checkpoint.tensors import joined, stream_pieces
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
@@ -54,7 +54,7 @@ def test_its_weights_are_those_layers(
     cut, config = LayersSlice(first, last), load_config(folder)
     source = ModelSource("x", folder, cut.of(config), generation_ids(folder, config), layers=cut)
     wanted = lower(own).state_dict()
-    found = dict(stream_weights(source.checkpoint, source.table))
+    found = dict(joined(stream_pieces(source.checkpoint, source.table)))
     assert list(found) == [weight.name for weight in source.table]
     assert set(found) <= set(wanted)
     for name, tensor in found.items():

@@ -12,9 +12,10 @@ import pytest
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.checkpoint.write import Shard, nbytes
+from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.quantize.format import Part
+from mtpbuild.builder.quantize.formats import Part
 from mtpbuild.builder.weights_file import WEIGHTS
 from tests.support.checkpoints import BASE
 
@@ -55,7 +56,7 @@ print(resident("VmHWM") - before)
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("holes")
     (folder / "config.json").write_text(json.dumps(BASE | SHAPE))
-    table = weight_table(parse_config(BASE | SHAPE))
+    table = weight_table(parse_config(BASE | SHAPE), WHOLE)
     tensors = {s.name: Part("BF16", s.shape) for weight in table for s in weight.sources}
     assert max(map(nbytes, tensors.values())) * 2 == LARGEST
     shard = Shard(SINGLE, tensors)

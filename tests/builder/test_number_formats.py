@@ -7,8 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.quantize.formats import FORMATS, FP8, INT4, INT8, NVFP4
-from mtpbuild.builder.quantize.nvfp4 import MAGNITUDES, pack, unpack
+from mtpbuild.builder.quantize.formats import (
+    FORMATS,
+    FP8,
+    INT4,
+    INT8,
+    MAGNITUDES,
+    NVFP4,
+    pack,
+    unpack,
+)
 
 E4M3 = torch.float8_e4m3fn
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint import write
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.checkpoint.tensors import open_checkpoint, stream_weights
+from mtpbuild.builder.checkpoint.tensors import joined, open_checkpoint, stream_pieces
+from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.quantize import quantize
 from mtpbuild.builder.quantize.formats import FORMATS
@@ -45,12 +46,12 @@ def run(source: Path, out: Path, scheme: Scheme, force: bool = False) -> Quantiz
 def read(folder: Path) -> dict[str, Tensor]:
     """Every weight of the program, through the checks."""
     checkpoint = open_checkpoint(folder)
-    return dict(stream_weights(checkpoint, checkpoint.check(load_config(folder))))
+    return dict(joined(stream_pieces(checkpoint, checkpoint.check(load_config(folder)))))
 
 
 def formats_of(folder: Path) -> dict[str, str]:
     checkpoint = open_checkpoint(folder)
-    names = {s.name for w in weight_table(load_config(folder)) for s in w.sources}
+    names = {s.name for w in weight_table(load_config(folder), WHOLE) for s in w.sources}
     found = {name: checkpoint.format(name) for name in names}
     return {name: format.name for name, format in found.items() if format is not None}
 
@@ -62,7 +63,7 @@ def test_what_is_written_is_read(name: str, source: Path, tmp_path: Path) -> Non
     assert done.unfit == []
     weights, plain = read(tmp_path / "out"), read(source)
     stored = load_file(tmp_path / "out" / SINGLE)
-    for weight in weight_table(load_config(source)):
+    for weight in weight_table(load_config(source), WHOLE):
         tensors = {}
         for part in weight.sources:
             format = SCHEMES[name].format(load_config(source), part)
@@ -133,7 +134,7 @@ def test_a_quantised_checkpoint_is_a_source(source: Path, tmp_path: Path) -> Non
     run(tmp_path / "fp8", tmp_path / "nvfp4", SCHEMES["nvfp4"])
     found = formats_of(tmp_path / "nvfp4")
     assert set(found.values()) == {"nvfp4"}
-    assert open_checkpoint(tmp_path / "nvfp4").dtypes[Q_A] == "BF16"
+    assert open_checkpoint(tmp_path / "nvfp4").tensors[Q_A].dtype == "BF16"
     decoded = open_checkpoint(tmp_path / "fp8").read(Q_A)
     assert torch.equal(load_file(tmp_path / "nvfp4" / SINGLE)[Q_A], decoded.bfloat16())
     assert "quantization_config" not in json.loads((tmp_path / "nvfp4" / "config.json").read_text())

@@ -50,7 +50,7 @@ def plan_of(folder: Path, **changes: Any) -> Plan:
 def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the ONNX files that the target compiles, and their weights."""
     plan, folder = plan_of(predictable_folder), tmp_path_factory.mktemp("graphs")
-    ids = GenerationIds(bos=None, eos=(), thinking=None)
+    ids = GenerationIds(None, (), None)
     source = model_source.ModelSource("toy", predictable_folder, plan.config, ids)
     places = EngineWeights(source).write(folder, siblings=folder / "none").places
     for program in source.programs(plan):

@@ -12,16 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.eager import load_model
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.checkpoint.tensors import stream_weights
+from mtpbuild.builder.checkpoint.tensors import joined, load_model, stream_pieces
 from mtpbuild.builder.engine_weights import EngineWeights
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.share import ALONE, Share
+from mtpbuild.builder.models.common.weights import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
@@ -38,11 +37,11 @@ from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_sca
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, read_manifest
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.ranks import ALONE, Ranks
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 
-IDS = GenerationIds(bos=None, eos=(), thinking=None)
+IDS = GenerationIds(None, (), None)
 BOTH = ("fp8", "nvfp4")
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 MANY = QUANTIZABLE | {"n_routed_experts": 24, "n_group": 4, "num_experts_per_tok": 3}  # gathered
@@ -139,8 +138,8 @@ def test_ranks_hold_their_part(name: str, ranks: Ranks, folder: MakeFolder) -> N
         share = Share(ranks, rank)
         kept = source(folder(name), ranks=ranks)
         table, checkpoint = kept.weight_table(rank), kept.checkpoint
-        plain = dict(stream_weights(checkpoint, table, share=share))
-        stored = dict(stream_weights(checkpoint, table, kept.kept, share))
+        plain = dict(joined(stream_pieces(checkpoint, table, share=share)))
+        stored = dict(joined(stream_pieces(checkpoint, table, kept.kept, share)))
         assert kept.kept
         for weight in kept.kept:
             parts = (stored.get(f"{weight}.{part}") for part in ("values", "scales", "scales_2"))

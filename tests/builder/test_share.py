@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common import causal_lm, collectives, layers
-from mtpbuild.builder.models.common.share import Share, Source
+from mtpbuild.builder.models.common.weights import WHOLE, Share, Source
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
@@ -143,12 +143,12 @@ def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
             if source.axis is not None:
                 numbers = torch.arange(int(np.prod(source.shape))).view(source.shape)
                 held.setdefault(source.name, []).append(share.cut(source, numbers).flatten())
-    cut = [s for weight in weight_table(c) for s in weight.sources if s.axis is not None]
+    cut = [s for weight in weight_table(c, WHOLE) for s in weight.sources if s.axis is not None]
     assert {source.name for source in cut} == set(held)
     for source in cut:
         found = torch.cat(held[source.name]).sort().values
         assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
-    replicated = {s.name for w in weight_table(c) for s in w.sources if s.axis is None}
+    replicated = {s.name for w in weight_table(c, WHOLE) for s in w.sources if s.axis is None}
     kinds = {name.rpartition("layers.")[2].partition(".")[2] or name for name in replicated}
     assert kinds == {
         "enorm.weight",
@@ -176,7 +176,7 @@ def test_with_attention_dp_only_routed_experts_are_cut(experts: int) -> None:
         seen.add(source.name)
         if share.cut(source, tensor).shape != source.shape:
             cut.add(source.name)
-    everything = {s.name for weight in weight_table(c) for s in weight.sources}
+    everything = {s.name for weight in weight_table(c, WHOLE) for s in weight.sources}
     routed = {name for name in everything if ".mlp.experts." in name}
     assert cut == {n for n in routed if int(n.split(".")[5]) in share.experts(c.n_routed_experts)}
     assert seen == everything - routed | cut

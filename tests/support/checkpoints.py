@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mtpbuild.builder import models
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.models.common.share import WHOLE, Share
-from mtpbuild.builder.models.common.weights import Weight
+from mtpbuild.builder.models.common.weights import WHOLE, Share, Weight
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import MTPModule, Transformer

@@ -154,7 +154,7 @@ def r1_listing(name: str) -> dict[str, Any]:
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.models import family_of, load_config
     from mtpbuild.builder.models.common.blocks import put
-    from mtpbuild.builder.models.common.share import Share
+    from mtpbuild.builder.models.common.weights import Share
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.program.trace import trace

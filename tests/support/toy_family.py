@@ -22,11 +22,10 @@ from mtpbuild.builder.models.common.layers import (
     MTPModule,
     Rope,
     Rows,
-    parameter,
 )
+from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.reference import Reference
-from mtpbuild.builder.models.common.share import Share, Source
-from mtpbuild.builder.models.common.weights import Weight, mlp, product, vector
+from mtpbuild.builder.models.common.weights import Share, Source, Weight, mlp, product, vector
 from mtpbuild.builder.models.config import ModelConfig, Reader, integer
 from mtpbuild.builder.models.family import Costs, Family, Split
 from mtpbuild.runtime.ranks import Ranks
@@ -81,12 +80,10 @@ class ToyAttention(Attention):
         a, b = x.unflatten(-1, (-1, self.width)).chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
 
-    def attend(
-        self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
-    ) -> Tensor:
+    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         T, S, fresh_rows = q.shape[1], cache.shape[2], fresh.shape[2]
         last = first[:, None] + torch.arange(T, device=q.device)
-        old = torch.arange(S, device=q.device) < base[:, None, None]  # [B, 1, S]
+        old = torch.arange(S, device=q.device) < rows.base[:, None, None]  # [B, 1, S]
         new = torch.arange(fresh_rows, device=q.device) <= last[..., None]  # [B, T, F]
         seen = torch.cat([old.expand(-1, T, -1), new], dim=-1)[:, None, None]  # [B, 1, 1, T, S + F]
         k, v = torch.cat([cache, fresh], dim=2)[:, 0].chunk(2, dim=-1)

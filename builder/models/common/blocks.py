@@ -3,14 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.plugins import dequantise_scaled, experts_nbits, matmul_nbits, matmul_scaled
 from mtpbuild.plugins.matmul_nbits.op import BLOCK
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
-
-
-def held(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 class Blocks(nn.Module):
@@ -18,8 +15,8 @@ class Blocks(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, bits: int) -> None:
         super().__init__()
-        self.values = held((outputs, inputs // BLOCK, BLOCK * bits // 8), torch.uint8)
-        self.scales = held((outputs, inputs // BLOCK), torch.float32)
+        self.values = parameter(outputs, inputs // BLOCK, BLOCK * bits // 8, dtype=torch.uint8)
+        self.scales = parameter(outputs, inputs // BLOCK, dtype=torch.float32)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return matmul_nbits(x, self.values, self.scales)
@@ -30,8 +27,8 @@ class ExpertBlocks(nn.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int, bits: int) -> None:
         super().__init__()
-        self.values = held((experts, outputs, inputs * bits // 8), torch.uint8)
-        self.scales = held((experts, outputs, inputs // BLOCK), torch.float32)
+        self.values = parameter(experts, outputs, inputs * bits // 8, dtype=torch.uint8)
+        self.scales = parameter(experts, outputs, inputs // BLOCK, dtype=torch.float32)
 
     def through(self, down: "ExpertBlocks", x: Tensor, ids: Tensor) -> Tensor:
         """x [N, E] through the expert that ids [N] say, of whom these are the gates and ups."""
@@ -50,10 +47,11 @@ class Scaled(nn.Module):
         super().__init__()
         *stack, K, N = shape
         packed = K if scales_2 is None else K // 2
-        self.values = held((*stack, packed, N), torch.uint8)
-        kind = torch.float32 if scales_2 is None else torch.uint8
-        self.scales = held((*stack, K // group, N), kind)
-        self.scales_2 = None if scales_2 is None else held((*stack, *scales_2), torch.float32)
+        self.values = parameter(*stack, packed, N, dtype=torch.uint8)
+        real = torch.float32
+        kind = real if scales_2 is None else torch.uint8
+        self.scales = parameter(*stack, K // group, N, dtype=kind)
+        self.scales_2 = None if scales_2 is None else parameter(*stack, *scales_2, dtype=real)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return matmul_scaled(x, self.values, self.scales, self.scales_2)

@@ -6,15 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, rank_constant
-from mtpbuild.builder.models.common.layers import (
-    DecoderLayer,
-    MTPModule,
-    RMSNorm,
-    Rope,
-    Rows,
-    parameter,
-)
-from mtpbuild.builder.models.common.precision import cast
+from mtpbuild.builder.models.common.layers import DecoderLayer, MTPModule, RMSNorm, Rope, Rows
+from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.runtime.ranks import Ranks
 

@@ -10,14 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.collectives import all_reduce, own_part, rank_constant
+from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
 from mtpbuild.builder.models.config import ModelConfig, RopeConfig
 from mtpbuild.plugins import kv_write
 from mtpbuild.runtime.ranks import Ranks
-
-
-def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 @dataclass(frozen=True)
@@ -30,13 +27,10 @@ class Rows:
     expand: bool = False  # many tokens: attention may make keys and values of all rows at once
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = parameter(size), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        super().__init__(size, eps)
+        self.requires_grad_(False)
 
 
 class Rope(nn.Module):
@@ -79,13 +73,11 @@ class Attention(Kernels):
         """x [B, T, E] -> query input [B, T, ..], and the tokens' cache rows [B, 1, T, C]."""
         raise NotImplementedError
 
-    def attend(
-        self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
-    ) -> Tensor:
+    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         """Query input [B, T, ..] -> [B, T, E].
 
-        Query t sees the cache's rows before base [B], and the fresh rows up to first [B] + t, which
-        may be written at base already; with `rows.expand` they are, and first is 0.
+        Query t sees the cache's rows before rows.base [B], and the fresh rows up to first [B] + t,
+        which may be written at the base already; with `rows.expand` they are, and first is 0.
         """
         raise NotImplementedError
 
@@ -149,7 +141,7 @@ class DecoderLayer(nn.Module):
     def finish(
         self, x: Tensor, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor
     ) -> Tensor:
-        x = x + self.summed(self.self_attn.attend(q, rows, cache, fresh, rows.base, first))
+        x = x + self.summed(self.self_attn.attend(q, rows, cache, fresh, first))
         return x + self.summed(self.mlp(self.post_attention_layernorm(x)))
 
     def summed(self, part: Tensor) -> Tensor:

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.blocks import ExpertBlocks, parts_of
 from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
-from mtpbuild.builder.models.common.layers import MLP, Kernels, parameter
-from mtpbuild.builder.models.common.precision import cast
-from mtpbuild.builder.models.common.share import ALONE
+from mtpbuild.builder.models.common.layers import MLP, Kernels
+from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
 from mtpbuild.plugins import moe
 from mtpbuild.plugins.moe.op import MAX_TOKENS
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.ranks import ALONE, Ranks
 
 DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering the chosen ones
 
@@ -66,8 +65,7 @@ class MoE(Kernels):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ranks.attention_dp:
-            every = every_rank(x, self.rank, self.ranks.tp)
-            y = own_sum(self.routed(every), self.rank)
+            y = own_sum(self.routed(every_rank(x, self.rank, self.ranks.tp)), self.rank)
         else:
             y = self.routed(x)
         return y if self.shared_experts is None else y + self.shared_experts(x)
@@ -91,8 +89,7 @@ class DenseMoE(MoE):
     def routed(self, x: Tensor) -> Tensor:
         c = self.config
         weights, ids = self.gate(x)
-        every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts)
-        every = every.scatter(-1, ids, weights)
+        every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(-1, ids, weights)
         if (ep := self.ranks.ep) > 1:
             # Rank r's is group r % ep; not by `rank % ep`, which the compiler would fold.
             groups = every.unflatten(-1, (ep, -1))
@@ -149,16 +146,14 @@ class GatheredMoE(MoE):
         if not isinstance(tokens, int):
             assert self.chunk is not None
             most = self.chunk
-            filled = (torch.cat([each, each[:1].expand(most, -1)])[:most] for each in operands)
-            operands = tuple(filled)
+            operands = tuple(torch.cat([x, x[:1].expand(most, -1)])[:most] for x in operands)
         pieces = zip(*(each.split(MAX_TOKENS) for each in operands), strict=True)
         return torch.cat([self.chosen(*piece) for piece in pieces])[:tokens]
 
     def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         chosen = ids.flatten()
-        k = ids.shape[-1]
-        rows = x.unsqueeze(-2).expand(*x.shape[:-1], k, -1).reshape(-1, 1, x.shape[-1])
-        y = self.each(rows, chosen).reshape(*ids.shape, -1)
+        rows = x.unsqueeze(-2).expand(*x.shape[:-1], ids.shape[-1], -1)
+        y = self.each(rows.reshape(-1, 1, x.shape[-1]), chosen).reshape(*ids.shape, -1)
         return cast((y * weights[..., None]).sum(-2), x.dtype)
 
     def each(self, x: Tensor, ids: Tensor) -> Tensor:

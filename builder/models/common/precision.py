@@ -13,19 +13,17 @@ from mtpbuild.runtime.manifest import FloatType
 FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A weight without values, in torch's default type unless another is given."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
 def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the weights that type, without values, but for routers and head."""
-    for name, weight in list(model.named_parameters()):
-        if not weight.is_floating_point() or weight.dtype == dtype or stays_wide(name):
-            continue
-        owner, _, leaf = name.rpartition(".")
-        narrow = nn.Parameter(torch.empty_like(weight, dtype=dtype), requires_grad=False)
-        setattr(model.get_submodule(owner), leaf, narrow)
-
-
-def stays_wide(name: str) -> bool:
-    """Tell whether a weight is fp32 in every engine."""
-    return name == "lm_head" or ".gate." in name
+    for name, weight in model.named_parameters():
+        stays_wide = name == "lm_head" or ".gate." in name
+        if weight.is_floating_point() and weight.dtype != dtype and not stays_wide:
+            weight.data = torch.empty_like(weight, dtype=dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

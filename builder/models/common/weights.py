@@ -1,6 +1,7 @@
 """The table from checkpoint tensors to a program's weights: name, sources, pure transform.
 
-What families have in common: vectors, products, MLPs and routed experts.
+Sources are cut to the share of a rank. What families have in common: vectors, products, MLPs and
+routed experts.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
-from mtpbuild.builder.models.common.share import Share, Source
 from mtpbuild.builder.models.config import MoEConfig
+from mtpbuild.runtime.ranks import ALONE, Ranks
 
 Transform = Callable[..., Tensor]
+Sources = list["Source"]
 
 
 def stack_rows(*w: Tensor) -> Tensor:
@@ -21,7 +23,46 @@ def stack_rows(*w: Tensor) -> Tensor:
     return torch.cat(w) if len(w) > 1 else w[0]
 
 
-Sources = list[Source]
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint and the shape that the configuration demands."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int | None = None  # that ranks split; None: each holds all of it
+    routed: bool = False  # a routed expert's: groups of ranks hold it, split by their columns
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a model that one of several ranks holds (spec/deepseek-v3.md section 5).
+
+    The rank's number matters to weights alone: all ranks have the same graph.
+    """
+
+    ranks: Ranks = ALONE
+    rank: int = 0
+
+    def experts(self, count: int) -> range:
+        """Ids of the routed experts that it holds of `count`, whole or a part of each.
+
+        Groups are in the order of TensorRT-LLM: neighbours are in different ones.
+        """
+        size, group = count // self.ranks.ep, self.rank % self.ranks.ep
+        return range(group * size, (group + 1) * size)
+
+    def cut(self, source: Source, tensor: Tensor) -> Tensor:
+        """This rank's part of a checkpoint's tensor, which must be among those that it holds."""
+        parts, part = self.ranks.parts, self.rank
+        if source.routed:
+            parts, part = self.ranks.tp // self.ranks.ep, self.rank // self.ranks.ep
+        if source.axis is None or parts == 1:
+            return tensor
+        size = tensor.shape[source.axis] // parts
+        return tensor.narrow(source.axis, part * size, size)
+
+
+WHOLE = Share()
 
 
 @dataclass(frozen=True)

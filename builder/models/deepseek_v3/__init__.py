@@ -1,7 +1,12 @@
 """DeepSeek-V3 and R1: multi-head latent attention, routed experts, MTP modules."""
 
-from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
-from mtpbuild.builder.models.deepseek_v3.costs import cache_specs, costs, split_sizes
+from mtpbuild.builder.models.deepseek_v3.config import (
+    DeepseekV3Config,
+    cache_specs,
+    costs,
+    parse_config,
+    split_sizes,
+)
 from mtpbuild.builder.models.family import Family, late
 
 

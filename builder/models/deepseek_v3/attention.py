@@ -7,8 +7,8 @@ Shapes: B slots, T tokens, E hidden size, H heads, S cache rows, C = kv_lora_ran
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows, parameter
-from mtpbuild.builder.models.common.precision import cast
+from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
+from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.common.rope import softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import mla_attention, rope
@@ -54,10 +54,8 @@ class LatentAttention(Attention):
         q_nope, q_pe = q_nope.reshape(B, T, H, -1), q_pe.reshape(B, T, H, -1)
         return q_nope.transpose(1, 2), q_pe.transpose(1, 2)
 
-    def attend(
-        self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor
-    ) -> Tensor:
-        c = self.config
+    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+        c, base = self.config, rows.base
         q_nope, q_pe = self.queries(q, rows)
         if rows.expand:
             o = self.expanded(q_nope, q_pe, cache, base)

@@ -5,11 +5,10 @@ from torch import nn
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Attention, DecoderLayer, MTPModule, Rope
 from mtpbuild.builder.models.common.moe import feed_forward
-from mtpbuild.builder.models.common.share import ALONE
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.deepseek_v3.attention import LatentAttention
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 class DeepseekV3(CausalLM):

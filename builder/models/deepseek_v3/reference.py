@@ -40,9 +40,8 @@ class Attention(nn.Module):
             self.q_b_proj = nn.Linear(c.q_lora_rank, H * c.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(E, c.cache_dim, bias=False)
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.rms_norm_eps)
-        self.kv_b_proj = nn.Linear(
-            c.kv_lora_rank, H * (c.qk_nope_head_dim + c.v_head_dim), bias=False
-        )
+        expanded = H * (c.qk_nope_head_dim + c.v_head_dim)
+        self.kv_b_proj = nn.Linear(c.kv_lora_rank, expanded, bias=False)
         self.o_proj = nn.Linear(H * c.v_head_dim, E, bias=False)
 
     def queries(self, x: Tensor) -> Tensor:

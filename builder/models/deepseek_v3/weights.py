@@ -1,34 +1,32 @@
 """DeepSeek-V3's table from checkpoint tensors to the program's weights."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.share import WHOLE, Share, Source
-from mtpbuild.builder.models.common.weights import Weight, mlp, moe, product, vector
+from mtpbuild.builder.models.common.weights import Share, Source, Weight, mlp, moe, product, vector
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
-def weight_table(c: DeepseekV3Config, share: Share = WHOLE) -> list[Weight]:
+def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
     """Every weight of main model and MTP modules, in the order of use.
 
     Sources keep the checkpoint's shapes; transforms take them cut to the share.
     """
-    return list(_table(c, share))
-
-
-def _table(c: DeepseekV3Config, s: Share) -> Iterator[Weight]:
-    E, V, L = c.hidden_size, c.vocab_size, c.num_hidden_layers
-    embedding = Source("model.embed_tokens.weight", (V, E), axis=0)
-    yield Weight("embed_tokens", (embedding,))
-    for i in range(L):
-        yield from _layer(c, s, i, f"layers.{i}")
-    yield vector("norm", "model.norm", "weight", E)
-    for j in range(c.num_nextn_predict_layers):
-        yield from _mtp(c, s, L + j, f"mtp.{j}")
-    head = embedding if c.tie_word_embeddings else Source("lm_head.weight", (V, E), axis=0)
-    yield product("lm_head", head)
+    shape, L = (c.vocab_size, c.hidden_size), c.num_hidden_layers
+    embedding = Source("model.embed_tokens.weight", shape, axis=0)
+    head = embedding if c.tie_word_embeddings else Source("lm_head.weight", shape, axis=0)
+    layers = (_layer(c, share, i, f"layers.{i}") for i in range(L))
+    modules = (_mtp(c, share, L + j, f"mtp.{j}") for j in range(c.num_nextn_predict_layers))
+    return [
+        Weight("embed_tokens", (embedding,)),
+        *chain.from_iterable(layers),
+        vector("norm", "model.norm", "weight", c.hidden_size),
+        *chain.from_iterable(modules),
+        product("lm_head", head),
+    ]
 
 
 def _layer(c: DeepseekV3Config, s: Share, index: int, to: str) -> Iterator[Weight]:
