@@ -112,6 +112,18 @@ def replace_folder(new: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def is_taken(out: Path, mark: str, what: str) -> bool:
+    """Whether a folder with the file `mark` stands at `out`; raises BuildError for what is not."""
+    try:
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return False
+        if not (out / mark).is_file():
+            raise BuildError(f"{out} exists and is not {what}; choose another --out")
+    except OSError as error:
+        raise BuildError(f"{out}: can't be used as --out ({error.strerror})") from None
+    return True
+
+
 def _old(out: Path) -> Path:
     return out.parent / f".{out.name}.old"
 
@@ -159,14 +171,10 @@ def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> No
     place = out.resolve()
     home = _home(place, rank)
     with contextlib.suppress(OSError, BuildError):
-        if (
-            not (home / JOURNAL)
-            .read_text(encoding="utf-8", errors="replace")
-            .startswith(fingerprint)
-        ):
-            return
-        with _locked(home, out) as journal:
-            _leave(Building(home / place.name, journal), home, out)
+        said = (home / JOURNAL).read_text(encoding="utf-8", errors="replace")
+        if said.startswith(fingerprint):
+            with _locked(home, out) as journal:
+                _leave(Building(home / place.name, journal), home, out)
 
 
 def _home(place: Path, rank: int | None) -> Path:

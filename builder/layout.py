@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from mtpbuild.builder.building import replace_folder
+from mtpbuild.builder.building import is_taken, replace_folder
 from mtpbuild.runtime.errors import BuildError, EngineError, MtpbuildError
 from mtpbuild.runtime.manifest import (
     MANIFEST,
@@ -82,13 +82,8 @@ def existing(out: Path) -> Manifest | None:
 
 def check_place(out: Path, model: str, *, force: bool) -> None:
     """Refuse to overwrite a folder that is not an engine, or another model's engine."""
-    try:
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-            return
-        if not (out / MANIFEST).is_file():
-            raise BuildError(f"{out} exists and is not an engine; choose another --out")
-    except OSError as error:
-        raise BuildError(f"{out}: can't be used as --out ({error.strerror})") from None
+    if not is_taken(out, MANIFEST, "an engine"):
+        return
     owner = model_of(out)
     if owner != model and not force:
         of = f"an engine of {owner}" if owner else f"an {MANIFEST} that can't be read"

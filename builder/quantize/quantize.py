@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.building import under_construction
-from mtpbuild.builder.checkpoint.side_files import SIDE_FILES
+from mtpbuild.builder.building import is_taken, under_construction
+from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
 from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
@@ -162,15 +162,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def check_place(out: Path, source: Path, *, force: bool) -> None:
     """Refuse to write over the source, over what is no checkpoint, or without --force."""
-    try:
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-            return
-        checkpoint = (out / "config.json").is_file()
-    except OSError as error:
-        raise BuildError(f"{out}: can't be used as --out ({error.strerror})") from None
     if out.resolve() == source.resolve():
         raise BuildError(f"{out} is the source itself; choose another --out")
-    if not checkpoint:
-        raise BuildError(f"{out} exists and is not a checkpoint; choose another --out")
-    if not force:
+    if is_taken(out, CONFIG, "a checkpoint") and not force:
         raise BuildError(f"{out} holds a checkpoint; use --force to replace it")
