@@ -24,12 +24,12 @@ from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.verify.report import last_line
 from mtpbuild.builder.verify.verify import check
-from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.stats import Acceptance
 from tests.reference.recompute import next_logits
 from tests.support.engines import EngineBuilder, write_engine, write_manifest
 from tests.support.fakes import FakePrograms, fake_manifest
+from tests.support.registry import programs_by
 from tests.support.toy import (
     Biased,
     Chunky,
@@ -372,9 +372,9 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_engine(tmp_path / "fake_n3", fake_manifest())
-    monkeypatch.setattr(engine_module, "load_programs", lambda f, m, **options: FakePrograms(m))
     Path("p.jsonl").write_text('{"input_ids": [5, 6]}\n')
-    found, out, err = invoke(*flags.split())
+    with programs_by(FakePrograms):
+        found, out, err = invoke(*flags.split())
     assert (found, out) == (code, "")
     assert err.startswith("error: ")
     assert says in err

@@ -9,7 +9,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import mtpbuild.plugins  # the graphs' ops
-from mtpbuild.runtime import follow, targets
+from mtpbuild.runtime import follow
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks
@@ -27,6 +26,7 @@ from mtpbuild.runtime.manifest import Manifest, read_manifest
 from mtpbuild.runtime.programs.aot_package import CONSTANTS, WEIGHTS, Opener
 from mtpbuild.runtime.programs.base import Programs
 from tests.support.fake_gpu import FakeGpu
+from tests.support.registry import registered
 
 if TYPE_CHECKING:
     from mtpbuild.builder.program.trace import Traced
@@ -105,12 +105,8 @@ def load(
 @contextlib.contextmanager
 def target() -> Iterator[None]:
     """Load engines this way in this process, while the block runs."""
-    real = targets.find_target("inductor")
-    targets.register(replace(real, programs="tests.support.eager_ranks"))
-    try:
+    with registered("inductor", programs="tests.support.eager_ranks"):
         yield
-    finally:
-        targets.register(real)
 
 
 @contextlib.contextmanager
