@@ -8,14 +8,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mtpbuild.builder import build as pipeline
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.controls import GREEDY, Controls
 from tests.support.engines import write_engine
 from tests.support.fakes import THINKING, FakePrograms, continuation, fake_manifest
 from tests.support.registry import programs_by
+from tests.support.requests import noted
 
 # As in TensorRT-LLM's blog, and in vllm-ascend's pages.
 BLOG = """use_cuda_graph: true
@@ -59,16 +58,9 @@ def refused(*args: object) -> str:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[BuildRequest]:
-    """Collect what `build` would have built."""
-    seen = list[BuildRequest]()
-
-    def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
-        seen.append(request)
-        return []
-
-    monkeypatch.setattr(pipeline, "build", build)
-    return seen
+def built() -> Iterator[list[BuildRequest]]:
+    with noted() as seen:
+        yield seen
 
 
 @pytest.fixture
