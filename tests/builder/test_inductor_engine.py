@@ -291,16 +291,17 @@ def test_an_engine_says_which_gpu_it_is_for(
     small_place: BuildRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeGpu("9.0")
-    monkeypatch.setattr(torch_cuda, "Gpu", lambda: gpu)
-    (built,) = build(altered(small_place, device="cuda"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_cuda, "Gpu", lambda: gpu)
+        (built,) = build(altered(small_place, device="cuda"))
+        gpu.compute_capability = "10.0"
+        (again,) = build(altered(small_place, device="cuda"))
+    assert not again.unchanged, "another GPU, another engine"
     info = built.manifest.target
     assert info.hardware == "NVIDIA GPU of compute capability 9.0"
     assert info.compute_capabilities == ("9.0",)
     with pytest.raises(EngineError, match="no NVIDIA GPU can be used here"):
         Engine.load(built.folder)
-    gpu.compute_capability = "10.0"
-    (again,) = build(altered(small_place, device="cuda"))
-    assert not again.unchanged, "another GPU, another engine"
     shutil.rmtree(built.folder)
 
 
