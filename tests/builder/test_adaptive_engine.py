@@ -1,5 +1,6 @@
 """An engine that drafts as many tokens as pay: its text is that of plain decoding all the same."""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,17 @@ PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 HOT = replace(PLAIN, temperature=0.8, top_p=0.95, seed=5)
 
 
-@pytest.fixture
-def restless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another nextn in every step."""
-    rng = np.random.default_rng(2)
+class Restless(AdaptiveNextn):
+    """Takes another nextn in every step."""
 
-    def choose(self: AdaptiveNextn, seconds: object) -> int:
-        return int(rng.integers(self._most + 1))
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self._rng = np.random.default_rng(2)
 
-    monkeypatch.setattr(AdaptiveNextn, "_best", choose)
-    monkeypatch.setattr("mtpbuild.runtime.adaptive.TRIALS", 2)
+    def choose(self, requests: Sequence[Hashable], kind: Hashable) -> int:
+        super().choose(requests, kind)
+        self._nextn = int(self._rng.integers(self._most + 1))
+        return self._nextn
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.xdist_group("predictable")
-@pytest.mark.usefixtures("restless", "few")
+@pytest.mark.usefixtures("few")
 def test_text_is_that_of_plain_decoding(
     predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
 ) -> None:
@@ -53,6 +55,7 @@ def test_text_is_that_of_plain_decoding(
     plain = [PLAIN] * 4
     mixed = [PLAIN, HOT, replace(HOT, seed=6, draft_sample_method="greedy"), PLAIN]
     with Engine.load(folder, threads=1) as engine, Engine.load(base, threads=1) as without:
+        engine._loop._pace = Restless(engine.manifest.build.nextn)
         for prompt, result in zip(prompts, engine.generate(prompts, plain), strict=True):
             assert result.token_ids == greedy(predictable, prompt, COUNT)
         drafting = engine.stats.speculative_decoding

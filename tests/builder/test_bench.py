@@ -1,7 +1,9 @@
 """`mtpbuild bench`: its requests, its turns, its engines, the command. Never how fast it was."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,12 @@ from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import SamplingParams
-from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.sampling_flags import SamplingFlags
 from tests.support.bench_samples import contender, fake_engine, prompt, small_tokens, write_lines
 from tests.support.fakes import FakePrograms
+from tests.support.registry import programs_by
 
 # The requests
 
@@ -254,11 +255,9 @@ def lines_file(here: Path) -> Path:
 
 
 @pytest.fixture
-def fake_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(folder: Path, manifest: Manifest, **options: Any) -> FakePrograms:
-        return FakePrograms(manifest, next_token=small_tokens)
-
-    monkeypatch.setattr(engine_module, "load_programs", load)
+def fake_programs() -> Iterator[None]:
+    with programs_by(partial(FakePrograms, next_token=small_tokens)):
+        yield
 
 
 @pytest.mark.usefixtures("quick", "fake_programs")

@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ from tests.support.bench_samples import (
     made_by_hand,
     sample,
 )
+from tests.support.stand_ins import importing
 
 VLLM_KEYS = {f"{s}_{m}_ms" for s in ("mean", "median", "std", "p99") for m in ("ttft", "tpot")}
 VLLM_KEYS |= {f"{s}_{m}_ms" for s in ("mean", "median", "std", "p99") for m in ("itl", "e2el")}
@@ -235,8 +235,8 @@ def test_the_picture(tmp_path: Path) -> None:
     assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
 
 
-def test_matplotlib_is_a_group_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[bench\]'"):
+def test_matplotlib_is_a_group_of_its_own(tmp_path: Path) -> None:
+    says = r"pip install 'mtpbuild\[bench\]'"
+    with importing({"matplotlib": None}), pytest.raises(MissingDependencyError, match=says):
         bench(BenchRequest(Wanted("deepseek-tiny", (0,)), out=tmp_path / "out"))
     assert not any(tmp_path.iterdir())

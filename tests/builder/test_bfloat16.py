@@ -27,7 +27,6 @@ from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
@@ -40,7 +39,7 @@ from tests.support.checkpoints import lower, make_predictable, random_checkpoint
 from tests.support.eager_package import EagerPackage, manifest_of
 from tests.support.engines import EngineBuilder
 from tests.support.fake_gpu import FakeGpu, opened
-from tests.support.inductor_engines import prompts
+from tests.support.inductor_engines import compiled_soon, prompts
 from tests.support.invoke import invoke
 from tests.support.requests import altered, build_request
 from tests.support.styles import style_of
@@ -256,12 +255,11 @@ def test_compiled(
     model: Transformer,
     build_engine: EngineBuilder,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(target.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
     folder = save_checkpoint(tmp_path / "exact", model)
     flags: dict[str, Any] = {"target": "inductor", "dtype": "bfloat16", "prefill_chunk": CHUNK}
-    built = build_engine(folder, nextn, drafter, **flags)
+    with compiled_soon():
+        built = build_engine(folder, nextn, drafter, **flags)
     asked = prompts(140, 1, 6, 11)
     with Engine.load(built, threads=1) as engine:
         check(model, asked, play(engine, asked, [GREEDY] * len(asked)))

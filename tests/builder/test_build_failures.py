@@ -24,6 +24,7 @@ from mtpbuild.runtime.errors import BuildError, CheckpointError
 from mtpbuild.runtime.manifest import check_files, read_manifest
 from mtpbuild.runtime.targets import find_target
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
+from tests.support.stand_ins import failing
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -301,11 +302,6 @@ def test_nothing_else_is_removed(smallest: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == names | {"engine"}
 
 
-def test_a_file_system_without_locks(
-    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(*args: Any) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    assert_alone_and_whole(run(smallest, tmp_path / "engine"))
+def test_a_file_system_without_locks(smallest: Path, tmp_path: Path) -> None:
+    with failing(fcntl, "flock", OSError(38, "Function not implemented")):
+        assert_alone_and_whole(run(smallest, tmp_path / "engine"))

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from mtpbuild.builder import build as pipeline
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.flag_groups import parse_list
 from tests.support.invoke import invoke, options
+from tests.support.requests import noted
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
 BLOCKED = """
@@ -89,26 +88,20 @@ def test_frozen_flags() -> None:
     assert " ".join(sorted(commands)) == names
 
 
-def test_flags_become_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen = list[BuildRequest]()
-
-    def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
-        seen.append(request)
-        return []
-
-    monkeypatch.setattr(pipeline, "build", build)
-    assert invoke("build", "--model", "x")[0] == 0
-    flags = "--model x --nextn 3,0 --drafter mtp-vanilla --max-batch 2 --max-seq-len 99"
-    more = f"--prefill-chunk 8 --target onnxruntime --out {tmp_path} --force"
-    assert invoke("build", *flags.split(), *more.split())[0] == 0
-    full = BuildRequest("x", (3, 0), "mtp-vanilla", 2, 99, 8, "onnxruntime", tmp_path, True)
-    gpus = ("--compute-capability", "sm89,sm120", "--fast-build")
-    assert invoke("build", "--model", "x", *gpus)[0] == 0
-    wanted = BuildRequest("x", options={"compute_capability": "sm89,sm120", "fast_build": True})
-    assert seen.pop() == wanted
-    assert invoke("build", "--model", "deepseek-r1-fp4")[0] == 0
-    assert seen.pop() == BuildRequest("deepseek-r1-fp4", target="tensorrt")
-    assert seen == [BuildRequest("x"), full]
+def test_flags_become_the_request(tmp_path: Path) -> None:
+    with noted() as seen:
+        assert invoke("build", "--model", "x")[0] == 0
+        flags = "--model x --nextn 3,0 --drafter mtp-vanilla --max-batch 2 --max-seq-len 99"
+        more = f"--prefill-chunk 8 --target onnxruntime --out {tmp_path} --force"
+        assert invoke("build", *flags.split(), *more.split())[0] == 0
+        full = BuildRequest("x", (3, 0), "mtp-vanilla", 2, 99, 8, "onnxruntime", tmp_path, True)
+        gpus = ("--compute-capability", "sm89,sm120", "--fast-build")
+        assert invoke("build", "--model", "x", *gpus)[0] == 0
+        wanted = BuildRequest("x", options={"compute_capability": "sm89,sm120", "fast_build": True})
+        assert seen.pop() == wanted
+        assert invoke("build", "--model", "deepseek-r1-fp4")[0] == 0
+        assert seen.pop() == BuildRequest("deepseek-r1-fp4", target="tensorrt")
+        assert seen == [BuildRequest("x"), full]
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,7 +1,7 @@
 """`mtpbuild eval`: its problems, its arithmetic, the command. Never how fast it was."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from mtpbuild.builder.eval.problems import (
 )
 from mtpbuild.builder.eval.report import conclusion
 from mtpbuild.runtime import SamplingParams
-from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.compat.settings import Settings
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.programs.base import Bools, StepOutput
 from tests.support.bench_samples import fake_engine, sample, write_lines
 from tests.support.engines import write_engine
 from tests.support.fakes import EOS, THINKING, FakePrograms, fake_manifest
+from tests.support.registry import programs_by
 
 THINK, CLOSE = THINKING
 GREEDY = SamplingParams(8)
@@ -211,10 +211,9 @@ def invoke(*args: str | Path) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An engine, a task of eight problems of two forms, and nothing else."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engine_module, "load_programs", lambda f, m, **options: Careless(m))
     write_engine(tmp_path / "engine", fake_manifest(max_seq_len=400))
     write_engine(tmp_path / "n0", fake_manifest(nextn=0))
     lines = [
@@ -222,7 +221,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for i in range(8)
     ]
     write_lines(tmp_path / "task.jsonl", *lines)
-    return tmp_path
+    with programs_by(Careless):
+        yield tmp_path
 
 
 def test_the_command(here: Path) -> None:

@@ -33,7 +33,7 @@ from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.reference.recompute import cache_rows, greedy
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder, greedy_ids
-from tests.support.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu, torch_finds
 from tests.support.forced import Run, Seen
 from tests.support.inductor_engines import (
     CHUNK,
@@ -44,9 +44,12 @@ from tests.support.inductor_engines import (
     SHAPE,
     SLOTS,
     check_texts,
+    compiled_soon,
+    compiled_with,
     prompts,
 )
 from tests.support.requests import altered
+from tests.support.stand_ins import importing
 
 pytestmark = pytest.mark.xdist_group("inductor")  # the others would wait for the compiler
 
@@ -62,8 +65,7 @@ def engine(
     model: Transformer, build_engine: EngineBuilder, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     folder = save_checkpoint(tmp_path_factory.mktemp("one") / "one-layer", model, **SHAPE)
-    with pytest.MonkeyPatch.context() as patch:  # the code that calls the kernels, half as long
-        patch.setitem(target.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
+    with compiled_soon():
         return build_engine(folder, NEXTN, "mtp-eagle", target="inductor", prefill_chunk=CHUNK)
 
 
@@ -227,9 +229,8 @@ def test_programs_that_are_none(engine: Path, tmp_path: Path) -> None:
 def test_running_without_torch(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.startswith("mtpbuild.runtime.programs.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torch", None)
     says = r"^this engine needs torch: pip install 'mtpbuild\[inductor\]'$"
-    with pytest.raises(MissingDependencyError, match=says):
+    with importing({"torch": None}), pytest.raises(MissingDependencyError, match=says):
         load_programs(engine, read_manifest(engine))
 
 
@@ -278,14 +279,9 @@ def test_machines_that_can_not_build(
     ],
 )
 def test_devices_that_can_not_be(
-    fields: dict[str, Any],
-    error: type[Exception],
-    says: str,
-    small_place: BuildRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any], error: type[Exception], says: str, small_place: BuildRequest
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(error, match=says) as caught:
+    with torch_finds(0), pytest.raises(error, match=says) as caught:
         build(altered(small_place, **fields))
     assert "\n" not in str(caught.value)
 
@@ -294,23 +290,25 @@ def test_devices_that_can_not_be(
 def test_an_engine_says_which_gpu_it_is_for(
     small_place: BuildRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_cuda, "Gpu", lambda: FakeGpu("9.0"))
-    (built,) = build(altered(small_place, device="cuda"))
+    gpu = FakeGpu("9.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_cuda, "Gpu", lambda: gpu)
+        (built,) = build(altered(small_place, device="cuda"))
+        gpu.compute_capability = "10.0"
+        (again,) = build(altered(small_place, device="cuda"))
+    assert not again.unchanged, "another GPU, another engine"
     info = built.manifest.target
     assert info.hardware == "NVIDIA GPU of compute capability 9.0"
     assert info.compute_capabilities == ("9.0",)
     with pytest.raises(EngineError, match="no NVIDIA GPU can be used here"):
         Engine.load(built.folder)
-    monkeypatch.setattr(torch_cuda, "Gpu", lambda: FakeGpu("10.0"))
-    (again,) = build(altered(small_place, device="cuda"))
-    assert not again.unchanged, "another GPU, another engine"
     shutil.rmtree(built.folder)
 
 
 @pytest.mark.full
-def test_a_compiler_that_fails(small_place: BuildRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(target.OPTIONS, "cpp.march", "z80")
-    with pytest.raises(BuildError, match=r"C\+\+ compiler failed .*z80") as caught:
+def test_a_compiler_that_fails(small_place: BuildRequest) -> None:
+    says = r"C\+\+ compiler failed .*z80"
+    with compiled_with("cpp.march", "z80"), pytest.raises(BuildError, match=says) as caught:
         build(small_place)
     assert "\n" not in str(caught.value)
 

@@ -37,6 +37,7 @@ from mtpbuild.runtime.manifest import (
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.fake_target import quick_target
 from tests.support.requests import build_request
+from tests.support.stand_ins import failing
 
 
 def request(checkpoint: Path, *nextn: int, **flags: Any) -> BuildRequest:
@@ -172,14 +173,10 @@ class TestQuick:
             build_one(smallest, 1, tmp_path / "b")
         assert set(links) == {1}
 
-    def test_without_hard_links_weights_are_copied(
-        self, smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def link(*args: Any) -> None:
-            raise OSError(95, "Operation not supported")
-
-        monkeypatch.setattr(os, "link", link)
-        for engine in build(request(smallest, 0, 1, out=tmp_path)):
+    def test_without_hard_links_weights_are_copied(self, smallest: Path, tmp_path: Path) -> None:
+        with failing(os, "link", OSError(95, "Operation not supported")):
+            engines = build(request(smallest, 0, 1, out=tmp_path))
+        for engine in engines:
             check_files(engine.folder, engine.manifest, verify_hashes=True)
             assert (engine.folder / "weights.safetensors").stat().st_nlink == 1
 

@@ -48,6 +48,7 @@ from tests.support.rank_engines import (
     seconds_to_notice,
 )
 from tests.support.requests import build_request
+from tests.support.stand_ins import failing
 
 pytestmark = [
     pytest.mark.xdist_group("inductor"),
@@ -197,20 +198,16 @@ def test_a_rank_that_sees_other_tokens(engine: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_failed_engine_stays_failed(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_engine_stays_failed(engine: Path) -> None:
     """An interrupted step leaves the ranks apart; closing waits for nobody."""
     begin = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt), running(engine) as loaded:
         programs = loaded._loop.programs._own  # type: ignore[attr-defined]
-
-        def interrupted(*args: object) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(programs, "_run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            loaded.generate(PROMPT, GREEDY)
-        with pytest.raises(RankError, match="a step was interrupted"):
-            loaded.generate(PROMPT, GREEDY)
+        with failing(programs, "_run", KeyboardInterrupt()):
+            with pytest.raises(KeyboardInterrupt):
+                loaded.generate(PROMPT, GREEDY)
+            with pytest.raises(RankError, match="a step was interrupted"):
+                loaded.generate(PROMPT, GREEDY)
         begin = time.monotonic()
         raise KeyboardInterrupt
     assert time.monotonic() - begin < 5
@@ -261,10 +258,12 @@ def test_damage_on_another_rank(copy: Path) -> None:
 def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
         Engine.load(engine)
-    monkeypatch.setattr(ranks_module, "PER_CORE", 0)
-    with pytest.raises(UsageError, match=r"2 ranks are too many for .* spread them over machines"):
-        started(engine, read_manifest(engine)).__enter__()
-    monkeypatch.setattr(ranks_module, "PER_CORE", 4)
+    manifest, cores = read_manifest(engine), os.cpu_count() or 1
+    many = 1 + 4 * cores
+    crowded = manifest.model_copy(update={"build": manifest.build.model_copy(update={"tp": many})})
+    says = rf"{many} ranks are too many for {cores} cores \(at most 4 each\): spread them over mach"
+    with pytest.raises(UsageError, match=says):
+        started(engine, crowded).__enter__()
     monkeypatch.setenv(ranks_module.TIMEOUT, "soon")
     with pytest.raises(UsageError, match="must be a number of seconds up to 86400, not 'soon'"):
         started(engine, read_manifest(engine)).__enter__()

@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder
+from tests.support.inductor_engines import compiled_soon
 from tests.support.rank_engines import CHUNK, GREEDY, HOT, NEXTN, RELAXED, SHAPE, running
 
 pytestmark = [
@@ -43,12 +43,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(
-    checkpoint: Path, build_engine: EngineBuilder, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Path]:
-    monkeypatch.setitem(target.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
+def make(checkpoint: Path, build_engine: EngineBuilder) -> Iterator[Callable[..., Path]]:
     flags = {"target": "inductor", "prefill_chunk": CHUNK, "max_batch": 3}
-    return partial(build_engine, checkpoint, NEXTN, **flags)
+    with compiled_soon():
+        yield partial(build_engine, checkpoint, NEXTN, **flags)
 
 
 def prompts() -> list[list[int]]:

@@ -22,7 +22,6 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError
-from mtpbuild.runtime.group import gpus
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.nccl import Peers, watch, within
 from mtpbuild.runtime.manifest import read_manifest
@@ -32,6 +31,7 @@ from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import eager_ranks
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.fake_gpu import torch_finds
 from tests.support.fake_target import in_place_of
 from tests.support.invoke import invoke
 from tests.support.rank_engines import (
@@ -63,9 +63,7 @@ def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with (
         eager_ranks.in_place_of_the_compiler(),
         in_place_of("inductor", compute_capabilities=lambda request, options: ("9.0",)),
-        pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(gpus, "visible_gpus", lambda: 2)
         checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
         flags: dict[str, Any] = {"tp": 2, "ep": 2, "device": "cuda", "max_batch": 2}
         yield make(checkpoint, folder / "engine", nextn=1, **flags)
@@ -105,7 +103,7 @@ def test_a_rank_that_dies_or_hangs(
 
 
 def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: 1)
+    monkeypatch.setenv(eager_ranks.GPUS, "1")
     code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
     assert (code, err) == (
         2,
@@ -122,21 +120,17 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_follower_without_its_gpu(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has joined, so rank 0 is told, and says that line."""
-    same = {"LOCAL_RANK": "0"}
-    monkeypatch.setattr(ranks_module, "_numbers", lambda rank: {"RANK": str(rank), **same})
+    monkeypatch.setenv(eager_ranks.TAKEN, "1")
     code, out, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
     assert (code, out) == (1, "")
-    assert err == "error: rank 1: GPU 0 is another rank's\n"
+    assert err == "error: rank 1: GPU 1 is taken\n"
 
 
 def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert ranks_module.own_gpu() == 3
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(
-        EngineError, match=r"^GPU 3 is asked for, torch finds 2 \(numbered from 0\)$"
-    ):
+    says = r"^GPU 3 is asked for, torch finds 2 \(numbered from 0\)$"
+    with torch_finds(2), pytest.raises(EngineError, match=says):
         Gpu(3)
     for text in ("", "first", "-1"):
         monkeypatch.setenv("LOCAL_RANK", text)
@@ -149,7 +143,10 @@ def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[tuple[str, timedelta, str | None]]()
     state = SimpleNamespace(error=ErrorType.SUCCESS)
 
-    class Group:
+    class Group(dist.ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 1)  # type: ignore[call-arg]  # the stub lacks this one
+
         def _get_backend(self, device: torch.device) -> Any:
             assert device == torch.device("cuda", 1)
             return SimpleNamespace(get_error=lambda: state.error)
@@ -159,7 +156,6 @@ def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
         return Group()
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "ProcessGroup", Group)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
     peers = Peers(torch.device("cuda", 1), 7.0)
     assert made == [("nccl", timedelta(seconds=7), "2")]
@@ -170,14 +166,20 @@ def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     peers.abort()  # torch knows no such group
 
 
-def test_waiting_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_a_gpu() -> None:
     """A rank waits as long as the others are there; it asks last when the GPU is done."""
     channel: Any = SimpleNamespace(failure=None, patience=0.2)
     peers: Any = SimpleNamespace(failed=lambda: False)
     asked, done = list[int](), [False, False, True]
-    gpu = object.__new__(Gpu)
     event = SimpleNamespace(query=lambda: done.pop(0))
-    monkeypatch.setattr(gpu, "_event", lambda: event, raising=False)
+
+    class Waiting(Gpu):
+        def __init__(self) -> None: ...
+
+        def _event(self) -> Any:
+            return event
+
+    gpu = Waiting()
     gpu.settle(lambda: asked.append(len(done)))
     assert asked == [2, 1, 0]
     event.query = lambda: False

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mtpbuild.builder import layout
+from mtpbuild.builder import refit as refit_module
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint import side_files
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
@@ -23,6 +24,7 @@ from mtpbuild.runtime.manifest import MANIFEST, check_files, read_manifest
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import make_predictable, save_checkpoint, write_tokenizer
 from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.stand_ins import failing
 
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -141,21 +143,12 @@ class TestQuick:
         assert new.model == anew.manifest.model
         assert (new.build.layers, new.whole_model) == ("1-2", "three1")
 
-    def test_a_full_disk(
-        self, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def full(*args: Any) -> None:
-            raise OSError(28, "No space left on device")
+    def test_a_full_disk(self, engine: Path, tmp_path: Path) -> None:
+        full = OSError(28, "No space left on device")
+        with failing(refit_module, "copy_side_files", full):
+            self.refused(engine, checkpoint(tmp_path / "other", 1), "No space left on device")
 
-        monkeypatch.setattr("mtpbuild.builder.refit.copy_side_files", full)
-        self.refused(engine, checkpoint(tmp_path / "other", 1), "No space left on device")
-
-    def test_without_hard_links(
-        self, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def link(*args: Any) -> None:
-            raise OSError(95, "Operation not supported")
-
-        monkeypatch.setattr(os, "link", link)
-        _, new = refit(engine, str(checkpoint(tmp_path / "other", 1)))
+    def test_without_hard_links(self, engine: Path, tmp_path: Path) -> None:
+        with failing(os, "link", OSError(95, "Operation not supported")):
+            _, new = refit(engine, str(checkpoint(tmp_path / "other", 1)))
         check_files(engine, new, verify_hashes=True)

@@ -28,7 +28,6 @@ from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.builder.verify.compare import MOST
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
@@ -40,6 +39,7 @@ from mtpbuild.runtime.manifest import FloatType, read_manifest
 from mtpbuild.runtime.ranks import ALONE, Ranks
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
+from tests.support.inductor_engines import compiled_soon
 
 IDS = GenerationIds(None, (), None)
 BOTH = ("fp8", "nvfp4")
@@ -230,12 +230,11 @@ def test_a_lone_weight(format: Any, shape: tuple[int, int]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["fp8", "nvfp4-experts", "mixed"])
-def test_an_engine(
-    name: str, folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine(name: str, folder: MakeFolder, tmp_path: Path) -> None:
     """Compiled for the CPU: the dequantised model's text, with its log-probabilities."""
-    monkeypatch.setitem(target.OPTIONS, "aot_inductor.compile_wrapper_opt_level", "O0")
-    build(BuildRequest(str(folder(name)), (1,), max_seq_len=64, out=tmp_path, target="inductor"))
+    asked = BuildRequest(str(folder(name)), (1,), max_seq_len=64, out=tmp_path, target="inductor")
+    with compiled_soon():
+        build(asked)
     manifest, plain = read_manifest(tmp_path), load_plain(folder(name))
     assert manifest.build.weights == ("nvfp4" if name.startswith("nvfp4") else "fp8")
     sources = (folder(name) / SINGLE).stat().st_size

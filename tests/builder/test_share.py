@@ -1,7 +1,10 @@
 """Ranks that share a model say what the undivided model says; here they are threads."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -55,20 +58,20 @@ class Meeting:
     def all_reduce(self, x: Tensor) -> Tensor:
         return torch.stack(self.exchange(x)).sum(0)
 
-    def all_gather(self, x: Tensor, rank: Tensor, ranks: int) -> Tensor:
-        return torch.cat(self.exchange(x), dim=-1)
+    @contextlib.contextmanager
+    def of(self, *modules: ModuleType) -> Iterator[None]:
+        """Let what these modules sum be summed here."""
+        with pytest.MonkeyPatch.context() as patch:
+            for module in modules:
+                patch.setattr(module, "all_reduce", self.all_reduce)
+            yield
 
 
 @pytest.mark.parametrize(("tp", "ep", "shape", "drafter"), CASES)
-def test_tokens_and_state(
-    tp: int, ep: int, shape: str, drafter: DrafterName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_and_state(tp: int, ep: int, shape: str, drafter: DrafterName) -> None:
     """O2 for every rank; caches are the same bits on all."""
     torch.set_num_threads(1)
     reference, meeting = make_predictable(**SHAPES[shape] | EVEN), Meeting(tp)
-    for module in (causal_lm, layers):
-        monkeypatch.setattr(module, "all_reduce", meeting.all_reduce)
-    monkeypatch.setattr(causal_lm, "all_gather", meeting.all_gather)
     prompt = np.random.default_rng(tp).integers(0, 64, 7).tolist()
 
     def rank(number: int) -> tuple[list[int], dict[str, Any]]:
@@ -77,7 +80,7 @@ def test_tokens_and_state(
         programs = EagerPrograms(Plan(reference.config, 2, drafter, 1, 200, CHUNK), model)
         return generate(programs, reference, prompt, 12), programs.state
 
-    with ThreadPoolExecutor(tp) as pool:
+    with meeting.of(causal_lm, layers, collectives), ThreadPoolExecutor(tp) as pool:
         results = list(pool.map(rank, range(tp)))
     for tokens, state in results:
         assert tokens == greedy(reference, prompt, len(tokens))
@@ -96,13 +99,10 @@ def test_tokens_and_state(
         (3, 3, "ragged-no-interleave", "mtp-vanilla"),  # 3 heads, no vocabulary of 3 parts
     ],
 )
-def test_attention_dp(
-    tp: int, ep: int, shape: str, drafter: DrafterName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_dp(tp: int, ep: int, shape: str, drafter: DrafterName) -> None:
     """Each rank has a request of its own; they meet in the routed experts alone."""
     torch.set_num_threads(1)
     reference, meeting = make_predictable(**SHAPES[shape]), Meeting(tp)
-    monkeypatch.setattr(collectives, "all_reduce", meeting.all_reduce)
     prompts = np.random.default_rng(tp).integers(0, 61, (tp, 7)).tolist()
 
     def rank(number: int) -> list[int]:
@@ -111,7 +111,7 @@ def test_attention_dp(
         programs = EagerPrograms(Plan(reference.config, 2, drafter, 1, 200, CHUNK), model)
         return generate(programs, reference, prompts[number], 12)
 
-    with ThreadPoolExecutor(tp) as pool:
+    with meeting.of(collectives), ThreadPoolExecutor(tp) as pool:
         for prompt, tokens in zip(prompts, pool.map(rank, range(tp)), strict=True):
             assert tokens == greedy(reference, prompt, len(tokens))
 

@@ -1,8 +1,8 @@
 """Target tensorrt-rtx from build to tokens, on a fake GPU with the rules of the real one."""
 
+import contextlib
 import gc
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 import onnx
 import pytest
+import torch
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file
 
@@ -22,7 +23,6 @@ from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import (
-    lower_onnxruntime,
     lower_tensorrt,
     lower_tensorrt_rtx,
     tensorrt_rtx,
@@ -52,12 +52,11 @@ from tests.support.fake_target import quick_target
 from tests.support.fake_tensorrt import (
     BuilderFlag,
     FakeTensorRt,
-    ILogger,
     Network,
-    Refitter,
     without_weights,
 )
 from tests.support.requests import altered, build_request
+from tests.support.stand_ins import failing, importing
 from tests.support.styles import style_of
 
 CHUNK, SLOTS, COUNT = 4, 2, 40
@@ -73,12 +72,19 @@ def gpu() -> FakeCuda:
 
 
 @pytest.fixture
-def trt(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeTensorRt:
+def trt(gpu: FakeCuda) -> Iterator[FakeTensorRt]:
     """Stand in for TensorRT-RTX and CUDA, even where they are installed."""
     fake = FakeTensorRt(gpu)
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", fake)
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", gpu)
-    return fake
+    with importing({"tensorrt_rtx_bindings": fake, "cuda.bindings.runtime": gpu}):
+        yield fake
+
+
+@pytest.fixture
+def data_centre(trt: FakeTensorRt) -> Iterator[None]:
+    """Stand in for the other TensorRT too, once torch has looked for it."""
+    assert torch._dynamo
+    with importing({"tensorrt": trt}):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -268,13 +274,11 @@ class TestWhatCanNotRun:
         assert refusal(engine) == "cudaMalloc failed: out of memory"
 
     @pytest.mark.parametrize("module", ["tensorrt_rtx_bindings", "cuda.bindings.runtime"])
-    def test_missing_packages(
-        self, engine: Path, module: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(sys.modules, module, None)
-        assert "pip install 'mtpbuild[tensorrt-rtx]'" in refusal(engine)
-        with pytest.raises(MissingDependencyError):
-            load(engine)
+    def test_missing_packages(self, engine: Path, module: str) -> None:
+        with importing({module: None}):
+            assert "pip install 'mtpbuild[tensorrt-rtx]'" in refusal(engine)
+            with pytest.raises(MissingDependencyError):
+                load(engine)
 
     def test_programs_that_are_not_the_manifests(self, engine: Path, tmp_path: Path) -> None:
         copy = shutil.copytree(engine, tmp_path / "copy")
@@ -355,12 +359,8 @@ class TestWeightsPutBack:
         floats = np.zeros(3, np.float32)
         assert as_stored(api, floats, prototype) is floats
 
-    def test_a_refit_that_fails(self, stripped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fail(refitter: Refitter) -> bool:
-            refitter.logger.log(ILogger.ERROR, "out of\nmemory")
-            return False
-
-        monkeypatch.setattr(Refitter, "refit_cuda_engine", fail)
+    def test_a_refit_that_fails(self, stripped: Path, trt: FakeTensorRt) -> None:
+        trt.refit_fails = "out of\nmemory"
         says = "TensorRT can't refit prefill (out of memory); rebuild it"
         assert refusal(stripped, described(stripped)).endswith(says)
 
@@ -409,9 +409,9 @@ class TestWhatCanNotBeBuilt:
         with pytest.raises(UsageError, match="is for target tensorrt-rtx, not onnxruntime"):
             build(replace(place, target="onnxruntime"))
 
-    def test_missing_packages(self, place: BuildRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
-        with pytest.raises(MissingDependencyError) as caught:
+    def test_missing_packages(self, place: BuildRequest) -> None:
+        missing = importing({"tensorrt_rtx_bindings": None})
+        with missing, pytest.raises(MissingDependencyError) as caught:
             build(place)
         says = (
             "target tensorrt-rtx needs tensorrt_rtx_bindings: pip install 'mtpbuild[tensorrt-rtx]'"
@@ -423,48 +423,46 @@ class TestWhatCanNotBeBuilt:
         with pytest.raises(BuildError, match="the model has 3841 tokens, and TensorRT-RTX s"):
             tensorrt_rtx.TARGET.check_machine(cheap_plan(3841))
 
-    @pytest.mark.usefixtures("quick")
-    def test_graphs_that_tensorrt_refuses(
-        self, place: BuildRequest, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        with pytest.raises(BuildError, match="TensorRT can't read prefill: ModelProto has no"):
+    def test_graphs_that_tensorrt_refuses(self, place: BuildRequest) -> None:
+        nothing, says = b"\x08\x0a", "TensorRT can't read prefill: ModelProto has no"
+        with self.compiling(nothing), pytest.raises(BuildError, match=says):
             build(place)
-        graph = (
+        graph = onnx.parser.parse_model(
             '<ir_version: 10, opset_import: ["": 24]> prefill '
             "(float[2,1,9,8] c, float[2,1,1,8] u, int64[2] s) => (float[2,1,9,8] o) "
             "{ d = Add(c,c) o = TensorScatter(d,u,s) }"
         )
-
-        def lower(traced: Traced, weights: object, folder: Path) -> str:
-            onnx.save(onnx.parser.parse_model(graph), folder / "prefill.onnx")
-            return "prefill.onnx"
-
-        monkeypatch.setattr(lower_onnxruntime, "lower", lower)
-        with pytest.raises(BuildError, match="TensorRT can't compile prefill: the cache of a"):
+        says = "TensorRT can't compile prefill: the cache of a"
+        with self.compiling(graph.SerializeToString()), pytest.raises(BuildError, match=says):
             build(place)
+
+    @staticmethod
+    def compiling(graph: bytes) -> contextlib.AbstractContextManager[None]:
+        """Compile this graph, whatever the program is."""
+
+        def lower(traced: Traced, weights: object, folder: Path) -> bytes:
+            file = folder / f"{traced.name}.onnx"
+            file.write_bytes(graph)
+            return bytes(lower_tensorrt_rtx.compile_graph(file, traced.plan))
+
+        return quick_target("tensorrt-rtx", lower=lower)
 
 
 class TestTargetTensorRt:
     """The data-centre flavour: the same run time, and a build that needs the GPU."""
 
-    def test_it_runs_the_same(
-        self, engine: Path, trt: FakeTensorRt, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_runs_the_same(self, engine: Path, trt: FakeTensorRt) -> None:
         manifest = changed(engine, name="tensorrt", versions={"tensorrt": "1.7.1.116"})
-        monkeypatch.setitem(sys.modules, "tensorrt", None)
         says = "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'"
-        assert refusal(engine, manifest) == says
-        monkeypatch.setitem(sys.modules, "tensorrt", trt)
-        programs = tensorrt.load(engine, manifest, None)
+        with importing({"tensorrt": None}):
+            assert refusal(engine, manifest) == says
+        with importing({"tensorrt": trt}):
+            programs = tensorrt.load(engine, manifest, None)
         programs.begin(0, 0, 7)
         assert programs.step(np.array([True, False]), 10).num_tokens[0] >= 1
 
     def test_the_build_wants_the_gpu_and_the_packages(
-        self,
-        place: BuildRequest,
-        gpu: FakeCuda,
-        trt: FakeTensorRt,
-        monkeypatch: pytest.MonkeyPatch,
+        self, place: BuildRequest, gpu: FakeCuda, trt: FakeTensorRt
     ) -> None:
         asked = replace(place, target="tensorrt", options={})
         with pytest.raises(
@@ -475,38 +473,30 @@ class TestTargetTensorRt:
             build(altered(place, fast_build=True))
         with pytest.raises(UsageError, match="--strip-weights is for target tensorrt, not tensorr"):
             build(altered(place, strip_weights=True))
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "cuda.bindings.runtime", None)
-            with pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[tensorrt\]'"):
-                build(asked)
+        says = r"pip install 'mtpbuild\[tensorrt\]'"
+        missing = importing({"cuda.bindings.runtime": None})
+        with missing, pytest.raises(MissingDependencyError, match=says):
+            build(asked)
         gpu.fail["cudaGetDeviceCount"] = 100
         with pytest.raises(EngineError, match="no NVIDIA GPU can be used here: no CUDA-capable"):
             build(asked)
         gpu.fail.clear()
-        monkeypatch.setitem(sys.modules, "tensorrt", trt)
-        monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
         says = r"needs torch_tensorrt: pip install 'mtpbuild\[tensorrt,tensorrt-build,build\]'"
-        with pytest.raises(MissingDependencyError, match=says):
+        missing = importing({"tensorrt": trt, "torch_tensorrt": None})
+        with missing, pytest.raises(MissingDependencyError, match=says):
             build(asked)
 
-    def test_kernels_that_can_not_be_plugins(
-        self, trt: FakeTensorRt, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    @pytest.mark.usefixtures("data_centre")
+    def test_kernels_that_can_not_be_plugins(self) -> None:
         plan = replace(cheap_plan(), compute_capabilities=("7.5",))
         says = "kernels are for GPUs of compute capability 8.0 and later, this one has 7.5"
         with pytest.raises(BuildError, match=says):
             target_tensorrt.TARGET.check_machine(plan)
-        with monkeypatch.context() as patch:
-            patch.setattr(lower_tensorrt, "find_spec", lambda name: None)
-            with pytest.raises(MissingDependencyError, match=r"needs triton: pip install 'mtpb"):
-                target_tensorrt.TARGET.check_machine(cheap_plan())
-
-        def convert(*operands: object) -> None:
-            raise ContractError("mla_partial: 65536 bytes of shared memory > 49152\n\nin a graph")
-
-        monkeypatch.setattr(lower_tensorrt, "convert", convert)
-        with pytest.raises(BuildError) as caught:
+        missing, says = importing({"triton": None}), "needs triton: pip install 'mtpb"
+        with missing, pytest.raises(MissingDependencyError, match=says):
+            target_tensorrt.TARGET.check_machine(cheap_plan())
+        refusal = ContractError("mla_partial: 65536 bytes of shared memory > 49152\n\nin a graph")
+        with failing(lower_tensorrt, "convert", refusal), pytest.raises(BuildError) as caught:
             lower_tensorrt.compile_program(cast(Traced, None), {})
         says = "can't launch a kernel (mla_partial: 65536 bytes of shared memory > 49152)"
         assert str(caught.value) == f"target tensorrt: TensorRT {says}"
@@ -518,20 +508,18 @@ class TestTargetTensorRt:
         strip: bool,
         folder: Path,
         tmp_path: Path,
-        gpu: FakeCuda,
         trt: FakeTensorRt,
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         def lower(traced: Traced, weights: object, folder: Path) -> str:
             assert traced.plan.options.strip_weights == strip
             (folder / f"{traced.name}.engine").write_bytes(b"an engine")
             return f"{traced.name}.engine"
 
-        monkeypatch.setitem(sys.modules, "tensorrt", trt)
         request = build_request(
             folder, (0,), out=tmp_path / "out", target="tensorrt", strip_weights=strip
         )
-        with quick_target("tensorrt", check_machine=lambda plan: None, lower=lower):
+        quick = quick_target("tensorrt", check_machine=lambda plan: None, lower=lower)
+        with importing({"tensorrt": trt}), quick:
             (built,) = build(request)
             (other,) = build(replace(request, nextn=(1,), out=tmp_path / "other"))
         assert (WEIGHTS in built.manifest.files) == strip

@@ -11,8 +11,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mtpbuild.builder.bench.engines import Built, Wanted
-from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.verify import verify as module
@@ -23,12 +21,12 @@ from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.verify.report import last_line
 from mtpbuild.builder.verify.verify import check
-from mtpbuild.runtime import engine as engine_module
 from mtpbuild.runtime.manifest import Manifest, read_manifest
 from mtpbuild.runtime.stats import Acceptance
 from tests.reference.recompute import next_logits
 from tests.support.engines import EngineBuilder, write_engine, write_manifest
 from tests.support.fakes import FakePrograms, fake_manifest
+from tests.support.registry import programs_by
 from tests.support.toy import (
     Biased,
     Chunky,
@@ -335,29 +333,30 @@ def test_the_last_line() -> None:
     assert line("passed", "failed", "failed") == "FAILED: check 1; check 2"
 
 
-def test_a_baseline_is_built(predictable_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("quick")
+def test_a_baseline_is_built(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is built as bench builds its engines; without a recipe there is none."""
-    seen = []
+    monkeypatch.chdir(tmp_path)
 
-    def build_engines(wanted: object, stages: object) -> list[Built]:
-        seen.append(wanted)
-        return [Built(0, Path("engines/x_n0"), None)]
+    def built(request: module.VerifyRequest, manifest: Manifest) -> Manifest:
+        folder = module.find_baseline(request, manifest, print)
+        assert isinstance(folder, Path)
+        assert folder.parent == Path("engines")
+        return read_manifest(folder)
 
     manifest = toy_engine(Toy).manifest
     request = module.VerifyRequest(Path("e"))
     said = no_baseline(request, manifest)
     assert said == "no recipe is called fake: give --against or --model"
-    monkeypatch.setattr(module, "build_engines", build_engines)
-    request = module.VerifyRequest(Path("e"), model=str(predictable_folder))
-    assert module.find_baseline(request, manifest, print) == Path("engines/x_n0")
-    assert seen.pop() == Wanted(str(predictable_folder), ())
+    found = built(module.VerifyRequest(Path("e"), model=str(smallest)), manifest)
+    assert (found.model.name, found.build.nextn, found.build.layers) == ("small", 0, None)
     model = manifest.model.model_copy(update={"name": "deepseek-tiny-layers1-2"})
     build = manifest.build.model_copy(update={"layers": "1-2"})
     some = manifest.model_copy(update={"model": model, "build": build})
-    assert module.find_baseline(module.VerifyRequest(Path("e")), some, print) == Path(
-        "engines/x_n0"
-    )
-    assert seen == [Wanted("deepseek-tiny", (), layers=LayersSlice(1, 2))]
+    found = built(module.VerifyRequest(Path("e")), some)
+    assert (found.whole_model, found.build.nextn, found.build.layers) == ("deepseek-tiny", 0, "1-2")
 
 
 @pytest.mark.parametrize(
@@ -377,9 +376,9 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_engine(tmp_path / "fake_n3", fake_manifest())
-    monkeypatch.setattr(engine_module, "load_programs", lambda f, m, **options: FakePrograms(m))
     Path("p.jsonl").write_text('{"input_ids": [5, 6]}\n')
-    found, out, err = invoke(*flags.split())
+    with programs_by(FakePrograms):
+        found, out, err = invoke(*flags.split())
     assert (found, out) == (code, "")
     assert err.startswith("error: ")
     assert says in err

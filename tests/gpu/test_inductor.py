@@ -13,6 +13,7 @@ from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs.aot_package import open_packages
+from mtpbuild.runtime.programs.inductor import Machine, load_on
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms, load
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from mtpbuild.runtime.tokenizer import load_tokenizer
@@ -124,7 +125,10 @@ def test_another_gpu_is_refused(one: Path) -> None:
         load(one, changed, Gpu(), open_packages(one, changed))
 
 
-def test_too_little_memory(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gpu, "free_memory", lambda self: 1000)
+def test_too_little_memory(one: Path) -> None:
+    class FullGpu(Gpu):
+        def free_memory(self) -> int:
+            return 1000
+
     with pytest.raises(EngineError, match=r"needs more than .* GB of GPU memory .*, 0.00 GB are"):
-        Engine.load(one)
+        load_on(Machine(gpu=FullGpu), one, read_manifest(one), None)

@@ -1,6 +1,6 @@
 """The contracts of tests/plugins on a GPU, and the shapes that only a GPU has the time for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,8 +24,11 @@ VOCAB = 129280
 
 
 @pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def exact_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @RANDOM

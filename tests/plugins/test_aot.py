@@ -4,8 +4,7 @@ NVIDIA's own `tensorrt.plugin` is asked the same by `make test-tensorrt`.
 """
 
 import inspect
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -17,6 +16,7 @@ from mtpbuild.plugins import accept_mixed_op, accept_rewind, aot, facets
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import SHAPES, ContractError, Ptx, launches
 from mtpbuild.runtime.controls import CONTROLS, control_shapes
+from tests.support.stand_ins import failing, importing
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 PTX = Ptx("entry", "text", "sm_80", (), 128, 1024)
@@ -54,17 +54,19 @@ class Plugins:
 
 
 @pytest.fixture
-def trtp(monkeypatch: pytest.MonkeyPatch) -> Plugins:
+def trtp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugins]:
     plugins: Any = Plugins()
     utils: Any = SimpleNamespace(get_trt_tensor=lambda ctx, tensor, name: tensor)
     kinds = SimpleNamespace(**{name: name for name in aot.TORCH})
     tensorrt: Any = SimpleNamespace(DataType=kinds, int32="INT32")
-    monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
-    monkeypatch.setitem(sys.modules, "tensorrt.plugin", plugins)
-    path = "torch_tensorrt.dynamo.conversion.converter_utils"
-    monkeypatch.setitem(sys.modules, path, utils)
     monkeypatch.setattr(aot, "compile_launch", lambda launch, architecture: PTX)
-    return plugins
+    modules = {
+        "tensorrt": tensorrt,
+        "tensorrt.plugin": plugins,
+        "torch_tensorrt.dynamo.conversion.converter_utils": utils,
+    }
+    with importing(modules):
+        yield plugins
 
 
 def given(name: str, kind: str, *shape: int) -> Any:
@@ -176,13 +178,9 @@ def test_equal_launches_share_a_plugin(trtp: Plugins) -> None:
     assert len(trtp.outputs) == 5
 
 
-def test_a_kernel_that_can_not_be_launched(trtp: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_can_not_be_launched(trtp: Plugins) -> None:
     """Said when the network is made, before TensorRT asks."""
-
-    def refuse(launch: Launch, architecture: int) -> Ptx:
-        raise ContractError("mla_partial: 65536 bytes of shared memory > 49152")
-
-    monkeypatch.setattr(aot, "compile_launch", refuse)
-    with pytest.raises(ContractError):
+    refusal = ContractError("mla_partial: 65536 bytes of shared memory > 49152")
+    with failing(aot, "compile_launch", refusal), pytest.raises(ContractError):
         aot.plugin(small()["mla_partial"])
     assert not trtp.outputs

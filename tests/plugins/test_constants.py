@@ -5,7 +5,7 @@ what TensorRT documents of its layers; `make test-tensorrt` shows that TensorRT-
 """
 
 import ctypes
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e4m3
 from mtpbuild.plugins.matmul_scaled.tensorrt import matmul_scaled_tensorrt
 from tests.support.kernels import random_scaled
+from tests.support.stand_ins import importing
 
 BYTES = {"FP4": 0.5, "FP8": 1, "FLOAT": 4}
 
@@ -67,9 +68,10 @@ class Network:
 
 
 @pytest.fixture(autouse=True)
-def trt(monkeypatch: pytest.MonkeyPatch) -> None:
+def trt() -> Iterator[None]:
     module: Any = SimpleNamespace(fp4="FP4", fp8="FP8", float32="FLOAT", Weights=Weights)
-    monkeypatch.setitem(sys.modules, "tensorrt", module)
+    with importing({"tensorrt": module}):
+        yield
 
 
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
@@ -104,14 +106,13 @@ def test_one_number_for_all() -> None:
     assert constants.held["a_scales_2"].data_ptr() != second.data_ptr()
 
 
-def test_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product() -> None:
     def matrix_multiply(
         ctx: Any, target: Any, source: Any, name: str, x: Tensor, y: Tensor
     ) -> Tensor:
         return x @ y
 
     impl: Any = SimpleNamespace(matmul=SimpleNamespace(matrix_multiply=matrix_multiply))
-    monkeypatch.setitem(sys.modules, "torch_tensorrt.dynamo.conversion.impl", impl)
     generator = torch.Generator().manual_seed(3)
     x, ctx = (
         torch.randn(3, 32, generator=generator),
@@ -120,5 +121,6 @@ def test_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     for form in ("fp8", "nvfp4"):
         weight = random_scaled(generator, form, 32, 6)
         given = weight[:2] if form == "fp8" else weight  # a default argument is left out
-        found = matmul_scaled_tensorrt(ctx, None, (x, *given), {}, form)
+        with importing({"torch_tensorrt.dynamo.conversion.impl": impl}):
+            found = matmul_scaled_tensorrt(ctx, None, (x, *given), {}, form)
         torch.testing.assert_close(found, x @ dequantise(*weight))

@@ -1,22 +1,20 @@
 """A synthetic engine directory: everything real but the programs."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mtpbuild.runtime import engine as engine_module
 from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, fake_manifest
+from tests.support.registry import programs_by
 
 
 @pytest.fixture
-def fake_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_target() -> Iterator[None]:
     """Make Engine.load give fake programs."""
-    monkeypatch.setattr(
-        engine_module,
-        "load_programs",
-        lambda folder, manifest, **options: FakePrograms(manifest),
-    )
+    with programs_by(FakePrograms):
+        yield
 
 
 @pytest.fixture

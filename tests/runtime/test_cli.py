@@ -1,27 +1,19 @@
 """`mtpbuild run` and `mtpbuild inspect` on a synthetic engine."""
 
-import io
+import contextlib
 import json
 import re
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
 from typer.testing import Result as CliResult
 
-from mtpbuild.runtime import Engine, SamplingParams, cli, terminal
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime import Engine, SamplingParams, terminal
+from mtpbuild.runtime.manifest import Manifest, read_manifest
 from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
-
-app = typer.Typer()
-app.command("run")(cli.run)
-app.command("inspect")(cli.inspect)
-
-
-def call(*args: object) -> CliResult:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+from tests.support.registry import programs_by
+from tests.support.run_command import Terminal, call, type_in
 
 
 def fails(result: CliResult, code: int, message: str) -> None:
@@ -203,13 +195,15 @@ def test_engine_errors(engine_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [["--prompt", "a"], ["--input", "in.jsonl"]])
 def test_ctrl_c(engine_dir: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    def interrupted(self: FakePrograms, *args: object) -> None:
-        raise KeyboardInterrupt
+    def interrupted(manifest: Manifest) -> FakePrograms:
+        programs = FakePrograms(manifest)
+        programs.fail = KeyboardInterrupt()
+        return programs
 
     monkeypatch.chdir(engine_dir.parent)
     Path("in.jsonl").write_text('{"prompt": "a"}\n' * 5, encoding="utf-8")
-    monkeypatch.setattr(FakePrograms, "step", interrupted)
-    result = call("run", "--engine", engine_dir, *flags)
+    with programs_by(interrupted):
+        result = call("run", "--engine", engine_dir, *flags)
     assert result.exit_code == 130
     assert result.stderr.strip() == "interrupted"
 
@@ -232,11 +226,6 @@ def test_inspect(engine_dir: Path) -> None:
     assert raw == read_manifest(engine_dir).model_dump(mode="json")
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize(
     ("variables", "colour"),
     [({"TERM": "xterm"}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
@@ -248,31 +237,21 @@ def test_accepted_drafts_stand_out(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     screen = Terminal()
-    monkeypatch.setattr("sys.stdout", screen)
     manifest = fake_manifest()
     engine = Engine(FakePrograms(manifest), manifest, fake_tokenizer())
-    result = terminal.show(engine, "hello", SamplingParams(max_tokens=9), echo=True)
+    with contextlib.redirect_stdout(screen):
+        result = terminal.show(engine, "hello", SamplingParams(max_tokens=9), echo=True)
     text = screen.getvalue()
     assert (terminal.GREEN in text) == colour
     plain = re.sub(r"\x1b\[\d+m", "", text)
     assert plain == ("hello" if colour else "") + result.text + "\n"
 
 
-def test_a_terminal_is_asked_for_prompts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = iter(["", "hello", "and " * 60, "again"])
-
-    def type_in(question: str) -> str:
-        if (line := next(said, None)) is None:
-            raise EOFError
-        return line
-
-    monkeypatch.setattr("builtins.input", type_in)
-    manifest = fake_manifest()
-    engine = Engine(FakePrograms(manifest), manifest, fake_tokenizer())
-    terminal.converse(engine, SamplingParams(max_tokens=4))
-    printed = capsys.readouterr().err
+def test_a_terminal_is_asked_for_prompts(engine_dir: Path) -> None:
+    lines = ["", "hello", "and " * 60, "again"]
+    result = type_in(lines, "run", "--engine", engine_dir, "--max-tokens", 4)
+    assert result.exit_code == 0
+    printed = result.stderr
     assert printed.count("4 tokens (length)") == 2
     assert "this engine takes at most 63" in printed
     assert "the conversation starts again" in printed

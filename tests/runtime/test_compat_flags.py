@@ -1,20 +1,20 @@
 """The flags of vLLM and TensorRT-LLM on `run` and `build`, with the inputs that users paste."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from mtpbuild.builder import build as pipeline
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.stages import Stages
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.controls import GREEDY, Controls
 from tests.support.engines import write_engine
 from tests.support.fakes import THINKING, FakePrograms, continuation, fake_manifest
+from tests.support.registry import programs_by
+from tests.support.requests import noted
 
 # As in TensorRT-LLM's blog, and in vllm-ascend's pages.
 BLOG = """use_cuda_graph: true
@@ -58,16 +58,9 @@ def refused(*args: object) -> str:
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[BuildRequest]:
-    """Collect what `build` would have built."""
-    seen = list[BuildRequest]()
-
-    def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
-        seen.append(request)
-        return []
-
-    monkeypatch.setattr(pipeline, "build", build)
-    return seen
+def built() -> Iterator[list[BuildRequest]]:
+    with noted() as seen:
+        yield seen
 
 
 @pytest.fixture
@@ -91,16 +84,17 @@ def test_the_blog_on_build_and_run(blog: Path, built: list[BuildRequest], engine
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Controls]:
-    """Collect what the programs are told of each request."""
-    seen, begin = list[Controls](), FakePrograms.begin
+def asked(engine_dir: Path) -> Iterator[list[Controls]]:
+    """Collect what the engine's programs are told of each request."""
+    seen = list[Controls]()
 
-    def record(self: FakePrograms, slot: int, length: int, newest: int, told: Controls) -> None:
-        seen.append(told)
-        begin(self, slot, length, newest, told)
+    class Recording(FakePrograms):
+        def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+            seen.append(controls)
+            super().begin(slot, length, newest, controls)
 
-    monkeypatch.setattr(FakePrograms, "begin", record)
-    return seen
+    with programs_by(Recording):
+        yield seen
 
 
 def test_the_blog_s_second_file(

@@ -1,6 +1,5 @@
 """TensorRT-LLM's YAML file: what is taken, what is refused and with which words."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from mtpbuild.runtime.compat.parse import parse_llm_yaml
 from mtpbuild.runtime.compat.settings import Settings
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from tests.support.stand_ins import importing
 
 # The vocabulary is written out: a name that vanishes from the code has to fail here.
 OTHER_METHODS = [
@@ -223,9 +223,8 @@ def test_files_that_can_not_be_read(name: str, tmp_path: Path) -> None:
         parse_llm_yaml(tmp_path / name)
 
 
-def test_yaml_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(MissingDependencyError) as caught:
+def test_yaml_is_an_extra(tmp_path: Path) -> None:
+    with importing({"yaml": None}), pytest.raises(MissingDependencyError) as caught:
         parse_yaml(tmp_path, "")
     assert str(caught.value) == (
         f"--config {tmp_path}/x.yaml: needs PyYAML: pip install 'mtpbuild[yaml]'"

@@ -15,7 +15,8 @@ from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
 from mtpbuild.runtime.manifest import MANIFEST, Manifest, read_manifest
 from tests.support.damage import damage
 from tests.support.engines import write_manifest
-from tests.support.fakes import BOS, continuation
+from tests.support.fakes import BOS, FakePrograms, continuation
+from tests.support.registry import programs_by
 
 
 def test_a_whole_engine_loads_and_runs(engine_dir: Path) -> None:
@@ -122,13 +123,13 @@ def test_a_damaged_chat_template_names_its_line(engine_dir: Path) -> None:
 
 
 def test_programs_that_fail_to_load_are_a_typed_error(
-    engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+    engine_dir: Path,
 ) -> None:
-    def broken(*args: object, **kwargs: object) -> None:
+    def broken(manifest: Manifest) -> FakePrograms:
         raise IndexError("no caches")
 
-    monkeypatch.setattr("mtpbuild.runtime.engine.load_programs", broken)
-    with pytest.raises(EngineError, match=r"can't be loaded \(IndexError: no caches"):
+    says = r"can't be loaded \(IndexError: no caches"
+    with programs_by(broken), pytest.raises(EngineError, match=says):
         Engine.load(engine_dir)
 
 

@@ -8,25 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
-from typer.testing import Result as CliResult
 
-from mtpbuild.runtime import Engine, EngineError, SamplingParams, Trace, cli
+from mtpbuild.runtime import Engine, EngineError, SamplingParams, Trace
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.request import Request
 from mtpbuild.runtime.trace.lines import read_trace
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer, mixed
+from tests.support.run_command import call, type_in
 
 PROMPT = [5, 6, 7]
-app = typer.Typer()
-app.command("run")(cli.run)
-app.command("inspect")(cli.inspect)
-
-
-def call(*args: object) -> CliResult:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def fake_engine(*, nextn: int = 2, max_batch: int = 1) -> Engine:
@@ -298,11 +289,8 @@ def test_a_file_given_twice(engine_dir: Path, tmp_path: Path) -> None:
     assert result.stderr.endswith("out.jsonl: given twice\n")
 
 
-def test_a_conversation_is_not_traced(
-    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli, "_check_usage", lambda prompts, json: None)  # as on a terminal
-    result = call("run", "--engine", engine_dir, "--trace", tmp_path / "out.jsonl")
+def test_a_conversation_is_not_traced(engine_dir: Path, tmp_path: Path) -> None:
+    result = type_in([], "run", "--engine", engine_dir, "--trace", tmp_path / "out.jsonl")
     assert result.exit_code == 2
     assert result.stderr == "error: --trace needs a prompt: a conversation is not traced\n"
 

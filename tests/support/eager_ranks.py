@@ -9,7 +9,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,21 +17,23 @@ import torch
 from safetensors.torch import load_file
 
 import mtpbuild.plugins  # the graphs' ops
-from mtpbuild.runtime import follow, targets
+from mtpbuild.runtime import follow
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.group import nccl
+from mtpbuild.runtime.group import gpus, nccl
 from mtpbuild.runtime.group import start as ranks
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.manifest import Manifest, read_manifest
 from mtpbuild.runtime.programs.aot_package import CONSTANTS, WEIGHTS, Opener
 from mtpbuild.runtime.programs.base import Programs
 from tests.support.fake_gpu import FakeGpu
+from tests.support.registry import registered
 
 if TYPE_CHECKING:
     from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.weights_file import Placed
 
 ROOT = Path(__file__).parents[2]
+GPUS, TAKEN = "FAKE_GPUS", "FAKE_GPU_TAKEN"  # in the environment: how many; one that can't be had
 
 
 def lower(traced: "Traced", weights: "Mapping[str, Placed]", folder: Path) -> str:
@@ -87,9 +88,14 @@ def open_eagerly(folder: Path, manifest: Manifest) -> Opener:
 
 
 def fake_gpu(index: int) -> Any:
-    if str(index) != os.environ["RANK"]:  # all are on one machine here
-        raise EngineError(f"GPU {index} is another rank's")
+    assert str(index) == os.environ["RANK"], "all are on one machine here"
+    if str(index) == os.environ.get(TAKEN):
+        raise EngineError(f"GPU {index} is taken")
     return FakeGpu()
+
+
+def visible_gpus() -> int:
+    return int(os.environ.get(GPUS, "2"))
 
 
 def load(
@@ -105,12 +111,8 @@ def load(
 @contextlib.contextmanager
 def target() -> Iterator[None]:
     """Load engines this way in this process, while the block runs."""
-    real = targets.find_target("inductor")
-    targets.register(replace(real, programs="tests.support.eager_ranks"))
-    try:
+    with registered("inductor", programs="tests.support.eager_ranks"):
         yield
-    finally:
-        targets.register(real)
 
 
 @contextlib.contextmanager
@@ -118,6 +120,7 @@ def used() -> Iterator[pytest.MonkeyPatch]:
     """Load engines this way, also in the processes that this one starts, while the block runs."""
     assert mtpbuild.plugins.rope
     with target(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpus, "visible_gpus", visible_gpus)
         patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.support.eager_ranks"))
         patch.setenv("PYTHONPATH", str(ROOT))
         yield patch

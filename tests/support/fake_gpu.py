@@ -4,10 +4,12 @@ It stands in for `Gpu` and checks what CUDA would not say: nothing that is copie
 time lies in pageable memory, a graph's work was run before it was captured.
 """
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -107,6 +109,15 @@ class FakeGpu:
         while self.done < until:
             self.queue.popleft()()
             self.done += 1
+
+
+@contextlib.contextmanager
+def torch_finds(gpus: int) -> Iterator[None]:
+    """Let torch say that the machine has so many GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        patch.setattr(torch.cuda, "device_count", lambda: gpus)
+        yield
 
 
 def opened(programs: Mapping[str, Runner]) -> Opener:

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +14,7 @@ from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.targets import find_target, register
+from tests.support.registry import registered
 
 
 def no_trace(program: Program, plan: Plan) -> Traced:
@@ -40,12 +39,8 @@ def fake_target(real: Target, **replaced: Callable[..., Any]) -> Target:
 @contextlib.contextmanager
 def in_place_of(name: str, **replaced: Callable[..., Any]) -> Iterator[None]:
     """Put into the registry a target like the one of that name, but for some of its methods."""
-    before = find_target(name)
-    register(replace(before, lowering=fake_target(load_target(name), **replaced)))
-    try:
+    with registered(name, lowering=fake_target(load_target(name), **replaced)):
         yield
-    finally:
-        register(before)
 
 
 def quick_target(

@@ -58,6 +58,7 @@ class FakeTensorRt:
         self.gpu, self.__version__ = gpu or FakeCuda(), version
         self.flags: set[BuilderFlag] = set()
         self.contexts: list[Context] = []
+        self.refit_fails = ""  # with these words in the log
 
     def Builder(self, logger: Any) -> "Builder":  # noqa: N802  # TensorRT's names
         return Builder(self, logger)
@@ -69,7 +70,7 @@ class FakeTensorRt:
         return Runtime(self, logger)
 
     def Refitter(self, engine: "Engine", logger: Any) -> "Refitter":  # noqa: N802
-        return Refitter(engine, logger)
+        return Refitter(engine, logger, self.refit_fails)
 
     def Weights(self, dtype: str, address: int, size: int) -> "Weights":  # noqa: N802
         return Weights(dtype, address, size)
@@ -267,8 +268,8 @@ def without_weights(data: bytes) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]
 
 
 class Refitter:
-    def __init__(self, engine: Engine, logger: Any) -> None:
-        self.engine, self.logger = engine, logger
+    def __init__(self, engine: Engine, logger: Any, fails: str) -> None:
+        self.engine, self.logger, self.fails = engine, logger, fails
         self.given: dict[str, np.ndarray[Any, Any]] = {}
 
     def get_all_weights(self) -> list[str]:
@@ -282,6 +283,9 @@ class Refitter:
         return weights.size == math.prod(self.engine.stripped[name])
 
     def refit_cuda_engine(self) -> bool:
+        if self.fails:
+            self.logger.log(ILogger.ERROR, self.fails)
+            return False
         model = onnx.load_from_string(self.engine.graph)
         for name, dims in self.engine.stripped.items():
             array = self.given[name].reshape(dims)

@@ -1,14 +1,18 @@
 """The shape, the requests and the checks that tests of inductor engines share."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.targets import lower_inductor
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.controls import Controls
 from tests.reference.recompute import greedy
@@ -50,6 +54,19 @@ def check_texts(engine: Path, reference: Transformer) -> None:
 def controls(params: SamplingParams) -> Controls:
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     return Controls(**{name: getattr(params, name) for name in names})
+
+
+@contextlib.contextmanager
+def compiled_with(option: str, value: str) -> Iterator[None]:
+    """Give AOTInductor another option, in the place of target inductor's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(lower_inductor.OPTIONS, option, value)
+        yield
+
+
+def compiled_soon() -> contextlib.AbstractContextManager[None]:
+    """Compile the code that calls the kernels in half the time: it is not optimised."""
+    return compiled_with("aot_inductor.compile_wrapper_opt_level", "O0")
 
 
 def touch(traced: Traced, weights: object, folder: Path) -> str:

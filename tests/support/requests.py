@@ -1,13 +1,33 @@
 """Build requests with a target's options and the ranks as plain keywords, as flags have them."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+import pytest
+
+from mtpbuild.builder import build as pipeline
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.ranks import Ranks
 
 RANKS = {field.name for field in fields(Ranks)}
 OWN = {field.name for field in fields(BuildRequest)}
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[BuildRequest]]:
+    """Let the command build nothing; collect what it would have built."""
+    seen = list[BuildRequest]()
+
+    def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
+        seen.append(request)
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "build", build)
+        yield seen
 
 
 def altered(request: BuildRequest, **flags: Any) -> BuildRequest:

@@ -1,0 +1,40 @@
+"""Targets that are known by another record while a block runs, and engines of fake programs."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.programs.base import Programs
+from mtpbuild.runtime.targets import find_target, register
+
+_makers: list[Callable[[Manifest], Programs]] = []
+
+
+@contextlib.contextmanager
+def registered(name: str, **fields: Any) -> Iterator[None]:
+    """Change these fields of a target's record."""
+    before = find_target(name)
+    register(replace(before, **fields))
+    try:
+        yield
+    finally:
+        register(before)
+
+
+@contextlib.contextmanager
+def programs_by(make: Callable[[Manifest], Programs]) -> Iterator[None]:
+    """Load engines of target onnxruntime, fake ones too, with the programs that `make` makes."""
+    _makers.append(make)
+    try:
+        with registered("onnxruntime", programs=__name__):
+            yield
+    finally:
+        _makers.pop()
+
+
+def load(folder: Path, manifest: Manifest, threads: int | None, **options: Any) -> Programs:
+    """In the place of the target's."""
+    return _makers[-1](manifest)
