@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run, tile
+from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, tile
 from mtpbuild.plugins.matmul_scaled.op import dequantise, matmul_scaled
 
 MAX_TOKENS = 64  # more of them pay for a weight that is dequantised in memory
@@ -118,8 +118,9 @@ def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor |
 @by_kernels(matmul_scaled)
 def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
     """Multiply by the kernel, which is for few tokens."""
-    (parts,) = run([product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)])
-    return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
+    launch = product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)
+    launch.run()
+    return launch.outputs[0].sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:

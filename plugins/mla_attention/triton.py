@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import AOT_SHARED, Launch, by_kernels, cdiv, run, shared_memory, tile
+from mtpbuild.plugins.launch import (
+    AOT_SHARED,
+    Launch,
+    Launches,
+    by_kernels,
+    cdiv,
+    operands_of,
+    shared_memory,
+    tile,
+)
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
@@ -168,47 +177,35 @@ def split_count(slots: int, blocks: int, capacity: int) -> int:
     return max(1, min(PROGRAMS // (known * blocks), cdiv(capacity, SPLIT_ROWS)))
 
 
-def mla_launches(
-    q: Tensor,
-    cache: Tensor,
-    fresh: Tensor,
-    base: Tensor,
-    first: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    k_scale: Tensor | None = None,
-    *,
-    splits: int | None = None,
-    shared: int = AOT_SHARED,
-) -> tuple[Launch, ...]:
-    """Make the launches for the op's operands; the last one's first output is its result."""
+def mla_attention_launches(
+    *operands: Any, splits: int | None = None, shared: int = AOT_SHARED
+) -> Launches:
+    """Make the launches for the op's operands; `splits` are counted if they are not given."""
+    known = operands_of(mla_attention, operands)
+    q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
     B, H, T, C = q.shape
-    rows, rope, latent = H * T, C - kv_lora_rank, tile(kv_lora_rank)
-    t = tiles(rows, kv_lora_rank, rope, q.element_size(), shared)
+    rows, rope, latent = H * T, C - rank, tile(rank)
+    t = tiles(rows, rank, rope, q.element_size(), shared)
     blocks = cdiv(rows, t.m)
     if splits is None:
-        splits = split_count(B, blocks, cache.shape[2])
+        splits = split_count(B, blocks, capacity)
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
-    out = q.new_empty(B, H, T, kv_lora_rank)
-    partial = out if splits == 1 else lse.new_empty(B, splits, rows, kv_lora_rank)
-    known: dict[str, Any] = {"q": q, "cache": cache, "fresh": fresh, "base": base, "first": first}
-    known |= {"k_scale": k_scale, "capacity": cache.shape[2], "fresh_rows": fresh.shape[2]}
-    constants = {
-        **{"HEADS": H, "TOKENS": T, "RANK": kv_lora_rank, "ROPE": rope, "SCALE": scale},
-        **{"BLOCK_M": t.m, "BLOCK_N": t.n, "LATENT": latent, "ROTARY": tile(rope)},
-        "CHUNK": t.chunk,
-    }
-    outputs, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
-    launch = Launch.by_name(mla_partial, grid, known, outputs, constants, t.warps)
+    out = q.new_empty(B, H, T, rank)
+    partial = out if splits == 1 else lse.new_empty(B, splits, rows, rank)
+    known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2]}
+    known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "SCALE": known["scale"]}
+    known |= {"BLOCK_M": t.m, "BLOCK_N": t.n, "CHUNK": t.chunk}
+    known |= {"LATENT": latent, "ROTARY": tile(rope)}
+    made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
+    first = Launch.by_name(mla_partial, grid, known, made, t.warps)
     if splits == 1:
-        return (launch,)
-    constants = {"RANK": kv_lora_rank, "LATENT": latent}
-    combine = Launch(mla_combine, (B, rows), (partial, lse), (rows, splits), (out,), constants)
-    return launch, combine
+        return Launches((first,), out)
+    known |= {"partial": partial, "lse": lse, "rows": rows, "splits": splits}
+    return Launches((first, Launch.by_name(mla_combine, (B, rows), known, {"out": out})), out)
 
 
 @by_kernels(mla_attention)
 def mla_attention_triton(q: Tensor, cache: Tensor, fresh: Tensor, *others: Any) -> Tensor:
     """Do the op on a GPU."""
-    shared = shared_memory(q.device)
-    return run(mla_launches(q.contiguous(), cache, fresh.contiguous(), *others, shared=shared))[0]
+    operands = q.contiguous(), cache, fresh.contiguous(), *others
+    return mla_attention_launches(*operands, shared=shared_memory(q.device)).run()
