@@ -46,8 +46,11 @@ class Launch:
         made = tuple(outputs[name] for name in kernel.arg_names if name in outputs)
         return cls(kernel, grid, inputs, tuple(given[len(inputs) :]), made, constants, warps)
 
-    def run(self) -> None:
-        """Fill the outputs. A trace holds the kernel itself: export and AOTInductor see it."""
+    def run(self) -> tuple[Tensor, ...]:
+        """Fill the outputs and return them.
+
+        A trace holds the kernel itself: export and AOTInductor see it.
+        """
         from torch.library import wrap_triton
         from triton import knobs
 
@@ -62,6 +65,7 @@ class Launch:
             num_warps=self.warps,
             num_stages=self.stages,
         )
+        return self.outputs
 
 
 @dataclass(frozen=True)

@@ -109,12 +109,9 @@ def _without_scratch(text: str, name: str, shared: int) -> Ptx:
     kept = parameters[:-2]
     body = "\n" + ",\n".join(f"\t{line}" for line in kept) + "\n"
     text = text[: entry.start(2)] + body + text[entry.end(2) :]
-    target = re.search(r"\.target (\w+)", text)
-    threads = re.search(r"\.reqntid (\d+)", text)
-    assert target is not None
-    assert threads is not None
+    (target,), (threads,) = (re.findall(rf"\.{name} (\w+)", text) for name in ("target", "reqntid"))
     kinds = tuple(line.split()[1] for line in kept)
-    return Ptx(entry[1], text, target[1], kinds, int(threads[1]), shared)
+    return Ptx(entry[1], text, target, kinds, int(threads), shared)
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,10 @@ def accept_mixed_op(
 
 
 @accept_mixed_op.register_fake
-def _(
+def empty_results(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
+    """Make tensors like the op's results."""
     like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(active), like(floats)
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
+from mtpbuild.plugins.accept_mixed.op import accept_mixed_op, empty_results
 from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
 from mtpbuild.plugins.asked import named
 from mtpbuild.plugins.launch import Launch, Launches, operands_of, tile
@@ -244,18 +244,13 @@ def accept_mixed_launches(*operands: Any) -> Launches:
     found = {"figures": figures, "target": argmax}
     law = Launch.by_name(law_of_row, (B * T,), known, found, warps=8)
     known |= {"figures": figures, "best_token": argmax}
+    names = ("tokens", "num_tokens", "new_lengths", "logprobs", "new_thinking", "margins")
+    results = dict(zip(names, empty_results(*operands), strict=True))
     drawn = {
         "target": torch.empty_like(argmax),
-        "margins": logits.new_empty(B, T),
+        "margins": results.pop("margins"),
         "chances": logits.new_empty(B * T, 2),
     }
     draw = Launch.by_name(draw_of_row, (B * T,), known, drawn, warps=8)
-    verdict = {
-        "tokens": torch.empty_like(known["window"]),
-        "num_tokens": torch.empty_like(lengths),
-        "new_lengths": torch.empty_like(lengths),
-        "logprobs": torch.empty_like(drawn["margins"]),
-        "new_thinking": torch.empty_like(known["thinking"]),
-    }
-    judge = Launch.by_name(verdict_of_mixed_slot, (B,), known | drawn, verdict)
+    judge = Launch.by_name(verdict_of_mixed_slot, (B,), known | drawn, results)
     return Launches((best, law, draw, judge), (*judge.outputs, drawn["margins"]))

@@ -34,6 +34,4 @@ def kv_launch(cache: Tensor, rows: Tensor, start: Tensor) -> Launch:
 @by_kernels(kv_write)
 def kv_write_triton(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     """Do the op on a GPU. A target that works in place drops the copy."""
-    launch = kv_launch(cache.clone(), rows.contiguous(), start)
-    launch.run()
-    return launch.outputs[0]
+    return kv_launch(cache.clone(), rows.contiguous(), start).run()[0]

@@ -118,9 +118,8 @@ def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor |
 @by_kernels(matmul_scaled)
 def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
     """Multiply by the kernel, which is for few tokens."""
-    launch = product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)
-    launch.run()
-    return launch.outputs[0].sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
+    (parts,) = product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2).run()
+    return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:

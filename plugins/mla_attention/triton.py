@@ -1,6 +1,5 @@
 """mla_attention in Triton: partial softmaxes over splits of the cache, then their combination."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -148,27 +147,19 @@ def mla_combine(
     tl.store(to, (mixed / weight).to(out.dtype.element_ty), latent < RANK)
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How a program works: query rows and keys per step, latent values per product, warps."""
-
-    m: int
-    n: int
-    chunk: int
-    warps: int
-
-
-def tiles(rows: int, rank: int, rope: int, bytes_each: int, shared: int) -> Tiles:
+def tiles(rows: int, rank: int, rope: int, each: int, shared: int) -> tuple[dict[str, int], int]:
     """Choose the largest tiles for `rows` query rows whose keys and queries fit `shared` bytes.
 
+    A value has `each` bytes. Returns query rows and keys per step and latent values per product, as
+    the kernel's constants, and warps.
     DeepSeek's 576 bf16 values get 64 x 32 (139 KB) on data-centre GPUs from 16 heads and 4 tokens
     on, and 16 x 16 in chunks of 128 (35 KB) as an AOT plugin.
     """
     latent, width = tile(rank), tile(rank) + tile(rope)
     for m, n in ((64, 32), (32, 32), (16, 32), (16, 16)):
-        if m <= tile(rows) and (m + 2 * n) * width * bytes_each <= shared:
-            return Tiles(m, n, latent, 8 if m == 64 else 4)
-    return Tiles(16, 16, min(latent, 128), 4)
+        if m <= tile(rows) and (m + 2 * n) * width * each <= shared:
+            return {"BLOCK_M": m, "BLOCK_N": n, "CHUNK": latent}, 8 if m == 64 else 4
+    return {"BLOCK_M": 16, "BLOCK_N": 16, "CHUNK": min(latent, 128)}, 4
 
 
 def split_count(slots: int, blocks: int, capacity: int) -> int:
@@ -185,8 +176,8 @@ def mla_attention_launches(
     q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
     B, H, T, C = q.shape
     rows, rope, latent = H * T, C - rank, tile(rank)
-    t = tiles(rows, rank, rope, q.element_size(), shared)
-    blocks = cdiv(rows, t.m)
+    constants, warps = tiles(rows, rank, rope, q.element_size(), shared)
+    blocks = cdiv(rows, constants["BLOCK_M"])
     if splits is None:
         splits = split_count(B, blocks, capacity)
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
@@ -194,10 +185,9 @@ def mla_attention_launches(
     partial = out if splits == 1 else lse.new_empty(B, splits, rows, rank)
     known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2]}
     known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "SCALE": known["scale"]}
-    known |= {"BLOCK_M": t.m, "BLOCK_N": t.n, "CHUNK": t.chunk}
-    known |= {"LATENT": latent, "ROTARY": tile(rope)}
+    known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
     made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
-    first = Launch.by_name(mla_partial, grid, known, made, t.warps)
+    first = Launch.by_name(mla_partial, grid, known, made, warps)
     if splits == 1:
         return Launches((first,), out)
     known |= {"partial": partial, "lse": lse, "rows": rows, "splits": splits}

@@ -190,9 +190,7 @@ def moe_launches(*operands: Any) -> Launches:
 @by_kernels(moe_route)
 def moe_route_triton(*operands: Any) -> tuple[Tensor, ...]:
     """Do moe_route on a GPU."""
-    launch = route_launch(*operands)
-    launch.run()
-    return launch.outputs
+    return route_launch(*operands).run()
 
 
 @by_kernels(moe)
