@@ -109,7 +109,7 @@ def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
     """Tell TensorRT what the outputs are, and the kernel with how it is launched."""
     trt = import_module("tensorrt")
     ptx = compile_launch(launch, PORTABLE)
-    inputs = [_parameter(name, trtp.TensorDesc) for name in _inputs(launch)]
+    inputs = dict.fromkeys(_inputs(launch), trtp.TensorDesc)
 
     def outputs(*inputs: Any) -> Any:
         return tuple(
@@ -130,21 +130,16 @@ def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
     # TensorRT reads the signatures: names and kinds of what comes in, how much goes out.
     descriptors = (trtp.TensorDesc,) * len(launch.outputs)
     kinds = (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs)
-    own = [_parameter("outputs", Parameter.empty), _parameter("tactic", int)]
     _sign(outputs, inputs, descriptors)
-    _sign(kernel, [*inputs, *own], kinds)
+    _sign(kernel, {**inputs, "outputs": Parameter.empty, "tactic": int}, kinds)
     trtp.register(plugin_id)(outputs)
     trtp.aot_impl(plugin_id)(kernel)
 
 
-def _sign(function: Any, parameters: list[Parameter], results: tuple[Any, ...]) -> None:
-    function.__signature__ = Signature(
-        parameters, return_annotation=tuple.__class_getitem__(results)
-    )
-
-
-def _parameter(name: str, annotation: Any) -> Parameter:
-    return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+def _sign(function: Any, operands: dict[str, Any], results: tuple[Any, ...]) -> None:
+    place, given = Parameter.POSITIONAL_OR_KEYWORD, tuple.__class_getitem__(results)
+    parameters = [Parameter(name, place, annotation=kind) for name, kind in operands.items()]
+    function.__signature__ = Signature(parameters, return_annotation=given)
 
 
 def _inputs(launch: Launch) -> dict[str, Tensor]:

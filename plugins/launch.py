@@ -81,7 +81,7 @@ class Launches:
         return self.results
 
 
-def operands_of(op: CustomOpDef, operands: Sequence[Any]) -> dict[str, Any]:
+def bind(op: CustomOpDef, operands: Sequence[Any]) -> dict[str, Any]:
     """Name an op's operands as its reference does, with its defaults for those left out."""
     bound = signature(op._init_fn).bind(*operands)
     bound.apply_defaults()

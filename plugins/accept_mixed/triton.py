@@ -14,7 +14,7 @@ import triton.language as tl
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op, empty_results
 from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
 from mtpbuild.plugins.asked import named
-from mtpbuild.plugins.launch import Launch, Launches, operands_of, tile
+from mtpbuild.plugins.launch import Launch, Launches, bind, tile
 from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
 from mtpbuild.runtime.controls import ACCEPT, DRAFT, RECOVER
 
@@ -229,11 +229,12 @@ def verdict_of_mixed_slot(
 
 def accept_mixed_launches(*operands: Any) -> Launches:
     """Make the launches for the op's operands."""
-    known = operands_of(accept_mixed_op, operands)
+    known = bind(accept_mixed_op, operands)
     known |= named(known.pop("asked"))
-    logits, lengths, bans = known["logits"], known["lengths"], known["banned_ids"]
+    logits, bans = known["logits"], known["banned_ids"]
     B, T, V = logits.shape
-    best = best_launch(logits, lengths, bans, known["banned_until"])
+    until = known["banned_until"]
+    best = best_launch(logits, lengths=known["lengths"], banned_ids=bans, banned_until=until)
     blocks, (streams, positions) = best.grid[1], known["uniforms"].shape[1:]
     known |= {"vocab": V, "blocks": blocks, "streams": streams, "positions": positions}
     known |= {"TOKENS": T, "ROWS": tile(T, 2), "BANNED": bans.shape[1]}

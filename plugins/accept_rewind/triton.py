@@ -92,20 +92,18 @@ def vocabulary_block(vocab: int) -> int:
     return min(BLOCK, tile(vocab))
 
 
-def best_launch(
-    logits: Tensor,
-    lengths: Tensor | None = None,
-    banned_ids: Tensor | None = None,
-    banned_until: Tensor | None = None,
-) -> Launch:
-    """Make the launch that gives `best` and `ids` of logits [B, T, V], without banned tokens."""
+def best_launch(logits: Tensor, **bans: Tensor) -> Launch:
+    """Make the launch that gives `best` and `ids` of logits [B, T, V].
+
+    Banned tokens do not count, if `bans` has lengths, banned_ids and banned_until.
+    """
     B, T, V = logits.shape
     blocks = cdiv(V, BLOCK)
     best = logits.new_empty(B * T, blocks, 4)
     ids = logits.new_empty(B * T, blocks, dtype=torch.int32)
-    bans = 0 if banned_ids is None else banned_ids.shape[1]
-    constants = {"TOKENS": T, "BANNED": bans, "BLOCK": vocabulary_block(V)}
-    operands = logits, lengths, banned_ids, banned_until
+    count = bans["banned_ids"].shape[1] if bans else 0
+    constants = {"TOKENS": T, "BANNED": count, "BLOCK": vocabulary_block(V)}
+    operands = logits, *map(bans.get, ("lengths", "banned_ids", "banned_until"))
     return Launch(best_of_block, (B * T, blocks), operands, (V,), (best, ids), constants, warps=8)
 
 

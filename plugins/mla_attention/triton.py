@@ -7,16 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import (
-    AOT_SHARED,
-    Launch,
-    Launches,
-    by_kernels,
-    cdiv,
-    operands_of,
-    shared_memory,
-    tile,
-)
+from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, shared_memory, tile
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
@@ -169,13 +160,18 @@ def split_count(slots: int, blocks: int, capacity: int) -> int:
 
 
 def mla_attention_launches(
-    *operands: Any, splits: int | None = None, shared: int = AOT_SHARED
+    *operands: Any, splits: int | None = None, shared: int | None = None
 ) -> Launches:
-    """Make the launches for the op's operands; `splits` are counted if they are not given."""
-    known = operands_of(mla_attention, operands)
+    """Make the launches for the op's operands.
+
+    The splits and the bytes of shared memory are those that fit, if they are not given.
+    """
+    known = bind(mla_attention, operands)
     q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
     B, H, T, C = q.shape
     rows, rope, latent = H * T, C - rank, tile(rank)
+    if shared is None:
+        shared = shared_memory(q.device)
     constants, warps = tiles(rows, rank, rope, q.element_size(), shared)
     blocks = cdiv(rows, constants["BLOCK_M"])
     if splits is None:
@@ -197,5 +193,4 @@ def mla_attention_launches(
 @by_kernels(mla_attention)
 def mla_attention_triton(q: Tensor, cache: Tensor, fresh: Tensor, *others: Any) -> Tensor:
     """Do the op on a GPU."""
-    operands = q.contiguous(), cache, fresh.contiguous(), *others
-    return mla_attention_launches(*operands, shared=shared_memory(q.device)).run()
+    return mla_attention_launches(q.contiguous(), cache, fresh.contiguous(), *others).run()

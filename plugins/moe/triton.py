@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, operands_of, tile
+from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
 from mtpbuild.plugins.matmul_scaled.triton import scaled_tile
 from mtpbuild.plugins.moe.op import MAX_TOKENS, empty_routes, moe, moe_route
 
@@ -167,7 +167,7 @@ def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
 
 def moe_launches(*operands: Any) -> Launches:
     """Make the launches for the op's operands; their result [N, k, E] is summed over k."""
-    known = operands_of(moe, operands)
+    known = bind(moe, operands)
     x, (N, k) = known["x"], known["ids"].shape
     if N > MAX_TOKENS:
         raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {N}")
