@@ -9,39 +9,26 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
-from mtpbuild.plugins.accept_rewind.op import accept_rewind
-from mtpbuild.plugins.experts_nbits.op import experts_nbits
-from mtpbuild.plugins.kv_write.op import kv_write
-from mtpbuild.plugins.matmul_nbits.op import matmul_nbits
-from mtpbuild.plugins.matmul_scaled.op import dequantise_scaled, matmul_scaled
-from mtpbuild.plugins.mla_attention.op import mla_attention
-from mtpbuild.plugins.moe.op import moe, moe_route
-from mtpbuild.plugins.rope.op import rope
-from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
-
-__all__ = [
-    "FACETS",
-    "TARGETS",
-    "accept_mixed_op",
-    "accept_rewind",
-    "dequantise_scaled",
-    "experts_nbits",
-    "facet",
-    "facets",
-    "file_of",
-    "kv_write",
-    "matmul_nbits",
-    "matmul_scaled",
-    "mla_attention",
-    "moe",
-    "moe_route",
-    "rope",
-    "shaped_probs_op",
-]
+from mtpbuild.plugins.accept_mixed.op import accept_mixed_op as accept_mixed_op
+from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
+from mtpbuild.plugins.experts_nbits.op import experts_nbits as experts_nbits
+from mtpbuild.plugins.kv_write.op import kv_write as kv_write
+from mtpbuild.plugins.matmul_nbits.op import matmul_nbits as matmul_nbits
+from mtpbuild.plugins.matmul_scaled.op import (
+    dequantise_scaled as dequantise_scaled,
+)
+from mtpbuild.plugins.matmul_scaled.op import (
+    matmul_scaled as matmul_scaled,
+)
+from mtpbuild.plugins.mla_attention.op import mla_attention as mla_attention
+from mtpbuild.plugins.moe.op import moe as moe
+from mtpbuild.plugins.moe.op import moe_route as moe_route
+from mtpbuild.plugins.rope.op import rope as rope
+from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op
 
 # Which file in an op's folder has its facet for a target: the function <op>_<file>. "op" is the
-# reference itself; None: the target has no use for the op, or does it as the comment says.
+# reference itself; "plugins": an AOT plugin for each of triton.py's <op>_launches; None: the target
+# has no use for the op, or does it as the comment says.
 #
 # inductor: PyTorch operators, for AOTInductor to compile; they also stand in where a graph for
 #           TensorRT or for a GPU has no facet of its own.
@@ -50,18 +37,18 @@ __all__ = [
 TARGETS = ("onnx", "inductor", "gpu", "cuda", "tensorrt")
 FACETS: dict[Any, tuple[str | None, ...]] = {
     # op                onnx    inductor    gpu       cuda      tensorrt
-    accept_mixed_op:   (None,   "op",       None,     None,     "tensorrt"),
-    accept_rewind:     ("onnx", "op",       "triton", "triton", "tensorrt"),
+    accept_mixed_op:   (None,   "op",       None,     None,     "plugins"),
+    accept_rewind:     ("onnx", "op",       "triton", "triton", "plugins"),
     dequantise_scaled: (None,   "op",       None,     None,     None),
     experts_nbits:     ("onnx", "op",       None,     None,     None),
     kv_write:          ("onnx", "inductor", None,     "triton", "tensorrt"),  # gpu: would copy
     matmul_nbits:      ("onnx", "op",       None,     None,     None),
     matmul_scaled:     (None,   "op",       "triton", "triton", "tensorrt"),
-    mla_attention:     ("onnx", "inductor", "triton", "triton", "tensorrt"),
+    mla_attention:     ("onnx", "inductor", "triton", "triton", "plugins"),
     moe:               (None,   "op",       "triton", "triton", "tensorrt"),
     moe_route:         (None,   "op",       None,     "triton", None),
     rope:              ("onnx", "op",       None,     None,     None),
-    shaped_probs_op:   (None,   "op",       None,     None,     "tensorrt"),
+    shaped_probs_op:   (None,   "op",       None,     None,     "plugins"),
 }  # fmt: skip
 
 
@@ -82,6 +69,10 @@ def facet(op: Any, target: str) -> Callable[..., Any]:
         return reference
     name = op._qualname.rpartition("::")[2]
     folder = reference.__module__.rpartition(".")[0]
+    if file == "plugins":
+        from mtpbuild.plugins.aot import as_plugins
+
+        return as_plugins(getattr(import_module(f"{folder}.triton"), f"{name}_launches"))
     return getattr(import_module(f"{folder}.{file}"), f"{name}_{file}")
 
 

@@ -6,7 +6,7 @@ launch, and launches that are equal share one (docs/plugins.md).
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mtpbuild.plugins.launch import Launch
+from mtpbuild.plugins.launch import Launch, Launches
 from mtpbuild.plugins.ptx import compile_launch
 
 NAMESPACE = "mtpbuild"
@@ -31,35 +31,30 @@ TORCH = {
 # There are no constants of bytes, but of FP8, which a kernel is free to read as such.
 TENSORRT = {dtype: name for name, dtype in TORCH.items()} | {torch.uint8: "FP8"}
 
-Launches = Callable[..., Sequence[Launch]]
-Converter = Callable[..., Any]
 
-
-def as_plugins(
-    launches: Launches, results: Callable[[Sequence[Launch]], Tensor | tuple[Tensor, ...]]
-) -> Converter:
+def as_plugins(launches: Callable[..., Launches]) -> Callable[..., Any]:
     """Make a converter of Torch-TensorRT for an op, whose operands `launches` takes.
 
-    `results` picks the tensors that the op returns; one that is bool in the op comes as int32.
-    The converter raises ContractError if TensorRT could not launch a kernel.
+    A result that is bool in the op comes as int32. The converter raises ContractError if TensorRT
+    could not launch a kernel.
     """
 
     def convert(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
         given, form = tree_flatten(args)  # an operand may be a list
         operands = [_stand_in(arg) for arg in given]
         made = launches(*tree_unflatten(operands, form))
-        read = {id(tensor) for launch in made for tensor in launch.inputs}
+        read = {id(tensor) for launch in made.each for tensor in launch.inputs}
         there = {  # id of a launch's tensor -> the network's
             id(operand): _network_tensor(ctx, arg, f"{name}_{i}")
             for i, (arg, operand) in enumerate(zip(given, operands, strict=True))
             if isinstance(operand, Tensor) and id(operand) in read
         }
-        for launch in made:
+        for launch in made.each:
             inputs = [there[id(tensor)] for tensor in launch.inputs if tensor is not None]
             layer = ctx.net.add_plugin(plugin(launch)(*inputs), aot=True)
             layer.name = f"{name}/{launch.kernel.__name__}"
             there |= {id(tensor): layer.get_output(i) for i, tensor in enumerate(launch.outputs)}
-        return tree_map(lambda tensor: there[id(tensor)], results(made))
+        return tree_map(lambda tensor: there[id(tensor)], made.results)
 
     return convert
 
@@ -114,7 +109,7 @@ def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
     """Tell TensorRT what the outputs are, and the kernel with how it is launched."""
     trt = import_module("tensorrt")
     ptx = compile_launch(launch, PORTABLE)
-    inputs = [_parameter(name, trtp.TensorDesc) for name in _inputs(launch)]
+    inputs = dict.fromkeys(_inputs(launch), trtp.TensorDesc)
 
     def outputs(*inputs: Any) -> Any:
         return tuple(
@@ -135,21 +130,16 @@ def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
     # TensorRT reads the signatures: names and kinds of what comes in, how much goes out.
     descriptors = (trtp.TensorDesc,) * len(launch.outputs)
     kinds = (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs)
-    own = [_parameter("outputs", Parameter.empty), _parameter("tactic", int)]
     _sign(outputs, inputs, descriptors)
-    _sign(kernel, [*inputs, *own], kinds)
+    _sign(kernel, {**inputs, "outputs": Parameter.empty, "tactic": int}, kinds)
     trtp.register(plugin_id)(outputs)
     trtp.aot_impl(plugin_id)(kernel)
 
 
-def _sign(function: Any, parameters: list[Parameter], results: tuple[Any, ...]) -> None:
-    function.__signature__ = Signature(
-        parameters, return_annotation=tuple.__class_getitem__(results)
-    )
-
-
-def _parameter(name: str, annotation: Any) -> Parameter:
-    return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+def _sign(function: Any, operands: dict[str, Any], results: tuple[Any, ...]) -> None:
+    place, given = Parameter.POSITIONAL_OR_KEYWORD, tuple.__class_getitem__(results)
+    parameters = [Parameter(name, place, annotation=kind) for name, kind in operands.items()]
+    function.__signature__ = Signature(parameters, return_annotation=given)
 
 
 def _inputs(launch: Launch) -> dict[str, Tensor]:

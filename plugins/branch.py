@@ -17,6 +17,5 @@ def when(
     Both give tensors of the same shapes and types, none of which is an operand itself.
     """
     if torch.compiler.is_exporting():
-        given: tuple[Tensor, ...] = torch.cond(predicate, yes, no, operands)
-        return given
+        return torch.cond(predicate, yes, no, operands)
     return (yes if bool(predicate) else no)(*operands)

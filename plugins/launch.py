@@ -35,20 +35,22 @@ class Launch:
         cls,
         kernel: Any,
         grid: tuple[int, ...],
-        known: Mapping[str, Tensor | int | None],
+        known: Mapping[str, Any],
         outputs: Mapping[str, Tensor],
-        constants: Mapping[str, Any],
         warps: int = 4,
     ) -> "Launch":
-        """Take as inputs and sizes those of `known` that the kernel has parameters for."""
+        """Take of `known` what the kernel has parameters for; capital letters are constants."""
+        constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
         given = [known[n] for n in kernel.arg_names if n not in outputs and n not in constants]
         inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
-        sizes: Any = tuple(given[len(inputs) :])
         made = tuple(outputs[name] for name in kernel.arg_names if name in outputs)
-        return cls(kernel, grid, inputs, sizes, made, constants, warps)
+        return cls(kernel, grid, inputs, tuple(given[len(inputs) :]), made, constants, warps)
 
-    def run(self) -> None:
-        """Fill the outputs. A trace holds the kernel itself: export and AOTInductor see it."""
+    def run(self) -> tuple[Tensor, ...]:
+        """Fill the outputs and return them.
+
+        A trace holds the kernel itself: export and AOTInductor see it.
+        """
         from torch.library import wrap_triton
         from triton import knobs
 
@@ -63,13 +65,27 @@ class Launch:
             num_warps=self.warps,
             num_stages=self.stages,
         )
+        return self.outputs
 
 
-def run(launches: Sequence[Launch]) -> tuple[Tensor, ...]:
-    """Run the launches in order, and return what the last one gives."""
-    for launch in launches:
-        launch.run()
-    return launches[-1].outputs
+@dataclass(frozen=True)
+class Launches:
+    """An op's launches in their order, and which of their outputs are what the op returns."""
+
+    each: tuple[Launch, ...]
+    results: Any  # a tensor or a tuple of them
+
+    def run(self) -> Any:
+        for launch in self.each:
+            launch.run()
+        return self.results
+
+
+def bind(op: CustomOpDef, operands: Sequence[Any]) -> dict[str, Any]:
+    """Name an op's operands as its reference does, with its defaults for those left out."""
+    bound = signature(op._init_fn).bind(*operands)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def by_kernels(op: CustomOpDef) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

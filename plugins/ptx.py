@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.asked import in_order
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
 from mtpbuild.runtime.controls import CONTROLS, control_shapes
 
@@ -110,12 +109,9 @@ def _without_scratch(text: str, name: str, shared: int) -> Ptx:
     kept = parameters[:-2]
     body = "\n" + ",\n".join(f"\t{line}" for line in kept) + "\n"
     text = text[: entry.start(2)] + body + text[entry.end(2) :]
-    target = re.search(r"\.target (\w+)", text)
-    threads = re.search(r"\.reqntid (\d+)", text)
-    assert target is not None
-    assert threads is not None
+    (target,), (threads,) = (re.findall(rf"\.{name} (\w+)", text) for name in ("target", "reqntid"))
     kinds = tuple(line.split()[1] for line in kept)
-    return Ptx(entry[1], text, target[1], kinds, int(threads[1]), shared)
+    return Ptx(entry[1], text, target, kinds, int(threads), shared)
 
 
 @dataclass(frozen=True)
@@ -148,13 +144,13 @@ SHAPES = {
 
 def launches(s: Shape) -> tuple[Launch, ...]:
     """Launch every kernel once on meta tensors, or once per form of weights that it takes."""
-    from mtpbuild.plugins.accept_mixed.triton import mixed_launches
-    from mtpbuild.plugins.accept_rewind.triton import greedy_launches
+    from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
+    from mtpbuild.plugins.accept_rewind.triton import accept_rewind_launches
     from mtpbuild.plugins.kv_write.triton import kv_launch
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
-    from mtpbuild.plugins.mla_attention.triton import mla_launches
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
     from mtpbuild.plugins.moe.triton import moe_launches, route_launch
-    from mtpbuild.plugins.shaped_probs.triton import shape_launch
+    from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -165,21 +161,19 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     slots, on = empty(B, dtype=torch.int64), empty(B, dtype=torch.int32)
     cache = empty(B, 1, 4096, width, dtype=s.cache)
     fresh = empty(B, 1, T, width, dtype=s.cache)
-    q = empty(B, s.heads, T, width, dtype=compute)
+    attended = empty(B, s.heads, T, width, dtype=compute), cache, fresh, slots, slots
     k_scale = empty(1) if s.cache == torch.float8_e4m3fn else None
     window, shapes = empty(B, T, dtype=torch.int64), control_shapes(T - 1, 4096)
     flags = {"bool": torch.int32}  # plugins take no bool
-    asked = {
-        c.name: empty(B, *shapes[c.name], dtype=flags.get(c.dtype) or getattr(torch, c.dtype))
+    asked = [
+        empty(B, *shapes[c.name], dtype=flags.get(c.dtype) or getattr(torch, c.dtype))
         for c in CONTROLS
-    }
+    ]
     logits, probs = empty(B, T, V), empty(B, T - 1, V)
     N, X = B * T, s.experts
     ids = empty(N, s.chosen, dtype=torch.int32)
-    experts = (
-        empty(X, s.hidden, 2 * s.inner, dtype=compute),
-        empty(X, s.inner, s.hidden, dtype=compute),
-    )
+    sizes = (s.hidden, 2 * s.inner), (s.inner, s.hidden)  # of an expert's two products
+    experts = (empty(X, *size, dtype=compute) for size in sizes)
     x, shares = empty(N, s.hidden, dtype=compute), empty(N, s.chosen)
 
     def fp8(K: int, N: int, *stack: int) -> tuple[Tensor | None, ...]:
@@ -191,21 +185,20 @@ def launches(s: Shape) -> tuple[Launch, ...]:
         return empty(*stack, K // 2, N, dtype=torch.uint8), scales, empty(*stack, 1, N)
 
     def scaled(form: Callable[..., tuple[Any, ...]]) -> Iterator[Launch]:
-        gate_up, *scales = form(s.hidden, 2 * s.inner, X)
-        down, *others = form(s.inner, s.hidden, X)
-        yield product_launch(x, *form(s.hidden, 2 * s.inner))
-        yield from moe_launches(x, shares, ids, gate_up, down, *scales, *others)
+        (gate_up, *scales), (down, *others) = (form(*size, X) for size in sizes)
+        yield product_launch(x, *form(*sizes[0]))
+        yield from moe_launches(x, shares, ids, gate_up, down, *scales, *others).each
 
     return (
         kv_launch(cache, fresh, slots),
-        *mla_launches(q, cache, fresh, slots, slots, 0.1, s.rank, k_scale, splits=4),
-        *greedy_launches(logits, window, slots, slots, on),
-        *mixed_launches(logits, window, slots, slots, on, on, probs, in_order(asked)),
-        shape_launch(logits, asked),
+        *mla_attention_launches(*attended, 0.1, s.rank, k_scale, splits=4).each,
+        *accept_rewind_launches(logits, window, slots, slots, on).each,
+        *accept_mixed_launches(logits, window, slots, slots, on, on, probs, asked).each,
+        *shaped_probs_launches(logits, asked).each,
         route_launch(empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5),
         *scaled(fp8),
         *scaled(nvfp4),
-        *moe_launches(x, shares, ids, *experts),
+        *moe_launches(x, shares, ids, *experts).each,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mtpbuild.plugins import accept_rewind, mla_attention, moe, moe_route
 from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
 from mtpbuild.plugins.launch import AOT_SHARED, shared_memory
-from mtpbuild.plugins.mla_attention.triton import mla_launches
+from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
 from mtpbuild.plugins.moe.triton import moe_route_triton, moe_triton
 from on_gpu.machine import COLD, Call, Machine, Row, difference, microseconds, repeats
 
@@ -38,11 +38,7 @@ class Attention:
         return *floats, base, torch.zeros_like(base)
 
     def kernel(self, operands: tuple[Tensor, ...], shared: int) -> Tensor:
-        q, cache, fresh, base, first = operands
-        launches = mla_launches(q, cache, fresh, base, first, SCALE, self.rank, shared=shared)
-        for launch in launches:
-            launch.run()
-        return launches[-1].outputs[0]
+        return mla_attention_launches(*operands, SCALE, self.rank, shared=shared).run()
 
     def bound(self, machine: Machine) -> float:
         """Microseconds: the cache read once, and both products."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.accept_mixed.block import verify_block
 from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
@@ -110,9 +109,10 @@ def accept_mixed_op(
 
 
 @accept_mixed_op.register_fake
-def _(
+def empty_results(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
+    """Make tensors like the op's results."""
     like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(active), like(floats)
 
@@ -144,20 +144,67 @@ def _drawn(
     if K:
         drafts = window[:, 1:].clamp(0, V - 1)[..., None]
         p_draft, q_draft = (x.gather(-1, drafts)[..., 0] for x in (p[:, :K], draft_probs))
-        together = verify_block(p, window, draft_probs, real[:, :K])
+        at_least, block_rest = verify_block(p, window, draft_probs, real[:, :K])
         luck = numbers[:, ACCEPT, :K]
         # One number decides how many of a block are kept: those of later rows serve later steps.
-        in_block = luck[:, :1] < together.at_least
+        in_block = luck[:, :1] < at_least
         chosen = block[:, None]
         kept = (chosen & in_block) | (~chosen & (luck * q_draft < p_draft))
         lucky = torch.cat([kept, lucky[:, K:]], dim=1)
         # A rejected draft's row draws from what q has too little of.
-        rest = torch.where(chosen[..., None], together.rest, p[:, :K] - draft_probs).clamp(min=0)
+        rest = torch.where(chosen[..., None], block_rest, p[:, :K] - draft_probs).clamp(min=0)
         short = (rejection[:, None] & real[:, :K])[..., None] & (rest.sum(-1, keepdim=True) > 0)
         wanted = torch.cat([torch.where(short, rest, p[:, :K]), p[:, K:]], dim=1)
     number = torch.where(rejection[:, None], numbers[:, RECOVER], numbers[:, DRAFT])
     drawn, cell = draw(wanted, number)
     return drawn, cell, lucky
+
+
+def verify_block(
+    p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Judge K drafts together, by the target's distribution per row p [B, K + 1, V] and their own.
+
+    This is algorithm 2 of Sun et al., "Block Verification Accelerates Speculative Decoding" (ICLR
+    2025); vLLM's `rejection_sample_method: block`. The output has the target's distribution, and no
+    rule with that property accepts more drafts on average.
+
+    draft_probs [B, K, V] is what the drafts were drawn from; real [B, K] says which there are.
+    Returns the chance [B, K] that drafts 0 .. j are all kept, which falls with j, and the weights
+    [B, K, V] of the token behind j kept drafts, where what is negative counts as 0.
+
+    Weight c_j = min(c_{j-1} p(d_j) / q(d_j), 1) is the chance that a draft path deserves; a block
+    of exactly j < m drafts is kept, if no longer one was, with chance S / (S + 1 - c_j), where
+    S = sum max(c_j p - q, 0) over the next row; of all m real ones with chance c_m.
+    The paper draws a number per length from the longest down. One number against the cumulated
+    chances has the same law, and leaves the other positions' numbers unseen for later steps.
+    """
+    K, V = draft_probs.shape[1:]
+    drafts = window[:, 1:].clamp(0, V - 1)[..., None]
+    wanted = p[:, :K].gather(-1, drafts)[..., 0]
+    offered = draft_probs.gather(-1, drafts)[..., 0].clamp(min=torch.finfo(p.dtype).tiny)
+    valid = real & (drafts[..., 0] == window[:, 1:])
+    ratio = torch.where(valid, wanted / offered, 0.0)
+    weights, weight = [], torch.ones_like(ratio[:, 0])
+    for j in range(K):
+        weights.append(weight)  # of the j drafts before row j
+        weight = (weight * ratio[:, j]).clamp(max=1)
+    weights.append(weight)
+    c = torch.stack(weights, dim=1)  # [B, K + 1]
+    rest = c[:, :K, None] * p[:, :K] - draft_probs
+
+    excess = rest.clamp(min=0).sum(-1)  # [B, K]
+    room = excess + 1 - c[:, :K]
+    stop = torch.where(room > 0, excess / torch.where(room > 0, room, 1.0), 1.0)
+    whole = torch.cat([stop[:, 1:], c[:, K:]], dim=1)  # [B, K]: of j + 1 drafts
+    last = real & ~torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)
+    exactly = torch.where(last, c[:, 1:], torch.where(real, whole, 0.0))
+    missed = ones = torch.ones_like(c[:, 0])
+    chances = []
+    for j in reversed(range(K)):
+        missed = missed * (ones - exactly[:, j])
+        chances.append(ones - missed)
+    return torch.stack(chances[::-1], dim=1), rest
 
 
 def _nothing_drawn(

@@ -5,19 +5,16 @@ filters are thresholds, as in `shaped_probs`), each row's target token is drawn,
 judged. The vocabulary is never sorted.
 """
 
-from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
+from mtpbuild.plugins.accept_mixed.op import accept_mixed_op, empty_results
 from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
 from mtpbuild.plugins.asked import named
-from mtpbuild.plugins.launch import Launch, by_kernels, run, tile
+from mtpbuild.plugins.launch import Launch, Launches, bind, tile
 from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
 from mtpbuild.runtime.controls import ACCEPT, DRAFT, RECOVER
 
@@ -230,54 +227,31 @@ def verdict_of_mixed_slot(
     tl.store(logprobs + at, own - tl.load(figures + at * 8 + LSE, some, 0.0), some)
 
 
-def mixed_launches(*operands: Any) -> tuple[Launch, ...]:
-    """Make the launches for the op's operands; `verdict_of` picks the op's results of them."""
-    known: dict[str, Any] = signature(accept_mixed_op._init_fn).bind(*operands).arguments
+def accept_mixed_launches(*operands: Any) -> Launches:
+    """Make the launches for the op's operands."""
+    known = bind(accept_mixed_op, operands)
     known |= named(known.pop("asked"))
-    logits, lengths, bans = known["logits"], known["lengths"], known["banned_ids"]
+    logits, bans = known["logits"], known["banned_ids"]
     B, T, V = logits.shape
-    best = best_launch(logits, lengths, bans, known["banned_until"])
+    until = known["banned_until"]
+    best = best_launch(logits, lengths=known["lengths"], banned_ids=bans, banned_until=until)
     blocks, (streams, positions) = best.grid[1], known["uniforms"].shape[1:]
     known |= {"vocab": V, "blocks": blocks, "streams": streams, "positions": positions}
+    known |= {"TOKENS": T, "ROWS": tile(T, 2), "BANNED": bans.shape[1]}
+    known |= {"BLOCK": vocabulary_block(V), "BLOCKS": tile(blocks, 2)}
     known |= zip(("best", "ids"), best.outputs, strict=True)
-    rows = {"TOKENS": T, "BANNED": bans.shape[1], "BLOCK": vocabulary_block(V)}
     argmax = logits.new_empty(B * T, dtype=torch.int32)
     figures = logits.new_empty(B * T, 8)
-    law = Launch.by_name(
-        law_of_row,
-        (B * T,),
-        known,
-        {"figures": figures, "target": argmax},
-        rows | {"BLOCKS": tile(blocks, 2)},
-        warps=8,
-    )
+    found = {"figures": figures, "target": argmax}
+    law = Launch.by_name(law_of_row, (B * T,), known, found, warps=8)
+    known |= {"figures": figures, "best_token": argmax}
+    names = ("tokens", "num_tokens", "new_lengths", "logprobs", "new_thinking", "margins")
+    results = dict(zip(names, empty_results(*operands), strict=True))
     drawn = {
         "target": torch.empty_like(argmax),
-        "margins": logits.new_empty(B, T),
+        "margins": results.pop("margins"),
         "chances": logits.new_empty(B * T, 2),
     }
-    known |= {"figures": figures, "best_token": argmax}
-    draw = Launch.by_name(draw_of_row, (B * T,), known, drawn, rows, warps=8)
-    verdict = {
-        "tokens": torch.empty_like(known["window"]),
-        "num_tokens": torch.empty_like(lengths),
-        "new_lengths": torch.empty_like(lengths),
-        "logprobs": torch.empty_like(drawn["margins"]),
-        "new_thinking": torch.empty_like(known["thinking"]),
-    }
-    sizes = {"TOKENS": T, "ROWS": tile(T, 2)}
-    judge = Launch.by_name(verdict_of_mixed_slot, (B,), known | drawn, verdict, sizes)
-    return best, law, draw, judge
-
-
-def verdict_of(launches: Sequence[Launch]) -> tuple[Tensor, ...]:
-    """Pick the op's results: what the last launch gives, and the margins of the one before it."""
-    return *launches[-1].outputs, launches[-2].outputs[1]
-
-
-@by_kernels(accept_mixed_op)
-def accept_mixed_triton(*operands: Any) -> tuple[Tensor, ...]:
-    """Do the op on a GPU."""
-    launches = mixed_launches(*operands)
-    run(launches)
-    return verdict_of(launches)
+    draw = Launch.by_name(draw_of_row, (B * T,), known, drawn, warps=8)
+    judge = Launch.by_name(verdict_of_mixed_slot, (B,), known | drawn, results)
+    return Launches((best, law, draw, judge), (*judge.outputs, drawn["margins"]))

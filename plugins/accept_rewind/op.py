@@ -32,8 +32,9 @@ def accept_rewind(
 
 
 @accept_rewind.register_fake
-def _(
+def empty_results(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Tensor, ...]:
+    """Make tensors like the op's results."""
     like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(floats)

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.accept_rewind.op import accept_rewind
-from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run, tile
+from mtpbuild.plugins.accept_rewind.op import accept_rewind, empty_results
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, tile
 
 BLOCK = 4096  # logits per program: 32 programs for a row of 129,280
 LOWEST = tl.constexpr(-3.0e38)  # finite, so that no -inf is subtracted from itself
@@ -92,37 +92,33 @@ def vocabulary_block(vocab: int) -> int:
     return min(BLOCK, tile(vocab))
 
 
-def best_launch(
-    logits: Tensor,
-    lengths: Tensor | None = None,
-    banned_ids: Tensor | None = None,
-    banned_until: Tensor | None = None,
-) -> Launch:
-    """Make the launch that gives `best` and `ids` of logits [B, T, V], without banned tokens."""
+def best_launch(logits: Tensor, **bans: Tensor) -> Launch:
+    """Make the launch that gives `best` and `ids` of logits [B, T, V].
+
+    Banned tokens do not count, if `bans` has lengths, banned_ids and banned_until.
+    """
     B, T, V = logits.shape
     blocks = cdiv(V, BLOCK)
     best = logits.new_empty(B * T, blocks, 4)
     ids = logits.new_empty(B * T, blocks, dtype=torch.int32)
-    bans = 0 if banned_ids is None else banned_ids.shape[1]
-    constants = {"TOKENS": T, "BANNED": bans, "BLOCK": vocabulary_block(V)}
-    operands = logits, lengths, banned_ids, banned_until
+    count = bans["banned_ids"].shape[1] if bans else 0
+    constants = {"TOKENS": T, "BANNED": count, "BLOCK": vocabulary_block(V)}
+    operands = logits, *map(bans.get, ("lengths", "banned_ids", "banned_until"))
     return Launch(best_of_block, (B * T, blocks), operands, (V,), (best, ids), constants, warps=8)
 
 
-def greedy_launches(
-    logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
-) -> tuple[Launch, Launch]:
-    """Make the launches for the op's operands; the second one's outputs are its results."""
+def accept_rewind_launches(logits: Tensor, *slots: Tensor) -> Launches:
+    """Make the launches for the op's operands."""
     first = best_launch(logits)
-    (B, T), blocks = window.shape, first.grid[1]
-    like, floats = torch.empty_like, logits.new_empty(B, T)
-    outputs = like(window), like(lengths), like(lengths), floats, like(floats)
+    (B, T, _), blocks = logits.shape, first.grid[1]
+    results = empty_results(logits, *slots)
     constants = {"TOKENS": T, "ROWS": tile(T, 2), "BLOCKS": tile(blocks, 2)}
-    operands = *first.outputs, window, num_drafts, lengths, active
-    return first, Launch(verdict_of_slot, (B,), operands, (blocks,), outputs, constants)
+    operands = *first.outputs, *slots
+    second = Launch(verdict_of_slot, (B,), operands, (blocks,), results, constants)
+    return Launches((first, second), results)
 
 
 @by_kernels(accept_rewind)
 def accept_rewind_triton(logits: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
     """Do the op on a GPU."""
-    return run(greedy_launches(logits.contiguous(), *slots))
+    return accept_rewind_launches(logits.contiguous(), *slots).run()

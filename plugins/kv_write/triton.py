@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.kv_write.op import kv_write
-from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run
+from mtpbuild.plugins.launch import Launch, by_kernels, cdiv
 
 BLOCK = 1024
 
@@ -34,4 +34,4 @@ def kv_launch(cache: Tensor, rows: Tensor, start: Tensor) -> Launch:
 @by_kernels(kv_write)
 def kv_write_triton(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
     """Do the op on a GPU. A target that works in place drops the copy."""
-    return run([kv_launch(cache.clone(), rows.contiguous(), start)])[0]
+    return kv_launch(cache.clone(), rows.contiguous(), start).run()[0]

@@ -1,5 +1,6 @@
 """matmul_nbits in ONNX: ONNX Runtime's own MatMulNBits."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from onnx.defs import OpSchema
@@ -7,25 +8,44 @@ from onnxscript.values import Op, Opset
 
 from mtpbuild.plugins.matmul_nbits.op import BLOCK, bits_of
 
-DOMAIN, NAME = "com.microsoft", "MatMulNBits"
-INTEGERS = ("K", "N", "bits", "block_size", "accuracy_level")
+DOMAIN = "com.microsoft"
 INT8 = 4  # accuracy level: x is rounded to int8 per row and block; the others are slow in 8 bits
+FLOATS, BYTES = "tensor(float)", "tensor(uint8)"
+KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
 
-# The part of ONNX Runtime's schema that is used here; the onnx package does not know its operators.
-SCHEMA = OpSchema(
-    NAME,
-    DOMAIN,
-    1,
-    inputs=[OpSchema.FormalParameter(*typed) for typed in (("A", "T"), ("B", "U"), ("s", "T"))],
-    outputs=[OpSchema.FormalParameter("Y", "T")],
-    type_constraints=[("T", ["tensor(float)"], ""), ("U", ["tensor(uint8)"], "")],
-    attributes=[OpSchema.Attribute(name, OpSchema.AttrType.INT) for name in INTEGERS],
+
+def contrib(
+    name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any], optional: str = ""
+) -> Op:
+    """Declare the part that is used of an operator of ONNX Runtime: the onnx package knows none.
+
+    An attribute's type is that of its value.
+    """
+    options = OpSchema.FormalParameterOption
+    schema = OpSchema(
+        name,
+        DOMAIN,
+        1,
+        inputs=[
+            OpSchema.FormalParameter(
+                i, kind, param_option=options.Optional if i == optional else options.Single
+            )
+            for i, kind in inputs.items()
+        ],
+        outputs=[OpSchema.FormalParameter("output", FLOATS)],
+        attributes=[OpSchema.Attribute(a, KINDS[type(value)]) for a, value in attributes.items()],
+    )
+    return Op(Opset(DOMAIN, 1), name, schema)
+
+
+SIZES = ("K", "N", "bits", "block_size", "accuracy_level")
+MatMulNBits = contrib(
+    "MatMulNBits", {"A": FLOATS, "B": BYTES, "scales": FLOATS}, dict.fromkeys(SIZES, 0)
 )
-MatMulNBits = Op(Opset(DOMAIN, 1), NAME, SCHEMA)
 
 
 def matmul_nbits_onnx(x: Any, values: Any, scales: Any) -> Any:
     """Write one node. A row's result does not depend on others: integer sums are exact."""
     N, blocks, width = (int(size) for size in values.shape)
     sizes = (blocks * BLOCK, N, bits_of(width), BLOCK, INT8)
-    return MatMulNBits(x, values, scales, **dict(zip(INTEGERS, sizes, strict=True)))
+    return MatMulNBits(x, values, scales, **dict(zip(SIZES, sizes, strict=True)))

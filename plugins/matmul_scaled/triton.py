@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run, tile
+from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, tile
 from mtpbuild.plugins.matmul_scaled.op import dequantise, matmul_scaled
 
 MAX_TOKENS = 64  # more of them pay for a weight that is dequantised in memory
@@ -118,7 +118,7 @@ def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor |
 @by_kernels(matmul_scaled)
 def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
     """Multiply by the kernel, which is for few tokens."""
-    (parts,) = run([product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2)])
+    (parts,) = product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2).run()
     return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
 
 

@@ -1,6 +1,5 @@
 """mla_attention in Triton: partial softmaxes over splits of the cache, then their combination."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import AOT_SHARED, Launch, by_kernels, cdiv, run, shared_memory, tile
+from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, shared_memory, tile
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
@@ -139,27 +138,19 @@ def mla_combine(
     tl.store(to, (mixed / weight).to(out.dtype.element_ty), latent < RANK)
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How a program works: query rows and keys per step, latent values per product, warps."""
-
-    m: int
-    n: int
-    chunk: int
-    warps: int
-
-
-def tiles(rows: int, rank: int, rope: int, bytes_each: int, shared: int) -> Tiles:
+def tiles(rows: int, rank: int, rope: int, each: int, shared: int) -> tuple[dict[str, int], int]:
     """Choose the largest tiles for `rows` query rows whose keys and queries fit `shared` bytes.
 
+    A value has `each` bytes. Returns query rows and keys per step and latent values per product, as
+    the kernel's constants, and warps.
     DeepSeek's 576 bf16 values get 64 x 32 (139 KB) on data-centre GPUs from 16 heads and 4 tokens
     on, and 16 x 16 in chunks of 128 (35 KB) as an AOT plugin.
     """
     latent, width = tile(rank), tile(rank) + tile(rope)
     for m, n in ((64, 32), (32, 32), (16, 32), (16, 16)):
-        if m <= tile(rows) and (m + 2 * n) * width * bytes_each <= shared:
-            return Tiles(m, n, latent, 8 if m == 64 else 4)
-    return Tiles(16, 16, min(latent, 128), 4)
+        if m <= tile(rows) and (m + 2 * n) * width * each <= shared:
+            return {"BLOCK_M": m, "BLOCK_N": n, "CHUNK": latent}, 8 if m == 64 else 4
+    return {"BLOCK_M": 16, "BLOCK_N": 16, "CHUNK": min(latent, 128)}, 4
 
 
 def split_count(slots: int, blocks: int, capacity: int) -> int:
@@ -168,47 +159,38 @@ def split_count(slots: int, blocks: int, capacity: int) -> int:
     return max(1, min(PROGRAMS // (known * blocks), cdiv(capacity, SPLIT_ROWS)))
 
 
-def mla_launches(
-    q: Tensor,
-    cache: Tensor,
-    fresh: Tensor,
-    base: Tensor,
-    first: Tensor,
-    scale: float,
-    kv_lora_rank: int,
-    k_scale: Tensor | None = None,
-    *,
-    splits: int | None = None,
-    shared: int = AOT_SHARED,
-) -> tuple[Launch, ...]:
-    """Make the launches for the op's operands; the last one's first output is its result."""
+def mla_attention_launches(
+    *operands: Any, splits: int | None = None, shared: int | None = None
+) -> Launches:
+    """Make the launches for the op's operands.
+
+    The splits and the bytes of shared memory are those that fit, if they are not given.
+    """
+    known = bind(mla_attention, operands)
+    q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
     B, H, T, C = q.shape
-    rows, rope, latent = H * T, C - kv_lora_rank, tile(kv_lora_rank)
-    t = tiles(rows, kv_lora_rank, rope, q.element_size(), shared)
-    blocks = cdiv(rows, t.m)
+    rows, rope, latent = H * T, C - rank, tile(rank)
+    if shared is None:
+        shared = shared_memory(q.device)
+    constants, warps = tiles(rows, rank, rope, q.element_size(), shared)
+    blocks = cdiv(rows, constants["BLOCK_M"])
     if splits is None:
-        splits = split_count(B, blocks, cache.shape[2])
+        splits = split_count(B, blocks, capacity)
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
-    out = q.new_empty(B, H, T, kv_lora_rank)
-    partial = out if splits == 1 else lse.new_empty(B, splits, rows, kv_lora_rank)
-    known: dict[str, Any] = {"q": q, "cache": cache, "fresh": fresh, "base": base, "first": first}
-    known |= {"k_scale": k_scale, "capacity": cache.shape[2], "fresh_rows": fresh.shape[2]}
-    constants = {
-        **{"HEADS": H, "TOKENS": T, "RANK": kv_lora_rank, "ROPE": rope, "SCALE": scale},
-        **{"BLOCK_M": t.m, "BLOCK_N": t.n, "LATENT": latent, "ROTARY": tile(rope)},
-        "CHUNK": t.chunk,
-    }
-    outputs, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
-    launch = Launch.by_name(mla_partial, grid, known, outputs, constants, t.warps)
+    out = q.new_empty(B, H, T, rank)
+    partial = out if splits == 1 else lse.new_empty(B, splits, rows, rank)
+    known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2]}
+    known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "SCALE": known["scale"]}
+    known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
+    made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
+    first = Launch.by_name(mla_partial, grid, known, made, warps)
     if splits == 1:
-        return (launch,)
-    constants = {"RANK": kv_lora_rank, "LATENT": latent}
-    combine = Launch(mla_combine, (B, rows), (partial, lse), (rows, splits), (out,), constants)
-    return launch, combine
+        return Launches((first,), out)
+    known |= {"partial": partial, "lse": lse, "rows": rows, "splits": splits}
+    return Launches((first, Launch.by_name(mla_combine, (B, rows), known, {"out": out})), out)
 
 
 @by_kernels(mla_attention)
 def mla_attention_triton(q: Tensor, cache: Tensor, fresh: Tensor, *others: Any) -> Tensor:
     """Do the op on a GPU."""
-    shared = shared_memory(q.device)
-    return run(mla_launches(q.contiguous(), cache, fresh.contiguous(), *others, shared=shared))[0]
+    return mla_attention_launches(q.contiguous(), cache, fresh.contiguous(), *others).run()

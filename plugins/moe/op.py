@@ -41,9 +41,10 @@ def moe_route(
 
 
 @moe_route.register_fake
-def _(
+def empty_routes(
     logits: Tensor, bias: Tensor, groups: int, kept_groups: int, experts: int, *_: float
 ) -> tuple[Tensor, Tensor]:
+    """Make tensors like the op's results."""
     weights = logits.new_empty(logits.shape[0], experts)
     return weights, torch.empty_like(weights, dtype=torch.int32)
 

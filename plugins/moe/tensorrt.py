@@ -5,7 +5,7 @@ from typing import Any
 from mtpbuild.plugins.aot import as_plugins
 from mtpbuild.plugins.moe.triton import moe_launches
 
-_of_each_expert = as_plugins(moe_launches, lambda made: made[-1].outputs[0])
+_of_each_expert = as_plugins(moe_launches)
 
 
 def moe_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:

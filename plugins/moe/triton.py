@@ -7,14 +7,13 @@ and nothing is sorted or gathered.
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, by_kernels, cdiv, run, tile
+from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
 from mtpbuild.plugins.matmul_scaled.triton import scaled_tile
-from mtpbuild.plugins.moe.op import MAX_TOKENS, moe, moe_route
+from mtpbuild.plugins.moe.op import MAX_TOKENS, empty_routes, moe, moe_route
 
 
 @triton.jit
@@ -157,77 +156,44 @@ def down(
         tl.store(to, value, some[:, None] & right[None, :])
 
 
-def route_launch(
-    logits: Tensor,
-    bias: Tensor,
-    groups: int,
-    kept_groups: int,
-    experts: int,
-    normalise: bool,
-    factor: float,
-) -> Launch:
+def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
     """Make the launch for the op's operands; its outputs are the op's results."""
-    N, X = logits.shape
-    weights = logits.new_empty(N, experts)
-    constants = {
-        **{"EXPERTS": X, "GROUPS": groups, "KEPT": kept_groups, "CHOSEN": experts},
-        **{"NORMALISE": normalise, "FACTOR": factor, "ROW": tile(X, 2), "WIDE": tile(experts, 2)},
-    }
-    outputs = weights, torch.empty_like(weights, dtype=torch.int32)
-    return Launch(route, (N,), (logits, bias), (), outputs, constants, warps=1)
+    (N, X), names = logits.shape, ("GROUPS", "KEPT", "CHOSEN", "NORMALISE", "FACTOR")
+    constants = {"EXPERTS": X, "ROW": tile(X, 2), **dict(zip(names, how, strict=True))}
+    constants["WIDE"] = tile(constants["CHOSEN"], 2)
+    results = empty_routes(logits, bias, *how)
+    return Launch(route, (N,), (logits, bias), (), results, constants, warps=1)
 
 
-def moe_launches(
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    gate_up_proj: Tensor,
-    down_proj: Tensor,
-    gate_up_scales: Tensor | None = None,
-    gate_up_scales_2: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    down_scales_2: Tensor | None = None,
-) -> tuple[Launch, Launch]:
-    """Make the launches for the op's operands; the last one's output [N, k, E] is summed over k."""
-    (N, k), E, width = ids.shape, x.shape[1], gate_up_proj.shape[2] // 2
+def moe_launches(*operands: Any) -> Launches:
+    """Make the launches for the op's operands; their result [N, k, E] is summed over k."""
+    known = bind(moe, operands)
+    x, (N, k) = known["x"], known["ids"].shape
     if N > MAX_TOKENS:
         raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {N}")
-    count = N * k
-    inner, parts = x.new_empty(count, width), weights.new_empty(N, k, E)
-    tiles = {"BLOCK_M": tile(N), "BLOCK_N": 64, "BLOCK_K": 64}
-    shape = {"CHOSEN": k, "WIDE": tile(k, 2), "HIDDEN": E, "INNER": width, **tiles}
-    first = Launch(
-        gate_and_up,
-        (count, cdiv(width, 64)),
-        (x, ids, gate_up_proj, gate_up_scales, gate_up_scales_2),
-        (count,),
-        (inner,),
-        shape | {"BLOCK": block_size(E, gate_up_scales)},
-    )
-    second = Launch(
-        down,
-        (count, cdiv(E, 64)),
-        (inner, weights, ids, down_proj, down_scales, down_scales_2),
-        (count,),
-        (parts,),
-        shape | {"BLOCK": block_size(width, down_scales)},
-    )
-    return first, second
+    count, E, width = N * k, x.shape[1], known["gate_up_proj"].shape[2] // 2
+    inner, parts = x.new_empty(count, width), known["weights"].new_empty(N, k, E)
+    known |= {"count": count, "inner": inner, "gate_up": known["gate_up_proj"]}
+    known |= {"CHOSEN": k, "WIDE": tile(k, 2), "HIDDEN": E, "INNER": width}
+    known |= {"BLOCK_M": tile(N), "BLOCK_N": 64, "BLOCK_K": 64}
 
+    def product(kernel: Any, weight: str, depth: int, columns: int, made: Any) -> Launch:
+        scales, scales_2 = known[f"{weight}_scales"], known[f"{weight}_scales_2"]
+        block = depth if scales is None else depth // scales.shape[1]  # inputs that share a scale
+        own = {"scales": scales, "scales_2": scales_2, "BLOCK": block}
+        return Launch.by_name(kernel, (count, cdiv(columns, 64)), known | own, made)
 
-def block_size(inputs: int, scales: Tensor | None) -> int:
-    """Inputs that share a scale: all of them, if there are no scales."""
-    return inputs if scales is None else inputs // scales.shape[1]
+    first = product(gate_and_up, "gate_up", E, width, {"inner": inner})
+    return Launches((first, product(down, "down", width, E, {"parts": parts})), parts)
 
 
 @by_kernels(moe_route)
 def moe_route_triton(*operands: Any) -> tuple[Tensor, ...]:
     """Do moe_route on a GPU."""
-    return run([route_launch(*operands)])
+    return route_launch(*operands).run()
 
 
 @by_kernels(moe)
 def moe_triton(x: Tensor, *operands: Any) -> Tensor:
     """Do moe on a GPU."""
-    (parts,) = run(moe_launches(x, *operands))
-    return parts.sum(1).type_as(x)
+    return moe_launches(x, *operands).run().sum(1).type_as(x)

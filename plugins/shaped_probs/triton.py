@@ -4,6 +4,7 @@ A filter is a threshold, found by bisection over the bits of a float: a row is r
 for each, but only where a slot filters.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -11,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.accept_rewind.triton import vocabulary_block, without
-from mtpbuild.plugins.asked import Asked
-from mtpbuild.plugins.launch import Launch
+from mtpbuild.plugins.asked import named
+from mtpbuild.plugins.launch import Launch, Launches
 
 ONE_BITS = tl.constexpr(0x3F800000)  # of the float 1.0: positive floats order as their bits do
 
@@ -124,11 +125,10 @@ def shape_row(
         tl.store(to + v, tl.where(e >= floor, e / norm, 0.0), v < vocab)
 
 
-def shape_launch(logits: Tensor, asked: Asked) -> Launch:
-    """Make the launch for logits [B, T, V]; its output is the op's result."""
+def shaped_probs_launches(logits: Tensor, asked: Sequence[Tensor]) -> Launches:
+    """Make the launch for the op's operands."""
     B, T, V = logits.shape
-    known: dict[str, Any] = {**asked, "logits": logits, "vocab": V}
-    constants = {"TOKENS": T, "BLOCK": vocabulary_block(V)}
-    return Launch.by_name(
-        shape_row, (B * T,), known, {"probs": logits.new_empty(B, T, V)}, constants, warps=8
-    )
+    known: dict[str, Any] = {**named(asked), "logits": logits, "vocab": V}
+    known |= {"TOKENS": T, "BLOCK": vocabulary_block(V)}
+    probs = logits.new_empty(B, T, V)
+    return Launches((Launch.by_name(shape_row, (B * T,), known, {"probs": probs}, warps=8),), probs)

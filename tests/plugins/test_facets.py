@@ -10,10 +10,6 @@ import mtpbuild.plugins
 from mtpbuild.plugins import FACETS, TARGETS, facet, facets, file_of
 
 FOLDER = Path(mtpbuild.plugins.__file__).parent
-NO_FACETS = {"__init__", "block"}  # the latter is a part of accept_mixed's reference
-# The kernel of acceptance in every mode is a plugin of TensorRT alone, through its `tensorrt`; that
-# of shaped_probs too.
-ONLY_BY_PLUGINS = {("accept_mixed", "triton"), ("shaped_probs", "triton")}
 
 
 def folder_of(op: Any) -> str:
@@ -30,13 +26,16 @@ def test_every_entry_is_a_function(target: str) -> None:
 
 
 def test_every_file_is_an_entry() -> None:
-    entries = {(folder_of(op), file) for op, row in FACETS.items() for file in ("op", *row) if file}
-    files = {
-        (path.parent.name, path.stem)
-        for path in FOLDER.glob("*/*.py")
-        if path.stem not in NO_FACETS
+    entries = {
+        (folder_of(op), "triton" if file == "plugins" else file)
+        for op, row in FACETS.items()
+        for file in ("op", *row)
+        if file
     }
-    assert files == entries | ONLY_BY_PLUGINS
+    files = {
+        (path.parent.name, path.stem) for path in FOLDER.glob("*/*.py") if path.stem != "__init__"
+    }
+    assert files == entries
 
 
 def test_a_reference_is_the_op_itself() -> None:

@@ -6,7 +6,6 @@ their first K + 2 tokens are held against the chain's exact probabilities.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 from mtpbuild.builder.program import accept
 from mtpbuild.builder.program.accept import MixedAcceptance
 from mtpbuild.plugins.accept_mixed import op as mixed
-from mtpbuild.plugins.accept_mixed.block import Block, verify_block
+from mtpbuild.plugins.accept_mixed.op import verify_block
 from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.controls import ACCEPT, DRAFT
@@ -119,9 +118,9 @@ def kept(p: Tensor, q: Tensor, path: tuple[int, ...]) -> tuple[float, float]:
     drafts = torch.tensor([[FIRST, *path]])
     rows = drafts[0]
     real = torch.ones(1, len(path), dtype=torch.bool)
-    block = verify_block(p[rows][None], drafts, q[rows[:-1]][None], real)
+    at_least, _ = verify_block(p[rows][None], drafts, q[rows[:-1]][None], real)
     ratios = [min(1.0, float(p[a, b] / q[a, b])) for a, b in pairwise(rows.tolist())]
-    return float(block.at_least.sum()), float(np.cumprod(ratios).sum())
+    return float(at_least.sum()), float(np.cumprod(ratios).sum())
 
 
 def test_a_block_keeps_more() -> None:
@@ -174,10 +173,11 @@ def recover_from_p(patch: pytest.MonkeyPatch) -> None:
 def block_residual_without_weight(patch: pytest.MonkeyPatch) -> None:
     """The plain residual behind a block."""
 
-    def wrong(p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor) -> Block:
-        return replace(
-            verify_block(p, window, draft_probs, real), rest=p[:, : real.shape[1]] - draft_probs
-        )
+    def wrong(
+        p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        at_least, _ = verify_block(p, window, draft_probs, real)
+        return at_least, p[:, : real.shape[1]] - draft_probs
 
     patch.setitem(vars(mixed), "verify_block", wrong)
     # A drafter so far off that blocks often end at a weight below 1.
@@ -198,11 +198,13 @@ def block_drafts_with_seen_numbers(patch: pytest.MonkeyPatch) -> None:
 def block_judged_one_by_one(patch: pytest.MonkeyPatch) -> None:
     """The block's residual behind drafts that were judged alone."""
 
-    def wrong(p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor) -> Block:
-        found = verify_block(p, window, draft_probs, real)
+    def wrong(
+        p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        _, rest = verify_block(p, window, draft_probs, real)
         drafts = window[:, 1:, None]
         ratio = p[:, : real.shape[1]].gather(-1, drafts) / draft_probs.gather(-1, drafts)
-        return replace(found, at_least=(ratio[..., 0].clamp(max=1) * real).cumprod(-1))
+        return (ratio[..., 0].clamp(max=1) * real).cumprod(-1), rest
 
     patch.setitem(vars(mixed), "verify_block", wrong)
 

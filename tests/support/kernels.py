@@ -24,7 +24,7 @@ from mtpbuild.plugins import (
 )
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.asked import Asked, in_order
-from mtpbuild.plugins.launch import AOT_SHARED, run
+from mtpbuild.plugins.launch import AOT_SHARED
 from mtpbuild.plugins.shaped_probs.op import shaped_probs
 from mtpbuild.runtime.controls import GREEDY, control_shapes
 
@@ -72,7 +72,7 @@ def attentions(draw: Draw) -> Attention:
 
 
 def check_attention(case: Attention, device: str) -> None:
-    from mtpbuild.plugins.mla_attention.triton import mla_launches
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
 
     g = torch.Generator().manual_seed(case.seed)
     B, T, C = case.batch, case.tokens, case.rank + case.rope
@@ -92,14 +92,12 @@ def check_attention(case: Attention, device: str) -> None:
     q, cache, fresh, base, first = (x.to(device) for x in (q, cache, fresh, base, first))
     k_scale = None if k_scale is None else k_scale.to(device)
     before = cache.view(torch.uint8).clone()
-    launches = mla_launches(
+    launches = mla_attention_launches(
         *(q, cache, fresh, base, first, 0.2, case.rank, k_scale),
         splits=case.splits,
         shared=case.shared,
     )
-    for launch in launches:
-        launch.run()
-    got = launches[-1].outputs[0]
+    got = launches.run()
     assert got.dtype == case.dtype
     assert torch.equal(cache.view(torch.uint8), before)
     tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
@@ -225,10 +223,10 @@ def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
 
 def check_mixed(case: Mixed, device: str) -> Tensor:
     """Every figure of the verdict; returns the tokens of the reference's."""
-    from mtpbuild.plugins.accept_mixed.triton import accept_mixed_triton
+    from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
     wanted = accept_mixed_op(*case.operands)
-    got = accept_mixed_triton(*case.to(device).operands)
+    got = accept_mixed_launches(*case.to(device).operands).run()
     names = ("tokens", "n", "lengths", "logprobs", "thinking", "margins")
     for name, a, b in zip(names, got, wanted, strict=True):
         assert a.dtype == b.dtype, name
@@ -238,11 +236,12 @@ def check_mixed(case: Mixed, device: str) -> Tensor:
 
 def check_filters(case: Mixed, device: str) -> None:
     """The tokens that top-k, top-p and min-p leave, found without sorting."""
-    from mtpbuild.plugins.accept_mixed.triton import mixed_launches
+    from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
     wanted = shaped_probs(case.logits, case.asked).flatten(0, 1)
-    best, law, *_ = mixed_launches(*case.to(device).operands)
-    run([best, law])
+    best, law, *_ = accept_mixed_launches(*case.to(device).operands).each
+    best.run()
+    law.run()
     highest, floor, norm = law.outputs[0].cpu()[:, :3].T[..., None]
     temperature = case.asked["temperature"].repeat_interleave(case.logits.shape[1])[:, None]
     x = case.logits.flatten(0, 1) / torch.where(temperature > 0, temperature, 1.0)
@@ -254,15 +253,11 @@ def check_filters(case: Mixed, device: str) -> None:
 
 def check_flags(case: Mixed, device: str) -> None:
     """A plugin of TensorRT gets and gives int32 for bool: the verdicts are the same."""
-    from mtpbuild.plugins.accept_mixed.triton import mixed_launches, verdict_of
+    from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
-    said = []
     flags = case.to(device).operands
     numbers = tree_map(lambda x: x.int() if x.dtype == torch.bool else x, flags)
-    for operands in (flags, numbers):
-        launches = mixed_launches(*operands)
-        run(launches)
-        said.append(verdict_of(launches))
+    said = [accept_mixed_launches(*operands).run() for operands in (flags, numbers)]
     assert said[1][4].dtype == torch.int32
     for got, wanted in zip(said[1], said[0], strict=True):
         assert torch.equal(got.to(wanted.dtype), wanted)
@@ -270,12 +265,12 @@ def check_flags(case: Mixed, device: str) -> None:
 
 def check_shaped_probs(seed: int, vocab: int, tokens: int, device: str) -> None:
     """`shaped_probs` as a kernel: the same tokens stay, with the same probabilities."""
-    from mtpbuild.plugins.shaped_probs.triton import shape_launch
+    from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
 
     case = random_mixed(seed, vocab, tokens - 1, slots=8)
     wanted = shaped_probs_op(case.logits, in_order(case.asked))
     moved = case.to(device)
-    got = run([shape_launch(moved.logits, moved.asked)])[0].cpu()
+    got = shaped_probs_launches(moved.logits, in_order(moved.asked)).run().cpu()
     assert torch.equal(got > 0, wanted > 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
