@@ -12,14 +12,14 @@ from rich.text import Text
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.terminal import summary
 
-PROMPT, QUESTION = "def fibonacci(n):", "What is 47 + 85?"
+QUESTION = "What is 47 + 85?"
 
 
-def draw(console: Console, engine: Engine, command: str, prompt: str, tokens: int) -> None:
+def draw(console: Console, engine: Engine, command: str, prompt: str) -> None:
     """The command line, the streamed text with accepted drafts in green, the summary."""
     console.print(Text(f"$ {command}", style="bold"))
     line = Text()
-    with engine.stream(prompt, SamplingParams(max_tokens=tokens)) as stream:
+    with engine.stream(prompt, SamplingParams(max_tokens=256)) as stream:
         for chunk in stream:
             for span in chunk.spans:
                 line.append(span.text, style="green" if span.from_draft else "")
@@ -36,11 +36,9 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(record=True, width=100, file=io.StringIO())
     with Engine.load(arguments.engine) as engine:
-        engine.generate(PROMPT, SamplingParams(max_tokens=64))  # warm
-        run = f"mtpbuild run --engine {arguments.engine}"
-        draw(console, engine, f'{run} --prompt "{PROMPT}" --max-tokens 96', PROMPT, 96)
         chat = engine.chat_prompt([{"role": "user", "content": QUESTION}])
-        draw(console, engine, f'{run} --chat "{QUESTION}"', chat, 256)
+        engine.generate(chat, SamplingParams(max_tokens=64))  # warm
+        draw(console, engine, f'mtpbuild run --engine {arguments.engine} --chat "{QUESTION}"', chat)
     console.save_svg(arguments.out, title="accepted draft tokens are green")
 
 
