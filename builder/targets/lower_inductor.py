@@ -37,8 +37,8 @@ from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.group.start import GROUP
-from mtpbuild.runtime.manifest import TargetInfo
-from mtpbuild.runtime.programs.aot_package import CONSTANTS, HARDWARE, TORCH, this_machine
+from mtpbuild.runtime.manifest import CONSTANTS, TargetInfo
+from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
 
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.channel import Channel, silent, use_in_programs
 from mtpbuild.runtime.group.start import environment
+from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 # NCCL's watchdog ends a collective that hangs, not the process (torchrun would have it so): it also
 # frees a host that is stuck in a full queue of launches. Nothing is dumped.
@@ -49,16 +49,7 @@ class Peers:
             within(ABORTING, partial(_abort_process_group, self.group))
 
 
-class Queue(Protocol):
-    """A rank's GPU: work is queued on it, and waited for while `alive` is asked."""
-
-    device: torch.device
-
-    def run(self, work: Callable[[], object]) -> None: ...
-    def settle(self, alive: Callable[[], None]) -> None: ...
-
-
-def connect(gpu: Queue, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
+def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
     """Let programs sum between all ranks' GPUs; NCCL's communicator is made by a first sum."""
     with channel.unbroken():
         dist.barrier()  # a rank without a GPU has left: NCCL would wait for it

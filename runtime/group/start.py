@@ -186,7 +186,7 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
 
 def _require_gpus(folder: Path, manifest: Manifest) -> None:
     with find_target(manifest.target.name).importing():
-        from mtpbuild.runtime.group.gpus import visible_gpus
+        from mtpbuild.runtime.programs.torch_cuda import visible_gpus
 
     tp = manifest.build.tp
     if tp > (gpus := visible_gpus()):

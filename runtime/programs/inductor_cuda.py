@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import Manifest, StateSpec, TensorSpec
-from mtpbuild.runtime.programs.aot_package import WEIGHTS, Opener
+from mtpbuild.runtime.manifest import WEIGHTS, Manifest, StateSpec, TensorSpec
+from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, StepOutput
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.host_slots import rounded

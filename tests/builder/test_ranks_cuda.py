@@ -22,10 +22,10 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError
-from mtpbuild.runtime.group import gpus
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.nccl import Peers, watch, within
 from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import torch_cuda
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy
@@ -65,7 +65,7 @@ def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iter
         in_place_of("inductor", compute_capabilities=lambda request, options: ("9.0",)),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(gpus, "visible_gpus", lambda: 2)
+        patch.setattr(torch_cuda, "visible_gpus", lambda: 2)
         checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
         flags: dict[str, Any] = {"tp": 2, "ep": 2, "device": "cuda", "max_batch": 2}
         yield make(checkpoint, folder / "engine", nextn=1, **flags)
@@ -105,7 +105,7 @@ def test_a_rank_that_dies_or_hangs(
 
 
 def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(torch_cuda, "visible_gpus", lambda: 1)
     code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
     assert (code, err) == (
         2,

@@ -23,8 +23,8 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.manifest import Manifest, read_manifest
-from mtpbuild.runtime.programs.aot_package import CONSTANTS, WEIGHTS, Opener
+from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS, Manifest, read_manifest
+from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.base import Programs
 from tests.support.fake_gpu import FakeGpu
 
