@@ -219,30 +219,24 @@ def _input(spec: TensorSpec, chunk: int) -> Any:
     return Input(dtype=getattr(torch, spec.dtype), **({"shape": most} if fixed else shapes))
 
 
-class _Errors(logging.Handler):
-    """What TensorRT says through Torch-TensorRT goes where errors are kept."""
-
-    def __init__(self, errors: list[str]) -> None:
-        super().__init__(logging.ERROR)
-        self.errors = errors
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.errors.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def _quiet(trt: ModuleType) -> Iterator[None]:
     """No word of each node that is converted, folded or named twice."""
     compiler, network = map(logging.getLogger, LOGGERS)
-    level, handler = compiler.level, _Errors(errors_of(trt).errors)
+    level, errors = compiler.level, errors_of(trt).errors
+
+    def keep(record: logging.LogRecord) -> bool:
+        """What TensorRT says through Torch-TensorRT is shown nowhere; errors are kept."""
+        if record.levelno >= logging.ERROR:
+            errors.append(record.getMessage())
+        return False
+
     compiler.setLevel(logging.CRITICAL)
-    network.propagate = False
-    network.addHandler(handler)
+    network.addFilter(keep)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        network.removeHandler(handler)
-        network.propagate = True
+        network.removeFilter(keep)
         compiler.setLevel(level)

@@ -31,25 +31,18 @@ def new_config(
     config.clear_flag(trt.BuilderFlag.TF32)
     if fast:
         config.builder_optimization_level = FAST
-    for profile in _profiles(builder, network, plan):
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    if varying := [tensor for tensor in inputs if -1 in tuple(tensor.shape)]:
+        # Chunks of a prompt vary, from one token to the plan's; best when full.
+        profile = builder.create_optimization_profile()
+        for tensor in varying:
+            least, most = (
+                tuple(chunk if size == -1 else size for size in tensor.shape)
+                for chunk in (1, plan.prefill_chunk)
+            )
+            profile.set_shape(tensor.name, least, most, most)
         config.add_optimization_profile(profile)
     return config
-
-
-def _profiles(builder: Any, network: Any, plan: Plan) -> list[Any]:
-    """One where a size varies: chunks of a prompt from one token to the plan's, best when full."""
-    inputs = [network.get_input(i) for i in range(network.num_inputs)]
-    varying = [tensor for tensor in inputs if -1 in tuple(tensor.shape)]
-    if not varying:
-        return []
-    profile = builder.create_optimization_profile()
-    for tensor in varying:
-        least, most = (
-            tuple(chunk if size == -1 else size for size in tensor.shape)
-            for chunk in (1, plan.prefill_chunk)
-        )
-        profile.set_shape(tensor.name, least, most, most)
-    return [profile]
 
 
 def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, program: str) -> Any:

@@ -8,6 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 
@@ -84,18 +85,16 @@ def watch(channel: Channel, peers: Peers) -> Callable[[], None]:
 
 def within(seconds: float, work: Callable[[], object]) -> None:
     """Do work for which NCCL has no time limit, or raise RuntimeError; its thread is then left."""
-    failures: list[BaseException] = []
+    done = Future[object]()
 
     def run() -> None:
         try:
-            work()
+            done.set_result(work())
         except BaseException as error:
-            failures.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise RuntimeError("timed out")
-    if failures:
-        raise failures[0]
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        done.result(seconds)
+    except TimeoutError:
+        raise RuntimeError("timed out") from None

@@ -1,7 +1,6 @@
 """Target inductor: what can't run here, and which programs run an engine that can."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,25 +9,11 @@ from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.group.start import own_gpu
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs import inductor_cuda
+from mtpbuild.runtime.programs import inductor_cuda, inductor_ranks
 from mtpbuild.runtime.programs.aot_package import TORCH, Opener, open_packages, this_machine
 from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
-from mtpbuild.runtime.programs.inductor_ranks import (
-    AttentionDPPrograms,
-    CudaRankPrograms,
-    RankPrograms,
-)
 from mtpbuild.runtime.programs.torch_cuda import Gpu
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Opens programs, finds a GPU by its number and joins GPUs; a test has its own."""
-
-    opener: Callable[[Path, Manifest], Opener] = open_packages
-    gpu: Callable[[int], Gpu] = Gpu
-    peers: type[Peers] = Peers
 
 
 def load(
@@ -47,24 +32,30 @@ def load(
         )
     if not target.compute_capabilities and target.hardware != this_machine():
         raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
-    return load_on(Machine(), folder, manifest, threads, channel)
+    return load_on(folder, manifest, threads, channel)
 
 
 def load_on(
-    machine: Machine,
     folder: Path,
     manifest: Manifest,
     threads: int | None,
-    channel: Channel | None = None,
+    channel: Channel | None,
+    open_programs: Callable[[Path, Manifest], Opener] = open_packages,
+    find_gpu: Callable[[int], Gpu] = Gpu,
+    peers: type[Peers] = Peers,
 ) -> Programs:
-    """The programs that run on such a machine: of an engine, or beside those of other ranks."""
-    opener, on_gpu = machine.opener(folder, manifest), manifest.target.compute_capabilities
+    """The programs of an engine, or beside those of other ranks; a test has its own machine.
+
+    find_gpu: by its number. peers: joins the ranks' GPUs.
+    """
+    opener, on_gpu = open_programs(folder, manifest), manifest.target.compute_capabilities
     if channel is None and on_gpu:
-        return inductor_cuda.load(folder, manifest, machine.gpu(0), opener)
+        return inductor_cuda.load(folder, manifest, find_gpu(0), opener)
     if channel is None:
         return InductorPrograms(manifest, threads, opener)
     if on_gpu:
-        make = partial(CudaRankPrograms, channel, machine.peers)
-        return inductor_cuda.load(folder, manifest, machine.gpu(own_gpu()), opener, make)
-    kind = AttentionDPPrograms if manifest.build.attention_dp else RankPrograms
-    return kind(channel, manifest, threads, opener)
+        make = partial(inductor_ranks.CudaRankPrograms, channel, peers)
+        return inductor_cuda.load(folder, manifest, find_gpu(own_gpu()), opener, make)
+    if manifest.build.attention_dp:
+        return inductor_ranks.AttentionDPPrograms(channel, manifest, threads, opener)
+    return inductor_ranks.RankPrograms(channel, manifest, threads, opener)

@@ -96,10 +96,9 @@ def load(
     folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
 ) -> Programs:
     """In the place of target inductor's."""
-    from mtpbuild.runtime.programs.inductor import Machine, load_on
+    from mtpbuild.runtime.programs.inductor import load_on
 
-    machine = Machine(open_eagerly, fake_gpu, GlooPeers)
-    return load_on(machine, folder, manifest, threads, channel)
+    return load_on(folder, manifest, threads, channel, open_eagerly, fake_gpu, GlooPeers)
 
 
 @contextlib.contextmanager
