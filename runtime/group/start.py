@@ -100,8 +100,8 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
     values: dict[str, object] = manifest.build.model_dump() | {"model": manifest.whole_model}
     values |= {"target": manifest.target.name, "rank": rank, "out": folder}
     values["device"] = "cuda" if manifest.target.compute_capabilities else None
-    given = [(name.replace("_", "-"), values[name]) for name in FLAGS if values[name] is not None]
-    flags = [f"--{name} {value}" for name, value in given]
+    given = (name for name in FLAGS if values[name] is not None)
+    flags = [f"--{name.replace('_', '-')} {values[name]}" for name in given]
     return " ".join(["mtpbuild build", *flags, *["--attention-dp"] * manifest.build.attention_dp])
 
 

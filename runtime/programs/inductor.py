@@ -17,12 +17,20 @@ from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 
 def load(
-    folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
+    folder: Path,
+    manifest: Manifest,
+    threads: int | None,
+    channel: Channel | None = None,
+    *,
+    open_programs: Callable[[Path, Manifest], Opener] = open_packages,
+    find_gpu: Callable[[int], Gpu] = Gpu,
+    peers: type[Peers] = Peers,
 ) -> Programs:
     """The programs of an engine that was checked, or of one rank; refuses what can't run here.
 
     threads: of the CPU's programs. channel: between the ranks that share an engine, whose folder
-    and manifest are then this rank's.
+    and manifest are then this rank's. The others are the machine, and a test has its own: what
+    opens programs, finds a GPU by its number, and joins the ranks' GPUs.
     """
     target = manifest.target
     if (built := target.versions.get("torch")) != TORCH:
@@ -32,23 +40,7 @@ def load(
         )
     if not target.compute_capabilities and target.hardware != this_machine():
         raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
-    return load_on(folder, manifest, threads, channel)
-
-
-def load_on(
-    folder: Path,
-    manifest: Manifest,
-    threads: int | None,
-    channel: Channel | None,
-    open_programs: Callable[[Path, Manifest], Opener] = open_packages,
-    find_gpu: Callable[[int], Gpu] = Gpu,
-    peers: type[Peers] = Peers,
-) -> Programs:
-    """The programs of an engine, or beside those of other ranks; a test has its own machine.
-
-    find_gpu: by its number. peers: joins the ranks' GPUs.
-    """
-    opener, on_gpu = open_programs(folder, manifest), manifest.target.compute_capabilities
+    opener, on_gpu = open_programs(folder, manifest), target.compute_capabilities
     if channel is None and on_gpu:
         return inductor_cuda.load(folder, manifest, find_gpu(0), opener)
     if channel is None:

@@ -96,9 +96,10 @@ def load(
     folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
 ) -> Programs:
     """In the place of target inductor's."""
-    from mtpbuild.runtime.programs.inductor import load_on
+    from mtpbuild.runtime.programs.inductor import load as load_inductor
 
-    return load_on(folder, manifest, threads, channel, open_eagerly, fake_gpu, GlooPeers)
+    machine = {"open_programs": open_eagerly, "find_gpu": fake_gpu, "peers": GlooPeers}
+    return load_inductor(folder, manifest, threads, channel, **machine)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
