@@ -28,7 +28,6 @@ class DeviceSlots(Slots):
             if t.name not in caches.tensors:
                 shape = (d if isinstance(d, int) else sizes[d] for d in t.shape)
                 self._prompt[t.name] = memory.zeros((*shape,), t.dtype)
-        self._slot_caches = caches.tensors
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         chunk, copy = len(tokens) - self.lookahead, self._memory.copy

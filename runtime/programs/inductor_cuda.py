@@ -77,7 +77,7 @@ class CudaPrograms(DeviceSlots):
 
     def _run_prefill(self, slot: int, start: int, chunk: int) -> dict[str, Tensor]:
         rows = rounded(start + chunk, self._capacity)
-        caches = self._slot_caches.items()
+        caches = self._caches.tensors.items()
         given = self._prompt | {name: cache[slot, 0, :rows][None, None] for name, cache in caches}
         given["tokens"] = given["tokens"][:, :chunk]
         inputs = [given[spec.name] for spec in self._programs[PREFILL].inputs]
