@@ -15,6 +15,7 @@ from mtpbuild.runtime.targets import find_target
 FORMAT_VERSION: Literal[2] = 2
 MANIFEST = "engine.json"
 WEIGHTS = "weights.safetensors"  # of all programs; a target may put them into its programs
+CONSTANTS = "{}.constants.safetensors"  # of one: what it needs and no checkpoint has
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 

@@ -52,7 +52,6 @@ ONLY_HERE = {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
     for name in (
         "group.channel",
-        "group.gpus",
         "group.nccl",
         "programs.aot_package",
         "programs.inductor",

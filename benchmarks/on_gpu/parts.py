@@ -229,8 +229,7 @@ class Parts:
         outputs: tuple[str, ...],
         state: tuple[str, ...] = (),
     ) -> Part:
-        given = (*(f"{cache}.out" for cache in state), *outputs)
-        program = Program(name.replace(" ", "_"), module, state, arguments, given, whole=True)
+        program = Program(name.replace(" ", "_"), module, state, arguments, outputs, whole=True)
         return Part(name, tokens, program, self._cost(module, tokens))
 
     def _hidden(self, tokens: int) -> Tensor:

@@ -1,49 +1,42 @@
-"""What a step asks of its acceptance, and the two kinds: greedy alone, and every mode mixed."""
+"""What a step asks of its acceptance, and the kinds: greedy alone, and every mode mixed."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins import accept_rewind
+from mtpbuild.plugins import accept_mixed_op, accept_rewind, shaped_probs_op
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed, draft_number
-from mtpbuild.plugins.asked import Asked
+from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
+from mtpbuild.runtime.controls import MAX_LOGPROBS
 
 State = dict[str, Tensor]
 
 
-class Acceptance(Protocol):
-    def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
-        """Which of the window's tokens are emitted; logits [B, T, V]."""
-
-    def choose(self, logits: Tensor, k: int) -> Tensor:
-        """Draft k (from 1) behind the newest token: logits [B, 1, V] -> [B, 1]."""
-
-    def draft_probs(self, state: State) -> State:
-        """What the drafts were drawn from, if the state has a place for it."""
-
-
-class GreedyAcceptance:
-    """All slots strict and greedy: nothing is paid for sampling.
+class Acceptance:
+    """What a step asks. Here all slots are strict and greedy: nothing is paid for sampling.
 
     State that it only passes on is cloned: one tensor can't be a graph's input and output.
     """
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
+        """Which of the window's tokens are emitted; logits [B, T, V]."""
         *slots, thinking = slots_of(state, active)
         tokens, n, lengths, logprobs, margins = accept_rewind(logits, *slots)
         return Verdict(tokens, n, lengths, logprobs, margins, thinking.clone())
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
+        """Draft k (from 1) behind the newest token: logits [B, 1, V] -> [B, 1]."""
         return logits.argmax(-1)
 
     def draft_probs(self, state: State) -> State:
+        """What the drafts were drawn from, if the state has a place for it."""
         return {name: state[name].clone() for name in ("draft_probs",) if name in state}
 
 
-class MixedAcceptance:
+class MixedAcceptance(Acceptance):
     """Judge and draft in each slot as its request asks.
 
     Drafts are drawn from their distribution where `sampled_drafts` says so and the target is drawn.
@@ -82,6 +75,31 @@ class MixedAcceptance:
         unused = state["draft_probs"][:, len(self.probs) :]  # of an adaptive engine
         probs = [*self.probs, unused] if unused.shape[1] else self.probs
         return {"draft_probs": torch.cat(probs, dim=1)} if probs else {}
+
+
+class KernelAcceptance(MixedAcceptance):
+    """The same verdicts and drafts without branches, by ops that a target has kernels for.
+
+    A kernel asks slot by slot, and nothing sorts the vocabulary.
+    """
+
+    def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
+        probs = state.get("draft_probs", logits)
+        operands = (logits, *slots_of(state, active), probs, in_order(self.asked))
+        tokens, n, self.lengths, logprobs, thinking, margins = accept_mixed_op(*operands)
+        top = logits.log_softmax(-1).topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
+        decided = (tokens, n, self.lengths, logprobs, margins, thinking)
+        return Verdict(*decided, top.indices, top.values)
+
+    def choose(self, logits: Tensor, k: int) -> Tensor:
+        assert self.lengths is not None, "drafts are chosen after judging"
+        number = draft_number(self.asked, self.lengths, k)
+        chosen = (self.asked["sampled_drafts"] & (self.asked["temperature"] > 0))[:, None]
+        best = logits.argmax(-1)
+        q = shaped_probs_op(logits, in_order(self.asked))
+        point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
+        self.probs.append(torch.where(chosen[..., None], q, point))
+        return torch.where(chosen, draw(q, number)[0], best)
 
 
 def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """From a plan to the two programs of an engine: modules, state and example inputs."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +8,13 @@ from torch import Tensor, nn
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.program.accept import MixedAcceptance
+from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
-from mtpbuild.builder.program.kernel_accept import KernelAcceptance
 from mtpbuild.builder.program.step import MixedStepProgram, PrefillProgram, StepProgram
 from mtpbuild.runtime.controls import CONTROLS, control_shapes
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, program_name
 
+DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
 
 
@@ -27,9 +26,13 @@ class Program:
     module: nn.Module
     state: tuple[str, ...]
     arguments: dict[str, Tensor]
-    outputs: tuple[str, ...]
+    results: tuple[str, ...] = ()  # names of the outputs behind the new state
     batch: int = 1  # slots of the example
     whole: bool = False  # takes the caches whole, not just the rows in use
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (*(f"{name}.out" for name in self.state), *self.results)
 
 
 def most_tokens(plan: Plan) -> int:
@@ -38,9 +41,7 @@ def most_tokens(plan: Plan) -> int:
 
 
 def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
-    drafters: dict[str, Callable[[int], Drafter]]
-    drafters = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
-    return None if plan.drafter is None else drafters[plan.drafter](nextn)
+    return None if plan.drafter is None else DRAFTERS[plan.drafter](nextn)
 
 
 # What the host and the step keep to themselves; prefill fills the rest of the state.
@@ -68,20 +69,16 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
         prompt["ahead"] = _ints(1, drafter.lookahead)
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     active = {"active": torch.ones(B, dtype=torch.bool)}
-    whole = style.whole_caches
-    new = _outs(names)
-    programs = [
-        Program("prefill", prefill.eval(), filled, prompt, _outs(filled), whole=style.fixed)
-    ]
+    programs = [Program("prefill", prefill.eval(), filled, prompt, whole=style.fixed)]
     for nextn in range(most + 1) if plan.adaptive else (most,):
         drafter = make_drafter(plan, nextn)
         step = StepProgram(model, drafter, nextn).eval()
         mixed = MixedStepProgram(model, drafter, nextn, acceptance).eval()
         plain_name, mixed_name = (program_name(kind, nextn, most) for kind in (PLAIN, MIXED))
-        controls, outs = active | _controls(plan, B), (*new, *MIXED_OUTPUTS)
+        controls = active | _controls(plan, B)
         programs += [
-            Program(plain_name, step, names, active, (*new, *OUTPUTS), B, whole),
-            Program(mixed_name, mixed, names, controls, outs, B, whole),
+            Program(plain_name, step, names, active, OUTPUTS, B, style.whole_caches),
+            Program(mixed_name, mixed, names, controls, MIXED_OUTPUTS, B, style.whole_caches),
         ]
     return (*programs,)
 
@@ -92,10 +89,6 @@ def _controls(plan: Plan, B: int) -> dict[str, Tensor]:
     return {
         c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in CONTROLS
     }
-
-
-def _outs(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{name}.out" for name in names)
 
 
 def _ints(*shape: int) -> Tensor:

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.program.accept import Acceptance, GreedyAcceptance, MixedAcceptance
+from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance, State
 from mtpbuild.builder.program.draft import Accepted, Drafter
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins.asked import named
 from mtpbuild.runtime.controls import CONTROLS
-
-State = dict[str, Tensor]
 
 
 class StepProgram(nn.Module):
@@ -32,13 +30,13 @@ class StepProgram(nn.Module):
 
     def forward(self, state: State, active: Tensor) -> tuple[State, State]:
         """state: the tensors of `state_specs`; active [B] bool. Returns new state, and outputs."""
-        return self.step(state, active, GreedyAcceptance())
+        return self.step(state, active, Acceptance())
 
     def step(self, state: State, active: Tensor, acceptance: Acceptance) -> tuple[State, State]:
         # 1. Verify: the main model over the newest token and its drafts.
         window = Window.of(state, self.nextn)
         rows = window.rows(self.model, active)
-        hidden, caches = self.model(window.tokens, cache_list(state, "kv"), rows)
+        hidden, caches = self.model(window.tokens, main_caches(state), rows)
 
         # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage.
         verdict = acceptance.judge(self.model.logits(hidden), window.state, active)
@@ -109,14 +107,13 @@ class PrefillProgram(nn.Module):
     def __init__(self, model: CausalLM, drafter: Drafter | None) -> None:
         super().__init__()
         self.model, self.drafter = model, drafter
-        self.lookahead = 0 if drafter is None else drafter.lookahead
 
     def forward(
         self, state: State, tokens: Tensor, start: Tensor, ahead: Tensor | None = None
     ) -> State:
         """tokens [1, T] at positions start [1] ..; ahead [1, lookahead]: the tokens behind them."""
         rows = replace(self.model.rope(start, tokens.shape[1]), expand=True)
-        caches = cache_list(state, "kv")
+        caches = main_caches(state)
         if self.drafter is None or ahead is None:
             new = self.model.fill(tokens, caches, rows)
             return {f"kv.{i}": cache for i, cache in enumerate(new)}
@@ -127,5 +124,5 @@ class PrefillProgram(nn.Module):
         return {name: new_state[name] for name in state}
 
 
-def cache_list(state: State, kind: str) -> list[Tensor]:
-    return [tensor for name, tensor in state.items() if name.startswith(kind + ".")]
+def main_caches(state: State) -> list[Tensor]:
+    return [tensor for name, tensor in state.items() if name.startswith("kv.")]

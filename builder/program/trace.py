@@ -53,15 +53,11 @@ def trace(program: Program, plan: Plan) -> Traced:
             (state, *program.arguments.values()),
             dynamic_shapes=(shapes, *(varying.get(name, slots) for name in program.arguments)),
         )
-    return Traced(program.name, exported, *_signature(program, exported), plan)
-
-
-def _signature(program: Program, exported: ExportedProgram) -> tuple[Specs, Specs]:
-    nodes = {node.name: node for node in exported.graph.nodes}
-    inputs = [nodes[name].meta["val"] for name in exported.graph_signature.user_inputs]
-    outputs = [nodes[name].meta["val"] for name in exported.graph_signature.user_outputs]
-    names = (*program.state, *program.arguments)
-    return tuple(map(_spec, names, inputs)), tuple(map(_spec, program.outputs, outputs))
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
+    signature, names = exported.graph_signature, (*program.state, *program.arguments)
+    inputs = tuple(map(_spec, names, (values[name] for name in signature.user_inputs)))
+    outputs = tuple(map(_spec, program.outputs, (values[name] for name in signature.user_outputs)))
+    return Traced(program.name, exported, inputs, outputs, plan)
 
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:

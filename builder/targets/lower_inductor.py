@@ -14,12 +14,7 @@ from typing import Any
 import torch
 import torch._inductor
 from safetensors.torch import save
-from torch._C._distributed_c10d import (
-    HashStore,
-    ProcessGroup,
-    _register_process_group,
-    _unregister_process_group,
-)
+from torch._C import _distributed_c10d as c10d
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import fast_random_decomps, register_decomposition
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
@@ -37,8 +32,8 @@ from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.group.start import GROUP
-from mtpbuild.runtime.manifest import TargetInfo
-from mtpbuild.runtime.programs.aot_package import CONSTANTS, HARDWARE, TORCH, this_machine
+from mtpbuild.runtime.manifest import CONSTANTS, TargetInfo
+from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
 
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,
@@ -130,12 +125,11 @@ def in_place(traced: Traced) -> GraphModule:
 @contextlib.contextmanager
 def _pretended_group(ranks: int) -> Iterator[None]:
     """The process group that collectives name: the compiler asks it for its size."""
-    group = ProcessGroup(HashStore(), 0, ranks)
-    _register_process_group(GroupName(GROUP), group)
+    c10d._register_process_group(GroupName(GROUP), c10d.ProcessGroup(c10d.HashStore(), 0, ranks))
     try:
         yield
     finally:
-        _unregister_process_group(GroupName(GROUP))
+        c10d._unregister_process_group(GroupName(GROUP))
 
 
 def _compile(program: GraphModule, examples: tuple[Any, ...], scratch: str) -> list[Any]:

@@ -14,9 +14,9 @@ from onnxscript.optimizer import _constant_folding as folding
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.weights_file import WEIGHTS, Placed
+from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import facets
-from mtpbuild.runtime.manifest import TargetInfo
+from mtpbuild.runtime.manifest import WEIGHTS, TargetInfo
 
 aten = torch.ops.aten
 OPSET = 24  # the first with TensorScatter

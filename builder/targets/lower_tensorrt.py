@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,19 +17,16 @@ from torch.export import ExportedProgram
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.targets.strip import strip
-from mtpbuild.builder.targets.timing_cache import timing_cache
-from mtpbuild.builder.targets.trt_compile import compile_network, gpu_info, new_config
-from mtpbuild.builder.weights_file import WEIGHTS, Placed
+from mtpbuild.builder.targets import trt_compile
+from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import facets
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
-from mtpbuild.runtime.manifest import TargetInfo, TensorSpec
+from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS, TargetInfo, TensorSpec
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
-from mtpbuild.runtime.programs.tensorrt_refit import CONSTANTS
 
-NAME: Final = "tensorrt"
+NAME = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
 GATHER = torch.ops.aten.gather.default
 LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
@@ -50,7 +47,7 @@ def check(plan: Plan) -> None:
 
 
 def info(plan: Plan) -> TargetInfo:
-    return gpu_info(NAME, plan)
+    return trt_compile.gpu_info(NAME, plan)
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
@@ -132,12 +129,15 @@ def compile_program(
             raise BuildError(f"target {NAME}: TensorRT can't launch a kernel ({reason})") from None
         builder, network = interpreter.builder, interpreter.ctx.net
         plan = traced.plan
-        config = new_config(trt, builder, network, plan, fast=plan.options.fast_build)
+        config = trt_compile.new_config(trt, builder, network, plan, fast=plan.options.fast_build)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `layers_of`
         held = interpreter.ctx.constants.held
-        missing = strip(trt, network, config, values, held) if plan.options.strip_weights else {}
-        with timing_cache(trt, config, plan.compute_capabilities[0]):
-            return compile_network(trt, builder, network, config, traced.name), missing
+        missing = dict[str, torch.Tensor]()
+        if plan.options.strip_weights:
+            missing = trt_compile.strip(trt, network, config, values, held)
+        with trt_compile.timing_cache(trt, config, plan.compute_capabilities[0]):
+            engine = trt_compile.compile_network(trt, builder, network, config, traced.name)
+        return engine, missing
 
 
 def layers_of(engine: Any) -> str:
@@ -219,30 +219,24 @@ def _input(spec: TensorSpec, chunk: int) -> Any:
     return Input(dtype=getattr(torch, spec.dtype), **({"shape": most} if fixed else shapes))
 
 
-class _Errors(logging.Handler):
-    """What TensorRT says through Torch-TensorRT goes where errors are kept."""
-
-    def __init__(self, errors: list[str]) -> None:
-        super().__init__(logging.ERROR)
-        self.errors = errors
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.errors.append(record.getMessage())
-
-
 @contextlib.contextmanager
 def _quiet(trt: ModuleType) -> Iterator[None]:
     """No word of each node that is converted, folded or named twice."""
     compiler, network = map(logging.getLogger, LOGGERS)
-    level, handler = compiler.level, _Errors(errors_of(trt).errors)
+    level, errors = compiler.level, errors_of(trt).errors
+
+    def keep(record: logging.LogRecord) -> bool:
+        """What TensorRT says through Torch-TensorRT is shown nowhere; errors are kept."""
+        if record.levelno >= logging.ERROR:
+            errors.append(record.getMessage())
+        return False
+
     compiler.setLevel(logging.CRITICAL)
-    network.propagate = False
-    network.addHandler(handler)
+    network.addFilter(keep)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        network.removeHandler(handler)
-        network.propagate = True
+        network.removeFilter(keep)
         compiler.setLevel(level)

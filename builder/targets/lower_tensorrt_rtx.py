@@ -2,23 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.targets import lower_onnxruntime
-from mtpbuild.builder.targets.trt_compile import (
-    compile_network,
-    gpu_info,
-    new_config,
-    new_network,
-)
+from mtpbuild.builder.targets import lower_onnxruntime, trt_compile
 from mtpbuild.builder.weights_file import Placed
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.manifest import TargetInfo
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
-NAME: Final = "tensorrt-rtx"
+NAME = "tensorrt-rtx"
 SORTED = 3840  # values that TopK takes; filters of decode_mixed sort the vocabulary
 
 
@@ -33,7 +27,7 @@ def check(plan: Plan) -> None:
 
 
 def info(plan: Plan) -> TargetInfo:
-    return gpu_info(NAME, plan)
+    return trt_compile.gpu_info(NAME, plan)
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
@@ -50,14 +44,15 @@ def compile_graph(graph: Path, plan: Plan) -> Any:
     trt = tensorrt_api(NAME)
     log = errors_of(trt)
     builder = trt.Builder(log)
-    network = new_network(trt, builder)
+    typed = trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED  # types are the graph's own
+    network = builder.create_network(1 << int(typed))
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(graph)):
         reason = " ".join(parser.get_error(0).desc().split())
         raise BuildError(f"TensorRT can't read {graph.stem}: {reason}")
-    config = new_config(trt, builder, network, plan)
+    config = trt_compile.new_config(trt, builder, network, plan)
     config.num_compute_capabilities = len(plan.compute_capabilities)
     for i, capability in enumerate(plan.compute_capabilities):
         name = "SM" + capability.replace(".", "")
         config.set_compute_capability(getattr(trt.ComputeCapability, name), i)
-    return compile_network(trt, builder, network, config, graph.stem)
+    return trt_compile.compile_network(trt, builder, network, config, graph.stem)

@@ -1,20 +1,25 @@
-"""A TensorRT network -> a serialised engine: what both flavours are told in the same words."""
+"""A TensorRT network -> a serialised engine: what both flavours are told in the same words.
 
+Besides: engines that hold no weights, and TensorRT's timings in a file for later builds.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.manifest import TargetInfo
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
-Flavour = Literal["tensorrt", "tensorrt-rtx"]
 FAST = 1  # of TensorRT's levels 0 to 5; it takes 3 by itself
-
-
-def new_network(trt: ModuleType, builder: Any) -> Any:
-    """Types are the graph's own."""
-    return builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 
 
 def new_config(
@@ -26,25 +31,18 @@ def new_config(
     config.clear_flag(trt.BuilderFlag.TF32)
     if fast:
         config.builder_optimization_level = FAST
-    for profile in _profiles(builder, network, plan):
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    if varying := [tensor for tensor in inputs if -1 in tuple(tensor.shape)]:
+        # Chunks of a prompt vary, from one token to the plan's; best when full.
+        profile = builder.create_optimization_profile()
+        for tensor in varying:
+            least, most = (
+                tuple(chunk if size == -1 else size for size in tensor.shape)
+                for chunk in (1, plan.prefill_chunk)
+            )
+            profile.set_shape(tensor.name, least, most, most)
         config.add_optimization_profile(profile)
     return config
-
-
-def _profiles(builder: Any, network: Any, plan: Plan) -> list[Any]:
-    """One where a size varies: chunks of a prompt from one token to the plan's, best when full."""
-    inputs = [network.get_input(i) for i in range(network.num_inputs)]
-    varying = [tensor for tensor in inputs if -1 in tuple(tensor.shape)]
-    if not varying:
-        return []
-    profile = builder.create_optimization_profile()
-    for tensor in varying:
-        least, most = (
-            tuple(chunk if size == -1 else size for size in tensor.shape)
-            for chunk in (1, plan.prefill_chunk)
-        )
-        profile.set_shape(tensor.name, least, most, most)
-    return [profile]
 
 
 def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, program: str) -> Any:
@@ -57,7 +55,7 @@ def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, pr
     return engine
 
 
-def gpu_info(name: Flavour, plan: Plan) -> TargetInfo:
+def gpu_info(name: str, plan: Plan) -> TargetInfo:
     """What an engine of either flavour needs to run."""
     capabilities = plan.compute_capabilities
     return TargetInfo(
@@ -66,3 +64,77 @@ def gpu_info(name: Flavour, plan: Plan) -> TargetInfo:
         versions={name: tensorrt_api(name).__version__},
         compute_capabilities=capabilities,
     )
+
+
+def strip(
+    trt: ModuleType,
+    network: Any,
+    config: Any,
+    values: Mapping[str, Tensor],
+    constants: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Leave the weights out of what is compiled; returns those that are none of `values`, by name.
+
+    Each weight has a name, by which loading puts it back.
+
+    values: what the weights file holds, by the names there, in memory that the network shares.
+    constants: the quantised ones, by the names of their layers.
+    """
+    config.set_flag(trt.BuilderFlag.STRIP_PLAN)
+    config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)  # so TensorRT may go by their values
+    known = {value.data_ptr(): name for name, value in values.items()}
+    others: dict[str, Tensor] = {}
+    for i in range(network.num_layers):
+        layer = network.get_layer(i)
+        if layer.type != trt.LayerType.CONSTANT:
+            continue
+        layer.__class__ = trt.IConstantLayer  # what it is; the network gives it as a plain layer
+        weights = layer.weights
+        if isinstance(weights, trt.Weights):  # NumPy has no such type, and they no address
+            held = constants[layer.name]
+            weights = trt.Weights(weights.dtype, held.data_ptr(), weights.size)
+        else:
+            held = torch.from_numpy(weights)
+        address = held.data_ptr()
+        if address not in known:
+            known[address] = f"constant.{len(others)}"
+            others[known[address]] = held.clone()
+        assert network.set_weights_name(weights, known[address])
+    return others
+
+
+def place(version: str, capability: str) -> Path:
+    """Below XDG_CACHE_HOME, by default ~/.cache: a file per TensorRT and kind of GPU."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "mtpbuild" / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
+
+
+@contextlib.contextmanager
+def timing_cache(trt: ModuleType, config: Any, capability: str) -> Iterator[None]:
+    """Lets `config` know what earlier builds measured, and keeps what the build in here did.
+
+    So later builds measure only what is new.
+    A file of another GPU, or a damaged one, is replaced. One that can't be read or written costs
+    time and nothing else: a note says so.
+    """
+    path = place(trt.__version__, capability)
+    with _noted(path):
+        known = path.read_bytes() if path.exists() else b""
+        cache = config.create_timing_cache(known)
+        if cache is None or not config.set_timing_cache(cache, False):
+            config.set_timing_cache(config.create_timing_cache(b""), False)
+    yield
+    with _noted(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")  # builds may run at the same time
+        fresh.write_bytes(bytes(config.get_timing_cache().serialize()))
+        fresh.replace(path)
+
+
+@contextlib.contextmanager
+def _noted(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        logging.getLogger(__name__).warning("note: no timing cache at %s (%s)", path, reason)

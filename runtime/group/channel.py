@@ -77,9 +77,9 @@ class Channel:
     def receive(self) -> tuple[str, list[Any]]:
         """Name and arguments; raises EngineError if rank 0 got other tokens in the last step."""
         with self.unbroken():
-            message = json.loads(self._broadcast(bytes(HEAD)))
+            message = json.loads(self._broadcast(bytes(HEAD)), object_hook=_typed)
             if isinstance(message, int):
-                message = json.loads(self._broadcast(bytes(message)))
+                message = json.loads(self._broadcast(bytes(message)), object_hook=_typed)
         name, digest, *arguments = message
         if digest not in (None, self.digest):
             raise EngineError(
@@ -189,7 +189,17 @@ def _store(listener: str, limit: timedelta) -> c10d.TCPStore:
 
 def _plain(value: Any) -> Any:
     """An array or controls, as JSON can say them."""
-    return asdict(value) if isinstance(value, Controls) else value.tolist()
+    if isinstance(value, Controls):
+        return asdict(value)
+    return value.item() if value.ndim == 0 else {"array": value.tolist(), "dtype": str(value.dtype)}
+
+
+def _typed(said: dict[str, Any]) -> Any:
+    """What `_plain` made JSON of; JSON made lists of the controls' tuples."""
+    if "array" in said:
+        return np.array(said["array"], said["dtype"])
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in said.items()}
+    return Controls(**fields)
 
 
 @contextlib.contextmanager

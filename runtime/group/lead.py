@@ -1,11 +1,9 @@
 """Rank 0 leads: what is called of its programs, the other ranks' programs do too."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError, UsageError
@@ -24,10 +22,7 @@ class LeadingPrograms:
         self.lookahead = own.lookahead
         self._own, self._channel = own, channel
         channel.ready()
-        self._end = weakref.finalize(self, channel.close)  # at the latest
-
-    def close(self) -> None:
-        self._end()
+        self.close = weakref.finalize(self, channel.close)  # at the latest when this is dropped
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self._call("prefill", slot, start, tokens)
@@ -45,10 +40,7 @@ class LeadingPrograms:
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._channel.unbroken():
             self._channel.send(name, *arguments)
-            result = getattr(self._own, name)(*arguments)
-            if name == "step":
-                self._channel.note(result)
-            return result
+            return _make(self._own, self._channel, name, arguments)
 
 
 def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
@@ -82,19 +74,13 @@ def _repeat(own: Programs, channel: Channel) -> None:
     """Make the calls that rank 0 makes, until it ends."""
     channel.ready()
     while (call := channel.receive())[0] != "end":
-        match call:
-            case "prefill", [slot, start, tokens]:
-                own.prefill(slot, start, np.array(tokens, np.int64))
-            case "begin", [slot, length, newest, controls]:
-                own.begin(slot, length, newest, _controls(controls))
-            case "move", [source, target]:
-                own.move(source, target)
-            case "step", [active, rows]:
-                channel.note(own.step(np.array(active, np.bool_), rows))
+        if call[0] != "wait":
+            _make(own, channel, *call)
 
 
-def _controls(fields: dict[str, Any]) -> Controls:
-    """Controls as they were before JSON made lists of tuples."""
-    values: dict[str, Any]
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    return Controls(**values)
+def _make(own: Programs, channel: Channel, name: str, arguments: Sequence[Any]) -> Any:
+    """Call a rank's own programs, and keep what a step gave."""
+    result = getattr(own, name)(*arguments)
+    if name == "step":
+        channel.note(result)
+    return result

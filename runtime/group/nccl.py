@@ -8,9 +8,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.channel import Channel, silent, use_in_programs
 from mtpbuild.runtime.group.start import environment
+from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 # NCCL's watchdog ends a collective that hangs, not the process (torchrun would have it so): it also
 # frees a host that is stuck in a full queue of launches. Nothing is dumped.
@@ -49,16 +50,7 @@ class Peers:
             within(ABORTING, partial(_abort_process_group, self.group))
 
 
-class Queue(Protocol):
-    """A rank's GPU: work is queued on it, and waited for while `alive` is asked."""
-
-    device: torch.device
-
-    def run(self, work: Callable[[], object]) -> None: ...
-    def settle(self, alive: Callable[[], None]) -> None: ...
-
-
-def connect(gpu: Queue, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
+def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
     """Let programs sum between all ranks' GPUs; NCCL's communicator is made by a first sum."""
     with channel.unbroken():
         dist.barrier()  # a rank without a GPU has left: NCCL would wait for it
@@ -93,18 +85,16 @@ def watch(channel: Channel, peers: Peers) -> Callable[[], None]:
 
 def within(seconds: float, work: Callable[[], object]) -> None:
     """Do work for which NCCL has no time limit, or raise RuntimeError; its thread is then left."""
-    failures: list[BaseException] = []
+    done = Future[object]()
 
     def run() -> None:
         try:
-            work()
+            done.set_result(work())
         except BaseException as error:
-            failures.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise RuntimeError("timed out")
-    if failures:
-        raise failures[0]
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        done.result(seconds)
+    except TimeoutError:
+        raise RuntimeError("timed out") from None

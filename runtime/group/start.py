@@ -100,8 +100,8 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
     values: dict[str, object] = manifest.build.model_dump() | {"model": manifest.whole_model}
     values |= {"target": manifest.target.name, "rank": rank, "out": folder}
     values["device"] = "cuda" if manifest.target.compute_capabilities else None
-    given = [(name.replace("_", "-"), values[name]) for name in FLAGS if values[name] is not None]
-    flags = [f"--{name} {value}" for name, value in given]
+    given = (name for name in FLAGS if values[name] is not None)
+    flags = [f"--{name.replace('_', '-')} {values[name]}" for name in given]
     return " ".join(["mtpbuild build", *flags, *["--attention-dp"] * manifest.build.attention_dp])
 
 
@@ -156,11 +156,11 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
             "spread them over machines with torchrun"
         )
     if manifest.target.compute_capabilities:
-        _require_gpus(folder, manifest)
+        _require_gpus(folder, manifest, tp)
     time_limit()
     require_ranks(folder, manifest, range(tp))
     list(engine_folders(folder, manifest))  # sees a rank of another build before anything runs
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as undo:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         group = {
             "WORLD_SIZE": str(tp),
             "LOCAL_WORLD_SIZE": str(tp),
@@ -174,8 +174,8 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
         try:
             for rank in range(1, tp):
                 followers.append(Follower(folder, rank, threads, group))
-            undo.enter_context(environment(group | own))
-            yield
+            with environment(group | own):
+                yield
             patience = 10.0
         except RankError as error:
             raise RankError(_reason(followers) or str(error)) from error
@@ -184,11 +184,10 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
                 follower.end(patience)
 
 
-def _require_gpus(folder: Path, manifest: Manifest) -> None:
+def _require_gpus(folder: Path, manifest: Manifest, tp: int) -> None:
     with find_target(manifest.target.name).importing():
-        from mtpbuild.runtime.group.gpus import visible_gpus
+        from mtpbuild.runtime.programs.torch_cuda import visible_gpus
 
-    tp = manifest.build.tp
     if tp > (gpus := visible_gpus()):
         raise UsageError(
             f"{folder}: {tp} ranks need a GPU each, this machine has {gpus}: spread them over "

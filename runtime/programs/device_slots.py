@@ -1,43 +1,23 @@
 """Slots in a GPU's memory, which keep their place: a step's program is bound to them once."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import Manifest, StateSpec
+from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import MIXED, Ints, host_type
-from mtpbuild.runtime.programs.slots import PREFILL, Array, Memory, Slots
-
-
-class WholeCaches:
-    """Caches of full capacity; how much of them a step reads is decided on the GPU."""
-
-    def __init__(self, specs: Iterable[StateSpec], memory: Memory) -> None:
-        self._memory = memory
-        self.tensors = {s.name: memory.zeros(s.shape, s.dtype) for s in specs}
-
-    def fit(self, rows: int) -> bool:
-        return False
-
-    def move(self, source: int, target: int, lengths: Array) -> None:
-        """Copy all rows: the host does not know the lengths."""
-        for array in self.tensors.values():
-            self._memory.copy(array[source : source + 1], array[target : target + 1])
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        return {name: self._memory.host(array) for name, array in self.tensors.items()}
+from mtpbuild.runtime.programs.slots import PREFILL, Array, Caches, Memory, Slots
 
 
 class DeviceSlots(Slots):
     """Slots of a target that runs on a GPU."""
 
     def __init__(self, manifest: Manifest, memory: Memory) -> None:
-        caches = WholeCaches([s for s in manifest.state if s.kind == "cache"], memory)
+        caches = Caches(manifest.state, memory)
         super().__init__(manifest, memory, caches)
         self._state: dict[str, Array] = caches.tensors | self._carries[0]
         self._given = self._state | self._controls | {"active": self._active}  # to a step
@@ -48,7 +28,6 @@ class DeviceSlots(Slots):
             if t.name not in caches.tensors:
                 shape = (d if isinstance(d, int) else sizes[d] for d in t.shape)
                 self._prompt[t.name] = memory.zeros((*shape,), t.dtype)
-        self._slot_caches = caches.tensors
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         chunk, copy = len(tokens) - self.lookahead, self._memory.copy

@@ -1,14 +1,14 @@
 """Slots in the host's memory, whose caches have only the rows in use."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.manifest import Manifest, StateSpec
 from mtpbuild.runtime.programs.base import Bools, host_type
-from mtpbuild.runtime.programs.slots import PREFILL, Slots, own_outputs
+from mtpbuild.runtime.programs.slots import PREFILL, Caches, Slots, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows
 
@@ -27,14 +27,12 @@ class HostMemory:
 
 
 class HostSlots(Slots):
-    """Slots of a target that runs on the host; `caches` makes the caches from their specs."""
+    """Slots of a target that runs on the host."""
 
-    def __init__(
-        self, manifest: Manifest, copies: int = 1, caches: "MakeCaches | None" = None
-    ) -> None:
-        self._caches: Caches
-        made = (caches or Caches)([s for s in manifest.state if s.kind == "cache"])
-        super().__init__(manifest, HostMemory(), made, copies)
+    _caches: "PackedCaches"
+
+    def __init__(self, manifest: Manifest, caches: "PackedCaches", copies: int = 1) -> None:
+        super().__init__(manifest, HostMemory(), caches, copies)
         self._outputs = {
             name: self._zeros(own_outputs(program))
             for name, program in manifest.programs.items()
@@ -56,7 +54,7 @@ def rounded(rows: int, capacity: int) -> int:
     return min(-(-rows // ROW_STEP) * ROW_STEP, capacity)
 
 
-class Caches:
+class PackedCaches(Caches):
     """Latent caches [B, 1, S, C] laid out for the rows in use, so that a step reads only those.
 
     A graph takes contiguous tensors, so the first `rows` rows of every slot are kept adjacent in
@@ -65,7 +63,8 @@ class Caches:
 
     device = "cpu"
 
-    def __init__(self, specs: Sequence[StateSpec]) -> None:
+    def __init__(self, state: Sequence[StateSpec]) -> None:
+        specs = [s for s in state if s.kind == "cache"]
         self._batch, _, self._capacity, _ = specs[0].shape
         self.rows = 0
         self._reserved = 0  # rows of an allocation that were written to
@@ -128,6 +127,3 @@ class Caches:
         for b in slots if rows < self.rows else reversed(slots):
             for flat in self._flat.values():
                 flat[b * rows : b * rows + keep] = flat[b * self.rows : b * self.rows + keep]
-
-
-MakeCaches: TypeAlias = Callable[[Sequence[StateSpec]], Caches]

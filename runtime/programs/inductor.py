@@ -1,7 +1,6 @@
 """Target inductor: what can't run here, and which programs run an engine that can."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,34 +9,28 @@ from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.group.start import own_gpu
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs import inductor_cuda
+from mtpbuild.runtime.programs import inductor_cuda, inductor_ranks
 from mtpbuild.runtime.programs.aot_package import TORCH, Opener, open_packages, this_machine
 from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
-from mtpbuild.runtime.programs.inductor_ranks import (
-    AttentionDPPrograms,
-    CudaRankPrograms,
-    RankPrograms,
-)
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Opens programs, finds a GPU by its number and joins GPUs; a test has its own."""
-
-    opener: Callable[[Path, Manifest], Opener] = open_packages
-    gpu: Callable[[int], Gpu] = Gpu
-    peers: type[Peers] = Peers
-
-
 def load(
-    folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
+    folder: Path,
+    manifest: Manifest,
+    threads: int | None,
+    channel: Channel | None = None,
+    *,
+    open_programs: Callable[[Path, Manifest], Opener] = open_packages,
+    find_gpu: Callable[[int], Gpu] = Gpu,
+    peers: type[Peers] = Peers,
 ) -> Programs:
     """The programs of an engine that was checked, or of one rank; refuses what can't run here.
 
     threads: of the CPU's programs. channel: between the ranks that share an engine, whose folder
-    and manifest are then this rank's.
+    and manifest are then this rank's. The others are the machine, and a test has its own: what
+    opens programs, finds a GPU by its number, and joins the ranks' GPUs.
     """
     target = manifest.target
     if (built := target.versions.get("torch")) != TORCH:
@@ -47,24 +40,14 @@ def load(
         )
     if not target.compute_capabilities and target.hardware != this_machine():
         raise EngineError(f"{folder}: built for an {target.hardware}, this is an {this_machine()}")
-    return load_on(Machine(), folder, manifest, threads, channel)
-
-
-def load_on(
-    machine: Machine,
-    folder: Path,
-    manifest: Manifest,
-    threads: int | None,
-    channel: Channel | None = None,
-) -> Programs:
-    """The programs that run on such a machine: of an engine, or beside those of other ranks."""
-    opener, on_gpu = machine.opener(folder, manifest), manifest.target.compute_capabilities
+    opener, on_gpu = open_programs(folder, manifest), target.compute_capabilities
     if channel is None and on_gpu:
-        return inductor_cuda.load(folder, manifest, machine.gpu(0), opener)
+        return inductor_cuda.load(folder, manifest, find_gpu(0), opener)
     if channel is None:
         return InductorPrograms(manifest, threads, opener)
     if on_gpu:
-        make = partial(CudaRankPrograms, channel, machine.peers)
-        return inductor_cuda.load(folder, manifest, machine.gpu(own_gpu()), opener, make)
-    kind = AttentionDPPrograms if manifest.build.attention_dp else RankPrograms
-    return kind(channel, manifest, threads, opener)
+        make = partial(inductor_ranks.CudaRankPrograms, channel, peers)
+        return inductor_cuda.load(folder, manifest, find_gpu(own_gpu()), opener, make)
+    if manifest.build.attention_dp:
+        return inductor_ranks.AttentionDPPrograms(channel, manifest, threads, opener)
+    return inductor_ranks.RankPrograms(channel, manifest, threads, opener)

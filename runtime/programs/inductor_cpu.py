@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mtpbuild.runtime.manifest import Manifest, TensorSpec
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.base import PLAIN, Bools, Ints, StepOutput
-from mtpbuild.runtime.programs.host_slots import HostSlots
+from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.slots import JUDGED, PREFILL, reported
 
 
@@ -17,7 +17,7 @@ class InductorPrograms(HostSlots):
     """The compiled programs that advance the slots; each writes its results over the state."""
 
     def __init__(self, manifest: Manifest, threads: int | None, opener: Opener) -> None:
-        super().__init__(manifest)
+        super().__init__(manifest, PackedCaches(manifest.state))
         self._threads = threads or torch.get_num_threads()
         self._open = opener("cpu")
         self._packages = {name: self._open(name) for name in (PREFILL, PLAIN)}

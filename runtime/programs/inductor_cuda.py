@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import Manifest, StateSpec, TensorSpec
-from mtpbuild.runtime.programs.aot_package import WEIGHTS, Opener
+from mtpbuild.runtime.manifest import WEIGHTS, Manifest, StateSpec, TensorSpec
+from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, StepOutput
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.host_slots import rounded
@@ -77,7 +77,7 @@ class CudaPrograms(DeviceSlots):
 
     def _run_prefill(self, slot: int, start: int, chunk: int) -> dict[str, Tensor]:
         rows = rounded(start + chunk, self._capacity)
-        caches = self._slot_caches.items()
+        caches = self._caches.tensors.items()
         given = self._prompt | {name: cache[slot, 0, :rows][None, None] for name, cache in caches}
         given["tokens"] = given["tokens"][:, :chunk]
         inputs = [given[spec.name] for spec in self._programs[PREFILL].inputs]

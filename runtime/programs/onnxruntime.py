@@ -5,23 +5,75 @@ hidden row per slot) is a few kB, which onnxruntime copies there and back.
 """
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # on by default, and read at import
 import numpy as np
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
-from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.manifest import Manifest, StateSpec
 from mtpbuild.runtime.programs.base import MIXED, Bools, Ints, StepOutput
-from mtpbuild.runtime.programs.device_caches import DeviceCaches
-from mtpbuild.runtime.programs.host_slots import Caches, HostSlots, MakeCaches
+from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.slots import PREFILL, reported
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+class DeviceCaches(PackedCaches):
+    """Keeps caches on the device; in the host's arrays slots are moved, else they hold nothing.
+
+    Python's onnxruntime copies whole tensors between host and device, and nothing on the device.
+    So a move takes all caches through the host; with one slot there is none, and with several it
+    happens when a request ends before another one, or outgrows the layout.
+    """
+
+    def __init__(self, state: Sequence[StateSpec], device: str) -> None:
+        super().__init__(state)
+        self.device = device
+        self._values: dict[str, Any] = {}
+        try:
+            for name, flat in self._flat.items():
+                self._values[name] = ort.OrtValue.ortvalue_from_numpy(flat, device, 0)
+        except Exception as error:  # onnxruntime raises its own C++ exception types
+            size = sum(flat.nbytes for flat in self._flat.values()) / 1e6
+            reason = str(error).splitlines()[0]
+            raise EngineError(
+                f"onnxruntime can't hold the caches, {size:,.0f} MB, on {device} ({reason}): "
+                f"--provider {device} needs a GPU with its driver, and that much of its memory free"
+            ) from None
+
+    def pointers(self) -> dict[str, int]:
+        return {name: value.data_ptr() for name, value in self._values.items()}
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        self._download()
+        return super().arrays()
+
+    def move(self, source: int, target: int, lengths: NDArray[Any]) -> None:
+        self._download()
+        super().move(source, target, lengths)
+        self._upload()
+
+    def _reserve(self, rows: int) -> None:
+        """The host's arrays are not what a step writes to."""
+
+    def _lay_out(self, rows: int) -> None:
+        self._download()
+        super()._lay_out(rows)
+        self._upload()
+
+    def _download(self) -> None:
+        for name, value in self._values.items():
+            self._flat[name][:] = value.numpy()
+
+    def _upload(self) -> None:
+        for name, value in self._values.items():
+            value.update_inplace(self._flat[name])
 
 
 class OnnxPrograms(HostSlots):
@@ -31,11 +83,11 @@ class OnnxPrograms(HostSlots):
         self,
         folder: Path,
         manifest: Manifest,
+        caches: PackedCaches,
         threads: int | None,
         provider: str = "cpu",
-        caches: MakeCaches = Caches,
     ) -> None:
-        super().__init__(manifest, copies=2, caches=caches)
+        super().__init__(manifest, caches, copies=2)
         self._folder, self._threads, self._provider = folder, threads, provider
         names = [name for name in self._programs if not name.startswith(MIXED)]
         with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
@@ -44,21 +96,16 @@ class OnnxPrograms(HostSlots):
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self._fit_prompt(start + len(tokens) - self.lookahead)
-        binding = self._sessions[PREFILL].io_binding()
-        carries = {k: v[slot : slot + 1] for k, v in self._carries[self._now].items()}
-        given = carries | self._prompt_inputs(start, tokens)
-        names = [t.name for t in self._programs[PREFILL].inputs if t.name in given]
-        self._bind_caches(binding, slot, 1)
-        for name in names:
-            binding.bind_cpu_input(name, np.ascontiguousarray(given[name]))
-        produced = [name for name in names if name in carries]
-        for name in produced:
-            binding.bind_output(name + ".out", "cpu")
+        names = {t.name for t in self._programs[PREFILL].inputs} & self._carries[0].keys()
+        before, after = (
+            {name: self._carries[i][name][slot : slot + 1] for name in names}
+            for i in (self._now, 1 - self._now)
+        )
+        given = before | self._prompt_inputs(start, tokens)
+        binding = self._bind(PREFILL, slot, 1, given, after)
         self._sessions[PREFILL].run_with_iobinding(binding)
-        results = binding.get_outputs()[len(self._caches.views()) :]  # in the order of binding
-        for name, result in zip(produced, results, strict=True):
-            for copy in self._carries:
-                copy[name][slot] = result.numpy()[0]
+        for name, array in after.items():
+            before[name][:] = array
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
@@ -70,7 +117,8 @@ class OnnxPrograms(HostSlots):
         self._slots = slots
         key = program, self._now, slots
         if key not in self._bindings:
-            self._bindings[key] = self._bind(*key)
+            given = before | self._controls | {"active": self._active}
+            self._bindings[key] = self._bind(program, 0, slots, given, after)
         self._sessions[program].run_with_iobinding(self._bindings[key])
         self._now = 1 - self._now
         outputs = self._outputs[program]
@@ -78,28 +126,32 @@ class OnnxPrograms(HostSlots):
         judged = {"num_drafts": np.minimum(before["num_drafts"], T - 1)}
         return reported(judged | {"window": before["window"][:, :T]} | outputs, slots)
 
-    def _bind(self, program: str, now: int, slots: int) -> Any:
+    def _bind(
+        self,
+        program: str,
+        first: int,
+        count: int,
+        given: dict[str, NDArray[Any]],
+        after: dict[str, NDArray[Any]],
+    ) -> Any:
+        """Some slots' caches, what their program reads of `given`, where it writes new carries."""
         if program not in self._sessions:  # a mixed program is loaded by who first needs it
             self._sessions[program] = self._session(program)
         binding = self._sessions[program].io_binding()
-        self._bind_caches(binding, 0, slots)
-        controls = self._controls if program.startswith(MIXED) else {}
-        for name, array in (self._carries[now] | controls | {"active": self._active}).items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array[:slots]))
-        outputs = {f"{k}.out": v for k, v in self._carries[1 - now].items()}
-        outputs |= self._outputs[program]
+        for name in given.keys() & {t.name for t in self._programs[program].inputs}:
+            value = ort.OrtValue.ortvalue_from_numpy(given[name][:count])
+            binding.bind_ortvalue_input(name, value)
+        outputs = {f"{k}.out": v for k, v in after.items()} | self._outputs.get(program, {})
         for name, array in outputs.items():
-            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array[:slots]))
-        return binding
-
-    def _bind_caches(self, binding: Any, first: int, count: int) -> None:
-        """Some slots' rows in use, where they are: the graph writes over what it reads."""
+            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array[:count]))
+        # Rows in use are bound where they are: the graph writes over what it reads.
         pointers, device = self._caches.pointers(), self._caches.device
         for name, view in self._caches.views(first, count).items():
             start = pointers[name] + first * view[0].nbytes
             place = device, 0, view.dtype, view.shape, start
             binding.bind_input(name, *place)
             binding.bind_output(name + ".out", *place)
+        return binding
 
     def _session(self, program: str) -> Any:
         path = self._folder / self._programs[program].file
@@ -137,5 +189,6 @@ def load(
             f"--provider {provider} needs onnxruntime-gpu in place of onnxruntime: "
             "pip uninstall onnxruntime; pip install 'mtpbuild[cuda]'"
         )
-    caches = Caches if provider == "cpu" else partial(DeviceCaches, device=provider)
-    return OnnxPrograms(folder, manifest, threads, provider, caches)
+    on_host, state = provider == "cpu", manifest.state
+    caches = PackedCaches(state) if on_host else DeviceCaches(state, provider)
+    return OnnxPrograms(folder, manifest, caches, threads, provider)

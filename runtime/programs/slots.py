@@ -1,6 +1,6 @@
 """Slots hold caches, carried state and what their requests ask for, in any kind of memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.controls import CONTROLS, GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import Manifest, ProgramSpec, TensorSpec
+from mtpbuild.runtime.manifest import Manifest, ProgramSpec, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
 
 PREFILL = "prefill"
@@ -31,19 +31,29 @@ class Memory(Protocol):
         ...
 
 
-class CacheStore(Protocol):
-    """All slots' caches [B, 1, S, C]."""
+class Caches:
+    """All slots' caches [B, 1, S, C], of full capacity: a step decides what it reads."""
+
+    def __init__(self, state: Sequence[StateSpec], memory: Memory) -> None:
+        specs = [s for s in state if s.kind == "cache"]
+        self._memory = memory
+        self.tensors = {s.name: memory.zeros(s.shape, s.dtype) for s in specs}
 
     def fit(self, rows: int) -> bool:
         """Make room for `rows` rows per slot; True if the layout, and so every view, changed."""
-        ...
+        return False
 
     def move(self, source: int, target: int, lengths: Array) -> None:
-        """Copy the committed rows of slot `source`, `lengths[source]`, to slot `target`."""
+        """Copy the committed rows of slot `source`, `lengths[source]`, to slot `target`.
+
+        Here all rows: the host does not know a GPU's lengths.
+        """
+        for array in self.tensors.values():
+            self._memory.copy(array[source : source + 1], array[target : target + 1])
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Each cache [B, 1, rows, C] on the host; sharing memory if it is there."""
-        ...
+        return {name: self._memory.host(array) for name, array in self.tensors.items()}
 
 
 class Slots:
@@ -52,9 +62,7 @@ class Slots:
     copies: of the carried state; 2 for a target that reads one and writes the other.
     """
 
-    def __init__(
-        self, manifest: Manifest, memory: Memory, caches: CacheStore, copies: int = 1
-    ) -> None:
+    def __init__(self, manifest: Manifest, memory: Memory, caches: Caches, copies: int = 1) -> None:
         self.lookahead, self._programs = manifest.lookahead, manifest.programs
         self._memory, self._caches = memory, caches
         self._batch, self._capacity = manifest.build.max_batch, manifest.state[0].shape[2]

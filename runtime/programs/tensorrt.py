@@ -10,13 +10,12 @@ import numpy as np
 
 from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import Manifest, ProgramSpec
+from mtpbuild.runtime.manifest import WEIGHTS, Manifest, ProgramSpec
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.slots import JUDGED, PREFILL, own_outputs, reported
-from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
-from mtpbuild.runtime.programs.tensorrt_refit import WEIGHTS, refit
+from mtpbuild.runtime.programs.tensorrt_api import errors_of, refit, tensorrt_api
 
 
 class Compiled:
@@ -95,10 +94,10 @@ class TensorRtPrograms(DeviceSlots):
         told = {name: self._state[name] for name in JUDGED} | results
         self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in told.items()}
         self._asked = device.pinned((self._batch,), np.bool_)
-        tensors = self._given | results | _outs(self._slot_caches | self._after)
+        tensors = self._given | results | _outs(self._caches.tensors | self._after)
         self._runtime = trt.Runtime(errors_of(trt))  # outlives its engines
         self._compiled = {
-            name: Compiled(trt, self._runtime, folder / spec.file, spec, self._slot_caches)
+            name: Compiled(trt, self._runtime, folder / spec.file, spec, self._caches.tensors)
             for name, spec in specs.items()
         }
         scratch = device.zeros((max(p.scratch for p in self._compiled.values()),), "uint8")
@@ -108,10 +107,10 @@ class TensorRtPrograms(DeviceSlots):
             own = prompt if name == PREFILL else tensors
             tensor_specs = (*specs[name].inputs, *specs[name].outputs)
             program.bind({t.name: own[t.name] for t in tensor_specs})
-        self._results, self._launch = dict[str, list[str]](), {}
+        self._results, self._launch = dict[str, dict[str, DeviceArray]](), {}
         for name in (PLAIN, MIXED):
-            self._results[name] = [t.name for t in own_outputs(specs[name])]
-            work = partial(self._queue_step, name, results)
+            self._results[name] = {t.name: results[t.name] for t in own_outputs(specs[name])}
+            work = partial(self._queue_step, name)
             work()  # warm-up: with no active slot a step changes nothing
             device.synchronise()
             self._launch[name] = device.capture(work)
@@ -128,7 +127,7 @@ class TensorRtPrograms(DeviceSlots):
 
     def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
         """One slot's caches, which prefill writes where it reads them."""
-        caches = {name: cache[slot : slot + 1] for name, cache in self._slot_caches.items()}
+        caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
         return caches | _outs(caches)
 
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
@@ -144,7 +143,7 @@ class TensorRtPrograms(DeviceSlots):
         told = (*JUDGED, *self._results[program])
         return reported({name: self._pages[name] for name in told}, self._batch)
 
-    def _queue_step(self, name: str, results: Mapping[str, DeviceArray]) -> None:
+    def _queue_step(self, name: str) -> None:
         copy = self._device.copy
         copy(self._asked, self._active)
         for judged in JUDGED:
@@ -152,8 +151,8 @@ class TensorRtPrograms(DeviceSlots):
         self._compiled[name].enqueue(self._device)
         for state, after in self._after.items():
             copy(after, self._state[state])
-        for output in self._results[name]:
-            copy(results[output], self._pages[output])
+        for output, result in self._results[name].items():
+            copy(result, self._pages[output])
 
 
 def _same(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:

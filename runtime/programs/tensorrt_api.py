@@ -1,14 +1,21 @@
-"""TensorRT's Python API in its two flavours, and the logger that both want."""
+"""TensorRT's Python API in its two flavours, the logger that both want, and engines' weights."""
 
+import json
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mtpbuild.runtime.errors import MissingDependencyError
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS
 
 # By target; the dependency groups have the same names.
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
+DTYPES = {"F32": np.float32, "I64": np.int64, "I32": np.int32, "BOOL": np.bool_, "U8": np.uint8}
 
 
 def tensorrt_api(target: str) -> ModuleType:
@@ -39,3 +46,44 @@ def errors_of(trt: ModuleType) -> Any:
             return " ".join(self.errors[0].split()) if self.errors else "no reason is given"
 
     return Errors()
+
+
+def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:
+    """Put the weights back into an engine that was compiled without them.
+
+    Raises EngineError if the files are not those that the engine was compiled with.
+    """
+    path = folder / CONSTANTS.format(program)
+    log = errors_of(trt)
+    log.errors.clear()
+    refitter = trt.Refitter(engine, log)
+    weights = mapped(folder / WEIGHTS) | mapped(path)  # must live until they are taken
+    for name in refitter.get_all_weights():
+        given = as_stored(trt, weights.get(name), refitter.get_weights_prototype(name))
+        if given is None or not refitter.set_named_weights(name, given):
+            raise EngineError(f"{path}: {name} of {program} does not fit; rebuild the engine")
+    if not refitter.refit_cuda_engine():
+        raise EngineError(f"{path}: TensorRT can't refit {program} ({log.first()}); rebuild it")
+
+
+def as_stored(trt: ModuleType, values: NDArray[Any] | None, prototype: Any) -> Any:
+    """Bytes as the type that the engine has them for: quantised values. None: they do not fit."""
+    if values is None or values.dtype != np.uint8:
+        return values
+    if values.nbytes != prototype.nbytes:
+        return None
+    return trt.Weights(prototype.dtype, values.ctypes.data, prototype.size)
+
+
+def mapped(path: Path) -> dict[str, NDArray[Any]]:
+    """Tensors of a safetensors file, flat, read when they are used."""
+    data = np.memmap(path, mode="r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    header.pop("__metadata__", None)
+    return {
+        name: data[slice(*(start + offset for offset in entry["data_offsets"]))].view(
+            DTYPES[entry["dtype"]]
+        )
+        for name, entry in header.items()
+    }

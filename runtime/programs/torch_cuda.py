@@ -20,10 +20,10 @@ class Gpu:
     """
 
     def __init__(self, index: int = 0) -> None:
-        if not torch.cuda.is_available():
+        if not (found := visible_gpus()):
             built = "" if torch.version.cuda else " (this torch is built without CUDA)"
             raise EngineError(f"no NVIDIA GPU can be used here: torch finds none{built}")
-        if index >= (found := torch.cuda.device_count()):
+        if index >= found:
             raise EngineError(f"GPU {index} is asked for, torch finds {found} (numbered from 0)")
         self.device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self.device)
@@ -90,6 +90,10 @@ class Gpu:
 
     def synchronise(self) -> None:
         self._stream.synchronize()
+
+
+def visible_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def as_host(tensor: Tensor) -> NDArray[Any]:

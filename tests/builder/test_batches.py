@@ -1,6 +1,5 @@
 """Batches in a built engine: any number of slots, joining, leaving and moving (oracle O7)."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,7 @@ from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.base import StepOutput
-from mtpbuild.runtime.programs.device_caches import DeviceCaches
-from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
+from mtpbuild.runtime.programs.onnxruntime import DeviceCaches, OnnxPrograms
 from tests.support.engines import EngineBuilder
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
@@ -130,7 +128,7 @@ def test_a_slot_that_pauses_keeps_its_state(vanilla: OnnxPrograms) -> None:
 def on_a_device(engine: Path) -> OnnxPrograms:
     """Load as --provider cuda does: bound by address, moved through the host, in CPU memory."""
     manifest = read_manifest(engine)
-    return OnnxPrograms(engine, manifest, 1, caches=partial(DeviceCaches, device="cpu"))
+    return OnnxPrograms(engine, manifest, DeviceCaches(manifest.state, "cpu"), 1)
 
 
 def test_caches_on_a_device(predictable_folder: Path, build_engine: EngineBuilder) -> None:

@@ -5,7 +5,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.targets.passes.branches import without_branches
+from mtpbuild.builder.targets.passes.gpu_graph import without_branches
 from mtpbuild.plugins.branch import when
 
 

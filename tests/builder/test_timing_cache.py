@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.targets.timing_cache import place, timing_cache
+from mtpbuild.builder.targets.trt_compile import place, timing_cache
 
 TRT: Any = SimpleNamespace(__version__="11.0.0.114")
 

@@ -13,7 +13,7 @@ from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs.aot_package import open_packages
-from mtpbuild.runtime.programs.inductor import Machine, load_on
+from mtpbuild.runtime.programs.inductor import load as load_inductor
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms, load
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from mtpbuild.runtime.tokenizer import load_tokenizer
@@ -131,4 +131,4 @@ def test_too_little_memory(one: Path) -> None:
             return 1000
 
     with pytest.raises(EngineError, match=r"needs more than .* GB of GPU memory .*, 0.00 GB are"):
-        load_on(Machine(gpu=FullGpu), one, read_manifest(one), None)
+        load_inductor(one, read_manifest(one), None, find_gpu=FullGpu)

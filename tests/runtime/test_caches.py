@@ -3,7 +3,7 @@
 import numpy as np
 
 from mtpbuild.runtime.manifest import StateSpec
-from mtpbuild.runtime.programs.host_slots import ROW_STEP, Caches
+from mtpbuild.runtime.programs.host_slots import ROW_STEP, PackedCaches
 
 
 def spec(slots: int, rows: int) -> StateSpec:
@@ -12,7 +12,7 @@ def spec(slots: int, rows: int) -> StateSpec:
 
 def test_rows_are_written_to_before_a_step_does() -> None:
     """Seen by what was there: rows that were never in use are zeroed once, others never."""
-    caches = Caches([spec(1, 1000)])
+    caches = PackedCaches([spec(1, 1000)])
     (flat,) = caches._flat.values()
     flat[:] = 7
     assert caches.fit(10)
@@ -32,7 +32,7 @@ def test_rows_are_written_to_before_a_step_does() -> None:
 
 
 def test_slots_keep_their_rows_when_all_get_more() -> None:
-    caches = Caches([spec(3, 1000)])
+    caches = PackedCaches([spec(3, 1000)])
     caches.fit(ROW_STEP)
     held = np.arange(3 * ROW_STEP * 4, dtype=np.float32).reshape(3, 1, ROW_STEP, 4)
     caches.views()["kv.0"][:] = held

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 import mtpbuild.plugins  # the graphs' ops
 from mtpbuild.runtime import follow
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.group import gpus, nccl
+from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.manifest import Manifest, read_manifest
-from mtpbuild.runtime.programs.aot_package import CONSTANTS, WEIGHTS, Opener
+from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS, Manifest, read_manifest
+from mtpbuild.runtime.programs import torch_cuda
+from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.base import Programs
 from tests.support.fake_gpu import FakeGpu
 from tests.support.registry import registered
@@ -102,10 +103,10 @@ def load(
     folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
 ) -> Programs:
     """In the place of target inductor's."""
-    from mtpbuild.runtime.programs.inductor import Machine, load_on
+    from mtpbuild.runtime.programs.inductor import load as load_inductor
 
-    machine = Machine(open_eagerly, fake_gpu, GlooPeers)
-    return load_on(machine, folder, manifest, threads, channel)
+    machine = {"open_programs": open_eagerly, "find_gpu": fake_gpu, "peers": GlooPeers}
+    return load_inductor(folder, manifest, threads, channel, **machine)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -120,7 +121,7 @@ def used() -> Iterator[pytest.MonkeyPatch]:
     """Load engines this way, also in the processes that this one starts, while the block runs."""
     assert mtpbuild.plugins.rope
     with target(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpus, "visible_gpus", visible_gpus)
+        patch.setattr(torch_cuda, "visible_gpus", visible_gpus)
         patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.support.eager_ranks"))
         patch.setenv("PYTHONPATH", str(ROOT))
         yield patch

@@ -105,7 +105,7 @@ def listing(folder: Path) -> dict[str, Any]:
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.targets.tensorrt import TARGET
-    from mtpbuild.builder.targets.timing_cache import place
+    from mtpbuild.builder.targets.trt_compile import place
 
     config = load_config(folder)
     nextn = config.num_nextn_predict_layers
