@@ -24,6 +24,7 @@ def make(checkpoint: Path, out: Path) -> None:
 
     from mtpbuild.builder.models import load_config
     from mtpbuild.builder.models.common.rope import rotate
+    from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
     from mtpbuild.builder.models.deepseek_v3.reference import Attention, DecoderLayer, Transformer
 
     class Plain(nn.Module):
@@ -66,6 +67,7 @@ def make(checkpoint: Path, out: Path) -> None:
         return a.o_proj(o.transpose(1, 2).reshape(B, T, -1)), (k, v)
 
     c = load_config(checkpoint)
+    assert isinstance(c, DeepseekV3Config)
     model = Transformer(c).eval()
     stored = load_file(checkpoint / "model.safetensors")
     model.load_state_dict({name: tensor.float() for name, tensor in stored.items()})
