@@ -27,7 +27,7 @@ from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.programs import load_programs, torch_cuda
-from mtpbuild.runtime.programs.aot_package import Package
+from mtpbuild.runtime.programs.aot_package import Package, open_packages
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.reference.recompute import cache_rows, greedy
@@ -109,7 +109,8 @@ def test_texts_equal_plain_decoding(engine: Path, model: Transformer) -> None:
 def test_the_gpus_run_time_runs_it(engine: Path, params: SamplingParams) -> None:
     """Compiled programs, overlapping, on a GPU whose memory is the CPU's: the same tokens."""
     manifest, gpu = read_manifest(engine), FakeGpu()
-    programs = CudaPrograms(engine, manifest, gpu)  # type: ignore[arg-type]
+    opener = open_packages(engine, manifest)
+    programs = CudaPrograms(manifest, gpu, opener)  # type: ignore[arg-type]
     asked = prompts(6, 11)
     with Engine(programs, manifest) as pretended, Engine.load(engine, threads=1) as loaded:
         got, wanted = (e.generate(asked, params) for e in (pretended, loaded))
