@@ -37,7 +37,9 @@ from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
 from mtpbuild.builder.targets.lower_inductor import _pretended_group, in_place
 from mtpbuild.builder.program.trace import trace
+from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import lower, make_model
+from tests.support.styles import style_of
 
 class Pretended:  # a GPU, for what is asked while tracing
     def get_current_target(self):
@@ -69,10 +71,9 @@ for case, slots, dtype, experts in CASES:
         num_hidden_layers={LAYERS}, num_nextn_predict_layers={MODULES}, **experts
     )
     tp = 2 if case == "ranks" else 1
-    plan = Plan(
-        model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, gpu="9.0", dtype=dtype, tp=tp, ep=tp
-    )
-    lowered = lower(model, Share(Ranks(tp, tp), tp - 1))
+    style, ranks = style_of("inductor", device="cuda", dtype=dtype), Ranks(tp, tp)
+    plan = Plan(model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, style, ranks, ("9.0",))
+    lowered = lower(model, Share(ranks, tp - 1))
     hold_in(lowered, FLOATS[dtype])
     for name, weight in list(lowered.named_parameters()):
         if "fp8" in case and ".mlp." in name and name.endswith(("_up_proj", "down_proj")):
