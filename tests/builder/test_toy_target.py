@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import read_manifest
@@ -33,27 +33,24 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.path.remove(str(folder))
 
 
-@pytest.mark.xdist_group("predictable")
 @pytest.mark.usefixtures("installed")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export.load's own
-def test_it_is_built_and_run(
-    predictable: Transformer, predictable_folder: Path, tmp_path: Path
-) -> None:
+def test_it_is_built_and_run(smallest: Path, tmp_path: Path) -> None:
     """The tokens are the plain model's, whatever is drafted; sampling has its program too."""
-    request = build_request(predictable_folder, (2,), target="toy", out=tmp_path / "n2", mark="abc")
+    request = build_request(smallest, (1,), target="toy", out=tmp_path / "n1", mark="abc")
     (built,) = build(request)
     assert read_manifest(built.folder).target.versions == {"mark": "abc"}
     (again,) = build(request)
     assert again.unchanged
 
-    sampled = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, seed=5)
+    plain = load_plain(smallest)
+    sampled = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=5)
     with Engine.load(built.folder, threads=1) as engine:
         for prompt in ([3, 1, 4], [5]):
-            result = engine.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))[0]
-            assert list(result.token_ids) == greedy(predictable, prompt, 12)
-            assert (result.metrics.speculative_decoding.mean_acceptance_length or 0) > 1
+            result = engine.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0]
+            assert list(result.token_ids) == greedy(plain, prompt, 8)
         drawn = [engine.generate([[3, 1, 4]], sampled)[0].token_ids for _ in range(2)]
-    assert drawn[0] == drawn[1] != greedy(predictable, [3, 1, 4], 12)
+    assert drawn[0] == drawn[1] != greedy(plain, [3, 1, 4], 8)
 
 
 @pytest.mark.usefixtures("installed")
