@@ -36,7 +36,7 @@ class Program:
 
 
 def most_tokens(plan: Plan) -> int:
-    """Of a prompt's chunk, as it is traced."""
+    """How many tokens the traced chunk of a prompt may have."""
     return max(plan.prefill_chunk, EXAMPLE_CHUNK)
 
 
@@ -53,7 +53,7 @@ MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """Prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
 
-    Of an adaptive engine, both of these for each number of drafts up to nextn.
+    An adaptive engine has both of the latter for each number of drafts up to nextn.
     """
     most = plan.nextn
     drafter = make_drafter(plan, most)

@@ -116,9 +116,9 @@ def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 def compile_program(
     traced: Traced, values: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A serialised engine; `values` as of `convert`. Raises BuildError.
+    """A serialised engine, and the constants that it lacks: none, unless the plan strips it.
 
-    And the constants that it lacks: none, unless the plan is to strip it.
+    `values` are those that `convert` takes. Raises BuildError.
     """
     trt = tensorrt_api(NAME)
     with _quiet(trt):
