@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder import layout
-from mtpbuild.builder.building import Building, discard_stale, under_construction
 from mtpbuild.builder.checkpoint.side_files import copy_side_files
+from mtpbuild.builder.engine import layout
+from mtpbuild.builder.engine.building import Building, discard_stale, under_construction
+from mtpbuild.builder.engine.manifest_of import write_manifests
 from mtpbuild.builder.garbage import no_garbage_collection
-from mtpbuild.builder.manifest_of import write_manifests
 from mtpbuild.builder.prepare import Job, load_compiler, prepare
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -26,10 +26,10 @@ from mtpbuild.runtime.manifest import (
 )
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.engine_weights import EngineWeights
+    from mtpbuild.builder.engine.engine_weights import EngineWeights
+    from mtpbuild.builder.engine.weights_file import Placed
     from mtpbuild.builder.model_source import ModelSource
     from mtpbuild.builder.program.programs import Program
-    from mtpbuild.builder.weights_file import Placed
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     """Build one engine directory per nextn; those that would come out the same are left alone.
 
     Raises UsageError, CheckpointError or BuildError; nothing half-written stays on disk, and what
-    was finished the next build of the same takes up (building.py).
+    was finished the next build of the same takes up (`engine/building.py`).
     """
     stages = stages or Stages()
 
@@ -60,7 +60,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     if todo:
         with stages("load compiler"):
             load_compiler(job.target, [job.plans[out] for out in todo])
-            from mtpbuild.builder.engine_weights import EngineWeights
+            from mtpbuild.builder.engine.engine_weights import EngineWeights
 
         # 3. The checkpoint, checked before anything is written.
         with stages("check checkpoint"):

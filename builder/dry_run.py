@@ -6,8 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder import layout
 from mtpbuild.builder.checks import needs
+from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.request import BuildRequest

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder import layout, plan
+from mtpbuild.builder import plan
 from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
 from mtpbuild.builder.checks import in_range, needs
+from mtpbuild.builder.engine import layout
 from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.config import ModelConfig

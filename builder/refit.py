@@ -8,13 +8,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder import layout
-from mtpbuild.builder.building import under_construction
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES, copy_side_files
-from mtpbuild.builder.engine_weights import EngineWeights
-from mtpbuild.builder.manifest_of import describe_files
+from mtpbuild.builder.engine import layout
+from mtpbuild.builder.engine.building import under_construction
+from mtpbuild.builder.engine.engine_weights import EngineWeights
+from mtpbuild.builder.engine.manifest_of import describe_files
+from mtpbuild.builder.engine.weights_file import WEIGHTS
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.config import ModelConfig
@@ -22,7 +23,6 @@ from mtpbuild.builder.prepare import find_source
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
-from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.manifest import MANIFEST, Manifest, check_files, read_manifest
 

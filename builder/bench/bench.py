@@ -13,7 +13,7 @@ from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, measure
 from mtpbuild.builder.bench.picture import draw, draw_batches
 from mtpbuild.builder.bench.report import Report, to_batches_json, to_json
-from mtpbuild.builder.results import prepare, write_json
+from mtpbuild.builder.show.results import prepare, write_json
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.engine import Engine
 

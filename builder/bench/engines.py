@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mtpbuild.builder import layout
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checks import in_range
+from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
 from mtpbuild.builder.prepare import DEFAULT_MAX_SEQ_LEN, find_source

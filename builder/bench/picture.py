@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder import picture
 from mtpbuild.builder.bench.figures import ALL, Row
 from mtpbuild.builder.bench.report import PANELS, Report
+from mtpbuild.builder.show import picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

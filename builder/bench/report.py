@@ -18,7 +18,7 @@ from mtpbuild.builder.bench.figures import (
 )
 from mtpbuild.builder.bench.measure import Measured
 from mtpbuild.builder.plan import Nextn
-from mtpbuild.builder.tables import figures_table, say
+from mtpbuild.builder.show.tables import figures_table, say
 
 PERCENTILES = (50, 90, 99)
 PANELS: dict[str, Callable[[Figures], float]] = {

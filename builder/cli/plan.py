@@ -38,7 +38,7 @@ def plan(
         from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
         from mtpbuild.builder.forecast.latency import parse_measured
         from mtpbuild.builder.forecast.report import as_json, draw, print_report
-        from mtpbuild.builder.picture import require_matplotlib
+        from mtpbuild.builder.show.picture import require_matplotlib
 
     if picture is not None:
         require_matplotlib()

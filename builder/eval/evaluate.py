@@ -10,7 +10,7 @@ from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.eval.figures import rows
 from mtpbuild.builder.eval.problems import Settings, ask, load_problems
 from mtpbuild.builder.eval.report import Report, draw, to_json
-from mtpbuild.builder.results import prepare, write_json
+from mtpbuild.builder.show.results import prepare, write_json
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from mtpbuild.builder.bench.figures import ALL
 from mtpbuild.builder.eval.figures import Row
 from mtpbuild.builder.eval.problems import Answered
-from mtpbuild.builder.picture import COLOURS, GREY, label_x, panels, spans, write_above
-from mtpbuild.builder.tables import figures_table, say
+from mtpbuild.builder.show.picture import COLOURS, GREY, label_x, panels, spans, write_above
+from mtpbuild.builder.show.tables import figures_table, say
 from mtpbuild.runtime import Manifest
 
 if TYPE_CHECKING:

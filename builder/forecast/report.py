@@ -11,7 +11,7 @@ from rich.table import Table
 from mtpbuild.builder.forecast.forecast import RESERVED, Forecast, Step
 from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
 from mtpbuild.builder.forecast.step import distinct_experts
-from mtpbuild.builder.picture import COLOURS, label_x, panels
+from mtpbuild.builder.show.picture import COLOURS, label_x, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.building import is_taken, under_construction
 from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
 from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
+from mtpbuild.builder.engine.building import is_taken, under_construction
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.weights import Source
 from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format, Part

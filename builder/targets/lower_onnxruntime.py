@@ -12,9 +12,9 @@ import onnx_ir.passes.common as common
 import torch
 from onnxscript.optimizer import _constant_folding as folding
 
+from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import facets
 from mtpbuild.runtime.manifest import WEIGHTS, TargetInfo
 

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 
+from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import trt_compile
-from mtpbuild.builder.weights_file import Placed
 from mtpbuild.plugins import facets
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError

@@ -10,11 +10,11 @@ from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.errors import MissingDependencyError
 
 if TYPE_CHECKING:
+    from mtpbuild.builder.engine.weights_file import Placed
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
-    from mtpbuild.builder.weights_file import Placed
     from mtpbuild.runtime.manifest import TargetInfo
 
 

@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from mtpbuild.builder.tables import say
+from mtpbuild.builder.show.tables import say
 from mtpbuild.builder.verify.verify import Verification
 
 STYLES = {"passed": "green", "failed": "bold red", "not checked": "yellow"}

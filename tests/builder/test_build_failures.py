@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder import engine_weights, layout
 from mtpbuild.builder.build import BuiltEngine, build
+from mtpbuild.builder.engine import engine_weights, layout
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets.target import Target

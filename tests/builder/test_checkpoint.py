@@ -20,11 +20,11 @@ from mtpbuild.builder.checkpoint.tensors import (
     open_checkpoint,
     stream_pieces,
 )
+from mtpbuild.builder.engine.weights_file import write_weights
 from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.quantize.formats import Part
-from mtpbuild.builder.weights_file import write_weights
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import (
     SHAPES,

@@ -11,6 +11,7 @@ import pytest
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.engine.weights_file import WEIGHTS
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
@@ -18,7 +19,6 @@ from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weightless import check_slices
-from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint

@@ -10,7 +10,8 @@ from torch import nn
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.tensors import load_model, open_checkpoint
-from mtpbuild.builder.engine_weights import EngineWeights
+from mtpbuild.builder.engine.engine_weights import EngineWeights
+from mtpbuild.builder.engine.weights_file import WEIGHTS
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks
 from mtpbuild.builder.models.common.reference import Reference
@@ -20,7 +21,6 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
-from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint

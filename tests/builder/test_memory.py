@@ -12,11 +12,11 @@ import pytest
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.checkpoint.write import Shard, nbytes
+from mtpbuild.builder.engine.weights_file import WEIGHTS
 from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.quantize.formats import Part
-from mtpbuild.builder.weights_file import WEIGHTS
 from tests.support.checkpoints import BASE
 
 SHAPE = {
@@ -32,7 +32,7 @@ LARGEST = 8192 * 256 * 4  # bytes of the embedding, in fp32
 WRITE = """
 import re, sys
 from pathlib import Path
-from mtpbuild.builder.engine_weights import EngineWeights
+from mtpbuild.builder.engine.engine_weights import EngineWeights
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.models import load_config

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder import layout
 from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError

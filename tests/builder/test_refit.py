@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from mtpbuild.builder import layout
 from mtpbuild.builder import refit as refit_module
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint import side_files
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.engine import layout
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.refit import refit

@@ -13,7 +13,7 @@ import pytest
 from mtpbuild.builder import model_source
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
-from mtpbuild.builder.engine_weights import EngineWeights
+from mtpbuild.builder.engine.engine_weights import EngineWeights
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs

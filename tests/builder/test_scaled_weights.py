@@ -15,7 +15,8 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.shards import SINGLE
 from mtpbuild.builder.checkpoint.tensors import joined, load_model, stream_pieces
-from mtpbuild.builder.engine_weights import EngineWeights
+from mtpbuild.builder.engine.engine_weights import EngineWeights
+from mtpbuild.builder.engine.weights_file import WEIGHTS
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
@@ -31,7 +32,6 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.compare import MOST
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
-from mtpbuild.builder.weights_file import WEIGHTS
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_scaled
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.manifest_of import describe_files
+from mtpbuild.builder.engine.manifest_of import describe_files
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import ALIGNED_ROWS, Plan
 from mtpbuild.builder.program.trace import Traced

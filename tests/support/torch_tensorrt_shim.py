@@ -100,7 +100,7 @@ def listing(folder: Path) -> dict[str, Any]:
 
     from mtpbuild.builder import model_source
     from mtpbuild.builder.checkpoint.generation import GenerationIds
-    from mtpbuild.builder.engine_weights import EngineWeights
+    from mtpbuild.builder.engine.engine_weights import EngineWeights
     from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.trace import trace

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mtpbuild.builder import layout
 from mtpbuild.builder.checkpoint.tensors import stream_pieces
 from mtpbuild.builder.checkpoint.write import NAMES
+from mtpbuild.builder.engine import layout
+from mtpbuild.builder.engine.weights_file import WEIGHTS, Placed, read_places, write_weights
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.weights import Share
 from mtpbuild.builder.quantize.formats import Part
-from mtpbuild.builder.weights_file import WEIGHTS, Placed, read_places, write_weights
 from mtpbuild.runtime.manifest import hash_file
 
 

@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.building import Building
+from mtpbuild.builder.engine.building import Building
 from mtpbuild.builder.plan import state_specs
 from mtpbuild.builder.prepare import Job
 from mtpbuild.runtime.manifest import (

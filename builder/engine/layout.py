@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from mtpbuild.builder.building import is_taken, replace_folder
+from mtpbuild.builder.engine.building import is_taken, replace_folder
 from mtpbuild.runtime.errors import BuildError, EngineError, MtpbuildError
 from mtpbuild.runtime.manifest import (
     MANIFEST,

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.picture import require_matplotlib
+from mtpbuild.builder.show.picture import require_matplotlib
 from mtpbuild.runtime.errors import UsageError
 
 

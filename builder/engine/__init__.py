@@ -1,0 +1,1 @@
+"""The engine directory as a build sees it: made beside its place, found, shared, put there."""

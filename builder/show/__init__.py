@@ -1,0 +1,1 @@
+"""Tables, pictures and JSON files, as all commands that measure show their figures."""
