@@ -66,6 +66,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
         with stages("check checkpoint"):
             model = job.open_model()
             model.tell_formats()
+            model.tell_copies()
             weights = EngineWeights(model)
 
     for out, ranks in todo.items():

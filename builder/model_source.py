@@ -39,6 +39,7 @@ class ModelSource:
     layers: LayersSlice | None = None  # `config` is then the slice's
     ranks: Ranks = ALONE  # of which the model is one's part, the same for all
     dtype: FloatType = "float32"
+    drafts: bool = True  # its MTP modules are wanted
     family: Family = field(init=False)
     checkpoint: Checkpoint = field(init=False)
     table: list[Weight] = field(init=False)  # with all ranks' experts
@@ -50,6 +51,7 @@ class ModelSource:
         self._check_tokenizer()
         self.family = family_of(self.config)
         self.checkpoint = open_slice(self.folder, self.layers)
+        self.config = self.checkpoint.settle(self.config, self.drafts)
         self.checkpoint.check(self.config)
         with torch.device(self.device):
             # Uninitialised: its memory is never touched.
@@ -93,6 +95,15 @@ class ModelSource:
         sources = {s.name for w in self.table if w.name not in self.kept for s in w.sources}
         formats = (self.checkpoint.format(name) for name in sources)
         return Counter(format.name for format in formats if format is not None)
+
+    def tell_copies(self) -> None:
+        """Note in the log which MTP modules have an embedding or a head of their own."""
+        own = {"embedding": self.config.own_embeddings, "head": self.config.own_heads}
+        for what, modules in own.items():
+            if modules:
+                names = ", ".join(self.family.module_name(self.config, j) for j in modules)
+                note = "note: the %s stored in %s differs from the trunk's: drafts use it"
+                logging.getLogger(__name__).warning(note, what, names)
 
     def tell_formats(self) -> None:
         """Note it in the log if any weights are dequantised."""

@@ -69,6 +69,7 @@ class Job:
             layers=self.request.layers,
             ranks=self.request.ranks,
             dtype=next(iter(self.plans.values())).dtype,
+            drafts=any(plan.nextn for plan in self.plans.values()),
         )
 
 

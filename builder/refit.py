@@ -95,6 +95,7 @@ def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]
         formats=formats,
         layers=layers,
         dtype=old.build.dtype,
+        drafts=old.build.nextn > 0,
     )
     if new.weights_type != old.build.weights:
         refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])

@@ -14,6 +14,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.shards import find_shards, more
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.common.weights import WHOLE, Share, Source, Weight
 from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, Format, Part, Shape, stored_format
@@ -81,7 +82,8 @@ class Checkpoint:
     def check(self, config: ModelConfig) -> list[Weight]:
         """The table of this checkpoint's weights, after every name, shape and dtype was checked.
 
-        Raises CheckpointError that names missing, left-over or wrong-shaped tensors.
+        config: as `settle` has made it. Raises CheckpointError that names missing, left-over or
+        wrong-shaped tensors.
         """
         family = family_of(config)
         table, same = family.weight_table(config, WHOLE), family.duplicates(config)
@@ -92,12 +94,41 @@ class Checkpoint:
             known |= self._check_weight(source)
         left = {n for n in self.tensors if n not in known and not n.endswith(UNUSED)}
         self._refuse(left, "tensor that this architecture does not have:")
-        for name in sorted(set(same) & set(self.tensors) - set(wanted)):
-            if not self._equal(name, same[name]):
-                raise CheckpointError(
-                    f"{self.folder}: {name} differs from {same[name]}; MTP modules share it"
-                )
         return table
+
+    def settle(self, config: Config, drafts: bool = False) -> Config:
+        """The configuration as this checkpoint bears it out: which MTP modules it really holds.
+
+        drafts: they must be there; quantised and fine-tuned copies of models often lack them.
+        Raises CheckpointError.
+        """
+        family = family_of(config)
+        layers = {place[0] for name in self.tensors if (place := family.place(config, name))}
+        first, count = config.num_hidden_layers, config.num_nextn_predict_layers
+        missing = next((j for j in range(count) if first + j not in layers), None)
+        if missing is not None and drafts:
+            raise CheckpointError(
+                f"{self.folder}: config.json says num_nextn_predict_layers {count}, but MTP layer "
+                f"{family.module_name(config, missing)} was stripped (quantised and fine-tuned "
+                "copies often lack it): build with --nextn 0"
+            )
+        there = count if missing is None else missing
+        return self._own_copies(replace(config, num_nextn_predict_layers=there))
+
+    def _own_copies(self, config: Config) -> Config:
+        """The configuration with the MTP modules whose embedding or head is not the trunk's."""
+        embeddings, heads = list[int](), list[int]()
+        for copy in family_of(config).copies(config):
+            there = {copy.name, copy.original} <= self.tensors.keys()
+            if not there or self._equal(copy.name, copy.original):
+                continue
+            if copy.module is None:
+                raise CheckpointError(
+                    f"{self.folder}: {copy.name} differs from {copy.original}, which config.json "
+                    "ties it to"
+                )
+            (heads if copy.head else embeddings).append(copy.module)
+        return replace(config, own_embeddings=(*embeddings,), own_heads=(*heads,))
 
     def _equal(self, name: str, other: str) -> bool:
         """Compare two weights; those as large as a vocabulary go a piece at a time."""
@@ -208,7 +239,9 @@ def joined(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
 
 def load_model(folder: Path, config: ModelConfig, dtype: FloatType = "float32") -> CausalLM:
     """The program's model with all its weights; raises CheckpointError."""
-    checkpoint, model = open_checkpoint(folder), family_of(config).make_model(config, ALONE)
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.settle(config)
+    model = family_of(config).make_model(config, ALONE)
     hold_in(model, FLOATS[dtype])
     types = {name: weight.dtype for name, weight in model.named_parameters()}
     weights = joined(stream_pieces(checkpoint, checkpoint.check(config)))

@@ -1,6 +1,5 @@
 """The weights of a checkpoint by class: bytes stored, bytes per rank, and parameters."""
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from mtpbuild.builder.quantize.scheme import PLAIN, SCHEMES
 from mtpbuild.builder.recipe import find_model, find_recipe
 from mtpbuild.runtime.ranks import Ranks
 
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 KINDS = (  # of a layer's weights; the first that the name holds
     ("norm", "router, norms"),
     (".gate.", "router, norms"),
@@ -80,6 +78,7 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
     found = find_model(model, checkpoint)
     config = load_config(found.folder)
     opened = open_checkpoint(found.folder)
+    config = opened.settle(config)
     opened.check(config)
     return Layout(
         found.name,
@@ -120,14 +119,14 @@ def held(source: Source, shape: Shape, ranks: Ranks) -> float:
 
 def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
     """(class, of an MTP module) of a checkpoint's tensor."""
-    match = LAYER.fullmatch(name)
-    if match is None:
+    place = family_of(config).place(config, name)
+    if place is None:
         tied = config.tie_word_embeddings
         heads = {HEAD: "head", EMBEDDING: "embedding, head" if tied else "embedding"}
         return heads.get(name, "router, norms"), False
-    module = int(match[1]) >= config.num_hidden_layers
-    kind = next((kind for text, kind in KINDS if text in match[2]), "eh_proj")
-    return kind, module
+    layer, rest = place
+    kind = next((kind for text, kind in KINDS if text in rest), "eh_proj")
+    return kind, layer >= config.num_hidden_layers
 
 
 def checkpoint_bytes(layout: Layout, found: list[Class]) -> int:

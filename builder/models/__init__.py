@@ -19,9 +19,10 @@ def register(family: Family) -> None:
 
 
 def families() -> list[Family]:
-    from mtpbuild.builder.models.deepseek_v3 import FAMILY
+    from mtpbuild.builder.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo
 
-    return [FAMILY, *_REGISTERED.values()]
+    built_in = (deepseek_v3, glm4_moe_lite, glm4_moe, mimo)
+    return [*(module.FAMILY for module in built_in), *_REGISTERED.values()]
 
 
 def find_family(raw: Mapping[str, Any]) -> Family:
@@ -39,7 +40,7 @@ def find_family(raw: Mapping[str, Any]) -> Family:
 
 def family_of(config: ModelConfig) -> Family:
     """The family whose configuration this is."""
-    return next(family for family in families() if isinstance(config, family.config))
+    return next(family for family in families() if type(config) is family.config)
 
 
 def load_config(folder: Path) -> ModelConfig:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
-from mtpbuild.runtime.errors import CheckpointError, UsageError
+from mtpbuild.runtime.errors import CheckpointError
 
 SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules, experts
 T = TypeVar("T")
@@ -54,7 +54,17 @@ class Reader:
     def flag(self, key: str, default: bool) -> bool:
         return self.get(key, default, lambda value: type(value) is bool, "true or false")
 
-    def only(self, **supported: str) -> None:
+    def kinds(self, key: str, count: int) -> list[bool]:
+        """Whether each of `count` layers is sparse, by a list of names; empty without one."""
+
+        def good(value: Any) -> bool:
+            known = isinstance(value, list) and set(map(str, value)) <= {"dense", "sparse"}
+            return known and len(value) == count
+
+        what = f"a list of {count} names, dense or sparse"
+        return [kind == "sparse" for kind in self.get(key, [], good, what)]
+
+    def only(self, **supported: Any) -> None:
         """Refuse a key that is there with another value than the one supported."""
         for key, value in supported.items():
             if self.raw.get(key, value) != value:
@@ -124,6 +134,31 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
     )
 
 
+def fixed(value: Any) -> Any:
+    """A field that `config.json` does not say: the family does, or what the checkpoint holds."""
+    return field(default=value, metadata={"read": lambda reader, key: value})
+
+
+@dataclass(frozen=True)
+class MTPRules:
+    """What MTP modules are given, where published engines disagree; a family says which it takes.
+
+    The defaults are DeepSeek-V3's report and transformers' `MtpModel`. That the trunk's hidden
+    state comes normed, and a module's own too, is what SGLang does for DeepSeek and GLM; for GLM-5
+    acceptance collapsed behind the first draft where it was not (vLLM PRs #46075, #47448).
+    """
+
+    hidden_first: bool = False  # [hidden ; embedding] are joined, not [embedding ; hidden]
+    trunk_normed: bool = True  # the trunk's hidden state comes from behind its final norm
+    recycles_normed: bool = True  # so does a module's, for the next draft
+    # vLLM zeroes the embedding at position 0; its tokens are shifted and positions are not, so that
+    # hits a live token (vLLM issue #33299). transformers never does.
+    zero_first_embedding: bool = False
+
+
+DEEPSEEK = MTPRules()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The compiler reads this of any model; fields carry the checkpoints' own names."""
@@ -137,6 +172,11 @@ class ModelConfig:
     tie_word_embeddings: bool = flag(False)
     n_routed_experts: int = integer(0, 0, COUNT_LIMIT)
     rope: RopeConfig = field(metadata={"read": parse_rope})
+    mtp: MTPRules = fixed(DEEPSEEK)  # noqa: RUF009 - it gives a field
+    # MTP modules, from 0, whose embedding or head is not the trunk's: their checkpoint holds copies
+    # that differ.
+    own_embeddings: tuple[int, ...] = fixed(())
+    own_heads: tuple[int, ...] = fixed(())
 
     def sliced(self, first: int, count: int) -> Self:
         """The configuration of `count` main layers from `first` on; raises UsageError."""
@@ -155,22 +195,16 @@ class MoEConfig(ModelConfig):
     topk_group: int = integer(1, 1)
     routed_scaling_factor: float = number(1.0)
     norm_topk_prob: bool = flag(True)
-    first_k_dense_replace: int = integer(0, 0)
-    moe_layer_freq: int = integer(1, 1)
+    moe_layers: tuple[bool, ...] = field(metadata={"read": lambda read, key: moe_layers(read)})
 
     def is_moe(self, layer: int) -> bool:
-        """Layers from `num_hidden_layers` on are MTP modules, always MoE."""
-        sparse = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
-        return self.n_routed_experts > 0 and (sparse or layer >= self.num_hidden_layers)
+        """Whether a layer has routed experts; MTP modules count from `num_hidden_layers` on."""
+        return self.n_routed_experts > 0 and self.moe_layers[layer]
 
     def sliced(self, first: int, count: int) -> Self:
-        if first % self.moe_layer_freq:
-            raise UsageError(
-                f"--layers {first}-{first + count - 1}: with moe_layer_freq {self.moe_layer_freq} "
-                "the first layer must be a multiple of it"
-            )
-        dense = max(0, self.first_k_dense_replace - first)
-        return replace(super().sliced(first, count), first_k_dense_replace=dense)
+        modules = self.moe_layers[self.num_hidden_layers :]
+        kept = (*self.moe_layers[first : first + count], *modules)
+        return replace(super().sliced(first, count), moe_layers=kept)
 
     def check_experts(self) -> None:
         """Raise CheckpointError unless the groups of experts fit together."""
@@ -189,3 +223,19 @@ class MoEConfig(ModelConfig):
                 f"num_experts_per_tok {self.num_experts_per_tok} exceeds the "
                 f"{self.topk_group * size} experts of topk_group {self.topk_group} groups"
             )
+
+
+def moe_layers(read: Reader) -> tuple[bool, ...]:
+    """Which layers have routed experts, MTP modules behind the trunk's.
+
+    A module's own number decides as a trunk layer's does, by `first_k_dense_replace` and
+    `moe_layer_freq`. `mlp_layer_types`, where it is given, names each layer of the trunk, and
+    `mtp_mlp_layer_types` each module.
+    """
+    first = read.integer("first_k_dense_replace", 0, 0)
+    every = read.integer("moe_layer_freq", 1, 1)
+    layers = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
+    modules = read.integer("num_nextn_predict_layers", 0, 0, COUNT_LIMIT)
+    ruled = [i >= first and i % every == 0 for i in range(layers + modules)]
+    trunk = read.kinds("mlp_layer_types", layers) or ruled[:layers]
+    return (*trunk, *(read.kinds("mtp_mlp_layer_types", modules) or ruled[layers:]))

@@ -1,7 +1,7 @@
 """The two ways to draft with MTP modules: Eagle (one module, K times) and vanilla (K modules).
 
 DESIGN 4 has the derivation. A module's input at slot p joins Emb(t_{p+k}) and the hidden of slot p;
-the hiddens are always those after the norm.
+the family says whether hiddens are those behind a norm (`MTPRules`).
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import MTPModule, Rows, pick
+from mtpbuild.builder.models.common.layers import Rows, pick
 from mtpbuild.builder.models.common.precision import cast
 
 State = dict[str, Tensor]
@@ -58,31 +58,31 @@ class Eagle(Drafter):
     lookahead = 1
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
-        module = module_of(model, 0)
+        module = model.module(0)
         # Slot p of the window: the main hidden h_p and the emitted token t_{p+1}. Only these rows
         # stay in the cache; the window of the next step covers the slots of the passes below.
         at = (step.n - 1).clamp(min=0)
-        x = module.join(model.embed(step.tokens), step.hidden)
+        x = model.draft_input(0, step.tokens, step.hidden, step.rows)
         if self.nextn == 0:
             cache = module.fill(x, state["mtp_kv.0"], step.rows)
             return step.tokens[:, :0], {"mtp_kv.0": cache}
         x, cache = module.last(x, state["mtp_kv.0"], step.rows, at)
-        hidden = module.norm(x)
-        drafts = [step.choose(model.logits(hidden), 1)]
+        hidden = module.hand_on(x)
+        drafts = [step.choose(model.draft_logits(0, hidden), 1)]
         side = None
         for k in range(1, self.nextn):
             rows = model.rope(step.lengths + (k - 1), 1, base=step.lengths)
-            x = module.join(model.embed(drafts[-1]), hidden)
+            x = model.draft_input(0, drafts[-1], hidden, rows)
             x, side = module.ahead(x, cache, side, rows)
-            hidden = module.norm(x)
-            drafts.append(step.choose(model.logits(hidden), k + 1))
+            hidden = module.hand_on(x)
+            drafts.append(step.choose(model.draft_logits(0, hidden), k + 1))
         return torch.cat(drafts, dim=1), {"mtp_kv.0": cache}
 
     def prefill(
         self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
-        module = module_of(model, 0)
-        x = module.join(model.embed(tokens[:, 1:]), hidden)
+        module = model.module(0)
+        x = model.draft_input(0, tokens[:, 1:], hidden, rows)
         return {"mtp_kv.0": module.fill(x, state["mtp_kv.0"], rows)}
 
 
@@ -114,16 +114,16 @@ class Vanilla(Drafter):
         drafts, caches = [], {}
         place = torch.arange(T + K, device=M.device)
         for k in range(1, K + 1):
-            module, name = module_of(model, k - 1), f"mtp_kv.{k - 1}"
-            x = module.join(model.embed(tokens[:, k - 1 : k - 1 + T]), hidden)
+            module, name = model.module(k - 1), f"mtp_kv.{k - 1}"
+            x = model.draft_input(k - 1, tokens[:, k - 1 : k - 1 + T], hidden, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
-                hidden = module.norm(x)
+                hidden = module.hand_on(x)
                 newest = pick(hidden, last)
             else:  # nobody reads the last module's other slots
                 x, caches[name] = module.last(x, state[name], rows, last)
-                newest = module.norm(x)
-            drafts.append(step.choose(model.logits(newest), k))
+                newest = module.hand_on(x)
+            drafts.append(step.choose(model.draft_logits(k - 1, newest), k))
             tokens = torch.where(place == last[:, None] + k, drafts[-1], tokens)
         past = {
             "past_hidden": take(hiddens, step.n, K),
@@ -137,11 +137,11 @@ class Vanilla(Drafter):
         K, T = self.nextn, hidden.shape[1]
         caches, g = {}, hidden
         for k in range(1, K + 1):
-            module, name = module_of(model, k - 1), f"mtp_kv.{k - 1}"
-            x = module.join(model.embed(tokens[:, k : T + k]), g)
+            module, name = model.module(k - 1), f"mtp_kv.{k - 1}"
+            x = model.draft_input(k - 1, tokens[:, k : T + k], g, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
-                g = module.norm(x)
+                g = module.hand_on(x)
             else:
                 caches[name] = module.fill(x, state[name], rows)
         past_hidden = torch.cat([state["past_hidden"], hidden], dim=1)[:, -K:]
@@ -157,12 +157,6 @@ class Idle(Drafter):
         logits = cast(zeros, torch.float32)
         drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
         return torch.cat(drafts, dim=1), {}
-
-
-def module_of(model: CausalLM, index: int) -> MTPModule:
-    module = model.mtp[index]
-    assert isinstance(module, MTPModule)
-    return module
 
 
 def take(x: Tensor, start: Tensor, count: int) -> Tensor:

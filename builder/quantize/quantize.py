@@ -67,6 +67,7 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
     check_place(request.out, source.folder, force=request.force)
     config = load_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
+    config = checkpoint.settle(config)
     sources = {s.name: s for weight in checkpoint.check(config) for s in weight.sources}
     repeated = [name for name in family_of(config).duplicates(config) if name in checkpoint.tensors]
     for name in repeated:

@@ -1,6 +1,5 @@
 """A scheme says by name how weights of main model and MTP modules are quantised, if they are."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -40,10 +39,10 @@ class Scheme:
 
     def wanted(self, config: ModelConfig, name: str) -> Format | None:
         """The format that a weight has if its shape splits into the format's blocks."""
-        match = re.fullmatch(family_of(config).quantisable, name)
-        if match is None:
+        layer = family_of(config).may_be_quantised(config, name)
+        if layer is None:
             return None
-        format = self.main if int(match[1]) < config.num_hidden_layers else self.mtp
+        format = self.main if layer < config.num_hidden_layers else self.mtp
         module = name.removesuffix(".weight")
         if format == PLAIN or any(fnmatchcase(module, glob) for glob in self.globs(format)):
             return None

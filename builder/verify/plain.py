@@ -8,7 +8,7 @@ import torch
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.tensors import open_slice
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.reference import Reference
+from mtpbuild.builder.models.common.plain import Reference
 from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, Finding, largest_but_jumps
 from mtpbuild.builder.verify.play import Played
 
@@ -22,6 +22,7 @@ def load_plain(folder: Path, layers: LayersSlice | None = None) -> Reference:
     if layers is not None:
         config = layers.of(config)
     checkpoint, family = open_slice(folder, layers), family_of(config)
+    config = checkpoint.settle(config)
     checkpoint.check(config)
     model, same = family.reference(config), family.duplicates(config)
     weights = {name: checkpoint.read(same.get(name, name)) for name in model.state_dict()}
@@ -40,7 +41,7 @@ def judge(
     apart, gaps = list[float](), []
     for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):
         known = torch.tensor([prompt + text.token_ids[:-1]])
-        logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]  # [tokens, V]
+        logits = model.logits(model.main(known))[0, len(prompt) - 1 :]  # [tokens, V]
         said = torch.tensor(text.token_ids)[:, None]
         meant = logits.log_softmax(-1).gather(-1, said)[:, 0]
         apart += (meant - torch.tensor(text.logprobs)).abs().tolist()

@@ -19,26 +19,27 @@ def mla_attention_onnx(
     """
     heads, width = int(q.shape[1]), int(q.shape[3])
     tokens = op.Shape(q, start=2, end=3)
-    rows = op.Reshape(q, _ints(0, 1, -1, width))
+    rows = op.Reshape(q, ints(0, 1, -1, width))
     rows = op.Mul(rows, op.Constant(value_float=scale))
-    if _holds(cache, fresh, base):
-        mask = _mask(_count(cache), op.Add(base, first), heads, tokens)
-        mixed = op.MatMul(_softmax(op.Add(_scores(rows, cache), mask)), cache)
+    if holds(cache, fresh, base):
+        seen = mask(count(cache), op.Add(base, first), heads, tokens)
+        mixed = op.MatMul(softmax(op.Add(scores(rows, cache), seen)), cache)
     else:
         before = op.Sub(base, op.Constant(value_int=1))
-        old = op.Add(_scores(rows, cache), _mask(_count(cache), before, heads, None))
-        new = op.Add(_scores(rows, fresh), _mask(_count(fresh), first, heads, tokens))
-        p = _softmax(old, new)
-        border, end = _count(cache), op.Shape(p, start=3)
+        old = op.Add(scores(rows, cache), mask(count(cache), before, heads, None))
+        new = op.Add(scores(rows, fresh), mask(count(fresh), first, heads, tokens))
+        p = softmax(old, new)
+        border, end = count(cache), op.Shape(p, start=3)
         mixed = op.Add(
-            op.MatMul(op.Slice(p, _ints(0), border, _ints(3)), cache),
-            op.MatMul(op.Slice(p, border, end, _ints(3)), fresh),
+            op.MatMul(op.Slice(p, ints(0), border, ints(3)), cache),
+            op.MatMul(op.Slice(p, border, end, ints(3)), fresh),
         )
-    latents = op.Slice(mixed, _ints(0), _ints(kv_lora_rank), _ints(3))
-    return op.Reshape(latents, _ints(0, heads, -1, kv_lora_rank))
+    latents = op.Slice(mixed, ints(0), ints(kv_lora_rank), ints(3))
+    return op.Reshape(latents, ints(0, heads, -1, kv_lora_rank))
 
 
-def _holds(cache: ir.Value, fresh: ir.Value, base: ir.Value) -> bool:
+def holds(cache: ir.Value, fresh: ir.Value, base: ir.Value) -> bool:
+    """Whether the cache is the one that the fresh rows were just written to, at `base`."""
     writer = cache.producer()
     return (
         writer is not None
@@ -48,39 +49,39 @@ def _holds(cache: ir.Value, fresh: ir.Value, base: ir.Value) -> bool:
     )
 
 
-def _softmax(*masked: Any) -> Any:
+def softmax(*masked: Any) -> Any:
     """Apply `floored_softmax` to blocks of scores, side by side."""
-    scores = masked[0] if len(masked) == 1 else op.Concat(*masked, axis=-1)
-    largest = op.ReduceMax(scores, _ints(-1), keepdims=1)
+    joined = masked[0] if len(masked) == 1 else op.Concat(*masked, axis=-1)
+    largest = op.ReduceMax(joined, ints(-1), keepdims=1)
     least = op.Add(largest, op.Constant(value_float=math.log(FLOOR)))
-    return op.Softmax(op.Max(scores, least), axis=-1)
+    return op.Softmax(op.Max(joined, least), axis=-1)
 
 
-def _scores(rows: Any, keys: Any) -> Any:
+def scores(rows: Any, keys: Any) -> Any:
     return op.MatMul(rows, op.Transpose(keys, perm=[0, 1, 3, 2]))
 
 
-def _count(rows: Any) -> Any:
+def count(rows: Any) -> Any:
     return op.Shape(rows, start=2, end=3)
 
 
-def _mask(count: Any, last: Any, heads: int, tokens: Any) -> Any:
-    """Make an additive mask [B, 1, H * T, count]: query t sees row j if j <= last[b] + t.
+def mask(rows: Any, last: Any, heads: int, tokens: Any) -> Any:
+    """Make an additive mask [B, 1, H * T, rows]: query t sees row j if j <= last[b] + t.
 
-    Without `tokens` all queries are alike, and the mask is [B, 1, 1, count]. It is equal for every
+    Without `tokens` all queries are alike, and the mask is [B, 1, 1, rows]. It is equal for every
     layer, so that the pass that merges common subexpressions leaves one.
     """
-    visible = op.Reshape(last, _ints(-1, 1, 1, 1))
+    visible = op.Reshape(last, ints(-1, 1, 1, 1))
     if tokens is not None:
-        visible = op.Add(visible, op.Unsqueeze(_range(tokens), _ints(1)))  # [B, 1, T, 1]
-    seen = op.LessOrEqual(_range(count), visible)
-    mask = op.Where(seen, op.Constant(value_float=0.0), op.Constant(value_float=-math.inf))
-    return mask if tokens is None or heads == 1 else op.Concat(*[mask] * heads, axis=2)
+        visible = op.Add(visible, op.Unsqueeze(_range(tokens), ints(1)))  # [B, 1, T, 1]
+    seen = op.LessOrEqual(_range(rows), visible)
+    one = op.Where(seen, op.Constant(value_float=0.0), op.Constant(value_float=-math.inf))
+    return one if tokens is None or heads == 1 else op.Concat(*[one] * heads, axis=2)
 
 
 def _range(count: Any) -> Any:
     return op.Range(op.Constant(value_int=0), op.Squeeze(count), op.Constant(value_int=1))
 
 
-def _ints(*values: int) -> Any:
+def ints(*values: int) -> Any:
     return op.Constant(value_ints=list(values))

@@ -6,4 +6,6 @@ from onnxscript.onnx_opset import opset24 as op
 
 
 def rope_onnx(x: Any, cos: Any, sin: Any, heads: int, interleaved: bool) -> Any:
-    return op.RotaryEmbedding(x, cos, sin, interleaved=int(interleaved), num_heads=heads)
+    rotary = 2 * int(cos.shape[2])
+    some = {} if rotary * heads == int(x.shape[2]) else {"rotary_embedding_dim": rotary}
+    return op.RotaryEmbedding(x, cos, sin, interleaved=int(interleaved), num_heads=heads, **some)

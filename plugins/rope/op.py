@@ -6,17 +6,22 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::rope", mutates_args=())
 def rope(x: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> Tensor:
-    """Rotate x [B, T, heads * R] by cos, sin [B, T, R / 2] fp32; the layout stays as it was.
+    """Rotate x [B, T, heads * W] by cos, sin [B, T, R / 2] fp32; the layout stays as it was.
 
-    interleaved: pairs are (0, 1), (2, 3), .. as in DeepSeek's checkpoints, else (0, R/2), ..
-    Source: spec/deepseek-v3.md section 2.1, "Rotation layout".
+    Of each head the first R <= W values are rotated. interleaved: pairs are (0, 1), (2, 3), .. as
+    in DeepSeek's checkpoints, else (0, R/2), .. Source: spec/deepseek-v3.md section 2.1, "Rotation
+    layout"; spec/families.md section 5.
     """
-    y = x.unflatten(-1, (heads, -1))
+    y, rotary = x.unflatten(-1, (heads, -1)), 2 * cos.shape[-1]
+    y, rest = y[..., :rotary], y[..., rotary:]
     cos, sin = cos[:, :, None], sin[:, :, None]
     a, b = (y[..., 0::2], y[..., 1::2]) if interleaved else y.chunk(2, dim=-1)
     c, d = a * cos - b * sin, b * cos + a * sin
     y = torch.stack([c, d], -1).flatten(-2) if interleaved else torch.cat([c, d], -1)
-    return y.flatten(-2).to(x.dtype).contiguous()
+    y = y.to(x.dtype)
+    if rest.shape[-1]:
+        y = torch.cat([y, rest], -1)
+    return y.flatten(-2).contiguous()
 
 
 rope.register_fake(lambda x, *others: torch.empty_like(x))

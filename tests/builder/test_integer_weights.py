@@ -14,7 +14,7 @@ from mtpbuild.builder.engine.engine_weights import EngineWeights
 from mtpbuild.builder.engine.weights_file import WEIGHTS
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks
-from mtpbuild.builder.models.common.reference import Reference
+from mtpbuild.builder.models.common.plain import Reference
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.request import BuildRequest

@@ -40,9 +40,10 @@ def folder(whole: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_its_weights_are_those_layers(
     first: int, last: int, dense: int, whole: Transformer, folder: Path
 ) -> None:
-    own = make_model(
-        1, **SHAPE | {"num_hidden_layers": last - first + 1, "first_k_dense_replace": dense}
-    )
+    count = last - first + 1
+    types = (["dense"] * dense + ["sparse"] * count)[:count]
+    sparse = {"mlp_layer_types": types, "mtp_mlp_layer_types": ["sparse"] * 2}
+    own = make_model(1, **SHAPE | {"num_hidden_layers": count} | sparse)
     order = [*range(first, last + 1), 5, 6]  # main layers, then the modules
     tensors = whole.state_dict()
     own.load_state_dict(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtpbuild.builder.models.common import layers, moe
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import MTPModule
+from mtpbuild.builder.models.common.layers import MTPModule, Rows
 from mtpbuild.builder.models.deepseek_v3 import attention
 from mtpbuild.builder.program import accept, draft
 from mtpbuild.plugins import accept_rewind, mla_attention
@@ -63,7 +63,7 @@ def hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
 
 
 def swapped_concat_halves(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: MTPModule, embedding: Tensor, hidden: Tensor) -> Tensor:
+    def wrong(self: MTPModule, embedding: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
         return torch.cat([self.hnorm(hidden), self.enorm(embedding)], dim=-1) @ self.eh_proj
 
     patch.setattr(MTPModule, "join", wrong)
@@ -127,12 +127,12 @@ def draft_reads_the_last_row(patch: pytest.MonkeyPatch) -> None:
 def recycled_hidden_before_the_norm(patch: pytest.MonkeyPatch) -> None:
     join = MTPModule.join
 
-    def wrong(self: MTPModule, embedding: Tensor, hidden: Tensor) -> Tensor:
+    def wrong(self: MTPModule, embedding: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
         if hidden.shape[1] == 1:
             weight = self.shared_head["norm"].weight
             assert isinstance(weight, Tensor)
             hidden = hidden / weight
-        return join(self, embedding, hidden)
+        return join(self, embedding, hidden, rows)
 
     patch.setattr(MTPModule, "join", wrong)
 

@@ -3,20 +3,20 @@
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.reference import Reference
-from mtpbuild.builder.models.deepseek_v3.reference import DecoderLayer, Transformer
+from mtpbuild.builder.models.common.plain import DecoderLayer, Reference
+from mtpbuild.builder.models.deepseek_v3.reference import Attention, Transformer
 
 
 @torch.no_grad()
 def next_logits(model: Reference, tokens: list[int]) -> Tensor:
     """Logits [V] of the token after `tokens`."""
-    return model.lm_head(model.main(torch.tensor([tokens])))[0, -1]
+    return model.logits(model.main(torch.tensor([tokens])))[0, -1]
 
 
 @torch.no_grad()
 def row_logits(model: Reference, tokens: list[int]) -> Tensor:
     """Logits [len(tokens), V]; row i is about the token after tokens[: i + 1]."""
-    return model.lm_head(model.main(torch.tensor([tokens])))[0]
+    return model.logits(model.main(torch.tensor([tokens])))[0]
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def _eagle(model: Reference, tokens: list[int], nextn: int) -> list[Tensor]:
     found = []
     for _ in range(nextn):
         g = model.mtp(1, torch.tensor([follow]), hidden)[:, -1:]
-        found.append(model.lm_head(g)[0, 0])
+        found.append(model.draft_logits(1, g)[0, 0])
         hidden = torch.cat([hidden, g], dim=1)
         follow.append(int(found[-1].argmax()))
     return found
@@ -56,7 +56,7 @@ def _vanilla(model: Reference, tokens: list[int], nextn: int) -> list[Tensor]:
     slots, found = len(tokens) - 1, []
     for k in range(1, nextn + 1):
         g = model.mtp(k, torch.tensor([follow[k : k + slots]]), g)
-        found.append(model.lm_head(g[:, -1])[0])
+        found.append(model.draft_logits(k, g[:, -1:])[0, 0])
         follow.append(int(found[-1].argmax()))
     return found
 
@@ -69,6 +69,7 @@ def cache_rows(model: Transformer, tokens: list[int]) -> list[Tensor]:
     for layer in list(model.model.layers)[: config.num_hidden_layers]:
         assert isinstance(layer, DecoderLayer)
         attention = layer.self_attn
+        assert isinstance(attention, Attention)
         a = attention.kv_a_proj_with_mqa(layer.input_layernorm(x))
         latent, key = a.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
         even, odd = key[..., 0::2], key[..., 1::2]

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from mtpbuild.builder import models
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
+from mtpbuild.builder.models.common.plain import MTPModule
 from mtpbuild.builder.models.common.weights import WHOLE, Share, Weight
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-from mtpbuild.builder.models.deepseek_v3.reference import MTPModule, Transformer
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 
 BASE: dict[str, Any] = {

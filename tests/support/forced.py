@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.builder.models.common.reference import Reference
+from mtpbuild.builder.models.common.plain import Reference
 from mtpbuild.runtime.programs.base import Adaptive, Programs
 from tests.reference.recompute import draft_logits, greedy
 

@@ -23,8 +23,8 @@ from mtpbuild.builder.models.common.layers import (
     Rope,
     Rows,
 )
+from mtpbuild.builder.models.common.plain import Reference
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.models.common.reference import Reference
 from mtpbuild.builder.models.common.weights import Share, Source, Weight, mlp, product, vector
 from mtpbuild.builder.models.config import ModelConfig, Reader, integer
 from mtpbuild.builder.models.family import Costs, Family, Split
@@ -246,11 +246,10 @@ TOY = Family(
     architectures=("ToyForCausalLM",),
     model_type="toy",
     config=ToyConfig,
-    quantisable=r"model\.layers\.(\d+)\.(self_attn|mlp)\..*_proj\.weight",
     parse_config=parse_config,
     make_model=Toy,
     weight_table=weight_table,
-    duplicates=lambda c: {},
+    copies=lambda c: [],
     cache_specs=cache_specs,
     split_sizes=split_sizes,
     costs=costs,

@@ -13,7 +13,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 
 class CausalLM(nn.Module):
-    """Main model and MTP modules; embedding and head are shared by all.
+    """Trunk and MTP modules. The trunk's embedding and head are every module's that has no own.
 
     A rank of several holds its share: of a vocabulary that is split, the rows that begin at its
     number.
@@ -36,23 +36,34 @@ class CausalLM(nn.Module):
         self.mtp = nn.ModuleList(modules)
         self.lm_head = parameter(c.hidden_size, V)
         self.rope = rope
+        for j in c.own_embeddings:
+            self.module(j).embed_tokens = parameter(V, c.hidden_size)
+        for j in c.own_heads:
+            self.module(j).lm_head = parameter(c.hidden_size, V)
         if ranks.parts > 1:
             self.rank = rank_constant()
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def module(self, j: int) -> MTPModule:
+        module = self.mtp[j]
+        assert isinstance(module, MTPModule)
+        return module
+
+    def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
+        """Rows of the trunk's embedding, or of another table."""
+        table = self.embed_tokens if table is None else table
         if self.ranks.parts == 1:
-            return nn.functional.embedding(tokens, self.embed_tokens)
-        rows = self.embed_tokens.shape[0]
+            return nn.functional.embedding(tokens, table)
+        rows = table.shape[0]
         own = (tokens // rows == self.rank)[..., None]
-        x = nn.functional.embedding(tokens % rows, self.embed_tokens)
+        x = nn.functional.embedding(tokens % rows, table)
         return all_reduce(torch.where(own, x, 0.0))
 
     def forward(
         self, tokens: Tensor, caches: list[Tensor], rows: Rows
     ) -> tuple[Tensor, list[Tensor]]:
-        """tokens [B, T] -> hidden states after the final norm [B, T, E], and the updated caches."""
+        """tokens [B, T] -> hidden states as modules are given them [B, T, E], and new caches."""
         x, updated = self.through(len(self.layers), tokens, caches, rows)
-        return self.norm(x), updated
+        return (self.norm(x) if self.config.mtp.trunk_normed else x), updated
 
     def fill(self, tokens: Tensor, caches: list[Tensor], rows: Rows) -> list[Tensor]:
         """Write only the caches, for an engine without drafts."""
@@ -72,6 +83,23 @@ class CausalLM(nn.Module):
         return x, updated
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """What `forward` returned -> the trunk's logits."""
+        if not self.config.mtp.trunk_normed:
+            hidden = self.norm(hidden)
+        return self.head(hidden, self.lm_head)
+
+    def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
+        """The input of module j: tokens [B, T], hidden states [B, T, E] and where they stand."""
+        module = self.module(j)
+        return module.join(self.embed(tokens, module.embed_tokens), hidden, rows)
+
+    def draft_logits(self, j: int, hidden: Tensor) -> Tensor:
+        """What module j has handed on -> its logits."""
+        module = self.module(j)
+        head = self.lm_head if module.lm_head is None else module.lm_head
+        return self.head(module.read_by_head(hidden), head)
+
+    def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Logits are fp32: in bf16 they tie."""
-        logits = (cast(hidden, torch.float32) @ self.lm_head).float()
+        logits = (cast(hidden, torch.float32) @ weight).float()
         return logits if self.ranks.parts == 1 else all_gather(logits, self.rank, self.ranks.parts)

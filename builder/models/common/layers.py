@@ -24,6 +24,7 @@ class Rows:
     cos: Tensor  # [B, T, rotary dim / 2]
     sin: Tensor
     base: Tensor  # [B] rows before it are seen by all tokens; fresh rows are written from it on
+    positions: Tensor  # [B, T]
     expand: bool = False  # many tokens: attention may make keys and values of all rows at once
 
 
@@ -49,7 +50,7 @@ class Rope(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:
             cos, sin = cos * self.scale, sin * self.scale
-        return Rows(cos, sin, start if base is None else base)
+        return Rows(cos, sin, start if base is None else base, positions)
 
 
 class Kernels(nn.Module):
@@ -123,7 +124,8 @@ class DecoderLayer(nn.Module):
         """Compute as forward does, but only token at[b] of each slot: [B, 1, E], and the cache."""
         q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
         cache = kv_write(cache, fresh, rows.base)
-        own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base)
+        position = rows.positions.gather(1, at[:, None])
+        own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base, position)
         return self.finish(pick(x, at), pick(q, at), own, cache, fresh, at), cache
 
     def ahead(
@@ -149,26 +151,42 @@ class DecoderLayer(nn.Module):
 
 
 class MTPModule(DecoderLayer):
-    """One MTP module: `model.layers.{L+j}` of the checkpoint (spec/deepseek-v3.md section 3)."""
+    """One MTP module: a decoder layer behind what joins a token's embedding and a hidden state.
+
+    Its embedding and head are the trunk's, unless the checkpoint holds some of its own
+    (spec/deepseek-v3.md section 3, spec/families.md section 4).
+    """
 
     def __init__(self, c: ModelConfig, attention: Attention, mlp: nn.Module, ranks: Ranks) -> None:
         super().__init__(c, attention, mlp, ranks)
+        self.rules = c.mtp
         self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.eh_proj = parameter(2 * c.hidden_size // ranks.parts, c.hidden_size)
         if ranks.parts > 1:
             self.rank = rank_constant()
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
+        self.embed_tokens: nn.Parameter | None = None
+        self.lm_head: nn.Parameter | None = None
 
-    def join(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        """Emb(t_{p+k}) and the hidden of slot p, both normed; the embedding's half comes first."""
-        both = torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1)
+    def join(self, embedding: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
+        """Emb(t_{p+k}) and the hidden of slot p, both normed, make the input of slot p."""
+        if self.rules.zero_first_embedding:
+            embedding = torch.where(rows.positions[..., None] == 0, 0.0, embedding)
+        halves = [self.enorm(embedding), self.hnorm(hidden)]
+        both = torch.cat(halves[::-1] if self.rules.hidden_first else halves, dim=-1)
         if self.ranks.parts == 1:
             return both @ self.eh_proj
         return all_reduce(own_part(both, self.rank, self.ranks.parts) @ self.eh_proj)
 
+    def hand_on(self, x: Tensor) -> Tensor:
+        """What the next module or draft is given of its output, and `read_by_head` of that."""
+        return self.norm(x) if self.rules.recycles_normed else x
+
+    def read_by_head(self, hidden: Tensor) -> Tensor:
+        return hidden if self.rules.recycles_normed else self.norm(hidden)
+
     def norm(self, x: Tensor) -> Tensor:
-        """Norm what the head reads, and the next module or draft is given."""
         return self.shared_head["norm"](x)
 
 

@@ -4,14 +4,16 @@ Sources are cut to the share of a rank. What families have in common: vectors, p
 routed experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
-from mtpbuild.builder.models.config import MoEConfig
+from mtpbuild.builder.models.config import ModelConfig, MoEConfig
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 Transform = Callable[..., Tensor]
@@ -100,10 +102,66 @@ def projection(at: str, proj: str, hidden: int, inner: int, routed: bool = False
     return Source(f"{at}.{proj}_proj.weight", shape, int(down), routed)
 
 
+def own_copies(c: ModelConfig, j: int, at: str, to: str) -> Iterator[Weight]:
+    """Embedding and head of module j, where they are not the trunk's."""
+    shape = (c.vocab_size, c.hidden_size)
+    if j in c.own_embeddings:
+        yield Weight(f"{to}.embed_tokens", (Source(f"{at}.embed_tokens.weight", shape, axis=0),))
+    if j in c.own_heads:
+        yield product(f"{to}.lm_head", Source(f"{at}.shared_head.head.weight", shape, axis=0))
+
+
+def whole_table(
+    c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]], modules: Iterable[Weight]
+) -> list[Weight]:
+    """A whole table in the order of use; `layer` makes a layer's weights under the given name."""
+    shape = (c.vocab_size, c.hidden_size)
+    embedding = Source(EMBEDDING, shape, axis=0)
+    head = embedding if c.tie_word_embeddings else Source(HEAD, shape, axis=0)
+    return [
+        Weight("embed_tokens", (embedding,)),
+        *chain.from_iterable(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers)),
+        vector("norm", "model.norm", "weight", c.hidden_size),
+        *modules,
+        product("lm_head", head),
+    ]
+
+
+def module_weights(
+    c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]]
+) -> Iterator[Weight]:
+    """The MTP modules' weights where they are layers behind the trunk's (DeepSeek, GLM)."""
+    E = c.hidden_size
+    for j in range(c.num_nextn_predict_layers):
+        index, to = c.num_hidden_layers + j, f"mtp.{j}"
+        at = f"model.layers.{index}"
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            yield vector(to, at, f"{norm}.weight", E)
+        yield product(f"{to}.eh_proj", Source(f"{at}.eh_proj.weight", (E, 2 * E), axis=1))
+        yield from layer(index, to)
+        yield from own_copies(c, j, at, to)
+
+
 def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
     gate, up, down = (projection(at, p, hidden, inner) for p in ("gate", "up", "down"))
     yield product(f"{to}.gate_up_proj", gate, up)
     yield product(f"{to}.down_proj", down)
+
+
+def decoder_layer(
+    c: ModelConfig, at: str, to: str, attention: Iterable[Weight], feed_forward: Iterable[Weight]
+) -> Iterator[Weight]:
+    """The weights of one layer, around those of its two halves."""
+    yield vector(to, at, "input_layernorm.weight", c.hidden_size)
+    yield from attention
+    yield vector(to, at, "post_attention_layernorm.weight", c.hidden_size)
+    yield from feed_forward
+
+
+def feed_forward_weights(c: MoEConfig, s: Share, layer: int, at: str, to: str) -> Iterator[Weight]:
+    if c.is_moe(layer):
+        return moe(c, s, at, to)
+    return mlp(c.hidden_size, c.intermediate_size, at, to)
 
 
 def moe(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:

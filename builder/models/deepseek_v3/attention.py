@@ -28,9 +28,9 @@ class LatentAttention(Attention):
             self.qkv_a_proj = parameter(c.hidden_size, queries + c.cache_dim)
         else:
             self.qkv_a_proj = parameter(c.hidden_size, c.q_lora_rank + c.cache_dim)
-            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.rms_norm_eps)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.latent_norm_eps)
             self.q_b_proj = parameter(c.q_lora_rank, queries)  # all heads' nope, then all heads' pe
-        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.rms_norm_eps)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.latent_norm_eps)
         self.w_uk = parameter(H, n, c.kv_lora_rank)
         self.w_uv = parameter(H, c.kv_lora_rank, c.v_head_dim)
         self.o_proj = parameter(H * c.v_head_dim, c.hidden_size)

@@ -5,9 +5,10 @@ Memory, arithmetic and the sizes that ranks split are known without torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from mtpbuild.builder.models.config import MoEConfig, Reader, flag, integer
+from mtpbuild.builder.models.common.moe_config import expert_activations, expert_splits
+from mtpbuild.builder.models.config import MoEConfig, Reader, fixed, flag, integer
 from mtpbuild.builder.models.family import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
@@ -24,6 +25,10 @@ class DeepseekV3Config(MoEConfig):
     qk_rope_head_dim: int = integer(2)
     v_head_dim: int = integer()
     rope_interleave: bool = flag(True)
+    # Of the norms of latents. transformers takes its norm's default here, whatever rms_norm_eps
+    # says; vLLM and SGLang take rms_norm_eps, which is 1e-5 for Moonlight and GLM-4.7-Flash. Nobody
+    # decided (transformers PRs #44317, #44346, vLLM PR #35515); transformers is our oracle.
+    latent_norm_eps: float = fixed(1e-6)
 
     @property
     def qk_head_dim(self) -> int:
@@ -35,14 +40,22 @@ class DeepseekV3Config(MoEConfig):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+C = TypeVar("C", bound="DeepseekV3Config")
+
+
 def parse_config(raw: Mapping[str, Any]) -> DeepseekV3Config:
     """Normalise a `config.json`; raises CheckpointError."""
+    return parse_fields(DeepseekV3Config, raw)
+
+
+def parse_fields(kind: type[C], raw: Mapping[str, Any]) -> C:
+    """As `parse_config`, for DeepSeek-V3 and for families that only name or default otherwise."""
     read = Reader(raw)
     read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
     if raw.get("attention_bias"):
-        raise CheckpointError("attention_bias true is not supported; DeepSeek-V3 has no biases")
+        raise CheckpointError("attention_bias true is not supported with latent attention")
     q_lora = None if raw.get("q_lora_rank") is None else read.integer("q_lora_rank", 1)
-    config = read.fill(DeepseekV3Config, q_lora_rank=q_lora)
+    config = read.fill(kind, q_lora_rank=q_lora)
     config.check_experts()
     if config.qk_rope_head_dim % 2:
         raise CheckpointError(f"qk_rope_head_dim {config.qk_rope_head_dim} must be even")
@@ -56,33 +69,18 @@ def cache_specs(c: DeepseekV3Config, ranks: Ranks) -> list[int]:
 
 def split_sizes(c: DeepseekV3Config, ranks: Ranks) -> list[Split]:
     """Sizes that must divide; the first that does not is the one told."""
-    parts, layers = ranks.parts, range(c.num_hidden_layers + c.num_nextn_predict_layers)
-    heads, inner, shared = c.num_attention_heads, c.moe_intermediate_size, c.n_shared_experts
-    found = [Split("num_attention_heads", heads, parts), Split("vocab_size", c.vocab_size, parts)]
-    if shared:
-        name = "moe_intermediate_size x n_shared_experts"
-        found.append(Split(name, inner * shared, parts, "shared experts"))
-    if c.n_routed_experts:
-        found.append(Split("moe_intermediate_size", inner, ranks.tp // ranks.ep, "experts"))
-    found.append(
-        Split("num_attention_heads x v_head_dim", heads * c.v_head_dim, parts, "attention")
-    )
-    if not all(c.is_moe(layer) for layer in layers):
-        found.append(Split("intermediate_size", c.intermediate_size, parts, "dense MLPs"))
-    if c.num_nextn_predict_layers:
-        found.append(Split("2 x hidden_size", 2 * c.hidden_size, parts))
-    return found
+    heads, parts = c.num_attention_heads, ranks.parts
+    values = Split("num_attention_heads x v_head_dim", heads * c.v_head_dim, parts, "attention")
+    return [Split("num_attention_heads", heads, parts), values, *expert_splits(c, ranks)]
 
 
 def costs(c: DeepseekV3Config, ranks: Ranks) -> Costs:
     """Attention is absorbed: scores over a whole row, values over its latent, for every head."""
     heads = c.num_attention_heads / ranks.parts
     attention = heads * (2 * c.cache_dim + c.qk_head_dim + c.v_head_dim)
-    experts = c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size)
-    dense = 3 * c.intermediate_size / ranks.parts
     return Costs(
         row_operations=2.0 * heads * (c.cache_dim + c.kv_lora_rank),
-        activations=max(attention, experts, dense) + 4 * c.hidden_size,
+        activations=max(attention, expert_activations(c, ranks)) + 4 * c.hidden_size,
         experts=c.n_routed_experts,
         chosen=c.num_experts_per_tok,
     )

@@ -1,12 +1,21 @@
 """DeepSeek-V3's table from checkpoint tensors to the program's weights."""
 
 from collections.abc import Iterator
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.weights import Share, Source, Weight, mlp, moe, product, vector
+from mtpbuild.builder.models.common.weights import (
+    Share,
+    Source,
+    Weight,
+    decoder_layer,
+    feed_forward_weights,
+    module_weights,
+    product,
+    vector,
+    whole_table,
+)
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
@@ -15,29 +24,14 @@ def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
 
     Sources keep the checkpoint's shapes; transforms take them cut to the share.
     """
-    shape, L = (c.vocab_size, c.hidden_size), c.num_hidden_layers
-    embedding = Source("model.embed_tokens.weight", shape, axis=0)
-    head = embedding if c.tie_word_embeddings else Source("lm_head.weight", shape, axis=0)
-    layers = (_layer(c, share, i, f"layers.{i}") for i in range(L))
-    modules = (_mtp(c, share, L + j, f"mtp.{j}") for j in range(c.num_nextn_predict_layers))
-    return [
-        Weight("embed_tokens", (embedding,)),
-        *chain.from_iterable(layers),
-        vector("norm", "model.norm", "weight", c.hidden_size),
-        *chain.from_iterable(modules),
-        product("lm_head", head),
-    ]
 
+    def layer(index: int, to: str) -> Iterator[Weight]:
+        at = f"model.layers.{index}"
+        attention = _attention(c, share, f"{at}.self_attn", f"{to}.self_attn")
+        mlp = feed_forward_weights(c, share, index, f"{at}.mlp", f"{to}.mlp")
+        return decoder_layer(c, at, to, attention, mlp)
 
-def _layer(c: DeepseekV3Config, s: Share, index: int, to: str) -> Iterator[Weight]:
-    at, E = f"model.layers.{index}", c.hidden_size
-    yield vector(to, at, "input_layernorm.weight", E)
-    yield from _attention(c, s, f"{at}.self_attn", f"{to}.self_attn")
-    yield vector(to, at, "post_attention_layernorm.weight", E)
-    if c.is_moe(index):
-        yield from moe(c, s, f"{at}.mlp", f"{to}.mlp")
-    else:
-        yield from mlp(E, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
+    return whole_table(c, layer, module_weights(c, layer))
 
 
 def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weight]:
@@ -65,11 +59,3 @@ def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weig
     yield Weight(f"{to}.w_uk", (kv_b,), lambda w: w.unflatten(0, (own, n + v))[:, :n])
     yield Weight(f"{to}.w_uv", (kv_b,), lambda w: w.unflatten(0, (own, n + v))[:, n:].mT)
     yield product(f"{to}.o_proj", Source(f"{at}.o_proj.weight", (E, H * v), axis=1))
-
-
-def _mtp(c: DeepseekV3Config, s: Share, index: int, to: str) -> Iterator[Weight]:
-    at, E = f"model.layers.{index}", c.hidden_size
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        yield vector(to, at, f"{norm}.weight", E)
-    yield product(f"{to}.eh_proj", Source(f"{at}.eh_proj.weight", (E, 2 * E), axis=1))
-    yield from _layer(c, s, index, to)

@@ -1,0 +1,46 @@
+"""MTP layers of a checkpoint may hold embedding and head again; most often they are the trunk's."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mtpbuild.builder.models.config import ModelConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor that repeats another one, unless its module has one of its own."""
+
+    name: str
+    original: str
+    module: int | None = None  # from 0; None: a head that is tied to the embedding
+    head: bool = False  # the module's head, not its embedding
+
+
+def tied_head(c: ModelConfig) -> list[Copy]:
+    """A head that is the embedding may be stored all the same."""
+    return [Copy(HEAD, EMBEDDING)] if c.tie_word_embeddings else []
+
+
+def copies_in_layers(c: ModelConfig) -> list[Copy]:
+    """Where DeepSeek's and GLM's checkpoints may hold copies: in the MTP layers themselves."""
+    head = EMBEDDING if c.tie_word_embeddings else HEAD
+    found = tied_head(c)
+    for j in range(c.num_nextn_predict_layers):
+        layer = f"model.layers.{c.num_hidden_layers + j}"
+        found.append(Copy(f"{layer}.embed_tokens.weight", EMBEDDING, j))
+        found.append(Copy(f"{layer}.shared_head.head.weight", head, j, head=True))
+    return found
+
+
+def is_own(c: ModelConfig, copy: Copy) -> bool:
+    """Whether it was found to differ from what it would repeat."""
+    return copy.module in (c.own_heads if copy.head else c.own_embeddings)
+
+
+def repeated(c: ModelConfig, copies: Iterable[Copy]) -> dict[str, str]:
+    """Name of each copy that is none of a module's own -> the original's."""
+    return {copy.name: copy.original for copy in copies if not is_own(c, copy)}

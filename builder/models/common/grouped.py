@@ -1,0 +1,70 @@
+"""Grouped-query attention of the program, over cache rows of keys and values.
+
+Shapes: B slots, T tokens, E hidden size, H query heads, G heads of keys and values, D head width,
+C = 2 G D values of a cache row. `plain.py` has the plain counterpart.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig
+from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
+from mtpbuild.builder.models.common.precision import parameter
+from mtpbuild.builder.models.common.rope import softmax_scale
+from mtpbuild.builder.models.common.weights import Source, Weight, product, stack_rows, vector
+from mtpbuild.plugins import grouped_attention, rope
+from mtpbuild.runtime.ranks import Ranks
+
+
+class GroupedAttention(Attention):
+    """Queries, keys and values come from one product; a rank has whole groups of heads."""
+
+    def __init__(self, c: GroupedConfig, ranks: Ranks) -> None:
+        super().__init__()
+        H, G = (n // ranks.parts for n in (c.num_attention_heads, c.num_key_value_heads))
+        D = c.head_dim
+        self.heads, self.groups, self.width = H, G, D
+        self.scale = softmax_scale(c.rope, D)
+        self.qkv_proj = parameter(c.hidden_size, (H + 2 * G) * D)
+        self.qkv_bias = parameter((H + 2 * G) * D) if c.attention_bias else None
+        self.q_norm = RMSNorm(D, c.rms_norm_eps) if c.use_qk_norm else None
+        self.k_norm = RMSNorm(D, c.rms_norm_eps) if c.use_qk_norm else None
+        self.o_proj = parameter(H * D, c.hidden_size)
+
+    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        y = x @ self.qkv_proj
+        if self.qkv_bias is not None:
+            y = y + self.qkv_bias
+        q, k, v = y.split([n * self.width for n in (self.heads, self.groups, self.groups)], dim=-1)
+        return q, torch.cat([self.turned(k, self.k_norm, self.groups, rows), v], dim=-1)[:, None]
+
+    def turned(self, x: Tensor, norm: RMSNorm | None, heads: int, rows: Rows) -> Tensor:
+        """Norm every head, if heads are normed, and rotate it: x [B, T, heads * D]."""
+        if norm is not None:
+            x = norm(x.unflatten(-1, (heads, self.width))).flatten(-2)
+        return rope(x, rows.cos, rows.sin, heads, False)
+
+    def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+        q = self.turned(q, self.q_norm, self.heads, rows)
+        q = q.unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, D]
+        o = grouped_attention(q, cache, fresh, rows.base, first, self.scale, self.groups)
+        return o.transpose(1, 2).flatten(2) @ self.o_proj
+
+
+def grouped_weights(c: GroupedConfig, at: str, to: str) -> Iterator[Weight]:
+    """The weights of one attention, from the names that Llama's kin have."""
+    E, D = c.hidden_size, c.head_dim
+    counts = {"q": c.num_attention_heads, "k": c.num_key_value_heads, "v": c.num_key_value_heads}
+    sizes = {f"{at}.{name}_proj": count * D for name, count in counts.items()}
+    weights = (Source(f"{name}.weight", (size, E), axis=0) for name, size in sizes.items())
+    yield product(f"{to}.qkv_proj", *weights)
+    if c.attention_bias:
+        biases = tuple(Source(f"{name}.bias", (size,), axis=0) for name, size in sizes.items())
+        yield Weight(f"{to}.qkv_bias", biases, stack_rows)
+    if c.use_qk_norm:
+        yield vector(to, at, "q_norm.weight", D)
+        yield vector(to, at, "k_norm.weight", D)
+    rows = c.num_attention_heads * D
+    yield product(f"{to}.o_proj", Source(f"{at}.o_proj.weight", (E, rows), axis=1))

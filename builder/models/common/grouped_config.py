@@ -1,0 +1,72 @@
+"""Grouped-query attention in numbers: configuration, cache rows, sizes that ranks split, costs.
+
+Several query heads share a head of keys and values, of which a cache row holds all: first every
+head's keys, then every head's values.
+"""
+
+from dataclasses import dataclass
+
+from mtpbuild.builder.models.config import ModelConfig, Reader, flag, integer
+from mtpbuild.builder.models.family import Split
+from mtpbuild.runtime.errors import CheckpointError
+from mtpbuild.runtime.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedConfig(ModelConfig):
+    """What a model with such attention has beside the rest."""
+
+    num_attention_heads: int = integer()
+    num_key_value_heads: int = integer()
+    head_dim: int
+    rotary_dim: int  # of head_dim, the first; pairs are (i, i + rotary_dim / 2)
+    attention_bias: bool = flag(True)  # of queries, keys and values
+    use_qk_norm: bool = flag(False)  # queries and keys are normed by head, behind the bias
+
+    def check_heads(self) -> None:
+        """Raise CheckpointError unless heads group and pairs rotate."""
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        if heads % shared:
+            raise CheckpointError(
+                f"num_attention_heads {heads} must be a multiple of num_key_value_heads {shared}"
+            )
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            raise CheckpointError(
+                f"partial_rotary_factor makes {self.rotary_dim} of head_dim {self.head_dim} "
+                "rotate: it must be an even number of them"
+            )
+
+
+def head_sizes(read: Reader, partial: float = 1.0) -> dict[str, int]:
+    """`head_dim`, and how much of it rotates where `partial_rotary_factor` does not say it."""
+    heads = read.integer("num_attention_heads", 1)
+    width = read.integer("head_dim", 1, default=read.integer("hidden_size", 1) // heads)
+    rope = read.raw.get("rope_parameters")
+    nested = rope if isinstance(rope, dict) and "partial_rotary_factor" in rope else read.raw
+    factor = Reader(nested).number("partial_rotary_factor", partial, above=0)
+    return {"head_dim": width, "rotary_dim": int(width * factor)}
+
+
+def cache_specs(c: GroupedConfig, ranks: Ranks) -> list[int]:
+    """Keys and values of a rank's heads side by side."""
+    width = 2 * c.num_key_value_heads * c.head_dim // ranks.parts
+    return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)
+
+
+def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
+    """Sizes that must divide so that each rank has whole heads."""
+    heads = c.num_attention_heads * c.head_dim
+    return [
+        Split("num_key_value_heads", c.num_key_value_heads, ranks.parts),
+        Split("num_attention_heads x head_dim", heads, ranks.parts, "attention"),
+    ]
+
+
+def row_operations(c: GroupedConfig, ranks: Ranks) -> float:
+    """Of one token over one cached row: a score and a value for each head."""
+    return 4.0 * c.num_attention_heads * c.head_dim / ranks.parts
+
+
+def attention_activations(c: GroupedConfig, ranks: Ranks) -> float:
+    """Values of a token that attention holds at once."""
+    return (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim / ranks.parts

@@ -1,0 +1,31 @@
+"""What models with routed experts ask of ranks and of memory, whatever their attention is."""
+
+from mtpbuild.builder.models.config import ModelConfig, MoEConfig
+from mtpbuild.builder.models.family import Split
+from mtpbuild.runtime.ranks import Ranks
+
+
+def expert_splits(c: MoEConfig, ranks: Ranks) -> list[Split]:
+    """Sizes beside attention's that must divide; the first that does not is the one told."""
+    parts, layers = ranks.parts, range(c.num_hidden_layers + c.num_nextn_predict_layers)
+    inner, found = c.moe_intermediate_size, [Split("vocab_size", c.vocab_size, parts)]
+    if c.n_shared_experts:
+        name = "moe_intermediate_size x n_shared_experts"
+        found.append(Split(name, inner * c.n_shared_experts, parts, "shared experts"))
+    if c.n_routed_experts:
+        found.append(Split("moe_intermediate_size", inner, ranks.tp // ranks.ep, "experts"))
+    if not all(c.is_moe(layer) for layer in layers):
+        found.append(Split("intermediate_size", c.intermediate_size, parts, "dense MLPs"))
+    return [*found, *module_splits(c, ranks)]
+
+
+def module_splits(c: ModelConfig, ranks: Ranks) -> list[Split]:
+    """What an MTP module's projection is split by."""
+    modules = c.num_nextn_predict_layers
+    return [Split("2 x hidden_size", 2 * c.hidden_size, ranks.parts)] if modules else []
+
+
+def expert_activations(c: MoEConfig, ranks: Ranks) -> float:
+    """Values of a token that a feed-forward holds at once, where they are most."""
+    experts = c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size)
+    return max(experts, 3 * c.intermediate_size / ranks.parts)

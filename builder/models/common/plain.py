@@ -1,0 +1,257 @@
+"""A family's plain model in plain PyTorch: whole sequences, no caches, named as checkpoints are.
+
+It is the oracle of the tests and of `mtpbuild verify`. What families share is here; each brings its
+attention. The step program computes the same with caches; `tools/train_tiny` trains a faster form
+of deepseek-tiny's weights.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig
+from mtpbuild.builder.models.common.rope import rope_tables, rotate, softmax_scale
+from mtpbuild.builder.models.config import ModelConfig, MoEConfig
+
+Block = tuple[nn.Module, nn.Module]  # attention and feed-forward
+
+
+class Reference(nn.Module):
+    """Whole sequences, no caches; names in its state_dict are the checkpoint's."""
+
+    config: ModelConfig
+    lm_head: nn.Linear
+
+    def main(self, tokens: Tensor) -> Tensor:
+        """tokens [B, T] -> the trunk's hidden states [B, T, hidden], as modules are given them."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What `main` returned -> logits [B, T, V]; those at p are about t_{p+1}."""
+        return self.lm_head(hidden)
+
+    def mtp(self, k: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Module k (1-based) over all slots: tokens[:, p] is t_{p+k}, hidden[:, p] is g_{k-1,p}.
+
+        Returns g_{k,p} [B, T, hidden], as the next module is given it.
+        """
+        raise NotImplementedError
+
+    def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
+        """What module k returned -> logits [B, T, V]; those at p are about t_{p+k+1}."""
+        return self.lm_head(hidden)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.type_as(x)
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Gate(nn.Module):
+    """Sigmoid scores; the bias selects, the unbiased scores weigh (DeepSeek-V3, "noaux_tc")."""
+
+    def __init__(self, c: MoEConfig) -> None:
+        super().__init__()
+        self.config = c
+        self.weight = nn.Parameter(torch.empty(c.n_routed_experts, c.hidden_size))
+        self.register_buffer("e_score_correction_bias", torch.zeros(c.n_routed_experts))
+        self.e_score_correction_bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden] -> combine weights [..., experts], zero for the experts not chosen."""
+        c = self.config
+        scores = (x.float() @ self.weight.float().T).sigmoid()
+        biased = scores + self.e_score_correction_bias
+        groups = biased.unflatten(-1, (c.n_group, -1))
+        group_scores = groups.topk(2, dim=-1).values.sum(-1)
+        best = group_scores.topk(c.topk_group, dim=-1).indices
+        keep = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, best, True)
+        biased = groups.masked_fill(~keep[..., None], float("-inf")).flatten(-2)
+        chosen = biased.topk(c.num_experts_per_tok, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if c.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return torch.zeros_like(scores).scatter(-1, chosen, weights * c.routed_scaling_factor)
+
+
+class MoE(nn.Module):
+    """Routed experts, computed densely, plus the shared expert."""
+
+    def __init__(self, c: MoEConfig) -> None:
+        super().__init__()
+        self.gate = Gate(c)
+        self.experts = nn.ModuleList(
+            MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.n_routed_experts)
+        )
+        inner = c.moe_intermediate_size * c.n_shared_experts
+        self.shared_experts = MLP(c.hidden_size, inner) if inner else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).type_as(x)
+        y = torch.zeros_like(x) if self.shared_experts is None else self.shared_experts(x)
+        for e, expert in enumerate(self.experts):
+            y = y + weights[..., e : e + 1] * expert(x)
+        return y
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention; heads are repeated, not grouped."""
+
+    def __init__(self, c: GroupedConfig) -> None:
+        super().__init__()
+        E, H, G, D = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.config, self.scale = c, softmax_scale(c.rope, D)
+        self.q_proj = nn.Linear(E, H * D, bias=c.attention_bias)
+        self.k_proj = nn.Linear(E, G * D, bias=c.attention_bias)
+        self.v_proj = nn.Linear(E, G * D, bias=c.attention_bias)
+        self.o_proj = nn.Linear(H * D, E, bias=False)
+        if c.use_qk_norm:
+            self.q_norm = RMSNorm(D, c.rms_norm_eps)
+            self.k_norm = RMSNorm(D, c.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        c, (B, T, _) = self.config, x.shape
+        heads = (p(x).view(B, T, -1, c.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = heads
+        if c.use_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (self.turned(each.transpose(1, 2), cos, sin) for each in (q, k))
+        times = c.num_attention_heads // c.num_key_value_heads
+        k, v = k.repeat_interleave(times, 1), v.transpose(1, 2).repeat_interleave(times, 1)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, heads, T, D]: its first rotary_dim values are rotated by halves."""
+        a, rest = x.split([self.config.rotary_dim, x.shape[-1] - self.config.rotary_dim], dim=-1)
+        return torch.cat([rotate(a, cos, sin, interleave=False), rest], dim=-1).type_as(x)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, c: ModelConfig, block: Block) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn, mlp = block
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MTPModule(DecoderLayer):
+    """One MTP module: `model.layers.{L+j}` of the checkpoint (spec/deepseek-v3.md section 3).
+
+    Its embedding and head are there if the checkpoint's differ from the trunk's.
+    """
+
+    def __init__(self, c: ModelConfig, block: Block, j: int) -> None:
+        super().__init__(c, block)
+        self.enorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hnorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(c.hidden_size, c.rms_norm_eps)})
+        if j in c.own_embeddings:
+            self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        if j in c.own_heads:
+            self.shared_head["head"] = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+
+    def own(self, name: str) -> nn.Module | None:
+        """Its own `embed_tokens` or `head`."""
+        where = self.shared_head if name == "head" else self
+        return dict(where.named_children()).get(name)
+
+    def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Emb(t_{p+k}) and the hidden of slot p -> the module's output at slot p, not normed."""
+        halves = [self.enorm(embedding), self.hnorm(hidden)]
+        return super().forward(self.eh_proj(torch.cat(halves, dim=-1)), cos, sin)
+
+    def norm(self, x: Tensor) -> Tensor:
+        return self.shared_head["norm"](x)
+
+
+class Model(nn.Module):
+    """Holds the checkpoint's `model.` prefix."""
+
+    def __init__(self, c: ModelConfig, layers: list[DecoderLayer]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+
+class PlainModel(Reference):
+    """Trunk and MTP modules over whole sequences. block: what a layer of that number is made of."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, c: ModelConfig, block: Callable[[int], Block], rotary_dim: int) -> None:
+        super().__init__()
+        self.config = c
+        L, count = c.num_hidden_layers, c.num_nextn_predict_layers
+        trunk = [DecoderLayer(c, block(i)) for i in range(L)]
+        self.model = self.join(trunk, [self.make_module(block(L + j), j) for j in range(count)])
+        self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        if c.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        cos, sin = rope_tables(c.rope, rotary_dim, c.max_position_embeddings)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def make_module(self, block: Block, j: int) -> MTPModule:
+        return MTPModule(self.config, block, j)
+
+    def join(self, trunk: list[DecoderLayer], modules: list[MTPModule]) -> Model:
+        """Modules are the layers behind the trunk's."""
+        return Model(self.config, [*trunk, *modules])
+
+    def module(self, k: int) -> MTPModule:
+        """Module k (1-based)."""
+        module = self.model.layers[self.config.num_hidden_layers + k - 1]
+        assert isinstance(module, MTPModule)
+        return module
+
+    def main(self, tokens: Tensor) -> Tensor:
+        T, c = tokens.shape[1], self.config
+        x = self.model.embed_tokens(tokens)
+        for layer in list(self.model.layers)[: c.num_hidden_layers]:
+            x = layer(x, self.cos[:T], self.sin[:T])
+        return self.model.norm(x) if c.mtp.trunk_normed else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden if self.config.mtp.trunk_normed else self.model.norm(hidden))
+
+    def mtp(self, k: int, tokens: Tensor, hidden: Tensor) -> Tensor:
+        module, T, rules = self.module(k), tokens.shape[1], self.config.mtp
+        embedding = (module.own("embed_tokens") or self.model.embed_tokens)(tokens)
+        if rules.zero_first_embedding:
+            embedding[:, 0] = 0
+        y = module.draft(embedding, hidden, self.cos[:T], self.sin[:T])
+        return module.norm(y) if rules.recycles_normed else y
+
+    def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
+        module = self.module(k)
+        read = hidden if self.config.mtp.recycles_normed else module.norm(hidden)
+        return (module.own("head") or self.lm_head)(read)

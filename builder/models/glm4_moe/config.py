@@ -1,0 +1,47 @@
+"""GLM-4.5's `config.json` (spec/families.md section 5), and what its sizes cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpbuild.builder.models.common.grouped_config import (
+    GroupedConfig,
+    attention_activations,
+    attention_splits,
+    head_sizes,
+    row_operations,
+)
+from mtpbuild.builder.models.common.moe_config import expert_activations, expert_splits
+from mtpbuild.builder.models.config import MoEConfig, Reader
+from mtpbuild.builder.models.family import Costs, Split
+from mtpbuild.runtime.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeConfig(MoEConfig, GroupedConfig):
+    """Half of each head rotates unless `partial_rotary_factor` says otherwise."""
+
+
+def parse_config(raw: Mapping[str, Any]) -> Glm4MoeConfig:
+    """Normalise a `config.json`; raises CheckpointError."""
+    # transformers' class has these defaults too.
+    read = Reader({"first_k_dense_replace": 1, "attention_bias": False} | dict(raw))
+    read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
+    config = read.fill(Glm4MoeConfig, **head_sizes(read, partial=0.5))
+    config.check_experts()
+    config.check_heads()
+    return config
+
+
+def split_sizes(c: Glm4MoeConfig, ranks: Ranks) -> list[Split]:
+    return [*attention_splits(c, ranks), *expert_splits(c, ranks)]
+
+
+def costs(c: Glm4MoeConfig, ranks: Ranks) -> Costs:
+    activations = max(attention_activations(c, ranks), expert_activations(c, ranks))
+    return Costs(
+        row_operations=row_operations(c, ranks),
+        activations=activations + 4 * c.hidden_size,
+        experts=c.n_routed_experts,
+        chosen=c.num_experts_per_tok,
+    )

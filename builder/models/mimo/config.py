@@ -1,0 +1,59 @@
+"""MiMo-7B's `config.json` (spec/families.md section 6), and what its sizes cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mtpbuild.builder.models.common.grouped_config import (
+    GroupedConfig,
+    attention_activations,
+    attention_splits,
+    head_sizes,
+    row_operations,
+)
+from mtpbuild.builder.models.common.moe_config import module_splits
+from mtpbuild.builder.models.config import MTPRules, Reader, fixed, integer
+from mtpbuild.builder.models.family import Costs, Split
+from mtpbuild.runtime.ranks import Ranks
+
+PREFIX = "model.mtp_layers."
+
+# The input is [hidden ; embedding], and hidden states come from before the final norm: so vLLM,
+# whose code is Xiaomi's (PR #17433), and exllamav3, which measured 88 % of first drafts accepted so
+# (PR #238). SGLang gives normed ones. No checkpoint has more than one module, and what a second
+# draft is given is nobody's decision: exllamav3 hands on the state before `final_layernorm`.
+RULES = MTPRules(hidden_first=True, trunk_normed=False, recycles_normed=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimoConfig(GroupedConfig):
+    """Qwen2's values. Its queries, keys and values have biases, its whole heads rotate."""
+
+    intermediate_size: int = integer()
+    mtp: MTPRules = fixed(RULES)
+
+
+def parse_config(raw: Mapping[str, Any]) -> MimoConfig:
+    """Normalise a `config.json`; raises CheckpointError."""
+    read = Reader(raw)
+    read.only(hidden_act="silu", use_sliding_window=False)
+    heads = read.integer("num_attention_heads", 1)
+    read = Reader({"num_key_value_heads": heads} | dict(raw))
+    config = read.fill(MimoConfig, **head_sizes(read))
+    config.check_heads()
+    return config
+
+
+def split_sizes(c: MimoConfig, ranks: Ranks) -> list[Split]:
+    return [
+        *attention_splits(c, ranks),
+        Split("vocab_size", c.vocab_size, ranks.parts),
+        Split("intermediate_size", c.intermediate_size, ranks.parts, "dense MLPs"),
+        *module_splits(c, ranks),
+    ]
+
+
+def costs(c: MimoConfig, ranks: Ranks) -> Costs:
+    dense = 3 * c.intermediate_size / ranks.parts
+    activations = max(attention_activations(c, ranks), dense) + 4 * c.hidden_size
+    return Costs(row_operations=row_operations(c, ranks), activations=activations)

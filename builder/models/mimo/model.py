@@ -1,0 +1,62 @@
+"""MiMo-7B with its MTP module: which attention and feed-forward its layers have, and the table."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.grouped import GroupedAttention, grouped_weights
+from mtpbuild.builder.models.common.layers import MLP, Attention, DecoderLayer, MTPModule, Rope
+from mtpbuild.builder.models.common.weights import (
+    Share,
+    Source,
+    Weight,
+    decoder_layer,
+    mlp,
+    product,
+    whole_table,
+)
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models.mimo.config import PREFIX, MimoConfig
+from mtpbuild.runtime.ranks import ALONE, Ranks
+
+NORMS = {  # the program's names -> the checkpoint's
+    "enorm": "token_layernorm",
+    "hnorm": "hidden_layernorm",
+    "shared_head.norm": "final_layernorm",
+}
+
+
+class Mimo(CausalLM):
+    """The part of the model that one of `ranks` computes."""
+
+    config: MimoConfig
+
+    def __init__(self, c: MimoConfig, ranks: Ranks = ALONE) -> None:
+        def block() -> tuple[ModelConfig, Attention, nn.Module, Ranks]:
+            inner = c.intermediate_size // ranks.parts
+            return c, GroupedAttention(c, ranks), MLP(c.hidden_size, inner), ranks
+
+        layers = (DecoderLayer(*block()) for _ in range(c.num_hidden_layers))
+        modules = (MTPModule(*block()) for _ in range(c.num_nextn_predict_layers))
+        super().__init__(c, layers, modules, Rope(c.rope, c.rotary_dim), ranks)
+
+
+def weight_table(c: MimoConfig, share: Share) -> list[Weight]:
+    """Every weight of main model and MTP modules, in the order of use."""
+
+    def layer(at: str, to: str) -> Iterator[Weight]:
+        attention = grouped_weights(c, f"{at}.self_attn", f"{to}.self_attn")
+        feed_forward = mlp(c.hidden_size, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
+        return decoder_layer(c, at, to, attention, feed_forward)
+
+    def modules() -> Iterator[Weight]:
+        E = c.hidden_size
+        for j in range(c.num_nextn_predict_layers):
+            at, to = f"{PREFIX}{j}", f"mtp.{j}"
+            for ours, theirs in NORMS.items():
+                yield Weight(f"{to}.{ours}.weight", (Source(f"{at}.{theirs}.weight", (E,)),))
+            yield product(f"{to}.eh_proj", Source(f"{at}.input_proj.weight", (E, 2 * E), axis=1))
+            yield from layer(at, to)
+
+    return whole_table(c, lambda i, to: layer(f"model.layers.{i}", to), modules())

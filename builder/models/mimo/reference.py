@@ -1,0 +1,63 @@
+"""The plain model: MiMo-7B with its MTP module, which has names of its own."""
+
+import torch
+from torch import Tensor, nn
+
+from mtpbuild.builder.models.common.plain import (
+    MLP,
+    Block,
+    DecoderLayer,
+    GroupedAttention,
+    Model,
+    MTPModule,
+    PlainModel,
+    RMSNorm,
+)
+from mtpbuild.builder.models.mimo.config import MimoConfig
+
+
+class Module(MTPModule):
+    """`model.mtp_layers.{j}` of the checkpoint; the hidden state's half comes first."""
+
+    def __init__(self, c: MimoConfig, block: Block) -> None:
+        DecoderLayer.__init__(self, c, block)
+        self.token_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hidden_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.final_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.input_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
+
+    def own(self, name: str) -> None:
+        """It has neither embedding nor head."""
+
+    def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        halves = [self.hidden_layernorm(hidden), self.token_layernorm(embedding)]
+        return DecoderLayer.forward(self, self.input_proj(torch.cat(halves, dim=-1)), cos, sin)
+
+    def norm(self, x: Tensor) -> Tensor:
+        return self.final_layernorm(x)
+
+
+class Plain(PlainModel):
+    config: MimoConfig
+
+    def __init__(self, config: MimoConfig) -> None:
+        def block(layer: int) -> Block:
+            return GroupedAttention(config), MLP(config.hidden_size, config.intermediate_size)
+
+        super().__init__(config, block, config.rotary_dim)
+
+    def make_module(self, block: Block, j: int) -> MTPModule:
+        assert isinstance(self.config, MimoConfig)
+        return Module(self.config, block)
+
+    def join(self, trunk: list[DecoderLayer], modules: list[MTPModule]) -> Model:
+        model = Model(self.config, trunk)
+        model.mtp_layers = nn.ModuleList(modules)
+        return model
+
+    def module(self, k: int) -> MTPModule:
+        modules = self.model.mtp_layers
+        assert isinstance(modules, nn.ModuleList)
+        module = modules[k - 1]
+        assert isinstance(module, Module)
+        return module

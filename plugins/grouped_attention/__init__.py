@@ -1,0 +1,1 @@
+"""Multi-token grouped-query attention over cache rows of keys and values."""

@@ -1,0 +1,34 @@
+"""grouped_attention in AOTInductor: to join the cache with the fresh rows would copy it."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.mla_attention.op import floored_softmax
+
+
+def grouped_attention_inductor(
+    q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, scale: float, groups: int
+) -> Tensor:
+    """Compute what the reference does; the heads of a group are rows of one product."""
+    (B, H, T, D), S = q.shape, cache.shape[2]
+    rows = (q * scale).reshape(B, groups, -1, D)  # [B, G, H / G * T, D]
+    (old_k, old_v), (new_k, new_v) = (_heads(each, groups) for each in (cache, fresh))
+    committed = torch.arange(S, device=q.device) < base[:, None]  # [B, S]
+    last = first[:, None] + torch.arange(T, device=q.device)
+    visible = torch.arange(fresh.shape[2], device=q.device) <= last[..., None]  # [B, T, F]
+    visible = visible.repeat(1, H // groups, 1)[:, None]
+    scores = torch.cat(
+        [
+            (rows @ old_k.mT).float().masked_fill(~committed[:, None, None], float("-inf")),
+            (rows @ new_k.mT).float().masked_fill(~visible, float("-inf")),
+        ],
+        dim=-1,
+    )
+    p = floored_softmax(scores).type_as(q)
+    return (p[..., :S] @ old_v + p[..., S:] @ new_v).reshape(B, H, T, D)
+
+
+def _heads(rows: Tensor, groups: int) -> list[Tensor]:
+    """Rows [B, 1, S, 2 G D] -> keys and values, each [B, G, S, D]."""
+    halves = rows[:, 0].chunk(2, dim=-1)
+    return [half.unflatten(-1, (groups, -1)).transpose(1, 2) for half in halves]

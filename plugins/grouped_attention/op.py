@@ -1,0 +1,39 @@
+"""grouped_attention: a few query tokens per slot over the committed and the fresh rows."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.mla_attention.op import floored_softmax
+
+
+@torch.library.custom_op("mtpbuild::grouped_attention", mutates_args=())
+def grouped_attention(
+    q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, scale: float, groups: int
+) -> Tensor:
+    """Attend with H query heads to G groups of keys and values, H / G neighbours to each.
+
+    q [B, H, T, D]; cache [B, 1, S, 2 G D], of a row first all groups' keys, then their values;
+    fresh [B, 1, F, 2 G D]; base and first [B] int. Query t of slot b sees the cache's rows
+    j < base[b] and the fresh rows i <= first[b] + t. Returns [B, H, T, D].
+
+    Rows of the cache from base on do not count (they weigh 1e-32 and must be finite), so it does
+    not matter whether the fresh rows have been written there yet. Source: spec/families.md
+    sections 5 and 6.
+    """
+    (B, H, T, D), S, F = q.shape, cache.shape[2], fresh.shape[2]
+    last = first[:, None] + torch.arange(T, device=q.device)
+    old = (torch.arange(S, device=q.device) < base[:, None])[:, None, :].expand(-1, T, -1)
+    seen = torch.cat([old, torch.arange(F, device=q.device) <= last[..., None]], dim=-1)
+    k, v = (heads_of(cache, fresh, half, groups) for half in (0, 1))
+    rows = (q * scale).reshape(B, groups, -1, T, D)
+    scores = (rows @ k.mT[:, :, None]).float().masked_fill(~seen[:, None, None], float("-inf"))
+    return (floored_softmax(scores).type_as(q) @ v[:, :, None]).reshape(B, H, T, D)
+
+
+def heads_of(cache: Tensor, fresh: Tensor, half: int, groups: int) -> Tensor:
+    """Keys (half 0) or values (1) of all rows, the fresh ones last: [B, G, S + F, D]."""
+    rows = torch.cat([cache[:, 0].chunk(2, -1)[half], fresh[:, 0].chunk(2, -1)[half]], dim=1)
+    return rows.unflatten(-1, (groups, -1)).transpose(1, 2)
+
+
+grouped_attention.register_fake(lambda q, *others: torch.empty_like(q))
