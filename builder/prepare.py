@@ -11,7 +11,7 @@ from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
 from mtpbuild.builder.checks import in_range, needs
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.fingerprint import fingerprint
-from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import Nextn, Plan, choose_drafter, in_order
@@ -117,9 +117,14 @@ def make_plans(
     target = load_target(request.target)
     options = make_options(target, request.options)
     check_target(target, request, options, nextns)
+    style, family = target.style(options), family_of(config)
+    if style.for_gpu and not family.gpu_kernels:
+        raise UsageError(
+            f"{family.name}: its grouped-query attention has no GPU kernel yet: build for the CPU"
+        )
     check_ranks(config, request.ranks)
     check_rank(request)
-    style, capabilities = target.style(options), target.compute_capabilities(request, options)
+    capabilities = target.compute_capabilities(request, options)
     length = sequence_length(config, request)
     dtype = "_bf16" if style.dtype == "bfloat16" else ""
     for asked in nextns:

@@ -21,3 +21,8 @@ class GraphStyle:
     all_kernels: bool = False  # so have the ops of prompts and of mixed acceptance
     spare_windows: int = 1  # windows of rows behind max_seq_len: 2 where steps overlap
     dtype: "FloatType" = "float32"  # of weights, caches and hidden states
+
+    @property
+    def for_gpu(self) -> bool:
+        """Only on a GPU are caches cheaper whole than as the rows in use."""
+        return self.whole_caches

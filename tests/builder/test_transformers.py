@@ -1,7 +1,6 @@
 """Oracle O1: transformers' DeepSeek-V3 on the same checkpoint, in fp32."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 
 from tests.support.checkpoints import SHAPES, load_reference, random_checkpoint
 from tests.support.engines import EngineBuilder, greedy_ids
-from tests.support.transformers_oracle import transformers_greedy, transformers_model
+from tests.support.transformers_oracle import load_modules, transformers_greedy, transformers_model
 
 ATOL = 2e-4
 
@@ -65,20 +64,3 @@ def test_mtp_modules_equal_transformers(tmp_path: Path, modules: int) -> None:
             got = theirs.forward_layer(k, hidden, positions, None, input_ids=following)
             hidden = ours.mtp(k + 1, following, hidden)
             assert (got - hidden).abs().max() < ATOL
-
-
-def load_modules(theirs: Any, ours: Any) -> None:
-    """Our module weights under transformers' names (its loader knows layer 61 only)."""
-    first = ours.config.num_hidden_layers
-    for k, layer in enumerate(theirs.layers):
-        module = ours.model.layers[first + k]
-        experts = module.mlp.experts
-        state = {n: p for n, p in module.state_dict().items() if ".experts." not in n}
-        state["mlp.experts.gate_up_proj"] = torch.stack(
-            [torch.cat([e.gate_proj.weight, e.up_proj.weight]) for e in experts]
-        )
-        state["mlp.experts.down_proj"] = torch.stack([e.down_proj.weight for e in experts])
-        own = {"enorm.weight", "hnorm.weight", "eh_proj.weight"}
-        named = {n if n in own else f"mtp_block.{n}": p for n, p in state.items()}
-        named["post_norm.weight"] = named.pop("mtp_block.shared_head.norm.weight")
-        layer.load_state_dict(named)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime.controls import GREEDY, Controls
@@ -15,7 +15,7 @@ from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput
 class EagerPrograms:
     """The same state as an engine's, in torch tensors that numpy sees too."""
 
-    def __init__(self, plan: Plan, model: DeepseekV3) -> None:
+    def __init__(self, plan: Plan, model: CausalLM) -> None:
         self.lookahead = plan.lookahead
         self.plan = plan
         self.programs = {program.name: program for program in make_programs(plan, model)}

@@ -20,3 +20,20 @@ def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
             torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None
         )
     return out[0, len(prompt) :].tolist()
+
+
+def load_modules(theirs: Any, ours: Any) -> None:
+    """Put our modules' weights into transformers' `MtpModel`, whose loader knows few layer counts."""
+    first = ours.config.num_hidden_layers
+    for k, layer in enumerate(theirs.layers):
+        module = ours.model.layers[first + k]
+        experts = module.mlp.experts
+        state = {n: p for n, p in module.state_dict().items() if ".experts." not in n}
+        state["mlp.experts.gate_up_proj"] = torch.stack(
+            [torch.cat([e.gate_proj.weight, e.up_proj.weight]) for e in experts]
+        )
+        state["mlp.experts.down_proj"] = torch.stack([e.down_proj.weight for e in experts])
+        own = {"enorm.weight", "hnorm.weight", "eh_proj.weight"}
+        named = {n if n in own else f"mtp_block.{n}": p for n, p in state.items()}
+        named["post_norm.weight"] = named.pop("mtp_block.shared_head.norm.weight")
+        layer.load_state_dict(named)

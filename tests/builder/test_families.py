@@ -1,0 +1,386 @@
+"""Every family against transformers, against its own plain model, and with bugs that are planted.
+
+A module's mistakes do not show in the text, for wrong drafts are just rejected: so every step's
+drafts are recomputed, and the modules' hidden states are compared with transformers' where its
+class has modules, or with what is written out here by hand (MiMo).
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mtpbuild.builder.build import build
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.layers import MTPModule, Rope, Rows
+from mtpbuild.builder.models.common.plain import PlainModel
+from mtpbuild.builder.models.config import MTPRules
+from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.runtime.errors import CheckpointError, UsageError
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import load_programs
+from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.families import (
+    FAMILIES,
+    WITH_MODULES,
+    config_of,
+    make_family,
+    save_family,
+)
+from tests.support.forced import Inspectable, Run, Seen
+from tests.support.inductor_engines import compiled_soon
+from tests.support.requests import build_request
+from tests.support.steps import check_family
+from tests.support.transformers_oracle import load_modules, transformers_greedy, transformers_model
+
+ATOL = 2e-4
+CHUNK = 16
+STEPS: list[tuple[int, DrafterName]] = [(2, "mtp-vanilla"), (3, "mtp-eagle")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def oracle(folder: Path, name: str) -> Any:
+    """transformers' model; MiMo's trunk is Qwen2's, whose names its checkpoint has."""
+    if name != "mimo":
+        return transformers_model(folder)
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    raw = json.loads((folder / "config.json").read_text())
+    raw = {key: value for key, value in raw.items() if key not in ("model_type", "architectures")}
+    theta = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
+    model = Qwen2ForCausalLM(Qwen2Config(**raw | {"rope_parameters": theta})).eval()
+    tensors = load_file(folder / "model.safetensors")
+    trunk = {name: tensor for name, tensor in tensors.items() if ".mtp_layers." not in name}
+    model.load_state_dict(trunk)
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_plain_model_equals_transformers(name: str, tmp_path: Path) -> None:
+    ours = make_family(name)
+    folder = save_family(tmp_path / name, name, ours)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 61, (2, 100)))
+    with torch.no_grad():
+        difference = (oracle(folder, name)(tokens).logits - ours.logits(ours.main(tokens))).abs()
+    assert difference.max() < ATOL
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_engines_equal_transformers(name: str, tmp_path: Path, build_engine: EngineBuilder) -> None:
+    """Greedy tokens of nextn 0 are transformers'; those of more are the same, drafts are right."""
+    ours = make_family(name)
+    folder = save_family(tmp_path / name, name, ours)
+    tokens = np.random.default_rng(0).integers(0, 61, 60).tolist()
+    prompts = [tokens[:length] for length in (1, 2, 17, 40)]
+    theirs = oracle(folder, name)
+    wanted = [transformers_greedy(theirs, prompt, 24) for prompt in prompts]
+    assert greedy_ids(build_engine(folder, 0, prefill_chunk=CHUNK), prompts, 24) == wanted
+    for nextn, drafter in STEPS if name in WITH_MODULES else ():
+        engine = build_engine(folder, nextn, drafter, prefill_chunk=CHUNK)
+        assert greedy_ids(engine, prompts, 24) == wanted
+        check_drafts(engine, ours, nextn, drafter)
+
+
+def check_drafts(engine: Path, ours: PlainModel, nextn: int, drafter: DrafterName) -> None:
+    """Every step's drafts are the plain model's; every number of them is accepted somewhere."""
+    programs = load_programs(engine, read_manifest(engine), threads=1)
+    assert isinstance(programs, Inspectable)
+    rng, seen = np.random.default_rng(nextn), Seen()
+    for length in (11, 1, 2, CHUNK, CHUNK + 1, 20):
+        prompt = rng.integers(0, 61, length).tolist()
+        _, saw = Run(programs, ours, nextn, drafter, CHUNK, rng).steps(prompt, 8)
+        seen.accepted |= saw.accepted
+    assert seen.accepted == set(range(1, nextn + 2))
+
+
+@pytest.mark.xdist_group("inductor")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) for name in WITH_MODULES]
+)
+def test_inductor(name: str, tmp_path: Path, build_engine: EngineBuilder) -> None:
+    ours = make_family(name)
+    folder = save_family(tmp_path / name, name, ours)
+    with compiled_soon():
+        engine = build_engine(folder, 3, "mtp-eagle", target="inductor", prefill_chunk=CHUNK)
+    check_drafts(engine, ours, 3, "mtp-eagle")
+
+
+CASES: list[tuple[str, int, DrafterName | None]] = [
+    ("gigachat", 3, "mtp-eagle"),
+    ("glm-flash", 2, "mtp-vanilla"),
+    ("glm-air", 3, "mtp-eagle"),
+    ("glm-4.6", 2, "mtp-vanilla"),
+    ("mimo", 2, "mtp-vanilla"),
+    ("mimo", 3, "mtp-eagle"),
+]
+
+
+@pytest.mark.parametrize(("name", "nextn", "drafter"), CASES)
+def test_every_step_equals_recomputation(
+    name: str, nextn: int, drafter: DrafterName | None
+) -> None:
+    check_family(make_family(name), nextn, drafter)
+
+
+RULES = [
+    MTPRules(trunk_normed=False),
+    MTPRules(recycles_normed=False),
+    MTPRules(zero_first_embedding=True),
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_what_published_engines_do_otherwise_is_one_field(rules: MTPRules) -> None:
+    model = make_family("glm-air")
+    model.config = replace(model.config, mtp=rules)
+    check_family(model, 3, "mtp-eagle")
+    check_family(model, 2, "mtp-vanilla")
+
+
+@pytest.mark.parametrize("name", ["gigachat", "glm-flash", "glm-air", "glm-4.6"])
+def test_modules_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Hidden states and drafts of each module, against transformers' `MtpModel`."""
+    from transformers.modeling_layers import MtpModel
+
+    ours = make_family(name)
+    trunk = transformers_model(save_family(tmp_path / name, name, ours))
+    if name == "glm-flash":  # its configuration knows no modules
+        trunk.config.num_mtp_layers, trunk.config.mtp_mlp_layer_types = 2, ["sparse"] * 2
+    theirs = MtpModel(trunk, 2).eval()
+    load_modules(theirs, ours)
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 61, (1, 30)))
+    with torch.no_grad():
+        hidden = ours.main(tokens)
+        for k in range(2):
+            hidden, following = hidden[:, :-1], tokens[:, k + 1 :]
+            positions = torch.arange(following.shape[1])[None]
+            got = theirs.forward_layer(k, hidden, positions, None, input_ids=following)
+            hidden = ours.mtp(k + 1, following, hidden)
+            assert (got - hidden).abs().max() < ATOL
+            drafts = ours.draft_logits(k + 1, hidden).argmax(-1)
+            assert torch.equal(trunk.lm_head(got).argmax(-1), drafts)
+
+
+def test_a_module_of_mimo_equals_what_is_written_out_here(tmp_path: Path) -> None:
+    """spec/families.md section 6: hidden first, from before the final norm; Qwen2's block."""
+    ours = make_family("mimo")
+    w = load_file(save_family(tmp_path / "mimo", "mimo", ours) / "model.safetensors")
+    c, at, T = config_of("mimo"), "model.mtp_layers.0.", 20
+    H, G, D = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+    tokens = torch.from_numpy(np.random.default_rng(2).integers(0, 61, T + 1))
+    before_norm = torch.randn(T, c["hidden_size"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * w[at + name]
+
+    def turned(x: Tensor) -> Tensor:
+        angles = torch.arange(T)[:, None] * c["rope_theta"] ** (-torch.arange(0, D, 2) / D)
+        a, b = x[:, : D // 2], x[:, D // 2 :]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def attention(x: Tensor) -> Tensor:
+        q, k, v = (
+            (x @ w[f"{at}self_attn.{n}_proj.weight"].T + w[f"{at}self_attn.{n}_proj.bias"])
+            for n in "qkv"
+        )
+        outputs = []
+        for head in range(H):
+            own, shared = slice(head * D, head * D + D), head // (H // G) * D
+            scores = turned(q[:, own]) @ turned(k[:, shared : shared + D]).T / D**0.5
+            p = scores.masked_fill(torch.ones(T, T).triu(1) > 0, float("-inf")).softmax(-1)
+            outputs.append(p @ v[:, shared : shared + D])
+        return torch.cat(outputs, -1) @ w[f"{at}self_attn.o_proj.weight"].T
+
+    embedding = w["model.embed_tokens.weight"][tokens[1:]]
+    halves = [
+        norm(before_norm, "hidden_layernorm.weight"),
+        norm(embedding, "token_layernorm.weight"),
+    ]
+    x = torch.cat(halves, -1) @ w[at + "input_proj.weight"].T
+    x = x + attention(norm(x, "input_layernorm.weight"))
+    y = norm(x, "post_attention_layernorm.weight")
+    inner = F.silu(y @ w[at + "mlp.gate_proj.weight"].T) * (y @ w[at + "mlp.up_proj.weight"].T)
+    x = x + inner @ w[at + "mlp.down_proj.weight"].T
+    logits = norm(x, "final_layernorm.weight") @ w["lm_head.weight"].T
+    with torch.no_grad():
+        g = ours.mtp(1, tokens[None, 1:], before_norm[None])
+        assert (g[0] - x).abs().max() < ATOL
+        assert (ours.draft_logits(1, g)[0] - logits).abs().max() < ATOL
+        # The trunk hands on what its final norm reads.
+        main = ours.main(tokens[None])
+        assert (ours.lm_head(ours.model.norm(main)) - ours.logits(main)).abs().max() == 0
+
+
+def rule(**changes: bool) -> Callable[[CausalLM], None]:
+    """Let the program do otherwise than its family says."""
+
+    def plant(model: CausalLM) -> None:
+        rules = replace(model.config.mtp, **changes)
+        model.config = replace(model.config, mtp=rules)
+        for module in model.mtp:
+            assert isinstance(module, MTPModule)
+            module.rules = rules
+
+    return plant
+
+
+def draft_positions_stand_still(model: CausalLM) -> None:
+    class Still(torch.nn.Module):
+        def __init__(self, rope: Rope) -> None:
+            super().__init__()
+            self.rope = rope
+
+        def forward(self, start: Tensor, tokens: int, base: Tensor | None = None) -> Rows:
+            rows: Rows = self.rope(start if base is None else base, tokens, base)
+            return rows
+
+    model.rope = Still(model.rope)  # type: ignore[assignment]
+
+
+def attention_biases_dropped(model: CausalLM) -> None:
+    attention: Any = model.layers[0].self_attn
+    attention.qkv_bias.zero_()
+
+
+def heads_not_normed(model: CausalLM) -> None:
+    attention: Any = model.layers[0].self_attn
+    attention.k_norm = None
+
+
+def every_value_rotates(model: CausalLM) -> None:
+    c: Any = model.config
+    model.rope = Rope(c.rope, c.head_dim)
+
+
+def module_reads_the_trunks_embedding(model: CausalLM) -> None:
+    model.module(0).embed_tokens = None
+
+
+BUGS: list[tuple[str, Callable[[CausalLM], None]]] = [
+    *((name, rule(hidden_first=True)) for name in ("gigachat", "glm-flash", "glm-air")),
+    *((name, rule(trunk_normed=False)) for name in ("gigachat", "glm-flash", "glm-air")),
+    *((name, rule(recycles_normed=False)) for name in ("gigachat", "glm-flash", "glm-air")),
+    *((name, rule(zero_first_embedding=True)) for name in ("gigachat", "glm-flash", "glm-air")),
+    ("mimo", rule(hidden_first=False)),
+    ("mimo", rule(trunk_normed=True)),
+    ("mimo", rule(recycles_normed=True)),
+    ("mimo", rule(zero_first_embedding=True)),
+    *((name, draft_positions_stand_still) for name in ("gigachat", "glm-flash", "glm-air", "mimo")),
+    ("glm-air", attention_biases_dropped),
+    ("mimo", attention_biases_dropped),
+    ("glm-4.6", heads_not_normed),
+    ("glm-air", every_value_rotates),
+]
+
+
+@pytest.mark.parametrize(("name", "bug"), BUGS)
+def test_the_oracle_catches(name: str, bug: Callable[[CausalLM], None]) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_family(make_family(name), 3, "mtp-eagle", bug)
+
+
+def test_copies_that_differ_are_used(
+    tmp_path: Path, build_engine: EngineBuilder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GLM's first module has an embedding and a head of its own here, its second a true copy."""
+    folder = save_family(tmp_path / "own", "glm-flash", make_family("glm-flash"))
+    tensors = load_file(folder / "model.safetensors")
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    order = torch.randperm(len(head), generator=torch.Generator().manual_seed(0))
+    tensors["model.layers.2.embed_tokens.weight"] = embedding[order].clone()
+    tensors["model.layers.2.shared_head.head.weight"] = head.roll(1, 0)
+    tensors["model.layers.3.embed_tokens.weight"] = embedding.clone()
+    tensors["model.layers.3.shared_head.head.weight"] = head.clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING):
+        engine = build_engine(folder, 2, "mtp-vanilla", prefill_chunk=CHUNK)
+    said = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
+    assert said == [
+        f"note: the {what} stored in model.layers.2 differs from the trunk's: drafts use it"
+        for what in ("embedding", "head")
+    ]
+    ours = load_plain(folder)
+    assert isinstance(ours, PlainModel)
+    programs = load_programs(engine, read_manifest(engine), threads=1)
+    assert isinstance(programs, Inspectable)
+    rng = np.random.default_rng(0)
+    for length in (11, 1, CHUNK + 1):
+        prompt = rng.integers(0, 61, length).tolist()
+        Run(programs, ours, 2, "mtp-vanilla", CHUNK, rng).steps(prompt, 6)
+    check_family(ours, 3, "mtp-eagle", accepts_all=False)
+    with pytest.raises(AssertionError):
+        check_family(ours, 3, "mtp-eagle", module_reads_the_trunks_embedding, accepts_all=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "stripped", "module"),
+    [
+        ("glm-air", "model.layers.2.", "model.layers.2"),
+        ("mimo", "model.mtp_", "model.mtp_layers.0"),
+    ],
+)
+def test_stripped_modules(name: str, stripped: str, module: str, tmp_path: Path) -> None:
+    one = {"num_nextn_predict_layers": 1}
+    folder = save_family(tmp_path / name, name, make_family(name, **one), **one)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(stripped)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    says = f"num_nextn_predict_layers 1, but MTP layer {module} was stripped"
+    with pytest.raises(CheckpointError, match=says):
+        build(build_request(folder, (1,), out=tmp_path / "n1"))
+    assert not (tmp_path / "n1").exists()
+    (built,) = build(build_request(folder, (0,), out=tmp_path / "n0"))
+    assert built.manifest.model.num_nextn_predict_layers == 0
+
+
+@pytest.mark.parametrize("name", ["glm-air", "mimo"])
+def test_targets_for_gpus_refuse_what_they_have_no_kernel_for(name: str, tmp_path: Path) -> None:
+    folder = save_family(tmp_path / name, name, make_family(name))
+    for flags in (
+        {"target": "tensorrt-rtx", "compute_capability": "sm89"},
+        {"target": "tensorrt"},
+        {"target": "inductor", "device": "cuda"},
+    ):
+        with pytest.raises(UsageError, match="grouped-query attention has no GPU kernel yet"):
+            build(build_request(folder, (0,), out=tmp_path / "engine", **flags))
+
+
+def test_which_layers_have_experts() -> None:
+    """A module's own number decides, as a trunk layer's does (issue: is_moe)."""
+    model = make_family("glm-air", num_hidden_layers=3, moe_layer_freq=2, first_k_dense_replace=2)
+    assert model.config.moe_layers == (False, False, True, False, True)
+    listed = {"mlp_layer_types": ["sparse", "dense"], "mtp_mlp_layer_types": ["dense", "sparse"]}
+    assert make_family("glm-flash", **listed).config.moe_layers == (True, False, False, True)
+    check_family(model, 2, "mtp-vanilla")
+    for wrong in (["dense"], ["dense", "moe"], "sparse"):
+        with pytest.raises(CheckpointError, match="mlp_layer_types must be a list of 2 names"):
+            make_family("glm-flash", mlp_layer_types=wrong)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"num_key_value_heads": 4}, "num_attention_heads 6 must be a multiple of num_key_value"),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor makes 3 of head_dim 8 rotate"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor makes 12 of head_dim 8 rotate"),
+        ({"n_group": 4}, "n_routed_experts 6 must split into n_group 4"),
+    ],
+)
+def test_configurations_that_do_not_fit(overrides: dict[str, Any], says: str) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        make_family("glm-air", **overrides)

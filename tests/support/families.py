@@ -1,0 +1,214 @@
+"""Random checkpoints of every family, in odd shapes that have what differs from DeepSeek-V3."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from mtpbuild.builder.models import family_of, find_family
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.plain import PlainModel
+from mtpbuild.builder.models.common.weights import WHOLE
+from mtpbuild.runtime.ranks import ALONE
+from tests.support.checkpoints import BASE, made_of
+
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 0,
+    "eos_token_id": [1, 2],
+}
+LATENT: dict[str, Any] = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+YARN = {
+    "type": "yarn",
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    # no q_lora, values wider than keys, steep YaRN over another theta
+    "gigachat": BASE
+    | SIZES
+    | EXPERTS
+    | LATENT
+    | {
+        "rms_norm_eps": 1e-6,
+        "q_lora_rank": None,
+        "n_routed_experts": 18,
+        "num_experts_per_tok": 4,
+        "routed_scaling_factor": 1.0,
+        "rope_theta": 100000,
+        "rope_scaling": YARN | {"factor": 64, "beta_fast": 32, "beta_slow": 1},
+    },
+    # two shared experts, no modules, the latents' norms with another eps than the others
+    "moonlight": BASE
+    | SIZES
+    | EXPERTS
+    | LATENT
+    | {
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 50000,
+        "rope_scaling": None,
+    },
+    # a step in place of YaRN's ramp
+    "kimi": BASE
+    | SIZES
+    | EXPERTS
+    | LATENT
+    | {
+        "num_nextn_predict_layers": 0,
+        "rope_theta": 50000,
+        "rope_scaling": YARN | {"factor": 32, "beta_fast": 1, "beta_slow": 1},
+    },
+    "glm-flash": SIZES
+    | EXPERTS
+    | LATENT
+    | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "mlp_layer_types": ["dense", "sparse"],
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "partial_rotary_factor": 1.0,
+    },
+    "glm-air": SIZES
+    | EXPERTS
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+    },
+    # queries and keys are normed, more layers are dense
+    "glm-4.6": SIZES
+    | EXPERTS
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+        "n_routed_experts": 18,
+    },
+    "mimo": SIZES
+    | {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "mimo",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "attention_bias": True,
+        "rope_theta": 640000,
+        "rope_scaling": None,
+    },
+}
+WITH_MODULES = [name for name, config in FAMILIES.items() if config["num_nextn_predict_layers"]]
+
+
+def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainModel:
+    """Make a plain model in which a fixed permutation of token v mostly follows it.
+
+    Trunk and modules both see it, so natural drafts are often, not always, accepted.
+    """
+    raw = config_of(name, **overrides)
+    family = find_family(raw)
+    torch.manual_seed(seed)
+    model = family.reference(family.parse_config(raw)).eval()
+    assert isinstance(model, PlainModel)
+    spread(model)
+    return model
+
+
+@torch.no_grad()
+def spread(model: PlainModel) -> None:
+    """Random weights whose logits are spread: near-ties are rare."""
+    c = model.config
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(std=0.35)
+        else:
+            parameter.uniform_(0.5, 1.5)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith((".bias", "e_score_correction_bias")):
+            tensor.uniform_(-0.3, 0.3)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(0.12)
+    embedding = model.model.embed_tokens.weight
+    assert isinstance(embedding, nn.Parameter)
+    embedding.normal_()
+    model.lm_head.weight[torch.randperm(c.vocab_size)] += embedding
+    for k in range(1, c.num_nextn_predict_layers + 1):
+        module = model.module(k)
+        joined = module.input_proj if c.mtp.hidden_first else module.eh_proj
+        assert isinstance(joined, nn.Linear)
+        joined.weight.normal_(std=0.1)
+        half = c.hidden_size if c.mtp.hidden_first else 0
+        joined.weight[:, half : half + c.hidden_size] += torch.eye(c.hidden_size)
+
+
+def config_of(name: str, **overrides: Any) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in (FAMILIES[name] | overrides).items()
+        if value is not None or key == "q_lora_rank"
+    }
+
+
+def save_family(folder: Path, name: str, model: PlainModel, **overrides: Any) -> Path:
+    """Write config.json and model.safetensors as the family's repositories have them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_of(name, **overrides)))
+    tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def lower_family(reference: PlainModel) -> CausalLM:
+    """Make the program's model with the plain model's weights, through the table of weights."""
+    tensors, family = reference.state_dict(), family_of(reference.config)
+    model = family.make_model(reference.config, ALONE)
+    table = family.weight_table(reference.config, WHOLE)
+    model.load_state_dict({weight.name: made_of(weight, tensors) for weight in table}, assign=True)
+    return model.eval()
