@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder import plan
 from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
+from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
 from mtpbuild.builder.checks import in_range, needs
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.fingerprint import fingerprint
@@ -77,17 +78,34 @@ def prepare(request: BuildRequest) -> Job:
     """Check a request; raises UsageError, CheckpointError or BuildError with what is wrong."""
     target = load_target(request.target)
     source, config = find_source(request)
-    ids = generation_ids(source.folder, config)
-    plans = dict(make_plans(config, request, source.engine))
+    note_length(config, request)
+    ids, plans = check_small_files(request, source, config)
     prints = {
         out: fingerprint(source.folder, plan, request.target, request.layers)
         for out, plan in plans.items()
     }
-    for out in plans:
-        layout.check_place(out, source.name, force=request.force)
-        if request.rank is not None:
+    if request.rank is not None:
+        for out in plans:
             layout.check_ranks(out, prints[out], force=request.force)
     return Job(request, source, config, ids, target, plans, prints)
+
+
+def check_without_weights(request: BuildRequest, source: Source) -> None:
+    """Make the checks of `prepare` for which a checkpoint's weights need not be there."""
+    source, config = of_layers(request, source)
+    check_small_files(request, source, config)
+
+
+def check_small_files(
+    request: BuildRequest, source: Source, config: ModelConfig
+) -> tuple[GenerationIds, dict[Path, Plan]]:
+    """Token ids and plans, from what lies beside a checkpoint's weights."""
+    ids = generation_ids(source.folder, config)
+    refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
+    plans = dict(make_plans(config, request, source.engine))
+    for out in plans:
+        layout.check_place(out, source.name, force=request.force)
+    return ids, plans
 
 
 def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
@@ -101,7 +119,10 @@ def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
 
 def find_source(request: BuildRequest) -> tuple[Source, ModelConfig]:
     """The model, or what is to be seen of it; a slice has a name of its own."""
-    source = find_model(request.model, request.checkpoint)
+    return of_layers(request, find_model(request.model, request.checkpoint, request.revision))
+
+
+def of_layers(request: BuildRequest, source: Source) -> tuple[Source, ModelConfig]:
     config = load_config(source.folder)
     if request.layers is None:
         return source, config
@@ -180,15 +201,18 @@ def check_rank(request: BuildRequest) -> None:
 
 
 def sequence_length(config: ModelConfig, request: BuildRequest) -> int:
-    """Return what was asked for, or the default; log a note beyond what the model says."""
+    """Return what was asked for, or the default."""
+    limit = config.max_position_embeddings
+    return min(limit, DEFAULT_MAX_SEQ_LEN) if request.max_seq_len is None else request.max_seq_len
+
+
+def note_length(config: ModelConfig, request: BuildRequest) -> None:
+    """Log a note about a length beyond what the model says."""
     length, limit = request.max_seq_len, config.max_position_embeddings
-    if length is None:
-        return min(limit, DEFAULT_MAX_SEQ_LEN)
-    if length > limit:
+    if length is not None and length > limit:
         logging.getLogger(__name__).warning(
             "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
             "what the model says there is untested",
             length,
             limit,
         )
-    return length

@@ -1,8 +1,13 @@
-"""Recipes: inert TOML data that names a model, its engine and where its checkpoint is."""
+"""Recipes: inert TOML data that names a model, its engine and where its checkpoint is.
+
+Here is also what else `--model` may name: a folder, or a repository of Hugging Face.
+"""
 
 import difflib
 import os
+import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -10,6 +15,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mtpbuild.builder.checkpoint.hub_cache import cached_snapshot
+from mtpbuild.builder.checkpoint.readable import refuse_folder
 from mtpbuild.runtime.errors import (
     CheckpointError,
     MissingWeightsError,
@@ -19,6 +26,9 @@ from mtpbuild.runtime.errors import (
 
 CHECKPOINTS = Path("checkpoints")  # of the current folder
 TARGET = "onnxruntime"  # that all else is built for
+REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # OWNER/NAME
+# What repositories of one model append to its name for the format that its weights are in.
+FORMAT = re.compile(r"[-_.](gguf|awq|gptq|bnb|bf16|fp8|fp4|nvfp4|int8|int4|[48]-?bit).*", re.I)
 
 
 class Recipe(BaseModel):
@@ -34,34 +44,67 @@ class Recipe(BaseModel):
     target: str = TARGET  # that it is built for, unless --target says another
     shipped: bool = False  # the weights are in that folder too
     repository: str | None = None  # of Hugging Face
+    download: int | None = None  # GB of what a build reads of it
     made_from: str | None = None  # the recipe that `mtpbuild quantize` makes it from
 
     @property
     def config_folder(self) -> Path:
         return recipe_folder() / self.config
 
-    def find_weights(self) -> Path:
-        """The checkpoint's folder; raises MissingWeightsError that says how to get it."""
-        here = CHECKPOINTS / self.name
-        cached = None if self.repository is None else cached_snapshot(self.repository)
-        places = (self.config_folder if self.shipped else None, here, cached)
-        for place in places:
-            if place is not None and (place / "config.json").is_file():
-                return place
-        command = f"mtpbuild quantize --model {self.made_from} --to {self.layout} --out {here}"
-        if self.repository is not None:
-            command = f"hf download {self.repository} --local-dir {here}"
-        how = f"`{command}`, or name their folder with --checkpoint"
-        raise MissingWeightsError(f"{self.name} has no weights here: {how}")
+    @property
+    def summary(self) -> str:
+        """The description, and how much is to be downloaded."""
+        size = "" if self.download is None else f"; {self.download} GB"
+        return self.description + size
 
 
 @dataclass(frozen=True)
 class Source:
-    """The model to build: a recipe's or a folder's checkpoint."""
+    """The model to build, and the folder with its checkpoint."""
 
     name: str
     engine: str
     folder: Path
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `--model` names, whether its weights are on this machine or not.
+
+    It is a recipe, a folder or a repository; a recipe has a repository or is made here.
+    """
+
+    name: str
+    engine: str
+    recipe: Recipe | None = None
+    folder: Path | None = None
+    repository: str | None = None
+
+    def find_weights(self, revision: str | None = None) -> Path | None:
+        """The checkpoint's folder; revision: of the repository, so that no other place will do."""
+        if self.folder is not None:
+            return self.folder
+        if self.recipe is not None and revision is None:
+            here = CHECKPOINTS / self.name
+            for place in (self.recipe.config_folder if self.recipe.shipped else None, here):
+                if place is not None and (place / "config.json").is_file():
+                    return place
+        return None if self.repository is None else cached_snapshot(self.repository, revision)
+
+    def missing(self, revision: str | None = None) -> MissingWeightsError:
+        """What to do about weights that are not here."""
+        if self.recipe is not None and self.recipe.made_from is not None:
+            command = f"mtpbuild quantize --model {self.recipe.made_from} --to {self.recipe.layout}"
+            how = f"`{command} --out {CHECKPOINTS / self.name}`, or name their folder with"
+            return MissingWeightsError(f"{self.name} has no weights here: {how} --checkpoint")
+        flags = "" if revision is None else f" --revision {revision}"
+        what = self.name if self.recipe else f"{self.name}: no such folder, and the repository"
+        size = self.recipe.download if self.recipe else None
+        return MissingWeightsError(
+            f"{what} is not downloaded here: `mtpbuild build --model {self.name}{flags}` or "
+            f"`hf download {self.repository}{flags}` fetches it{f' ({size} GB)' if size else ''}, "
+            "or name a folder that has it with --checkpoint"
+        )
 
 
 def recipe_folder() -> Path:
@@ -86,28 +129,53 @@ def parse_recipe(path: Path) -> Recipe:
         raise CheckpointError(f"{path}: {key}: {first['msg']}{hint}") from None
 
 
-def find_model(model: str, checkpoint: Path | None = None) -> Source:
-    """A recipe with its weights, from `checkpoint` if given, or a checkpoint folder.
+def find_model(model: str, checkpoint: Path | None = None, revision: str | None = None) -> Source:
+    """A model with its weights, from `checkpoint` if given; nothing is downloaded.
 
     Raises UnknownRecipeError with the known names, MissingWeightsError with what to do.
     """
+    named = name_model(model)
+    if checkpoint is not None and named.folder is not None:
+        raise UsageError(
+            f"--checkpoint holds a recipe's or a repository's weights; --model {model} is neither"
+        )
+    if revision is not None and (checkpoint is not None or named.repository is None):
+        raise UsageError("--revision is of a Hugging Face repository; the weights are a folder's")
+    folder = checkpoint or named.find_weights(revision)
+    if folder is None:
+        raise named.missing(revision)
+    refuse_folder(folder, instead_of(named.repository or folder.resolve().name))
+    return Source(named.name, named.engine, folder)
+
+
+def name_model(model: str) -> Model:
+    """A recipe, by its name or by its repository's; a folder; a repository. In this order.
+
+    A folder wins over a repository of its name. Raises UnknownRecipeError.
+    """
     recipe = find_recipe(model)
     if recipe is not None:
-        return Source(recipe.name, recipe.engine, checkpoint or recipe.find_weights())
-    if checkpoint is not None:
-        raise UsageError(f"--checkpoint holds a recipe's weights; --model {model} is none")
+        return Model(recipe.name, recipe.engine, recipe=recipe, repository=recipe.repository)
     folder = Path(model)
     if os.path.isdir(folder):  # never raises, however odd the name
         name = folder.resolve().name
-        return Source(name, name, folder)
+        return Model(name, name, folder=folder)
+    if REPOSITORY.fullmatch(model):
+        return Model(model, model.partition("/")[2], repository=model)
     known = ", ".join(recipe.name for recipe in load_recipes())
     raise UnknownRecipeError(
-        f"{model!r} is neither a recipe nor a checkpoint folder; recipes: {known}"
+        f"{model!r} is neither a recipe nor a checkpoint folder, nor OWNER/NAME of a Hugging Face "
+        f"repository; recipes: {known}"
     )
 
 
 def find_recipe(name: str) -> Recipe | None:
-    return next((recipe for recipe in load_recipes() if recipe.name == name), None)
+    """The recipe of that name, or whose repository it is."""
+    recipes = load_recipes()
+    by_name = {recipe.name: recipe for recipe in recipes}
+    if name in by_name or os.path.isdir(name):
+        return by_name.get(name)
+    return next((recipe for recipe in recipes if recipe.repository == name), None)
 
 
 def default_target(model: str) -> str:
@@ -116,12 +184,19 @@ def default_target(model: str) -> str:
     return TARGET if recipe is None else recipe.target
 
 
-def cached_snapshot(repository: str) -> Path | None:
-    """A repository's newest download in the cache of huggingface_hub, if there is one."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    folder = cache / f"models--{repository.replace('/', '--')}"
-    try:
-        return folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
-    except OSError:
-        return None
+def instead_of(name: str, made_from: Sequence[str] = ()) -> str:
+    """The end of a line that refuses a model's format: what to build in its place, if known.
+
+    name: its folder's or repository's; made_from: what its card says.
+    """
+    own, recipes = model_of(name), {r.repository: r for r in load_recipes() if r.repository}
+    same = [r for r in recipes if r != name and (r in made_from or model_of(r) == own)]
+    if same:  # of several, the one in the format that its makers chose: its name says none
+        best = min(same, key=lambda r: (r not in made_from, len(r.partition("/")[2])))
+        return f"; --model {recipes[best].name} ({best}) is the same model"
+    return f"; it was made from --model {made_from[0]}" if made_from else ""
+
+
+def model_of(name: str) -> str:
+    """A folder's or repository's name without its owner and the format of its weights."""
+    return FORMAT.sub("", name.rpartition("/")[2]).casefold()

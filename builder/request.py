@@ -23,7 +23,7 @@ class BuildRequest:
     target: str = "onnxruntime"
     out: Path | None = None
     force: bool = False
-    checkpoint: Path | None = None  # of a recipe's weights; else where the recipe finds them
+    checkpoint: Path | None = None  # of a recipe's or repository's weights; else they are found
     ranks: Ranks = field(default_factory=Ranks)
     rank: int | None = None  # to build alone; None: all of them
     layers: LayersSlice | None = None
@@ -31,3 +31,4 @@ class BuildRequest:
     options: Mapping[str, Any] = field(
         default_factory=dict
     )  # the target's flags, as they were said
+    revision: str | None = None  # branch, tag or commit of the repository

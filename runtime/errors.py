@@ -3,9 +3,10 @@
 MtpbuildError
 ├── UsageError               the call itself is wrong: exit code 2
 │   ├── RequestError         a prompt or sampling parameter that the engine can't take
-│   └── UnknownRecipeError   a model that is neither a recipe nor a folder
+│   └── UnknownRecipeError   a model that is no recipe, folder or repository
 ├── CheckpointError          config.json, safetensors or tokenizer files of the source model
-│   └── MissingWeightsError  a recipe whose weights are not on this machine
+│   ├── MissingWeightsError  a model whose weights are not on this machine
+│   └── DownloadError        a repository that can't be fetched
 ├── BuildError               the build can't be done or was stopped
 └── EngineError              an engine directory that can't be run
     ├── EngineFormatError    engine.json missing, damaged or of another format version
@@ -32,7 +33,7 @@ class RequestError(UsageError):
 
 
 class UnknownRecipeError(UsageError):
-    """A model that is neither a recipe nor a checkpoint folder."""
+    """A model that is neither a recipe nor a checkpoint folder, nor OWNER/NAME."""
 
 
 class CheckpointError(MtpbuildError):
@@ -40,7 +41,11 @@ class CheckpointError(MtpbuildError):
 
 
 class MissingWeightsError(CheckpointError):
-    """A recipe whose weights are not on this machine."""
+    """A model whose weights are not on this machine."""
+
+
+class DownloadError(CheckpointError):
+    """A repository of Hugging Face can't be fetched."""
 
 
 class BuildError(MtpbuildError):

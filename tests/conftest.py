@@ -12,6 +12,8 @@ from filelock import FileLock
 from tests.support.engines import EngineBuilder
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test reaches for the network,
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:1"  # and one that did would find nobody
 if "PYTEST_XDIST_WORKER" in os.environ:  # a core each: threads that spin take the others' time
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 if shutil.which("nvidia-smi") is None:  # Triton asks when it is imported

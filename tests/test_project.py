@@ -47,8 +47,10 @@ OUTSIDE = {
         "typer",
     },
 }
-# Loaded for engines of its target alone.
+# Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {
+    "mtpbuild.builder.hub": {"httpx2", "huggingface_hub"},
+} | {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
     for name in (
         "group.channel",
@@ -156,6 +158,18 @@ def test_what_comes_from_outside() -> None:
         allowed = STDLIB | OUTSIDE[part_of(module)] | own | {"mtpbuild"}
         for name in imports(path, module_level=True):
             assert name.split(".")[0] in allowed, f"{path} imports {name} at module level"
+
+
+def test_only_a_download_imports_the_hubs_client() -> None:
+    """`hub` alone names it, `download` alone names `hub`, and `build` when it runs."""
+    users = {"huggingface_hub": {"hub"}, "httpx2": {"hub"}, "mtpbuild.builder.hub": {"download"}}
+    users["mtpbuild.builder.download"] = {"cli.build"}
+    for module, path in sources():
+        everywhere, at_once = (imports(path, module_level=level) for level in (False, True))
+        for name in set(everywhere) & users.keys():
+            assert module.removeprefix("mtpbuild.builder.") in users[name], f"{path}: {name}"
+        late = set(at_once) & {"mtpbuild.builder.hub", "mtpbuild.builder.download"}
+        assert not late, f"{path} imports {late} at module level"
 
 
 def test_ops_need_torch_alone() -> None:

@@ -34,13 +34,23 @@ def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
     index = _read_index(path) if path.is_file() else None
     if index is None and not (folder / SINGLE).is_file():
         raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
+    shards = [folder / name for name in _names(path, index)]
+    _refuse_incomplete(folder, shards, None if index is None else index.total_size)
+    return shards, index
+
+
+def shard_names(folder: Path) -> list[str]:
+    """The files that hold a checkpoint's weights, whether they are there or not."""
+    path = folder / INDEX
+    return _names(path, _read_index(path) if path.is_file() else None)
+
+
+def _names(path: Path, index: Index | None) -> list[str]:
     names = sorted(set(index.shards.values())) if index is not None else [SINGLE]
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{path}: shard {name!r} is not a file name")
-    shards = [folder / name for name in names]
-    _refuse_incomplete(folder, shards, None if index is None else index.total_size)
-    return shards, index
+    return names
 
 
 def _read_index(path: Path) -> Index:

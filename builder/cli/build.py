@@ -17,7 +17,9 @@ TargetFlags: Any = make_target_flags()
 @error_line
 @grouped
 def build(
-    model: Annotated[str, Option(help="Recipe name or checkpoint folder.")],
+    model: Annotated[
+        str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME of Hugging Face.")
+    ],
     compat: CompatFlags,
     target_flags: TargetFlags,
     ranks: RankFlags,
@@ -34,7 +36,8 @@ def build(
     rank: int | None = flag(None, "Build this rank alone, from 0; default: all that lack."),
     out: Path | None = flag(None, "Engine directory; with several nextn, their parent."),
     force: bool = flag(False, "Rebuild, and replace another model's engine."),
-    checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
+    checkpoint: Path | None = flag(None, "Folder with the recipe's or repository's weights."),
+    revision: str | None = flag(None, "Branch, tag or commit of the repository. Default: main."),
     layers: str | None = flag(
         None, "Main layers to build, 0-3, and the modules: to try a big checkpoint."
     ),
@@ -44,6 +47,7 @@ def build(
     from mtpbuild.builder.build import build
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.cli.tables import print_engines, print_stages
+    from mtpbuild.builder.download import download
     from mtpbuild.builder.dry_run import dry_run as run_dry
     from mtpbuild.builder.dry_run import print_dry_run
     from mtpbuild.builder.recipe import default_target
@@ -73,7 +77,10 @@ def build(
         layers=None if layers is None else parse_layers(layers),
         dry_run=dry_run,
         options=said(target_flags),
+        revision=revision,
     )
+    if not dry_run:
+        download(request)  # it shows bars of its own, so before the stages are shown
     with progress("reading the checkpoint") as watch:
         stages = Stages(watch)
         foreseen = run_dry(request, stages) if dry_run else None

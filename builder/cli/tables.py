@@ -18,7 +18,7 @@ def print_recipes() -> None:
     """A line for each model that can be built by name."""
     table = Table("model", "engine", "description")
     for recipe in load_recipes():
-        table.add_row(recipe.name, f"engines/{recipe.engine}_n<nextn>", recipe.description)
+        table.add_row(recipe.name, f"engines/{recipe.engine}_n<nextn>", recipe.summary)
     Console().print(table)
 
 

@@ -353,7 +353,8 @@ def test_unknown_models(tmp_path: Path) -> None:
         with pytest.raises(UnknownRecipeError) as caught:
             build(BuildRequest(name))
         assert str(caught.value).endswith(
-            f"is neither a recipe nor a checkpoint folder; recipes: {known}"
+            "is neither a recipe nor a checkpoint folder, nor OWNER/NAME of a Hugging Face "
+            f"repository; recipes: {known}"
         )
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         build(BuildRequest(str(tmp_path)))

@@ -4,9 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from mtpbuild.builder.checkpoint.shards import INDEX
 from mtpbuild.builder.quantize.scheme import SCHEMES
-from mtpbuild.builder.recipe import default_target, find_model, find_recipe, load_recipes
-from mtpbuild.runtime.errors import MissingWeightsError, UsageError
+from mtpbuild.builder.recipe import (
+    default_target,
+    find_model,
+    find_recipe,
+    instead_of,
+    load_recipes,
+    name_model,
+)
+from mtpbuild.runtime.errors import MissingWeightsError, UnknownRecipeError, UsageError
 from mtpbuild.runtime.targets import names
 from tests.support.checkpoints import load_config
 from tests.support.invoke import invoke
@@ -45,6 +53,7 @@ def test_each_has_a_configuration_a_layout_and_a_source() -> None:
         assert recipe.layout in SCHEMES
         assert recipe.target in names()
         assert [recipe.shipped, bool(recipe.repository), bool(recipe.made_from)].count(True) == 1
+        assert (recipe.download is None) == (recipe.repository is None)
         assert recipe.made_from is None or find_recipe(recipe.made_from) is not None
 
 
@@ -60,9 +69,12 @@ def test_without_weights() -> None:
     code, out, err = invoke("build", "--model", "deepseek-r1-fp4")
     assert (code, out) == (1, "")
     assert err == (
-        "error: deepseek-r1-fp4 has no weights here: `hf download nvidia/DeepSeek-R1-FP4 "
-        "--local-dir checkpoints/deepseek-r1-fp4`, or name their folder with --checkpoint\n"
+        "error: deepseek-r1-fp4 is not downloaded here: `mtpbuild build --model deepseek-r1-fp4` "
+        "or `hf download nvidia/DeepSeek-R1-FP4` fetches it (424 GB), or name a folder that has it "
+        "with --checkpoint; HF_HUB_OFFLINE is set, so nothing is fetched\n"
     )
+    _, _, dry = invoke("build", "--model", "nvidia/DeepSeek-R1-FP4", "--dry-run")
+    assert dry == err.replace("; HF_HUB_OFFLINE is set, so nothing is fetched", "")
     _, _, err = invoke("build", "--model", "deepseek-tiny-int4")
     assert "`mtpbuild quantize --model deepseek-tiny --to int4 --out checkpoints/deepseek" in err
 
@@ -74,17 +86,80 @@ def test_where_weights_are_found(tmp_path: Path) -> None:
     snapshot = tmp_path / "hf" / "hub" / R1 / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").touch()
+    (snapshot / INDEX).write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
+    (snapshot / "1.safetensors").touch()
+    (snapshot / "2.safetensors").touch()
     with pytest.raises(MissingWeightsError):  # nothing says which snapshot
         find_model("deepseek-r1")
+    assert find_model("deepseek-r1", revision="abc").folder == snapshot
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc\n")
     assert find_model("deepseek-r1").folder == snapshot
+    (snapshot / "2.safetensors").unlink()
+    with pytest.raises(MissingWeightsError):  # a download that was not finished
+        find_model("deepseek-r1")
+    (snapshot / "2.safetensors").touch()
     local = tmp_path / "checkpoints" / "deepseek-r1"
     local.mkdir(parents=True)
     (local / "config.json").touch()
     assert find_model("deepseek-r1").folder.resolve() == local
+    assert find_model("deepseek-r1", revision="main").folder == snapshot
 
 
-def test_checkpoint_goes_with_a_recipe(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--checkpoint holds a recipe's weights; --model "):
+def test_what_checkpoint_and_revision_go_with(tmp_path: Path) -> None:
+    given = find_model("some/model", tmp_path)
+    assert (given.name, given.engine, given.folder) == ("some/model", "model", tmp_path)
+    with pytest.raises(UsageError, match="--checkpoint holds a recipe's or a repository's weights"):
         find_model(str(tmp_path), tmp_path)
+    for model, checkpoint in ((str(tmp_path), None), ("deepseek-tiny", None), ("a/b", tmp_path)):
+        with pytest.raises(UsageError, match="--revision is of a Hugging Face repository"):
+            find_model(model, checkpoint, "main")
+
+
+def test_a_name_is_a_recipe_a_folder_or_a_repository(tmp_path: Path) -> None:
+    """A folder wins over a repository, and a recipe names its repository."""
+    named = name_model("deepseek-ai/DeepSeek-R1")
+    assert (named.name, named.engine) == ("deepseek-r1", "r1_fp8")
+    assert default_target("nvidia/DeepSeek-R1-FP4") == "tensorrt"
+    named = name_model("some/Model-1.5")
+    assert (named.name, named.engine, named.repository) == (
+        "some/Model-1.5",
+        "Model-1.5",
+        "some/Model-1.5",
+    )
+    for name in ("some/Model-1.5", "deepseek-ai/DeepSeek-R1", "deepseek-tiny"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("some/Model-1.5", "deepseek-ai/DeepSeek-R1"):
+        named = name_model(name)
+        assert (named.folder, named.repository) == (Path(name), None)
+        assert (named.name, named.engine) == (Path(name).name, Path(name).name)
+    assert name_model("deepseek-tiny").recipe is not None
+    for name in ("a/b/c", "/a", "a/", "../a", "~/a", "a b/c", "ä/b"):
+        with pytest.raises(UnknownRecipeError, match="nor OWNER/NAME of a Hugging Face repository"):
+            name_model(name)
+
+
+def test_a_repository_that_is_not_here() -> None:
+    with pytest.raises(MissingWeightsError) as caught:
+        find_model("some/model", revision="v1")
+    assert str(caught.value) == (
+        "some/model: no such folder, and the repository is not downloaded here: `mtpbuild build "
+        "--model some/model --revision v1` or `hf download some/model --revision v1` fetches it, "
+        "or name a folder that has it with --checkpoint"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "made_from", "says"),
+    [
+        ("unsloth/DeepSeek-R1-GGUF", (), "; --model deepseek-r1 (deepseek-ai/DeepSeek-R1) is the"),
+        ("DeepSeek-R1-0528-AWQ", (), "; --model deepseek-r1-0528 ("),
+        ("some/other", ("deepseek-ai/DeepSeek-V3",), "; --model deepseek-v3 ("),
+        ("some/other-4bit", ("some/other",), "; it was made from --model some/other"),
+        ("some/other-GGUF", (), ""),
+    ],
+)
+def test_what_may_be_built_instead(name: str, made_from: tuple[str, ...], says: str) -> None:
+    found = instead_of(name, made_from)
+    assert found.startswith(says)
+    assert bool(found) == bool(says)

@@ -115,7 +115,7 @@ def test_a_recipe_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     without = replace(case(), checkpoint="deepseek-r1")
     found = check(PLAIN, without)
     assert found.verdict == "not checked"
-    assert "deepseek-r1 has no weights here: `hf download" in found.detail
+    assert "deepseek-r1 is not downloaded here: `mtpbuild build" in found.detail
     request = module.VerifyRequest(Path("e"), model="deepseek-r1")
     assert no_baseline(request, without.engine.manifest) == found.detail
 

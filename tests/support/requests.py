@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder import build as pipeline
+from mtpbuild.builder import download
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.ranks import Ranks
@@ -18,7 +19,7 @@ OWN = {field.name for field in fields(BuildRequest)}
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[BuildRequest]]:
-    """Let the command build nothing; collect what it would have built."""
+    """Let the command download and build nothing; collect what it would have built."""
     seen = list[BuildRequest]()
 
     def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
@@ -27,6 +28,7 @@ def noted() -> Iterator[list[BuildRequest]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "build", build)
+        patch.setattr(download, "download", lambda request: None)
         yield seen
 
 

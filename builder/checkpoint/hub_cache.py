@@ -1,0 +1,58 @@
+"""The cache in which huggingface_hub keeps repositories, read without it.
+
+models--OWNER--NAME/refs/main             the commit that a branch or tag was when it was fetched
+models--OWNER--NAME/snapshots/COMMIT/...  links to the files' contents in models--OWNER--NAME/blobs
+"""
+
+import os
+from pathlib import Path
+
+from mtpbuild.builder.checkpoint.shards import shard_names
+from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.runtime.errors import CheckpointError
+
+MAIN = "main"
+
+
+def cache_folder() -> Path:
+    """Where huggingface_hub has its cache; the variables are its own."""
+    env = os.environ
+    default = env.get("XDG_CACHE_HOME") or "~/.cache"
+    home = env.get("HF_HOME") or os.path.join(default, "huggingface")
+    named = env.get("HF_HUB_CACHE") or env.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(named)))
+
+
+def repository_folder(repository: str) -> Path:
+    return cache_folder() / f"models--{repository.replace('/', '--')}"
+
+
+def cached_snapshot(repository: str, revision: str | None = None) -> Path | None:
+    """A download that has configuration and all weights; revision: branch, tag or commit."""
+    folder = repository_folder(repository)
+    commit = _read_ref(folder, revision or MAIN) or revision
+    snapshot = None if commit is None else folder / "snapshots" / commit
+    return snapshot if snapshot is not None and _is_complete(snapshot) else None
+
+
+def write_ref(repository: str, revision: str, commit: str) -> None:
+    """Note which commit a branch or tag was, now that its files are here."""
+    path = repository_folder(repository) / "refs" / revision
+    if revision != commit:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(commit, encoding="utf-8")
+
+
+def _read_ref(folder: Path, revision: str) -> str | None:
+    try:
+        return (folder / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _is_complete(snapshot: Path) -> bool:
+    try:
+        names = (CONFIG, *shard_names(snapshot))
+        return all((snapshot / name).is_file() for name in names)
+    except (CheckpointError, OSError, ValueError):
+        return False

@@ -1,0 +1,85 @@
+"""What a build can't read of a checkpoint, told by its files' names and its config.json alone.
+
+A folder and a repository that is not downloaded yet are refused by the same lines.
+"""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
+from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.runtime.errors import CheckpointError
+
+MODELOPT = "hf_quant_config.json"
+TIKTOKEN, TOKENIZER = "tiktoken.model", "tokenizer.json"
+SUPPORTED = (
+    "supported: none (bf16, fp16, fp32), DeepSeek's fp8 with weight_block_size [128, 128], "
+    "ModelOpt's NVFP4, and what `mtpbuild quantize` writes"
+)
+
+
+def refuse_folder(folder: Path, instead: str = "") -> None:
+    """Refuse a folder's weights; one that can't be looked at is left to who reads it.
+
+    instead: what may be built in its place, as the end of the line.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    refuse_gguf(str(folder), names, instead)
+    refuse_quantised(str(folder), folder, instead)
+
+
+def refuse_gguf(where: str, names: Collection[str], instead: str = "") -> None:
+    """Refuse GGUF files if there is nothing beside them that can be read."""
+    if SINGLE in names or INDEX in names:
+        return
+    if any(name.endswith(".gguf") for name in names):
+        raise CheckpointError(f"{where}: GGUF is not read, only safetensors{instead}")
+
+
+def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
+    """Refuse weights in a format that is not read, as config.json (or ModelOpt's file) names it."""
+    raw = _object(folder / CONFIG).get("quantization_config")
+    quantised: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
+    modelopt = _object(folder / MODELOPT).get("quantization")
+    if isinstance(modelopt, dict):
+        quantised = {"quant_method": "modelopt", **modelopt, **quantised}
+    method = quantised.get("quant_method")
+    if (method is None and not quantised) or method == "mtpbuild":
+        return
+    format = str(method)
+    if method == "modelopt":
+        if (algorithm := quantised.get("quant_algo")) == "NVFP4":
+            return
+        format = f"modelopt {algorithm}"
+    elif method == "fp8":
+        if (blocks := quantised.get("weight_block_size")) == [128, 128]:
+            return
+        format = f"fp8 with weight_block_size {blocks}" if blocks else "fp8 without blocks"
+    raise CheckpointError(
+        f"{where}: weights quantised as {format} are not read; {SUPPORTED}{instead}"
+    )
+
+
+def refuse_tokenizer(where: str, names: Collection[str]) -> None:
+    """Refuse a tokenizer of tiktoken's kind without the one that an engine needs."""
+    if TIKTOKEN in names and TOKENIZER not in names:
+        raise CheckpointError(
+            f"{where}: {TIKTOKEN} is not read: put a {TOKENIZER} with equal ids beside it (made "
+            "with transformers' convert_slow_tokenizer, say), in a local folder that --model or "
+            "--checkpoint names"
+        )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is none, which who needs the file will say."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return raw if isinstance(raw, dict) else {}

@@ -1,0 +1,214 @@
+"""A repository of Hugging Face: its files, and how they come into huggingface_hub's cache.
+
+Small files are fetched by `hf_hub_download`, which begins an interrupted file anew. Weights are
+fetched beside it, into the place where it would put them, so that they go on where they stopped.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from httpx2 import HTTPError
+from huggingface_hub import HfApi, constants, errors, hf_hub_download, hf_hub_url
+from huggingface_hub.file_download import http_get
+from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub.utils._fixes import WeakFileLock
+from huggingface_hub.utils._headers import build_hf_headers
+
+from mtpbuild.builder.checkpoint.hub_cache import cache_folder, repository_folder
+from mtpbuild.runtime.errors import DownloadError
+
+NAME = "mtpbuild"  # as which we ask
+GOES_ON = "what has been fetched stays, and the same command goes on from there"
+
+
+class OfflineError(DownloadError):
+    """HF_HUB_OFFLINE forbids to ask."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """One commit of a repository, and its place in the cache."""
+
+    name: str
+    commit: str
+    files: Mapping[str, RepoSibling]
+    made_from: tuple[str, ...]  # the repositories of its base models
+
+    @property
+    def cache(self) -> Path:
+        return cache_folder()
+
+    @property
+    def folder(self) -> Path:
+        return repository_folder(self.name) / "snapshots" / self.commit
+
+    def fetch(self, name: str) -> None:
+        """Put a file into the folder; one that is there already is left alone."""
+        with one_line(self.name, self.commit):
+            hf_hub_download(
+                self.name,
+                name,
+                revision=self.commit,
+                cache_dir=self.cache,
+                endpoint=endpoint(),
+                library_name=NAME,
+            )
+
+    def fetch_weights(self, name: str) -> None:
+        """Put a large file into the folder; what was fetched of it before is not fetched again."""
+        blob, size = self._blob(name), self.files[name].size
+        # Larger files are given out by another protocol alone, which huggingface_hub has.
+        if blob is not None and size is not None and size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
+            with one_line(self.name, self.commit):
+                self._go_on(name, blob, size)
+        self.fetch(name)  # whose contents are there now, and get their name
+
+    def lacking_bytes(self, name: str) -> int:
+        """Bytes of a file that are still to be fetched."""
+        size, blob = self.files[name].size, self._blob(name)
+        if size is None or (self.folder / name).exists():
+            return 0
+        if blob is None:
+            return size
+        return max(0, size - sum(_size(path) for path in (blob, _partial(blob))))
+
+    def _blob(self, name: str) -> Path | None:
+        """The place of a file's contents, which is named by their hash."""
+        file = self.files[name]
+        etag = file.blob_id if file.lfs is None else file.lfs.sha256
+        return None if etag is None else repository_folder(self.name) / "blobs" / etag
+
+    def _go_on(self, name: str, blob: Path, size: int) -> None:
+        """Fetch what lacks of a file's contents; another process that does so is waited for."""
+        lock = self.cache / ".locks" / blob.parents[1].name / f"{blob.name}.lock"  # the hub's own
+        for folder in (blob.parent, lock.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if blob.exists() or (self.folder / name).exists():
+                return
+            partial = _partial(blob)
+            url = hf_hub_url(self.name, name, revision=self.commit, endpoint=endpoint())
+            with partial.open("ab") as file:
+                if (done := file.tell()) > size:
+                    done = file.truncate(0)
+                http_get(
+                    url,
+                    file,
+                    resume_size=done,
+                    headers=build_hf_headers(library_name=NAME),
+                    expected_size=size,
+                    displayed_filename=name,
+                )
+            if done and self.files[name].lfs is not None:
+                self._check_hash(name, partial, blob.name)
+            partial.replace(blob)
+
+    def _check_hash(self, name: str, partial: Path, sha256: str) -> None:
+        """Refuse a file whose parts, fetched at different times, don't make the whole."""
+        with partial.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != sha256:
+            partial.unlink()
+            raise DownloadError(
+                f"{self.name}: {name} came damaged; the same command fetches it anew"
+            )
+
+
+def open_repository(name: str, revision: str) -> Repository:
+    """What the hub says of a repository; raises DownloadError, or OfflineError if not to ask."""
+    with one_line(name, revision):
+        api = HfApi(endpoint=endpoint(), library_name=NAME)
+        try:
+            info = api.model_info(
+                name,
+                revision=revision,
+                files_metadata=True,
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, errors.HFValidationError | errors.BadRequestError):
+                raise
+            raise DownloadError(f"{where()} does not answer as a Hugging Face hub does") from None
+    if info.sha is None:
+        raise DownloadError(f"{where()} names no commit of {name}")
+    files = {file.rfilename: file for file in info.siblings or ()}
+    base = None if info.card_data is None else info.card_data.get("base_model")
+    bases = [base] if isinstance(base, str) else base if isinstance(base, list) else []
+    return Repository(name, info.sha, files, tuple(map(str, bases)))
+
+
+def endpoint() -> str | None:
+    """The hub that the environment names; None: huggingface_hub's own."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
+
+
+def where() -> str:
+    return endpoint() or constants.ENDPOINT
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let huggingface_hub show its bars, and leave what goes wrong to our own line."""
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)
+
+
+@contextmanager
+def one_line(name: str, revision: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into a DownloadError that says what to do."""
+    try:
+        yield
+    except errors.LocalEntryNotFoundError as error:  # it has asked, and looked in the cache since
+        raise _told(error.__cause__ or error, name, revision) from None
+    except (HTTPError, errors.HFValidationError, OSError) as error:
+        raise _told(error, name, revision) from None
+
+
+def _told(error: BaseException, name: str, revision: str) -> DownloadError:
+    match error:
+        case errors.OfflineModeIsEnabled():
+            return OfflineError("HF_HUB_OFFLINE is set, so nothing is fetched")
+        case errors.GatedRepoError():
+            todo = f"ask for access at {where()}/{name}, then set HF_TOKEN or run `hf auth login`"
+            return DownloadError(f"{name} is gated: {todo}")
+        case errors.RepositoryNotFoundError():
+            found = f"{name} is neither a folder here nor a repository of {where()}"
+            return DownloadError(f"{found} (a private one needs an HF_TOKEN that may read it)")
+        case errors.RevisionNotFoundError():
+            return DownloadError(f"{name} has no revision {revision}: name a branch, tag or commit")
+        case errors.HFValidationError():
+            return DownloadError(f"{name} is no folder here, and can't be a repository: {error}")
+        case errors.HfHubHTTPError():
+            status = f"{where()} answers {error.response.status_code} for {name}"
+            said = f" ({error.server_message})" if error.server_message else ""
+            return DownloadError(f"{status}{said}; {GOES_ON}")
+        case HTTPError():
+            return DownloadError(f"{where()} can't be reached ({_short(error)}); {GOES_ON}")
+        case OSError(errno=errno.ENOSPC):
+            return DownloadError(f"the disk of {cache_folder()} is full; {GOES_ON}")
+        case OSError(strerror=str(strerror), filename=str(filename)):
+            return DownloadError(f"{filename}: can't be written ({strerror})")
+    return DownloadError(f"{name}: {_short(error)}; {GOES_ON}")
+
+
+def _short(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _partial(blob: Path) -> Path:
+    return blob.with_name(f"{blob.name}.incomplete")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

@@ -1,0 +1,380 @@
+"""Building by the name of a repository: what is fetched of it, when, and what is said instead."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
+from mtpbuild.builder.download import download
+from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
+from mtpbuild.runtime.manifest import read_manifest
+from tests.support.checkpoints import SMALLEST, random_checkpoint, shard, write_tokenizer
+from tests.support.invoke import invoke
+from tests.support.loopback_hub import (
+    COMMIT,
+    Hosted,
+    LoopbackHub,
+    connect,
+    environment,
+    serving,
+)
+
+NAME = "some/Model-1.5"
+NOT_READ = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "merges.txt")
+ENDING = "what has been fetched stays, and the same command goes on from there"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(smallest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository's files: three shards, a tokenizer, and some that no build reads."""
+    folder = shutil.copytree(smallest, tmp_path_factory.mktemp("hosted") / "model")
+    shard(folder)
+    write_tokenizer(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text("{}")
+    for name in NOT_READ:
+        (folder / name).write_text("not read")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 12 MB: huggingface_hub writes down 10 MiB at a time."""
+    folder = tmp_path_factory.mktemp("hosted") / "large"
+    return random_checkpoint(folder, **SMALLEST, vocab_size=45_000)
+
+
+@pytest.fixture
+def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    """A hub with the model, for this process; the current folder and the cache are empty."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    with serving() as hub:
+        hub.repositories[NAME] = Hosted(checkpoint)
+        connect(monkeypatch, hub, tmp_path / "hf")
+        yield hub
+
+
+def host(hub: LoopbackHub, files: dict[str, Any], **more: Any) -> None:
+    """Let the hub have another repository, x/y, of such files: text, or a JSON object."""
+    folder = Path("../hosted").resolve()
+    folder.mkdir()
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text)
+    hub.repositories["x/y"] = Hosted(folder, **more)
+
+
+def config(checkpoint: Path, **changes: Any) -> dict[str, Any]:
+    return json.loads((checkpoint / "config.json").read_text()) | changes
+
+
+def build(*flags: str, model: str = NAME) -> str:
+    """Build, which must go wrong by one line; returns it."""
+    code, out, err = invoke("build", "--model", model, *flags)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err.removeprefix("error: ").removesuffix("\n")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_repository_is_fetched_and_built(hub: LoopbackHub, checkpoint: Path) -> None:
+    code, out, err = invoke("build", "--model", NAME, "--nextn", "0,1")
+    assert (code, err) == (0, "")
+    assert out.count("built") == 2
+    for nextn in (0, 1):
+        manifest = read_manifest(Path(f"engines/Model-1.5_n{nextn}"))
+        assert manifest.model.name == NAME
+        assert "tokenizer.json" in manifest.files
+    read = {path.name for path in checkpoint.iterdir()} - set(NOT_READ)
+    assert hub.files == read
+    assert all(hub.bytes_of(name) == [(0, (checkpoint / name).stat().st_size)] for name in read)
+
+    # Then it is here, for every command and without a word to the hub.
+    hub.asked.clear()
+    code, out, err = invoke("build", "--model", NAME, "--nextn", "1")
+    assert (code, err) == (0, "")
+    assert "unchanged" in out
+    assert find_model(NAME).folder.name == COMMIT
+    code, _, err = invoke("quantize", "--model", NAME, "--to", "int8", "--out", "int8")
+    assert (code, err) == (0, "")
+    assert hub.asked == []
+
+
+def test_small_files_come_first(hub: LoopbackHub) -> None:
+    download(BuildRequest(NAME))
+    order = [one.file for one in hub.sent]
+    assert all(name.endswith(".safetensors") for name in order[-3:])
+    assert not any(name.endswith(".safetensors") for name in order[:-3])
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("revision", ["v1", COMMIT])
+def test_a_revision(revision: str) -> None:
+    download(BuildRequest(NAME, revision=revision))
+    assert find_model(NAME, revision=revision).folder.name == COMMIT
+    with pytest.raises(MissingWeightsError):  # nobody has said that it is main
+        find_model(NAME)
+
+
+def test_a_checkpoint_of_one_file(hub: LoopbackHub, smallest: Path) -> None:
+    hub.repositories[NAME] = Hosted(smallest)
+    download(BuildRequest(NAME))
+    assert hub.files == {"config.json", SINGLE}
+    assert (find_model(NAME).folder / SINGLE).read_bytes() == (smallest / SINGLE).read_bytes()
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_needs_no_download(hub: LoopbackHub, checkpoint: Path) -> None:
+    """A folder of the repository's name, and one that holds its weights."""
+    flags = ("build", "--model", NAME, "--nextn", "0")
+    assert invoke(*flags, "--checkpoint", checkpoint)[0] == 0
+    assert read_manifest(Path("engines/Model-1.5_n0")).model.name == NAME
+    shutil.copytree(checkpoint, NAME)
+    assert invoke(*flags, "--force")[0] == 0
+    assert read_manifest(Path("engines/Model-1.5_n0")).model.name == "Model-1.5"
+    assert hub.asked == []
+
+
+def test_a_recipes_repository(hub: LoopbackHub, checkpoint: Path) -> None:
+    hub.repositories["deepseek-ai/DeepSeek-V3"] = Hosted(checkpoint)
+    download(BuildRequest("deepseek-ai/DeepSeek-V3"))
+    found = find_model("deepseek-v3")
+    assert (found.name, found.engine, found.folder.name) == ("deepseek-v3", "v3", COMMIT)
+
+
+def test_only_build_downloads(hub: LoopbackHub) -> None:
+    says = "the repository is not downloaded here: `mtpbuild build --model some/Model-1.5` or"
+    assert says in build("--dry-run")
+    for command in (
+        ("plan",),
+        ("quantize", "--to", "int8", "--out", "out"),
+        ("bench", "--nextn", "0"),
+    ):
+        code, _, err = invoke(*command, "--model", NAME)
+        assert (code, says in err) == (1, True)
+    assert hub.asked == []
+
+
+def test_a_cut_is_mended(hub: LoopbackHub, large: Path) -> None:
+    """In the same download, from what was written down."""
+    hub.repositories[NAME] = Hosted(large)
+    size, kept = (large / SINGLE).stat().st_size, constants.DOWNLOAD_CHUNK_SIZE
+    hub.cuts[SINGLE] = [kept + 1000]
+    download(BuildRequest(NAME))
+    assert hub.bytes_of(SINGLE) == [(0, kept + 1000), (kept, size - kept)]
+    assert (find_model(NAME).folder / SINGLE).read_bytes() == (large / SINGLE).read_bytes()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_download_that_was_interrupted_goes_on(hub: LoopbackHub, large: Path) -> None:
+    hub.repositories[NAME] = Hosted(large)
+    size, kept = (large / SINGLE).stat().st_size, constants.DOWNLOAD_CHUNK_SIZE
+    hub.cuts[SINGLE], hub.down_after_cut = [kept + 1000], True
+    assert build("--nextn", "0") == f"{hub.url} answers 503 for {NAME}; {ENDING}"
+    assert "is not downloaded here" in build("--dry-run")
+    assert not Path("engines").exists()
+
+    hub.down_after_cut = False
+    hub.sent.clear()
+    assert invoke("build", "--model", NAME, "--nextn", "0")[0] == 0
+    assert [(one.file, one.first, one.count) for one in hub.sent] == [(SINGLE, kept, size - kept)]
+    assert (find_model(NAME).folder / SINGLE).read_bytes() == (large / SINGLE).read_bytes()
+
+
+def test_parts_that_make_no_whole_are_fetched_anew(hub: LoopbackHub, checkpoint: Path) -> None:
+    download(BuildRequest(NAME))
+    link = next(find_model(NAME).folder.glob("model-*1-of-*"))
+    blob = link.resolve()
+    link.unlink()
+    blob.with_name(f"{blob.name}.incomplete").write_bytes(b"\0" * 100)
+    blob.unlink()
+    assert build("--nextn", "0") == (
+        f"{NAME}: {link.name} came damaged; the same command fetches it anew"
+    )
+    hub.sent.clear()
+    download(BuildRequest(NAME))
+    assert hub.bytes_of(link.name) == [(0, (checkpoint / link.name).stat().st_size)]
+
+
+def test_a_full_disk(hub: LoopbackHub, checkpoint: Path, tmp_path: Path) -> None:
+    """What is wanted is told before weights are fetched; what is there already is not wanted."""
+    shards = {path.name: path.stat().st_size for path in checkpoint.glob("model-*")}
+    total = sum(shards.values())
+    with pytest.raises(DownloadError) as caught:
+        download(BuildRequest(NAME), free=lambda folder: total - 1)
+    assert str(caught.value) == (
+        f"{NAME}: 0.0 GB are to be fetched, and the disk of {tmp_path / 'hf' / 'hub'} has 0.0 GB "
+        "free; HF_HUB_CACHE names another folder"
+    )
+    assert not hub.files & shards.keys()
+    download(BuildRequest(NAME), free=lambda folder: total)
+    find_model(NAME).folder.joinpath(next(iter(shards))).unlink()
+    download(BuildRequest(NAME), free=lambda folder: 0)  # its contents are there
+
+
+def test_what_the_hub_refuses(hub: LoopbackHub, checkpoint: Path) -> None:
+    hub.repositories["some/gated"] = Hosted(checkpoint, gated=True)
+    assert build(model="some/gated") == (
+        f"some/gated is gated: ask for access at {hub.url}/some/gated, then set HF_TOKEN or run "
+        "`hf auth login`"
+    )
+    assert build(model="some/nothing") == (
+        f"some/nothing is neither a folder here nor a repository of {hub.url} (a private one needs "
+        "an HF_TOKEN that may read it)"
+    )
+    assert build("--revision", "v2") == f"{NAME} has no revision v2: name a branch, tag or commit"
+    assert "some/a--b is no folder here, and can't be a repository: " in build(model="some/a--b")
+
+
+def test_a_token_opens_a_private_repository(
+    hub: LoopbackHub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is shown to the hub alone, not to where the hub has its large files."""
+    hub.repositories[NAME] = Hosted(checkpoint, token="secret")
+    assert "an HF_TOKEN that may read it" in build()
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    download(BuildRequest(NAME))
+    shown = {(one.file.endswith(".safetensors"), one.token) for one in hub.sent}
+    assert shown == {(False, "secret"), (True, None)}
+
+
+def test_offline(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert build().endswith("; HF_HUB_OFFLINE is set, so nothing is fetched")
+    assert hub.asked == []
+
+
+def test_no_connection(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    line = build()
+    assert line.startswith("http://127.0.0.1:1 can't be reached (")
+    assert line.endswith(ENDING)
+
+
+def test_not_a_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the page of a network that wants a log-in first."""
+    host(hub, {"a": "<html>"})
+    monkeypatch.setenv("HF_ENDPOINT", f"{hub.url}/storage/x/y//a?")
+    assert "does not answer as a Hugging Face hub does" in build()
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"a.gguf": "GGUF"}, "x/y: GGUF is not read, only safetensors; it was made from --model"),
+        ({"README.md": ""}, "no config.json; give a Hugging Face checkpoint folder"),
+        ({"pytorch_model.bin": "", "config.json": {}}, f"x/y: neither {SINGLE} nor {INDEX}, and"),
+        ({"config.json": {"model_type": "llama"}}, "unsupported architecture llama; supported: De"),
+        ({"config.json": {"quantization_config": {"quant_method": "awq"}}}, "quantised as awq are"),
+        (
+            {"config.json": {}, "tiktoken.model": "x"},
+            "x/y: tiktoken.model is not read: put a tokenizer.json with equal ids beside it (made "
+            "with transformers' convert_slow_tokenizer, say), in a local folder that --model or "
+            "--checkpoint names",
+        ),
+        ({"config.json": {}, INDEX: {"weight_map": {"a": "b"}}}, f"x/y: {INDEX} names b, which is"),
+        ({"config.json": {}, INDEX: {"weight_map": {"a": "/b"}}}, "shard '/b' is not a file name"),
+    ],
+)
+def test_what_is_refused_before_weights_are_fetched(
+    files: dict[str, Any], says: str, hub: LoopbackHub, checkpoint: Path
+) -> None:
+    if "config.json" in files:
+        files = files | {"config.json": config(checkpoint, **files["config.json"])}
+        if "llama" in says:
+            files["config.json"].pop("architectures")
+    if INDEX not in files and "pytorch_model.bin" not in files and "a.gguf" not in files:
+        files = files | {SINGLE: "weights"}
+    host(hub, files, card={"base_model": "base/model"})
+    assert says in build(model="x/y")
+    assert SINGLE not in hub.files
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--nextn", "2", "--drafter", "mtp-vanilla"), "needs 2 MTP modules"),
+        (("--nextn", "0", "--max-seq-len", "2"), "--max-seq-len 2 is outside"),
+        (("--target", "inductor", "--nextn", "auto"), "--nextn auto is for target onnxruntime"),
+    ],
+)
+def test_flags_are_checked_before_weights_are_fetched(
+    flags: tuple[str, ...], says: str, hub: LoopbackHub
+) -> None:
+    code, _, err = invoke("build", "--model", NAME, *flags)
+    assert (code, says in err) == (2, True), err
+    assert not any(name.endswith(".safetensors") for name in hub.files)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "modelopt", "says"),
+    [
+        (None, None, None),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None, None),
+        ({"quant_method": "mtpbuild", "fmt": "int4"}, None, None),
+        (None, {"quant_algo": "NVFP4"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None, None),
+        ({"quant_method": "modelopt"}, {"quant_algo": "NVFP4"}, None),
+        (None, {"quant_algo": "FP8"}, "modelopt FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED"}, None, "modelopt MIXED"),
+        ({"quant_method": "fp8"}, None, "fp8 without blocks"),
+        ({"quant_method": "fp8", "weight_block_size": [1, 128]}, None, "fp8 with weight_block_si"),
+        ({"quant_method": "gptq", "bits": 4}, None, "gptq"),
+        ({"quant_method": "compressed-tensors"}, None, "compressed-tensors"),
+        ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, None, "bitsandbytes"),
+    ],
+)
+def test_formats_of_a_folder(
+    quantised: Any, modelopt: Any, says: str | None, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(config(checkpoint) | {"quantization_config": quantised})
+    )
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": modelopt}))
+    refused = ""
+    try:
+        find_model(str(tmp_path))
+    except CheckpointError as error:
+        refused = str(error)
+    assert (f"weights quantised as {says}" in refused) if says else not refused
+
+
+def test_folders_are_refused_by_the_same_lines(smallest: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "DeepSeek-R1-GGUF"
+    folder.mkdir()
+    (folder / "a.gguf").touch()
+    assert build(model=str(folder)) == (
+        f"{folder}: GGUF is not read, only safetensors; --model deepseek-r1 "
+        "(deepseek-ai/DeepSeek-R1) is the same model"
+    )
+    folder = shutil.copytree(smallest, tmp_path / "tiktoken")
+    (folder / "tiktoken.model").touch()
+    assert f"{folder}: tiktoken.model is not read: put a tokenizer.json" in build(model=str(folder))
+
+
+def test_a_process_of_its_own(hub: LoopbackHub, tmp_path: Path) -> None:
+    """The environment says where from, where to and as whom; nothing else is printed."""
+    code = "from mtpbuild.builder.cli import app; app()"
+    run = [sys.executable, "-c", code, "build", "--model", NAME, "--max-seq-len", "2"]
+    hub.repositories[NAME].token = "secret"
+    own = environment(hub, tmp_path / "own") | {"HF_TOKEN": "secret"}
+
+    def error(**env: str) -> str:
+        done = subprocess.run(run, env=own | env, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    assert error() == "error: --max-seq-len 2 is outside 5..16777216\n"
+    assert hub.files == {"config.json", "tokenizer.json", "tokenizer_config.json", INDEX}
+    assert (tmp_path / "own" / "hub").is_dir()
+    assert error(HF_HUB_OFFLINE="1").endswith("HF_HUB_OFFLINE is set, so nothing is fetched\n")
