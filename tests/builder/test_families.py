@@ -23,8 +23,9 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Rope, Rows
 from mtpbuild.builder.models.common.plain import PlainModel
-from mtpbuild.builder.models.config import MTPRules
+from mtpbuild.builder.models.config import MoEConfig, MTPRules
 from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.manifest import read_manifest
@@ -45,7 +46,6 @@ from tests.support.transformers_oracle import load_modules, transformers_greedy,
 
 ATOL = 2e-4
 CHUNK = 16
-STEPS: list[tuple[int, DrafterName]] = [(2, "mtp-vanilla"), (3, "mtp-eagle")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,19 +79,37 @@ def test_the_plain_model_equals_transformers(name: str, tmp_path: Path) -> None:
     assert difference.max() < ATOL
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_engines_equal_transformers(name: str, tmp_path: Path, build_engine: EngineBuilder) -> None:
-    """Greedy tokens of nextn 0 are transformers'; those of more are the same, drafts are right."""
+# Each difference once; the rest of the matrix is `full`.
+ENGINES: list[tuple[str, int, DrafterName | None]] = [
+    ("moonlight", 0, None),
+    ("glm-4.6", 3, "mtp-eagle"),
+    ("mimo", 2, "mtp-vanilla"),
+]
+MATRIX: list[tuple[str, int, DrafterName | None]] = [
+    *((name, 0, None) for name in FAMILIES),
+    *((name, 1, "mtp-vanilla") for name in WITH_MODULES),
+    *((name, 2, "mtp-vanilla") for name in WITH_MODULES),
+    *((name, 3, "mtp-eagle") for name in WITH_MODULES),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "nextn", "drafter"),
+    [case if case in ENGINES else pytest.param(*case, marks=pytest.mark.full) for case in MATRIX],
+)
+def test_engines_equal_transformers(
+    name: str, nextn: int, drafter: DrafterName | None, tmp_path: Path, build_engine: EngineBuilder
+) -> None:
+    """Greedy tokens are transformers', whatever is drafted; drafts are the plain model's."""
     ours = make_family(name)
     folder = save_family(tmp_path / name, name, ours)
     tokens = np.random.default_rng(0).integers(0, 61, 60).tolist()
     prompts = [tokens[:length] for length in (1, 2, 17, 40)]
     theirs = oracle(folder, name)
     wanted = [transformers_greedy(theirs, prompt, 24) for prompt in prompts]
-    assert greedy_ids(build_engine(folder, 0, prefill_chunk=CHUNK), prompts, 24) == wanted
-    for nextn, drafter in STEPS if name in WITH_MODULES else ():
-        engine = build_engine(folder, nextn, drafter, prefill_chunk=CHUNK)
-        assert greedy_ids(engine, prompts, 24) == wanted
+    engine = build_engine(folder, nextn, drafter, prefill_chunk=CHUNK)
+    assert greedy_ids(engine, prompts, 24) == wanted
+    if drafter is not None:
         check_drafts(engine, ours, nextn, drafter)
 
 
@@ -331,7 +349,7 @@ def test_copies_that_differ_are_used(
     ("name", "stripped", "module"),
     [
         ("glm-air", "model.layers.2.", "model.layers.2"),
-        ("mimo", "model.mtp_", "model.mtp_layers.0"),
+        ("mimo", "model.mtp_layers.", "model.mtp_layers.0"),
     ],
 )
 def test_stripped_modules(name: str, stripped: str, module: str, tmp_path: Path) -> None:
@@ -344,8 +362,9 @@ def test_stripped_modules(name: str, stripped: str, module: str, tmp_path: Path)
     with pytest.raises(CheckpointError, match=says):
         build(build_request(folder, (1,), out=tmp_path / "n1"))
     assert not (tmp_path / "n1").exists()
-    (built,) = build(build_request(folder, (0,), out=tmp_path / "n0"))
-    assert built.manifest.model.num_nextn_predict_layers == 0
+    without = prepare(build_request(folder, (0,), out=tmp_path / "n0")).open_model()
+    assert without.config.num_nextn_predict_layers == 0
+    assert not any(weight.name.startswith("mtp.") for weight in without.table)
 
 
 @pytest.mark.parametrize("name", ["glm-air", "mimo"])
@@ -361,11 +380,18 @@ def test_targets_for_gpus_refuse_what_they_have_no_kernel_for(name: str, tmp_pat
 
 
 def test_which_layers_have_experts() -> None:
-    """A module's own number decides, as a trunk layer's does (issue: is_moe)."""
+    """A module's own number decides, as a trunk layer's does."""
+
+    def sparse(model: PlainModel) -> list[int]:
+        assert isinstance(model.config, MoEConfig)
+        return [i for i, is_moe in enumerate(model.config.moe_layers) if is_moe]
+
     model = make_family("glm-air", num_hidden_layers=3, moe_layer_freq=2, first_k_dense_replace=2)
-    assert model.config.moe_layers == (False, False, True, False, True)
-    listed = {"mlp_layer_types": ["sparse", "dense"], "mtp_mlp_layer_types": ["dense", "sparse"]}
-    assert make_family("glm-flash", **listed).config.moe_layers == (True, False, False, True)
+    assert sparse(model) == [2, 4]
+    listed: Any = {"mlp_layer_types": ["sparse", "dense"]}
+    assert sparse(make_family("glm-flash", **listed)) == [0, 2, 3]
+    listed |= {"mtp_mlp_layer_types": ["dense", "sparse"]}
+    assert sparse(make_family("glm-flash", **listed)) == [0, 3]
     check_family(model, 2, "mtp-vanilla")
     for wrong in (["dense"], ["dense", "moe"], "sparse"):
         with pytest.raises(CheckpointError, match="mlp_layer_types must be a list of 2 names"):

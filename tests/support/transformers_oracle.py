@@ -23,7 +23,7 @@ def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def load_modules(theirs: Any, ours: Any) -> None:
-    """Put our modules' weights into transformers' `MtpModel`, whose loader knows few layer counts."""
+    """Put our modules' weights into an `MtpModel`, whose loader knows few numbers of layers."""
     first = ours.config.num_hidden_layers
     for k, layer in enumerate(theirs.layers):
         module = ours.model.layers[first + k]
