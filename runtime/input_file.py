@@ -38,8 +38,8 @@ class AskingLine(BaseModel):
     messages: list[dict[str, Any]] | None = None
     output_tokens: int | None = None
     # How a conversation is put: `ChatOptions`.
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    documents: list[Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
