@@ -102,7 +102,7 @@ TEXTS = [
     unicodedata.normalize("NFD", "größer é Å Привет й"),
     "Å ﬁ ① \u1e9b\u0323 \ufeff \u200d \x00 \x7f",
     "a<|role_sep|>\nb<|message_sep|>\n\nc<|role_sep|> d<|im_end|>e</s>",
-    "<think>x</think><tool_call>{}</tool_call><s> <s>",
+    "<think>x</think><tool_call>{}</tool_call> <s> <s>",
     "<｜User｜>q<｜Assistant｜><think>\n<｜tool▁call▁begin｜>",
     "[gMASK]<sop><|user|>\nx<|observation|><|endoftext|>",
     "",
@@ -191,8 +191,7 @@ def test_texts(pair: Pair, text: str) -> None:
     """Ids with and without special tokens, and the text that comes back token by token."""
     bare = pair.theirs(text, add_special_tokens=False).input_ids
     assert pair.ours.encode(text, add_special_tokens=False) == bare
-    if not pair.ours.bos_token or not text.startswith(pair.ours.bos_token):  # ours adds no second
-        assert pair.ours.encode(text) == pair.theirs(text).input_ids
+    assert pair.ours.encode(text) == pair.theirs(text).input_ids
     assert streamed(pair.ours, bare) == decoded(pair.theirs, bare)
 
 
