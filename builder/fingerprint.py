@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES
+from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
 from mtpbuild.builder.plan import Plan
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import HASH_LIMIT, hash_file
@@ -31,8 +31,9 @@ def fingerprint(folder: Path, plan: Plan, target: str, layers: LayersSlice | Non
     It is the same on every machine: ranks that are built apart belong together by it.
     """
     try:
-        files = (path for path in sorted(folder.iterdir()) if path.is_file())
-        checkpoint = {path.name: identity(path) for path in files if _is_read(path.name)}
+        weights = (path.name for path in folder.iterdir() if ".safetensors" in path.name)
+        files = sorted({CONFIG, *weights, *side_files(folder)})
+        checkpoint = {name: identity(folder / name) for name in files if (folder / name).is_file()}
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
     inputs = {
@@ -44,10 +45,6 @@ def fingerprint(folder: Path, plan: Plan, target: str, layers: LayersSlice | Non
         "versions": {name: _version(name) for name in PACKAGES},
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-
-
-def _is_read(name: str) -> bool:
-    return name in (CONFIG, *SIDE_FILES) or ".safetensors" in name
 
 
 def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
-from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES, copy_side_files
+from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.engine.building import under_construction
 from mtpbuild.builder.engine.engine_weights import EngineWeights
@@ -62,7 +62,7 @@ def refit(
         weights = EngineWeights(new).write(folder, siblings=engine.resolve().parent)
         refuse(engine, new.folder, list(tensor_differences(engine, folder)))
         watch("package")
-        replaced = {WEIGHTS, CONFIG, *SIDE_FILES}
+        replaced = {name for name in old.files if is_side_file(name)} | {WEIGHTS, CONFIG}
         for name in old.files.keys() - replaced:
             layout.link(engine / name, folder / name)
         copy_side_files(new.folder, folder)

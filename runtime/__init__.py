@@ -5,7 +5,7 @@
     with Engine.load("engines/tiny_n3") as engine:
         for chunk in engine.stream("def fibonacci(n):", SamplingParams(max_tokens=64)):
             print(chunk.text, end="", flush=True)
-        result = engine.generate(engine.chat_prompt([{"role": "user", "content": "2 + 3?"}]))
+        result = engine.generate(engine.chat_ids([{"role": "user", "content": "2 + 3?"}]))
         print(result.text, result.finish_reason, result.metrics.tokens_per_s)
 
 Names are loaded on first use, so that `mtpbuild --help` needs neither numpy nor pydantic.

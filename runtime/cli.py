@@ -4,6 +4,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from json import loads  # `json` is a flag of the commands
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ParamSpec
 
@@ -16,6 +17,7 @@ from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
 from mtpbuild.runtime.sampling_flags import EndFlags, SamplingFlags, sampling_params
 
 if TYPE_CHECKING:
+    from mtpbuild.runtime.chat_template import ChatOptions
     from mtpbuild.runtime.engine import Engine
 
 INTERRUPTED = 130  # as shells report SIGINT
@@ -53,6 +55,9 @@ def run(
     prompt_file: Path | None = flag(None, "File with the text to continue."),
     prompt_ids: str | None = flag(None, "Token ids to continue: 5,7,9."),
     chat: str | None = flag(None, "Question, put by the chat template."),
+    chat_template_kwargs: str | None = flag(
+        None, """For the chat template: '{"enable_thinking": false}'."""
+    ),
     input: Path | None = flag(None, "JSONL file, one request per line (docs/cli-json.md)."),
     json: bool = flag(False, "One JSON object per request on standard output."),
     trace: list[Path] | None = flag(
@@ -79,6 +84,7 @@ def run(
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
+    options = _chat_options(chat_template_kwargs, alone=len(given) - (chat is not None) == 0)
     if ending.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
     if trace and not given:
@@ -101,10 +107,10 @@ def run(
         if input is not None:
             terminal.answer_file(loaded, input, params, json, recorder)
         elif not given:
-            terminal.converse(loaded, params)
+            terminal.converse(loaded, params, options)
         else:
             typed = prompt if prompt_file is None else _read_text(prompt_file)
-            asked = typed if typed is not None else _ids(loaded, prompt_ids, chat)
+            asked = typed if typed is not None else _ids(loaded, prompt_ids, chat, options)
             terminal.answer(loaded, asked, params, json, recorder)
 
 
@@ -161,12 +167,26 @@ def _check_usage(prompts: int, json: bool) -> None:
         raise UsageError(f"give one of {flags}: only a terminal can be asked for prompts")
 
 
-def _ids(engine: "Engine", prompt_ids: str | None, chat: str | None) -> list[int]:
+def _chat_options(kwargs: str | None, *, alone: bool) -> "ChatOptions":
+    """What --chat-template-kwargs says; `alone` if there is nothing but a chat to say it to."""
+    if kwargs is None:
+        return {}
+    if not alone:
+        raise UsageError("--chat-template-kwargs goes with --chat; a line of --input has its own")
+    try:
+        return {"chat_template_kwargs": loads(kwargs)}
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--chat-template-kwargs: not JSON ({error})") from None
+
+
+def _ids(
+    engine: "Engine", prompt_ids: str | None, chat: str | None, options: "ChatOptions"
+) -> list[int]:
     """The token ids of --prompt-ids or --chat."""
     if chat is not None:
         if not chat:
             raise UsageError("--chat: the question is empty")
-        return engine.chat_ids([{"role": "user", "content": chat}])
+        return engine.chat_ids([{"role": "user", "content": chat}], **options)
     return [*parse_list("--prompt-ids", prompt_ids, int, "5,7,9")] if prompt_ids else []
 
 

@@ -5,8 +5,9 @@ import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Self, TypeAlias, overload
+from typing import Any, Self, TypeAlias, Unpack, overload
 
+from mtpbuild.runtime.chat_template import ChatOptions, Message
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
 from mtpbuild.runtime.group.start import own_folders
@@ -17,7 +18,7 @@ from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import EngineStats
-from mtpbuild.runtime.tokenizer import Message, Tokenizer, load_tokenizer
+from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 
 Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are taken as they are
 Prompts: TypeAlias = list[str] | list[list[int]] | list[Prompt]
@@ -154,16 +155,19 @@ class Engine:
             )
         return ids
 
-    def chat_prompt(self, messages: Sequence[Message]) -> str:
+    def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
         """The prompt for the next answer in a conversation, by the model's template.
 
-        It contains its special tokens; `generate` and `stream` don't add a second BOS.
+        options: tools, documents, add_generation_prompt, continue_final_message and
+        chat_template_kwargs, as `apply_chat_template` of transformers takes them. The prompt
+        contains its special tokens; `generate` and `stream` don't add a second BOS.
         """
-        return self._text_tokenizer().chat_prompt(messages)
+        return self._text_tokenizer().chat_prompt(messages, **options)
 
-    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        """`chat_prompt` as checked token ids."""
-        return self.token_ids(self.encode(self.chat_prompt(messages), add_special_tokens=False))
+    def chat_ids(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> list[int]:
+        """`chat_prompt` as checked token ids, with no special tokens but the template's."""
+        prompt = self.chat_prompt(messages, **options)
+        return self.token_ids(self.encode(prompt, add_special_tokens=False))
 
     @property
     def stats(self) -> EngineStats:

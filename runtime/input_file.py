@@ -4,14 +4,15 @@
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from mtpbuild.runtime.chat_template import ChatOptions, Message
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.manifest import first_error
@@ -23,28 +24,49 @@ if TYPE_CHECKING:
 
 
 class AskingLine(BaseModel):
-    """What a line may say in every kind of file; `PROMPTS` are the fields it has one of."""
+    """What a line may say in every kind of file.
+
+    `PROMPTS` are the fields it has one of, and `CHATS` those of them that are conversations.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     PROMPTS: ClassVar[tuple[str, ...]]
+    CHATS: ClassVar[tuple[str, ...]] = ("messages",)
 
     task_id: str | int | None = None
     prompt: str | None = None  # a text to continue
     messages: list[dict[str, Any]] | None = None
     output_tokens: int | None = None
+    # How a conversation is put: `ChatOptions`.
+    tools: list[Any] | None = None
+    documents: list[Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         *some, last = self.PROMPTS
         if sum(getattr(self, name) is not None for name in self.PROMPTS) != 1:
             raise ValueError(f"give one of {', '.join(some)} and {last}")
+        if all(getattr(self, name) is None for name in self.CHATS):
+            for name in self._chat_options():
+                raise ValueError(f"{name} goes with {' or '.join(self.CHATS)}")
         return self
+
+    def _chat_options(self) -> ChatOptions:
+        given = {name: getattr(self, name) for name in ChatOptions.__annotations__}
+        return cast(ChatOptions, {n: value for n, value in given.items() if value is not None})
 
     def token_ids(self, engine: Engine) -> list[int]:
         """The token ids of `prompt` or `messages`."""
         if self.messages is not None:
-            return engine.chat_ids(self.messages)
+            return self.chat_ids(engine, self.messages)
         return engine.token_ids(self.prompt or "")
+
+    def chat_ids(self, engine: Engine, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a conversation, put as the line says."""
+        return engine.chat_ids(messages, **self._chat_options())
 
 
 Kind = TypeVar("Kind", bound=AskingLine)

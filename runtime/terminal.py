@@ -13,6 +13,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
+from mtpbuild.runtime.chat_template import ChatOptions
 from mtpbuild.runtime.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.input_file import generate_all, read_requests
@@ -99,7 +100,7 @@ def show(
     return result
 
 
-def converse(engine: Engine, params: SamplingParams) -> None:
+def converse(engine: Engine, params: SamplingParams, options: ChatOptions) -> None:
     """Ask for prompts until Ctrl-D: to chat if there is a chat template, else to complete."""
     if engine.tokenizer is None:
         raise RequestError("this engine was built without a tokenizer: give --prompt-ids")
@@ -112,7 +113,7 @@ def converse(engine: Engine, params: SamplingParams) -> None:
                 show(engine, line, params)
             else:
                 messages.append({"role": "user", "content": line})
-                answer = show(engine, engine.chat_ids(messages), params)
+                answer = show(engine, engine.chat_ids(messages, **options), params)
                 messages.append({"role": "assistant", "content": answer.text})
         except RequestError as error:
             print(f"error: {error}", file=sys.stderr)

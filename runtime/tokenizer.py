@@ -1,22 +1,19 @@
-"""The engine's tokenizer: text to token ids, a token's bytes, and the chat template."""
+"""The engine's tokenizer: text to token ids, a token's bytes, and prompts of conversations."""
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Unpack
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
+from mtpbuild.runtime import tokenizer_files
+from mtpbuild.runtime.chat_template import ChatOptions, ChatTemplates, Message
 from mtpbuild.runtime.errors import EngineFileError, RequestError
 from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.tokenizer_files import CHAT_TEMPLATE
 
 TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
-
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
 class Tokenizer:
@@ -26,19 +23,14 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         *,
-        chat_template: str | None = None,
+        chat_template: ChatTemplates | None = None,
         bos_token: str = "",
-        eos_token: str = "",
-        add_bos: bool = False,
     ) -> None:
-        """add_bos: put the BOS before a text even if the backend doesn't."""
+        """bos_token: a text that begins with it gets no other one."""
         self._backend = backend
         self.chat_template = chat_template
-        self.bos_token, self.eos_token = bos_token, eos_token
-        bos = backend.token_to_id(bos_token) if add_bos else None
-        self._bos = [] if bos is None else [bos]
-        added = backend.get_added_tokens_decoder()
-        self._bytes = {id: b"" for id, token in added.items() if token.special}
+        self.bos_token = bos_token
+        self._bytes = dict(_added_bytes(backend))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; the BOS is not added to a text that begins with it."""
@@ -50,7 +42,7 @@ class Tokenizer:
         if self.bos_token and text.startswith(self.bos_token):
             add_special_tokens = False
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
+        return ids
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to the text: none for a special or unknown one."""
@@ -65,30 +57,14 @@ class Tokenizer:
             return None
         return self._backend.id_to_token(token) or f"<{token}>"
 
-    def chat_prompt(self, messages: Sequence[Message]) -> str:
-        """The text that asks for the next answer in a conversation.
+    def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
+        """The text that asks for the next answer in a conversation; `ChatOptions` has the options.
 
-        Raises RequestError for messages that the template refuses, or if there is no template.
+        Raises RequestError for what the template refuses, or if there is no template.
         """
         if self.chat_template is None:
             raise RequestError(f"this engine has no {CHAT_TEMPLATE}: give a plain prompt")
-        from jinja2 import TemplateSyntaxError  # 30 ms, only for those who chat
-
-        try:
-            template = _environment().from_string(self.chat_template)
-        except TemplateSyntaxError as error:
-            where = f"{CHAT_TEMPLATE}: line {error.lineno}"
-            raise EngineFileError(f"{where}: {error.message}; rebuild the engine") from None
-        try:
-            text: str = template.render(
-                messages=messages,
-                bos_token=self.bos_token,
-                eos_token=self.eos_token,
-                add_generation_prompt=True,
-            )
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise RequestError(f"the chat template refuses these messages: {error}") from None
-        return text
+        return self.chat_template.render(messages, **options)
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
@@ -114,68 +90,40 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
         backend = read_backend(folder / TOKENIZER)
     except ValueError as error:
         raise EngineFileError(f"{error}; rebuild the engine") from None
-    config = _read_config(folder, manifest)
+    given = tokenizer_files.read_config(folder, manifest)
+    config = given or {}
+    tokenizer_files.add_tokens(backend, config)
+    backend.encode_special_tokens = config.get("split_special_tokens") is True
+    backend.no_truncation()  # a tokenizer.json may have kept its training's
+    backend.no_padding()
+    special = tokenizer_files.special_tokens(config)
+    own = _own_tokens(backend, manifest)
+    templates = tokenizer_files.chat_templates(
+        folder, manifest, config, own if given is None else special
+    )
+    bos = special.get("bos_token") or own.get("bos_token", "")
+    return Tokenizer(backend, chat_template=templates, bos_token=bos)
+
+
+def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, str]:
+    """BOS and EOS by the model's ids, for an engine whose tokenizer has no configuration."""
     model = manifest.model
-    eos = model.eos_token_ids[0] if model.eos_token_ids else None
-    return Tokenizer(
-        backend,
-        chat_template=_read(folder / CHAT_TEMPLATE, manifest),
-        bos_token=_special_token(backend, config, "bos_token", model.bos_token_id),
-        eos_token=_special_token(backend, config, "eos_token", eos),
-        add_bos=config.get("add_bos_token") is True,
-    )
+    ids = {"bos_token": model.bos_token_id, "eos_token": next(iter(model.eos_token_ids), None)}
+    valid = {name: id for name, id in ids.items() if id is not None and 0 <= id < 2**32}
+    return {name: backend.id_to_token(id) or "" for name, id in valid.items()}
 
 
-def _special_token(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], name: str, id: int | None
-) -> str:
-    """Finds a token in tokenizer_config.json, a text or {"content": text}; else the model's own."""
-    given = config.get(name)
-    token = given.get("content") if isinstance(given, dict) else given
-    if isinstance(token, str) and backend.token_to_id(token) is not None:
-        return token
-    return (backend.id_to_token(id) or "") if id is not None and 0 <= id < 2**32 else ""
+def _added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
+    """Bytes of the tokens that were added to the vocabulary: none of a special one.
 
-
-def _read_config(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    path = folder / TOKENIZER_CONFIG
-    text = _read(path, manifest)
-    try:
-        config = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise EngineFileError(f"{path}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise EngineFileError(f"{path}: not a JSON object; rebuild the engine")
-    return config
-
-
-def _read(path: Path, manifest: Manifest) -> str | None:
-    """The text of one of the engine's files; None if it has no such file."""
-    try:
-        return path.read_text(encoding="utf-8") if path.name in manifest.files else None
-    except UnicodeDecodeError as error:
-        raise EngineFileError(f"{path}: not UTF-8 ({error})") from None
-
-
-def _environment() -> Any:
-    """Jinja as transformers sets it up for chat templates."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment
+    Any other is plain text, also if each of its characters is one of GPT-2's alphabet. One that the
+    vocabulary has as well may be a byte, so it is spelled like the rest.
+    """
+    for id, token in backend.get_added_tokens_decoder().items():
+        if token.special:
+            yield id, b""
+        elif backend.model.token_to_id(token.content) is None:
+            yield id, token.content.encode()
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -1,27 +1,40 @@
 """The files beside a checkpoint's weights that an engine or another checkpoint takes along."""
 
-import json
 import shutil
 from pathlib import Path
 
-CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
-SIDE_FILES = ("tokenizer.json", "tokenizer_config.json", TEMPLATE, "generation_config.json")
+from mtpbuild.runtime.tokenizer import TOKENIZER
+from mtpbuild.runtime.tokenizer_files import (
+    CHAT_TEMPLATE,
+    MORE_TEMPLATES,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+)
+
+CONFIG = "config.json"
+SIDE_FILES = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    CHAT_TEMPLATE,
+    "generation_config.json",
+)
+
+
+def side_files(folder: Path) -> list[str]:
+    """Names of those that a folder has, chat templates in their own folder among them."""
+    named = [name for name in SIDE_FILES if (folder / name).is_file()]
+    templates = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    return [*named, *(path.relative_to(folder).as_posix() for path in templates)]
+
+
+def is_side_file(name: str) -> bool:
+    return name in SIDE_FILES or name.startswith(f"{MORE_TEMPLATES}/")
 
 
 def copy_side_files(checkpoint: Path, folder: Path) -> None:
-    """Copy config.json, and those of `SIDE_FILES` that the checkpoint has."""
-    for name in (CONFIG, *SIDE_FILES):
+    """Copy config.json and the side files that the checkpoint has."""
+    for name in (CONFIG, *side_files(checkpoint)):
         if (checkpoint / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(checkpoint / name, folder / name)
-    template = _configured_template(folder / "tokenizer_config.json")
-    if template is not None and not (folder / TEMPLATE).exists():
-        (folder / TEMPLATE).write_text(template, encoding="utf-8")
-
-
-def _configured_template(path: Path) -> str | None:
-    """The chat template where older checkpoints have it: inside tokenizer_config.json."""
-    try:
-        template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError, AttributeError):  # the run time says what is wrong with the file
-        return None
-    return template if isinstance(template, str) else None

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.checkpoint.side_files import side_files
 from mtpbuild.builder.engine.building import Building
 from mtpbuild.builder.plan import state_specs
 from mtpbuild.builder.prepare import Job
@@ -66,10 +67,10 @@ def build_info(job: Job, out: Path, model: "ModelSource") -> BuildInfo:
 
 def describe_files(folder: Path, known: Mapping[str, str]) -> dict[str, FileSpec]:
     """Size and sha256 of every file but the manifest; `known` are hashes by name."""
+    top = {path.name for path in folder.iterdir() if path.is_file()}
     return {
-        path.name: FileSpec(
-            size=path.stat().st_size, sha256=known.get(path.name) or hash_file(path)
+        name: FileSpec(
+            size=(folder / name).stat().st_size, sha256=known.get(name) or hash_file(folder / name)
         )
-        for path in sorted(folder.iterdir())
-        if path.name != MANIFEST and path.is_file()
+        for name in sorted(top.union(side_files(folder)) - {MANIFEST})
     }

@@ -21,6 +21,7 @@ class Line(AskingLine):
     """A line of a task's file (docs/eval.md)."""
 
     PROMPTS = ("question", "messages", "prompt")
+    CHATS = ("question", "messages")
 
     answer: str
     question: str | None = None  # a chat's first message
@@ -43,7 +44,7 @@ def load_problems(
 
     def take(line: Line, number: int) -> Problem:
         asked = [{"role": "user", "content": line.question}]
-        ids = line.token_ids(engine) if line.question is None else engine.chat_ids(asked)
+        ids = line.token_ids(engine) if line.question is None else line.chat_ids(engine, asked)
         own = seeded(params, number)
         if line.output_tokens is not None:
             own = replace(own, max_tokens=line.output_tokens)

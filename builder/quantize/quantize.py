@@ -1,7 +1,6 @@
 """`mtpbuild quantize`: reads a checkpoint weight by weight and writes another one of its kind."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES
+from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
 from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
 from mtpbuild.builder.engine.building import is_taken, under_construction
@@ -130,9 +129,7 @@ def group_amax(checkpoint: Checkpoint, name: str, weight: Tensor) -> Tensor:
 
 def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme: Scheme) -> None:
     """config.json as the format's own repositories have it, and what goes with the tokenizer."""
-    for name in SIDE_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+    copy_side_files(source, folder)
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     raw.pop("quantization_config", None)
     if scheme.main == "nvfp4":

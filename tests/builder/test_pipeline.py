@@ -199,12 +199,14 @@ class TestQuick:
     def test_side_files(self, smallest: Path, tmp_path: Path) -> None:
         """Tokenizer and generation defaults come along; nothing else does."""
         model = shutil.copytree(smallest, tmp_path / "model")
-        for name in (*SIDE_FILES, "README.md", "modeling.py"):
+        (model / "additional_chat_templates").mkdir()
+        side = {*SIDE_FILES, "additional_chat_templates/tool_use.jinja"}
+        for name in (*side, "README.md", "modeling.py"):
             (model / name).write_text("{}")
         write_tokenizer(model / "tokenizer.json")
         (model / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
         built = build_one(model, 0, tmp_path / "engine")
-        assert set(contents(built.folder)) == engine_files(built.folder) | set(SIDE_FILES)
+        assert {MANIFEST, *built.manifest.files} == engine_files(built.folder) | side
         check_files(built.folder, built.manifest, verify_hashes=True)
         assert built.manifest.model.eos_token_ids == (7, 5)
         assert built.manifest.model.bos_token_id == 0

@@ -89,6 +89,15 @@ class TestQuick:
         assert contents(engine) == before
         assert sorted(engine.parent.iterdir()) == beside
 
+    def test_chat_templates_are_the_new_models(self, engine: Path, tmp_path: Path) -> None:
+        other, name = checkpoint(tmp_path / "other", 1), "additional_chat_templates/rag.jinja"
+        (other / name).parent.mkdir()
+        (other / name).write_text("hi")
+        for model, there in ((other, True), (tmp_path / "model", False)):
+            _, new = refit(engine, str(model))
+            assert (name in new.files) == there
+            check_files(engine, new, verify_hashes=True)
+
     def test_another_architecture(self, engine: Path, tmp_path: Path) -> None:
         other = {"num_hidden_layers": 2, "rope_theta": 50000, "kv_lora_rank": 12}
         differences = (

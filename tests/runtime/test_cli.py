@@ -4,13 +4,15 @@ import contextlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import Result as CliResult
 
 from mtpbuild.runtime import Engine, SamplingParams, terminal
+from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.manifest import Manifest, read_manifest
-from tests.support.engines import write_engine
+from tests.support.engines import write_engine, write_manifest
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
 from tests.support.registry import programs_by
 from tests.support.run_command import Terminal, call, type_in
@@ -107,6 +109,52 @@ def test_input_file(engine_dir: Path, tmp_path: Path) -> None:
     assert [line.split()[0] for line in plain.stderr.splitlines()] == ["[a]", "[1]", "[2]"]
 
 
+SHOW = "{{ [messages, tools, documents, add_generation_prompt, enable_thinking] | tojson }}"
+
+
+def test_a_line_says_how_its_conversation_is_put(engine_dir: Path, tmp_path: Path) -> None:
+    """Messages go to the template with all their fields, and with tools and template arguments."""
+    (engine_dir / "chat_template.jinja").write_text(SHOW, encoding="utf-8")
+    write_manifest(engine_dir, fake_manifest(max_seq_len=999))
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "name": "f", "content": [{"type": "text"}]},
+    ]
+    tools, documents = [{"type": "function", "function": {"name": "f"}}], [{"text": "t"}]
+    asked = {"tools": tools, "documents": documents, "add_generation_prompt": False}
+    line = {"messages": messages, **asked, "chat_template_kwargs": {"enable_thinking": False}}
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(line), encoding="utf-8")
+    with Engine.load(engine_dir) as engine:
+        (request,) = read_requests(path, engine, SamplingParams(max_tokens=1))
+        assert engine.tokenizer is not None
+        text = b"".join(map(engine.tokenizer.token_bytes, request.token_ids)).decode()
+    got = json.loads(text)
+    del messages[0]["content"]
+    assert got[0] == [messages[0] | {"thinking": "r"}, messages[1]]
+    assert got[1:] == [tools, documents, False, False]
+
+
+def test_chat_template_kwargs(engine_dir: Path) -> None:
+    """One question or a conversation; the fake engine's answer depends on the whole prompt."""
+    kwargs = {"enable_thinking": False}
+    (engine_dir / "chat_template.jinja").write_text(
+        "{{ messages[0].content }} {{ enable_thinking | default('unset') }}", encoding="utf-8"
+    )
+    write_manifest(engine_dir, read_manifest(engine_dir))
+    with Engine.load(engine_dir) as engine:
+        ids = engine.chat_ids([{"role": "user", "content": "hi"}], chat_template_kwargs=kwargs)
+        assert engine.chat_prompt([{"role": "user", "content": "hi"}]) == "hi unset"
+        wanted = engine.generate(ids, SamplingParams(max_tokens=9)).text
+    flags = ("--max-tokens", 9, "--chat-template-kwargs", json.dumps(kwargs))
+    once = call("run", "--engine", engine_dir, "--chat", "hi", *flags)
+    assert once.stdout_bytes == (wanted + "\n").encode()
+    talk = type_in(["hi"], "run", "--engine", engine_dir, *flags)
+    assert talk.exit_code == 0, talk.output
+    assert wanted in talk.stdout
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -123,6 +171,20 @@ def test_input_file(engine_dir: Path, tmp_path: Path) -> None:
         ('{"prompt": "a", "temprature": 1}', r"in\.jsonl:2: temprature"),
         ('{"messages": [{"role": "x", "content": "y"}]}', r"in\.jsonl:2: .*no role x"),
         ('{"prompt": "\\ud800"}', r"in\.jsonl:2: .*not valid Unicode"),
+        ('{"prompt": "a", "tools": []}', r"in\.jsonl:2: tools goes with messages"),
+        ('{"messages": [], "tools": []}', r"in\.jsonl:2: messages is empty"),
+        (
+            '{"messages": [{"role": "user"}], "tools": [5]}',
+            r":2: tools 0 is not a JSON object",
+        ),
+        (
+            '{"messages": [{"role": "user"}], "chat_template_kwargs": {"messages": []}}',
+            r"in\.jsonl:2: messages can't be one of chat_template_kwargs",
+        ),
+        (
+            '{"messages": [{"role": "user"}], "chat_template_kwargs": []}',
+            r"in\.jsonl:2: chat_template_kwargs: ",
+        ),
     ],
 )
 def test_a_bad_line_is_named_before_anything_runs(
@@ -141,6 +203,11 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--prompt", "a", "--chat", "b"], 2, "give one of .*, not 2"),
         (["--prompt", ""], 2, "the prompt is empty"),
         (["--chat", ""], 2, "the question is empty"),
+        (["--chat", "a", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs: not JSON"),
+        (["--chat", "a", "--chat-template-kwargs", "5"], 2, "is an object such as"),
+        (["--chat", "a", "--chat-template-kwargs", '{"tools": []}'], 2, "tools can't be one of"),
+        (["--prompt", "a", "--chat-template-kwargs", "{}"], 2, "goes with --chat"),
+        (["--input", "a", "--chat-template-kwargs", "{}"], 2, "a line of --input has its own"),
         (["--prompt-ids", ""], 2, "the prompt is empty"),
         (["--prompt-ids", "5,x"], 2, "such as 5,7,9"),
         (["--prompt-ids", "5,320"], 2, "token id 320 is outside the vocabulary"),

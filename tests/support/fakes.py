@@ -8,6 +8,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from mtpbuild.runtime.chat_template import ChatTemplates, Source
 from mtpbuild.runtime.controls import GREEDY, MAX_LOGPROBS, Controls
 from mtpbuild.runtime.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
 from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
@@ -248,5 +249,10 @@ def backend_tokenizer() -> tokenizers.Tokenizer:
 
 def fake_tokenizer(backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
     return Tokenizer(
-        backend or backend_tokenizer(), chat_template=TEMPLATE, bos_token="<s>", eos_token="</s>"
+        backend or backend_tokenizer(),
+        chat_template=ChatTemplates(
+            {"default": Source("chat_template.jinja", TEMPLATE)},
+            {"bos_token": "<s>", "eos_token": "</s>"},
+        ),
+        bos_token="<s>",
     )

@@ -1,0 +1,284 @@
+"""Chat templates: from messages, tools and documents to a prompt, as transformers renders them.
+
+A template is a program that came with a checkpoint. It runs in Jinja's sandbox and sees plain JSON
+values only.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple, NoReturn, TypedDict
+
+from mtpbuild.runtime.errors import EngineFileError, RequestError
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...} and what else the template reads
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+# The names under which a message's reasoning is given, the one that most templates read first.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+MARK = "<continued-here-5d1c> "  # ends in a space: tells whether a template strips its messages
+# What the template is given by parameters of their own, or what would choose another template.
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+REFUSED = (*RESERVED, "chat_template", "tokenize")
+
+
+class ChatOptions(TypedDict, total=False):
+    """What a conversation is put to the template with, in the words of transformers and vLLM."""
+
+    tools: Sequence[Mapping[str, Any]] | None  # JSON schemas of functions, in OpenAI's shape
+    documents: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool | None  # None: unless the final message is continued
+    continue_final_message: bool | str | None  # a text names the field that is continued
+    chat_template_kwargs: Mapping[str, Any] | None  # enable_thinking and the like
+
+
+class Source(NamedTuple):
+    """A template's text, and the file that it is in."""
+
+    where: str
+    text: str
+
+
+class ChatTemplates:
+    """The chat templates of a model by name, and the special tokens that they may mention."""
+
+    def __init__(
+        self, sources: Mapping[str, Source], special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        self._sources, self._special_tokens = dict(sources), dict(special_tokens or {})
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt; raises RequestError for what can't be put, or what the template refuses."""
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("give one of add_generation_prompt and continue_final_message")
+        variables = {
+            **self._special_tokens,
+            **_checked(chat_template_kwargs or {}),
+            "tools": _objects("tools", tools),
+            "documents": _objects("documents", documents),
+            "add_generation_prompt": (
+                not continue_final_message
+                if add_generation_prompt is None
+                else add_generation_prompt
+            ),
+        }
+        source = self._choose(tools is not None)
+        chat = _chat(messages)
+        if not continue_final_message:
+            return _render(source, chat, variables)
+        field = continue_final_message if isinstance(continue_final_message, str) else "content"
+        final = _mark_final(chat, field, source)
+        return _cut_at_mark(_render(source, chat, variables), final)
+
+    def _choose(self, with_tools: bool) -> Source:
+        for name in (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,):
+            if name in self._sources:
+                return self._sources[name]
+        names = ", ".join(sorted(self._sources))
+        raise RequestError(f"of this engine's chat templates ({names}) none is the default")
+
+
+def _render(source: Source, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    from jinja2 import TemplateSyntaxError  # 30 ms, only for those who chat
+
+    try:
+        template = _compiled(source.text)
+    except TemplateSyntaxError as error:
+        where = f"{source.where}: line {error.lineno}"
+        raise EngineFileError(f"{where}: {error.message}; rebuild the engine") from None
+    try:
+        text: str = template.render(messages=chat, **variables)
+    except Exception as error:  # a template is a program: it can fail in any way
+        raise RequestError(f"the chat template refuses these messages: {error}") from None
+    return text
+
+
+def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The template's own variables; raises RequestError for one that is not its own."""
+    if not isinstance(kwargs, Mapping):
+        raise RequestError('chat_template_kwargs is an object such as {"enable_thinking": false}')
+    for name in REFUSED:
+        if name in kwargs:
+            other = "give it beside them" if name in RESERVED else "an engine has its own template"
+            raise RequestError(f"{name} can't be one of chat_template_kwargs: {other}")
+    if not all(isinstance(name, str) for name in kwargs):
+        raise RequestError("chat_template_kwargs: names must be texts")
+    return {name: _plain(value, f"chat_template_kwargs {name}") for name, value in kwargs.items()}
+
+
+def _objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
+    """The list that the template sees; None stays None: templates ask for it by both words."""
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise RequestError(f"{name} is a list of JSON objects")
+    for number, entry in enumerate(given):
+        if not isinstance(entry, Mapping):
+            raise RequestError(f"{name} {number} is not a JSON object: {entry!r:.60}")
+    return [_plain(entry, f"{name} {number}") for number, entry in enumerate(given)]
+
+
+def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Copies of the messages: without empty fields, with reasoning under each of its names."""
+    chat = _objects("messages", messages)
+    if not chat:
+        raise RequestError("messages is empty: a conversation has at least one message")
+    chat = [{name: value for name, value in m.items() if value is not None} for m in chat]
+    return [_with_reasoning(message) for message in chat]
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    given = [message[name] for name in REASONING if name in message]
+    if not given:
+        return message
+    return {"thinking": given[0], **message, "reasoning_content": given[0]}
+
+
+def _mark_final(chat: list[dict[str, Any]], field: str, source: Source) -> str:
+    """Put a mark where the final message ends, and return its text without the mark."""
+    message = chat[-1]
+    if (value := message.get(field)) is None:
+        raise RequestError(f"continue_final_message: the final message has no {field}")
+    fields = [field]
+    if field in REASONING:  # the template reads one of the copies
+        fields = [name for name in REASONING if message.get(name) == value]
+    if not any(name in source.text for name in fields):
+        raise RequestError(f"continue_final_message: the chat template reads no {field}")
+    if isinstance(value, str):
+        for name in fields:
+            message[name] = value + MARK
+        return value
+    parts = value if isinstance(value, list | tuple) else ()
+    for part in reversed(parts):
+        if isinstance(part, dict) and isinstance(text := part.get("text"), str):
+            part["text"] = text + MARK
+            return text
+    raise RequestError(f"continue_final_message: the final message's {field} has no text")
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    """The prompt as far as the final message goes."""
+    at = text.rfind(MARK.rstrip())
+    if at < 0 or final.strip() not in text:
+        raise RequestError(
+            "continue_final_message: the chat template leaves the final message out, or changes it"
+        )
+    # Without the mark's space, the template strips messages; so would it the one without mark.
+    return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()
+
+
+def _plain(value: Any, name: str) -> Any:
+    """A copy made of JSON's types: what else an object can do, the sandbox does not know."""
+    try:
+        return _copied(value, name)
+    except RecursionError:
+        raise RequestError(f"{name} is nested too deeply") from None
+
+
+def _copied(value: Any, name: str) -> Any:
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # an enumeration's member, say
+            return getattr(kind, f"__{kind.__name__}__")(value)
+    if isinstance(value, Mapping):
+        return {_copied(key, name): _copied(item, name) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_copied(item, name) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _copied(getattr(value, f.name), name) for f in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):  # pydantic's, and the OpenAI client's
+        return _copied(dump(), name)
+    raise RequestError(f"{name} has a value that is not JSON: {value!r:.60}")
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(text: str) -> Any:
+    return _environment().from_string(text)
+
+
+@functools.cache
+def _environment() -> Any:
+    """Jinja with what transformers lets chat templates use."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the model says, for training; here it only shows it."""
+
+        tags = {"generation"}  # noqa: RUF012  (Jinja's own way)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class GuardedNamespace(Namespace):
+        """A namespace without names that could lead to Python's internals."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:  # so may an attribute be called `self`
+            self, *rest = args
+            Namespace.__init__(self)
+            for name, value in dict(*rest, **kwargs).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if str(name).startswith("_"):
+                raise SecurityError(f"namespace: an attribute can't be called {name!r}")
+            super().__setitem__(name, value)
+
+    class Dict:
+        """`dict` without the attributes of the type."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+            return dict(*args, **kwargs)
+
+        def fromkeys(self, *args: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*args)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Jinja's own filter escapes HTML."""
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "dict": Dict(),
+        "namespace": GuardedNamespace,
+    }
+    return environment

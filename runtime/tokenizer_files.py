@@ -1,0 +1,152 @@
+"""What the files beside tokenizer.json say: special tokens, added tokens and chat templates.
+
+Precedence is transformers': tokenizer_config.json's word about a token counts more than
+tokenizer.json's, and a template in a file of its own more than one in tokenizer_config.json.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from mtpbuild.runtime.chat_template import DEFAULT, ChatTemplates, Source
+from mtpbuild.runtime.errors import EngineFileError
+from mtpbuild.runtime.manifest import Manifest
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"  # of older checkpoints
+CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # a folder; a file's name is the template's
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+Config = dict[str, Any]
+
+
+def read_config(folder: Path, manifest: Manifest) -> Config | None:
+    """tokenizer_config.json with what an older special_tokens_map.json adds; None: neither."""
+    config = _read_object(folder / TOKENIZER_CONFIG, manifest)
+    older = _read_object(folder / SPECIAL_TOKENS_MAP, manifest)
+    if older is None or "added_tokens_decoder" in (config or {}):
+        return config
+    return {**(config or {}), **older}
+
+
+def special_tokens(config: Config) -> dict[str, str]:
+    """The special tokens that have names, by these: `bos_token` .., and the model's own."""
+    given = {name: config.get(name) for name in NAMED}
+    given |= {name: value for name, value in config.items() if name.endswith("_token")}
+    if isinstance(own := config.get("extra_special_tokens"), dict):
+        given |= own
+    texts = {name: _text(value) for name, value in given.items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
+    """Add the tokens that only the configuration has, and change those of which it says more.
+
+    A token that has a name is special, and one that either file calls special stays so.
+    """
+    known = backend.get_added_tokens_decoder()
+    given = dict(_given_tokens(config)) or dict(known)
+    named = special_tokens(config).values()
+    special = {*named, *(token.content for token in known.values() if token.special)}
+    tokens = [given[id] for id in sorted(given)]
+    for token in tokens:
+        token.special = token.special or token.content in special
+    there = {token.content for token in (*known.values(), *tokens)}
+    for text in dict.fromkeys((*named, *_unnamed(config))):
+        if text not in there:
+            tokens.append(AddedToken(text, special=True))
+    flags = {token.content: _flags(token) for token in backend.get_added_tokens_decoder().values()}
+    if changes := [token for token in tokens if flags.get(token.content) != _flags(token)]:
+        backend.add_tokens(changes)
+
+
+def chat_templates(
+    folder: Path, manifest: Manifest, config: Config, special: Mapping[str, str]
+) -> ChatTemplates | None:
+    """The model's chat templates; None if it has none."""
+    sources = dict(_template_files(folder, manifest)) or dict(_configured_templates(config))
+    return ChatTemplates(sources, special) if sources else None
+
+
+def _template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Source]]:
+    for file in sorted(manifest.files):
+        parent, _, name = file.rpartition("/")
+        if file == CHAT_TEMPLATE or (parent == MORE_TEMPLATES and name.endswith(".jinja")):
+            text = read_text(folder / file)
+            yield name.removesuffix(".jinja") if parent else DEFAULT, Source(file, text)
+
+
+def _configured_templates(config: Config) -> Iterator[tuple[str, Source]]:
+    """Those in tokenizer_config.json: a text, or a list of names and texts."""
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        given = [{"name": DEFAULT, "template": given}]
+    for entry in given if isinstance(given, list) else ():
+        match entry:
+            case {"name": str(name), "template": str(text)}:
+                yield name, Source(f"{TOKENIZER_CONFIG}: chat_template {name}", text)
+            case _:
+                raise EngineFileError(
+                    f"{TOKENIZER_CONFIG}: a chat_template without name or template: "
+                    "rebuild the engine"
+                )
+
+
+def _given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
+    """The tokens of `added_tokens_decoder`: by id, with their flags."""
+    given = config.get("added_tokens_decoder")
+    for id, token in given.items() if isinstance(given, dict) else ():
+        try:
+            content, flags = (
+                token["content"],
+                {name: token[name] for name in FLAGS if name in token},
+            )
+            yield int(id), AddedToken(content, **flags)
+        except (TypeError, KeyError, ValueError):
+            raise EngineFileError(
+                f"{TOKENIZER_CONFIG}: added_tokens_decoder {id} is not a token; rebuild the engine"
+            ) from None
+
+
+def _unnamed(config: Config) -> Iterator[str]:
+    """The special tokens that have no names."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    for token in extra if isinstance(extra, list) else ():
+        if (text := _text(token)) is not None:
+            yield text
+
+
+def _text(token: object) -> str | None:
+    """A token is given as a text or as {"content": text}."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _flags(token: AddedToken) -> tuple[bool, ...]:
+    return tuple(getattr(token, name) for name in FLAGS)
+
+
+def _read_object(path: Path, manifest: Manifest) -> Config | None:
+    if path.name not in manifest.files:
+        return None
+    try:
+        config = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise EngineFileError(f"{path}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise EngineFileError(f"{path}: not a JSON object; rebuild the engine")
+    return config
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise EngineFileError(f"{path}: not UTF-8 ({error})") from None

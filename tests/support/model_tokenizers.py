@@ -1,0 +1,200 @@
+"""Folders with small tokenizers that have the features of published ones; files as there."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
+TEXTS = [
+    "def hello(world): return 1 + 2  # größer, 你好世界, 🙂 и привет, мир",
+    "The quick brown fox\n\n    jumps over\t\tthe lazy dog; it's 12345 o'clock.",
+    "<think>user assistant system function result</think> name arguments",
+] * 4
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GLM_PATTERN = QWEN_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+Files = dict[str, Any]  # by name: a text, or what is written as JSON
+
+
+def special(*texts: str) -> list[AddedToken]:
+    return [AddedToken(text, special=True, normalized=False) for text in texts]
+
+
+def plain(*texts: str, normalized: bool = False) -> list[AddedToken]:
+    return [AddedToken(text, special=False, normalized=normalized) for text in texts]
+
+
+def train(
+    split: list[pre_tokenizers.PreTokenizer],
+    added: list[AddedToken],
+    *,
+    first: list[str] | None = None,
+    normalizer: normalizers.Normalizer | None = None,
+    post_processor: processors.PostProcessor | None = None,
+) -> tokenizers.Tokenizer:
+    """A byte-level BPE; `first` are special tokens within the vocabulary, `added` come behind."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=400,
+        special_tokens=special(*(first or [])),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.add_tokens(added)
+    if post_processor is not None:
+        backend.post_processor = post_processor
+    return backend
+
+
+def by_regex(*patterns: str) -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+
+
+def added_tokens_decoder(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    flags = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    tokens = sorted(backend.get_added_tokens_decoder().items())
+    return {str(id): {flag: getattr(token, flag) for flag in flags} for id, token in tokens}
+
+
+def template(name: str) -> str:
+    return (TEMPLATES / f"{name}_like.jinja").read_text(encoding="utf-8")
+
+
+def glm() -> Files:
+    """No BOS at all: the template writes [gMASK]<sop>. The template is a file of its own."""
+    roles = [f"<|{role}|>" for role in ("system", "user", "assistant", "observation")]
+    added = special("<|endoftext|>", "[MASK]", "[gMASK]", "<sop>", "<eop>", *roles)
+    added += plain("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>")
+    added += plain("/nothink", "<tool_response>", "</tool_response>", "<arg_value>", "</arg_value>")
+    backend = train(
+        by_regex(GLM_PATTERN), added, post_processor=processors.ByteLevel(trim_offsets=False)
+    )
+    config = {
+        "added_tokens_decoder": added_tokens_decoder(backend),
+        "additional_special_tokens": ["<|endoftext|>", "[MASK]", "[gMASK]", "<sop>", *roles],
+        "clean_up_tokenization_spaces": False,
+        "do_lower_case": False,
+        "eos_token": "<|endoftext|>",
+        "extra_special_tokens": {},
+        "pad_token": "<|endoftext|>",
+        "padding_side": "left",
+        "remove_space": False,
+        "tokenizer_class": "PreTrainedTokenizer",
+    }
+    return folder_of(backend, config) | {"chat_template.jinja": template("glm")}
+
+
+def gigachat() -> Files:
+    """Separators that end in newlines, an older special_tokens_map.json, the BOS by a template."""
+    first = ["<unk>", "<s>", "</s>"]
+    added = special("<|role_sep|>\n", "<|message_sep|>\n\n", "<|function_call|>")
+    bos = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    pattern = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+|\p{N}{1,3}|\s+(?!\S)|\s+"
+    backend = train(by_regex(pattern), added, first=first, post_processor=bos)
+    names = {"bos_token": "<s>", "eos_token": {"content": "</s>"} | flags(), "unk_token": "<unk>"}
+    config = {
+        "add_bos_token": True,
+        "chat_template": template("gigachat"),
+        "model_max_length": 131072,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    return folder_of(backend, config) | {"special_tokens_map.json": names}
+
+
+def qwen() -> Files:
+    """NFC first; the template is in tokenizer_config.json, and there is no BOS."""
+    added = special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>")
+    added += plain("<tool_call>", "</tool_call>", "<think>", "</think>")
+    backend = train(
+        by_regex(QWEN_PATTERN),
+        added,
+        normalizer=normalizers.NFC(),
+        post_processor=processors.ByteLevel(trim_offsets=False),
+    )
+    config = {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": added_tokens_decoder(backend),
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|vision_pad|>"],
+        "bos_token": None,
+        "chat_template": template("qwen"),
+        "eos_token": "<|im_end|>",
+        "errors": "replace",
+        "pad_token": "<|endoftext|>",
+        "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }
+    return folder_of(backend, config)
+
+
+def deepseek() -> Files:
+    """Several splits one after another; tokens of characters that no byte is spelled with."""
+    names = [f"tool▁{part}" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end")]
+    names += [f"tool▁{part}" for part in ("outputs▁begin", "outputs▁end", "output▁begin")]
+    marks = [f"<｜{name}｜>" for name in (*names, "tool▁output▁end", "tool▁sep")]
+    added = plain("<｜User｜>", "<｜Assistant｜>", *marks, normalized=True)
+    added += plain("<think>", "</think>", normalized=True)
+    words = r"[!-/:-~]+[A-Za-z]+|[^\r\n\p{L}]?[\p{L}\p{M}]+|\s+"
+    backend = train(
+        by_regex(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", words),
+        added,
+        first=["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"],
+        post_processor=processors.ByteLevel(trim_offsets=False),
+    )
+    config = {
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "bos_token": {"__type": "AddedToken", "content": "<｜begin▁of▁sentence｜>"} | flags(),
+        "chat_template": [
+            {"name": "default", "template": template("deepseek")},
+            {"name": "tool_use", "template": "{# with tools #}" + template("deepseek") + "!"},
+        ],
+        "eos_token": {"__type": "AddedToken", "content": "<｜end▁of▁sentence｜>"} | flags(),
+        "tokenizer_class": "LlamaTokenizerFast",
+        "unk_token": None,
+    }
+    return folder_of(backend, config)
+
+
+def flags() -> dict[str, bool]:
+    return {"lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
+
+
+def folder_of(backend: tokenizers.Tokenizer, config: dict[str, Any] | None) -> Files:
+    files: Files = {"tokenizer.json": backend.to_str()}
+    return files if config is None else files | {"tokenizer_config.json": config}
+
+
+def write_files(folder: Path, files: Files) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+FAMILIES: dict[str, Callable[[], Files]] = {
+    "glm": glm,
+    "gigachat": gigachat,
+    "qwen": qwen,
+    "deepseek": deepseek,
+}
