@@ -25,8 +25,14 @@ class Tokenizer:
         *,
         chat_template: ChatTemplates | None = None,
         bos_token: str = "",
+        add_bos: bool = False,
     ) -> None:
-        """bos_token: a text that begins with it gets no other one."""
+        """bos_token: a text that begins with it gets no other one.
+
+        add_bos: put it before a text even if the backend doesn't.
+        """
+        bos = backend.token_to_id(bos_token) if add_bos else None
+        self._bos = [] if bos is None else [bos]
         self._backend = backend
         self.chat_template = chat_template
         self.bos_token = bos_token
@@ -42,7 +48,7 @@ class Tokenizer:
         if self.bos_token and text.startswith(self.bos_token):
             add_special_tokens = False
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to the text: none for a special or unknown one."""
@@ -102,7 +108,9 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
         folder, manifest, config, own if given is None else special
     )
     bos = special.get("bos_token") or own.get("bos_token", "")
-    return Tokenizer(backend, chat_template=templates, bos_token=bos)
+    # transformers 5 doesn't look at it; 4 and llama.cpp do, and DeepSeek's files say it nowhere else.
+    add_bos = config.get("add_bos_token") is True
+    return Tokenizer(backend, chat_template=templates, bos_token=bos, add_bos=add_bos)
 
 
 def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, str]:

@@ -191,7 +191,11 @@ def test_texts(pair: Pair, text: str) -> None:
     """Ids with and without special tokens, and the text that comes back token by token."""
     bare = pair.theirs(text, add_special_tokens=False).input_ids
     assert pair.ours.encode(text, add_special_tokens=False) == bare
-    assert pair.ours.encode(text) == pair.theirs(text).input_ids
+    wanted = pair.theirs(text).input_ids
+    bos = pair.theirs.bos_token_id
+    if pair.theirs.init_kwargs.get("add_bos_token") and wanted[:1] != [bos]:
+        wanted = [bos, *wanted]  # transformers 5 doesn't look at it where there is a tokenizer.json
+    assert pair.ours.encode(text) == wanted
     assert streamed(pair.ours, bare) == decoded(pair.theirs, bare)
 
 

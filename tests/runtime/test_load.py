@@ -98,10 +98,9 @@ def test_a_tokenizer_that_is_not_byte_level_is_refused(engine_dir: Path) -> None
 
 @pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "special": True}])
 @pytest.mark.parametrize("processor", [True, False])
-def test_the_post_processor_decides_on_the_bos(
+def test_tokenizer_config_decides_on_the_bos(
     engine_dir: Path, bos: object, processor: bool
 ) -> None:
-    """As in transformers 5, which ignores `add_bos_token` beside a tokenizer.json."""
     path = engine_dir / "tokenizer.json"
     raw = json.loads(path.read_text(encoding="utf-8"))
     if not processor:
@@ -112,8 +111,8 @@ def test_the_post_processor_decides_on_the_bos(
     write_manifest(engine_dir, read_manifest(engine_dir))
     engine = Engine.load(engine_dir)
     with_bos, without = engine.encode("a"), engine.encode("a", add_special_tokens=False)
-    assert with_bos == ([BOS, *without] if processor else without)
-    assert engine.encode("<s>a") == [BOS, *without]
+    assert with_bos == [BOS, *without]
+    assert engine.encode("<s>a") == with_bos
 
 
 def test_a_damaged_chat_template_names_its_line(engine_dir: Path) -> None:
