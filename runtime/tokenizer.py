@@ -108,7 +108,7 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
         folder, manifest, config, own if given is None else special
     )
     bos = special.get("bos_token") or own.get("bos_token", "")
-    # transformers 5 doesn't look at it; 4 and llama.cpp do, and DeepSeek's files say it nowhere else.
+    # transformers 5 doesn't look at it; 4 and llama.cpp do, and DeepSeek says it nowhere else.
     add_bos = config.get("add_bos_token") is True
     return Tokenizer(backend, chat_template=templates, bos_token=bos, add_bos=add_bos)
 
