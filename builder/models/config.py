@@ -177,6 +177,7 @@ class ModelConfig:
     # that differ.
     own_embeddings: tuple[int, ...] = fixed(())
     own_heads: tuple[int, ...] = fixed(())
+    draft_ids: tuple[int, ...] = fixed(())  # tokens that drafts are chosen from; none: all
 
     def sliced(self, first: int, count: int) -> Self:
         """The configuration of `count` main layers from `first` on; raises UsageError."""

@@ -11,6 +11,8 @@ from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.runtime.ranks import Ranks
 
+NEVER = -1e30  # a logit; finite, as it is divided by temperatures
+
 
 class CausalLM(nn.Module):
     """Trunk and MTP modules. The trunk's embedding and head are every module's that has no own.
@@ -38,8 +40,14 @@ class CausalLM(nn.Module):
         self.rope = rope
         for j in c.own_embeddings:
             self.module(j).embed_tokens = parameter(V, c.hidden_size)
+        drafted = len(c.draft_ids) or V
         for j in c.own_heads:
-            self.module(j).lm_head = parameter(c.hidden_size, V)
+            self.module(j).lm_head = parameter(c.hidden_size, drafted)
+        self.draft_head: nn.Parameter | None = None
+        if c.draft_ids:
+            self.draft_head = parameter(c.hidden_size, drafted)
+            self.register_buffer("draft_ids", torch.tensor(c.draft_ids), persistent=False)
+        self.draft_ids: Tensor
         if ranks.parts > 1:
             self.rank = rank_constant()
 
@@ -94,10 +102,18 @@ class CausalLM(nn.Module):
         return module.join(self.embed(tokens, module.embed_tokens), hidden, rows)
 
     def draft_logits(self, j: int, hidden: Tensor) -> Tensor:
-        """What module j has handed on -> its logits."""
+        """What module j has handed on -> its logits over the whole vocabulary.
+
+        Of a reduced draft vocabulary the head has those rows alone; other tokens are never drafted.
+        """
         module = self.module(j)
-        head = self.lm_head if module.lm_head is None else module.lm_head
-        return self.head(module.read_by_head(hidden), head)
+        shared = self.lm_head if self.draft_head is None else self.draft_head
+        head = shared if module.lm_head is None else module.lm_head
+        logits = self.head(module.read_by_head(hidden), head)
+        if self.draft_head is None:
+            return logits
+        every = logits.new_full((*logits.shape[:-1], self.config.vocab_size), NEVER)
+        return every.scatter(-1, self.draft_ids.expand_as(logits), logits)
 
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Logits are fp32: in bf16 they tie."""

@@ -254,4 +254,9 @@ class PlainModel(Reference):
     def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
         module = self.module(k)
         read = hidden if self.config.mtp.recycles_normed else module.norm(hidden)
-        return (module.own("head") or self.lm_head)(read)
+        logits = (module.own("head") or self.lm_head)(read)
+        if ids := self.config.draft_ids:
+            others = torch.ones(self.config.vocab_size, dtype=torch.bool)
+            others[list(ids)] = False
+            logits = logits.masked_fill(others, float("-inf"))
+        return logits

@@ -21,7 +21,7 @@ def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
 def hold_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the weights that type, without values, but for routers and heads."""
     for name, weight in model.named_parameters():
-        stays_wide = name.endswith("lm_head") or ".gate." in name
+        stays_wide = name.endswith(("lm_head", "draft_head")) or ".gate." in name
         if weight.is_floating_point() and weight.dtype != dtype and not stays_wide:
             weight.data = torch.empty_like(weight, dtype=dtype)
 

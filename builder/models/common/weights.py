@@ -108,7 +108,14 @@ def own_copies(c: ModelConfig, j: int, at: str, to: str) -> Iterator[Weight]:
     if j in c.own_embeddings:
         yield Weight(f"{to}.embed_tokens", (Source(f"{at}.embed_tokens.weight", shape, axis=0),))
     if j in c.own_heads:
-        yield product(f"{to}.lm_head", Source(f"{at}.shared_head.head.weight", shape, axis=0))
+        head = Source(f"{at}.shared_head.head.weight", shape, axis=0)
+        yield product(f"{to}.lm_head", head, rows=drafted_rows(c) if c.draft_ids else stack_rows)
+
+
+def drafted_rows(c: ModelConfig) -> Transform:
+    """The rows of a head that drafts are chosen by."""
+    ids = torch.tensor(c.draft_ids)
+    return lambda head: head[ids]
 
 
 def whole_table(
@@ -118,12 +125,14 @@ def whole_table(
     shape = (c.vocab_size, c.hidden_size)
     embedding = Source(EMBEDDING, shape, axis=0)
     head = embedding if c.tie_word_embeddings else Source(HEAD, shape, axis=0)
+    reduced = [product("draft_head", head, rows=drafted_rows(c))] if c.draft_ids else []
     return [
         Weight("embed_tokens", (embedding,)),
         *chain.from_iterable(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers)),
         vector("norm", "model.norm", "weight", c.hidden_size),
         *modules,
         product("lm_head", head),
+        *reduced,
     ]
 
 

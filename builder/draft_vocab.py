@@ -1,0 +1,76 @@
+"""A reduced vocabulary for drafts: the head's rows of the tokens that are most often said.
+
+Drafts alone are chosen from it, and the main model judges them as ever, so the text stays exact; a
+token outside is never drafted, and the draft there is wrong. The idea is FR-Spec's (Zhao et al.,
+2025), which SGLang takes as `--speculative-token-map`.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.checks import in_range, needs
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.tokenizer import TOKENIZER
+
+FLAG = "--draft-vocab"
+
+
+def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
+    """Token ids in rising order; raises UsageError.
+
+    asked: how many, or a file of ids: JSON, one id to a line, or SGLang's token map (.pt).
+    """
+    if asked.isdigit():
+        count = in_range(1, int(asked), vocab_size - 1, FLAG)
+        ids = list(most_frequent(checkpoint / TOKENIZER, vocab_size))[:count]
+        if len(ids) < count:
+            raise UsageError(f"{FLAG} {count}: {checkpoint / TOKENIZER} has {len(ids)} tokens")
+    else:
+        ids = read_ids(Path(asked))
+    for id in ids:
+        if type(id) is not int or not 0 <= id < vocab_size:
+            raise UsageError(f"{FLAG} {asked}: {id!r} is not a token id below {vocab_size}")
+    found = tuple(sorted(set(ids)))
+    if not 0 < len(found) < vocab_size:
+        raise UsageError(f"{FLAG} {asked}: names {len(found)} of {vocab_size} tokens")
+    return found
+
+
+def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
+    """Ids of a BPE tokenizer: added tokens, which end texts and thoughts, then by frequency.
+
+    Training a BPE merges the most frequent pair first, so the order of merges is a statistic of
+    its text: an entry that was merged early is frequent. Single bytes come before all merges.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        vocab, merges = raw["model"]["vocab"], raw["model"]["merges"]
+        added = [int(token["id"]) for token in raw["added_tokens"]]
+        pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges)
+        merged = {left + right: i for i, (left, right) in reversed([*enumerate(pairs)])}
+        ranked = sorted(vocab, key=lambda entry: (merged.get(entry, -1), vocab[entry]))
+    except FileNotFoundError:
+        raise UsageError(f"{FLAG}: needs a file of token ids, {path} is not there") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{FLAG}: {path} is no BPE tokenizer ({error!r})") from None
+    ids = dict.fromkeys([*added, *(vocab[entry] for entry in ranked)])
+    return (id for id in ids if id < vocab_size)
+
+
+def read_ids(path: Path) -> list[Any]:
+    """Ids of a file, the most frequent first or in any order."""
+    try:
+        if path.suffix == ".pt":
+            with needs("build", "torch"):
+                import torch
+            ids: list[Any] = torch.load(path, weights_only=True).flatten().tolist()
+            return ids
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if text.lstrip().startswith("[") else [*map(int, text.split())]
+        return found if isinstance(found, list) else [found]
+    except OSError as error:
+        raise UsageError(f"{FLAG} {path}: neither a number nor a file ({error.strerror})") from None
+    except Exception as error:  # what torch.load raises for other files is any of several
+        raise UsageError(f"{FLAG} {path}: no list of token ids ({error})") from None
