@@ -76,6 +76,12 @@ class Kept:
 NONE: Mapping[str, Kept] = {}
 
 
+def weight_of(stored: str) -> str:
+    """The program's weight of which a tensor in the engine is all, or values or scales."""
+    weight, _, leaf = stored.rpartition(".")
+    return weight if leaf in NAMES else stored
+
+
 def can_stay(kept: Kept) -> bool:
     """Tell if the program has an op for it: integers can't be cut for ranks, nor small blocks."""
     if isinstance(kept.format, Integers):
