@@ -59,3 +59,5 @@ class Family:
     split_sizes: Callable[[Any, Ranks], list[Split]]
     costs: Callable[[Any, Ranks], Costs]
     reference: "Callable[[Any], Reference]"
+    # Pattern of embedding and head, by the names that `duplicates` gives to their copies.
+    ends: str = r"(model\.embed_tokens|lm_head)\.weight"

@@ -122,16 +122,17 @@ def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme:
         algorithm = {"producer": {"name": "mtpbuild"}, "quantization": quantization}
         write_json(folder / MODELOPT, algorithm)
     elif scheme.main != PLAIN:
-        raw["quantization_config"] = quantization_config(scheme.main)
+        raw["quantization_config"] = quantization_config(scheme)
     write_json(folder / "config.json", raw)
 
 
-def quantization_config(format: str) -> dict[str, Any]:
-    if format == "fp8":
+def quantization_config(scheme: Scheme) -> dict[str, Any]:
+    if scheme.main == "fp8":
         blocks = [FP8_BLOCK, FP8_BLOCK]
         rest = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
         return {"quant_method": "fp8"} | rest
-    return {"quant_method": "mtpbuild", "fmt": format, "block_size": INT_BLOCK}
+    head = {} if scheme.head == PLAIN else {"head": scheme.head}
+    return {"quant_method": "mtpbuild", "fmt": scheme.main, "block_size": INT_BLOCK} | head
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -93,6 +93,15 @@ def requantise(
     return Requantised(checkpoint.folder, tensors, checkpoint, formats, tuple(unfit))
 
 
+def see(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None) -> Checkpoint:
+    """Check a checkpoint, then see it as `scheme` quantises it; None: as it is."""
+    table = checkpoint.check(config)
+    if scheme is None:
+        return checkpoint
+    sources = {source.name: source for weight in table for source in weight.sources}
+    return requantise(checkpoint, config, scheme, sources.values())
+
+
 def layout(checkpoint: Checkpoint, source: Source, format: Format | None) -> dict[str, Part]:
     """List what is stored for a weight; one that is not quantised any more becomes bf16."""
     if format is not None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.models.common.blocks import look_up
 from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, rank_constant
 from mtpbuild.builder.models.common.layers import DecoderLayer, MTPModule, RMSNorm, Rope, Rows
 from mtpbuild.builder.models.common.precision import cast, parameter
@@ -41,7 +42,7 @@ class CausalLM(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         if self.ranks.parts == 1:
-            return nn.functional.embedding(tokens, self.embed_tokens)
+            return look_up(self.embed_tokens, tokens)
         rows = self.embed_tokens.shape[0]
         own = (tokens // rows == self.rank)[..., None]
         x = nn.functional.embedding(tokens % rows, self.embed_tokens)

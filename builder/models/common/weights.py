@@ -75,6 +75,7 @@ class Weight:
     rows: Transform | None = None  # of a product: as transform, but [out, ..], also for blocks
     slices: int = 1  # of what is stacked along a first axis
     joined: int | None = None  # of products: the sources' axis along which they are one
+    looked_up: bool = False  # its rows are chosen by tokens
 
     @property
     def groups(self) -> Iterator[tuple[Source, ...]]:
@@ -86,6 +87,11 @@ class Weight:
 def vector(to: str, at: str, name: str, size: int) -> Weight:
     """A vector that has the same name in the module `to` as in the checkpoint's `at`."""
     return Weight(f"{to}.{name}", (Source(f"{at}.{name}", (size,)),))
+
+
+def embedding(to: str, source: Source) -> Weight:
+    """Checkpoint [vocabulary, hidden] -> the same in the program."""
+    return Weight(to, (source,), rows=stack_rows, looked_up=True)
 
 
 def product(to: str, *sources: Source, rows: Transform = stack_rows, joined: int = 0) -> Weight:

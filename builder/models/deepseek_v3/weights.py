@@ -6,7 +6,16 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.weights import Share, Source, Weight, mlp, moe, product, vector
+from mtpbuild.builder.models.common.weights import (
+    Share,
+    Source,
+    Weight,
+    embedding,
+    mlp,
+    moe,
+    product,
+    vector,
+)
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
@@ -16,12 +25,12 @@ def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
     Sources keep the checkpoint's shapes; transforms take them cut to the share.
     """
     shape, L = (c.vocab_size, c.hidden_size), c.num_hidden_layers
-    embedding = Source("model.embed_tokens.weight", shape, axis=0)
-    head = embedding if c.tie_word_embeddings else Source("lm_head.weight", shape, axis=0)
+    tokens = Source("model.embed_tokens.weight", shape, axis=0)
+    head = tokens if c.tie_word_embeddings else Source("lm_head.weight", shape, axis=0)
     layers = (_layer(c, share, i, f"layers.{i}") for i in range(L))
     modules = (_mtp(c, share, L + j, f"mtp.{j}") for j in range(c.num_nextn_predict_layers))
     return [
-        Weight("embed_tokens", (embedding,)),
+        embedding("embed_tokens", tokens),
         *chain.from_iterable(layers),
         vector("norm", "model.norm", "weight", c.hidden_size),
         *chain.from_iterable(modules),
