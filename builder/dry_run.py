@@ -77,8 +77,8 @@ def print_dry_run(done: DryRun) -> None:
         f"config.json demands; {model.parameters:,} parameters"
     )
     if (scheme := model.scheme) is not None:
-        head = "as they are" if scheme.head == PLAIN else f"in {scheme.head}"
-        console.print(f"quantised to {scheme.main} while they are written; embedding, head {head}")
+        ends = "would stay" if scheme.head == PLAIN else f"to {scheme.head}"
+        console.print(f"weights would be quantised to {scheme.main}; embedding and head {ends}")
     if model.unfit:
         console.print(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
     if counts := sorted(model.dequantised().items()):

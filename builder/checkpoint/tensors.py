@@ -110,6 +110,9 @@ class Checkpoint:
         known = set(wanted) | set(same)
         for source in wanted.values():
             known |= self._check_weight(source)
+        for name in set(same) & set(self.tensors) - set(wanted):
+            if self.format(name) is not None and same[name] in wanted:
+                known |= self._check_weight(replace(wanted[same[name]], name=name))
         left = {n for n in self.tensors if n not in known and not n.endswith(UNUSED)}
         self._refuse(left, "tensor that this architecture does not have:")
         for name in sorted(set(same) & set(self.tensors) - set(wanted)):

@@ -54,6 +54,7 @@ def test_frozen_flags() -> None:
         "--extra-llm-api-options",
         "--fast-build",
         "--force",
+        "--head-weights",
         "--layers",
         "--max-batch",
         "--max-seq-len",
@@ -69,6 +70,7 @@ def test_frozen_flags() -> None:
         "--strip-weights",
         "--target",
         "--tp",
+        "--weights",
     ]
     assert options("diff") == ["--engine", "--json"]
     assert options("recipes") == []
@@ -77,6 +79,7 @@ def test_frozen_flags() -> None:
         "--checkpoint",
         "--exclude",
         "--force",
+        "--head",
         "--model",
         "--mtp",
         "--out",
