@@ -68,12 +68,19 @@ def print_dry_run(done: DryRun) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from mtpbuild.builder.quantize.scheme import PLAIN
+
     console, model = Console(highlight=False, soft_wrap=True), done.model
-    files = [stored.file for stored in model.checkpoint.tensors.values()]
+    files = [stored.file for stored in model.stored.tensors.values()]
     console.print(
         f"{model.folder}: {len(files):,} tensors in {len(set(files))} files, as "
         f"config.json demands; {model.parameters:,} parameters"
     )
+    if (scheme := model.scheme) is not None:
+        ends = "would stay" if scheme.head == PLAIN else f"to {scheme.head}"
+        console.print(f"weights would be quantised to {scheme.main}; embedding and head {ends}")
+    if model.unfit:
+        console.print(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
     if counts := sorted(model.dequantised().items()):
         found = ", ".join(f"{count:,} in {name}" for name, count in counts)
         console.print(f"{found} would be dequantised to {model.dtype}")

@@ -20,6 +20,8 @@ from mtpbuild.builder.models.common.weights import Share, Weight
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.quantize.kept import Kept, can_stay, in_pairs
+from mtpbuild.builder.quantize.requantised import Requantised, see
+from mtpbuild.builder.quantize.scheme import Scheme
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -40,8 +42,10 @@ class ModelSource:
     ranks: Ranks = ALONE  # of which the model is one's part, the same for all
     dtype: FloatType = "float32"
     drafts: bool = True  # its MTP modules are wanted
+    scheme: Scheme | None = None  # by which weights are quantised anew; None: they are as stored
     family: Family = field(init=False)
-    checkpoint: Checkpoint = field(init=False)
+    stored: Checkpoint = field(init=False)
+    checkpoint: Checkpoint = field(init=False)  # the same, or as the scheme quantises it
     table: list[Weight] = field(init=False)  # with all ranks' experts
     model: CausalLM = field(init=False)
     parameters: int = field(init=False)  # of all ranks
@@ -50,9 +54,9 @@ class ModelSource:
     def __post_init__(self) -> None:
         self._check_tokenizer()
         self.family = family_of(self.config)
-        self.checkpoint = open_slice(self.folder, self.layers)
-        self.config = self.checkpoint.settle(self.config, self.drafts)
-        self.checkpoint.check(self.config)
+        self.stored = open_slice(self.folder, self.layers)
+        self.config = self.stored.settle(self.config, self.drafts)
+        self.checkpoint = see(self.stored, self.config, self.scheme)
         with torch.device(self.device):
             # Uninitialised: its memory is never touched.
             self.model = self.family.make_model(self.config, self.ranks)
@@ -106,11 +110,20 @@ class ModelSource:
                 logging.getLogger(__name__).warning(note, what, names)
 
     def tell_formats(self) -> None:
-        """Note it in the log if any weights are dequantised."""
+        """Note it in the log if any weights are dequantised, or can't be quantised as asked."""
+        log = logging.getLogger(__name__)
         counts = sorted(self.dequantised().items())
         if found := ", ".join(f"{count} in {name}" for name, count in counts):
             note = "note: quantised weights (%s) are dequantised: the engine holds them in %s"
-            logging.getLogger(__name__).warning(note, found, self.dtype)
+            log.warning(note, found, self.dtype)
+        if unfit := self.unfit:
+            note = "note: %d weights stay in %s: their columns do not split into blocks (%s, ..)"
+            log.warning(note, len(unfit), self.dtype, unfit[0])
+
+    @property
+    def unfit(self) -> tuple[str, ...]:
+        """The checkpoint's weights that should be quantised and that no block fits."""
+        return self.checkpoint.unfit if isinstance(self.checkpoint, Requantised) else ()
 
     @property
     def weights_type(self) -> WeightsType:

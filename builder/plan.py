@@ -8,7 +8,7 @@ from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.errors import BuildError, UsageError
-from mtpbuild.runtime.manifest import FloatType, StateSpec
+from mtpbuild.runtime.manifest import FloatType, HeadType, QuantisedType, StateSpec
 from mtpbuild.runtime.ranks import Ranks
 
 Nextn = int | Literal["auto"]  # as said on the command line
@@ -34,6 +34,8 @@ class Plan:
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that it is compiled for; none: a CPU
     options: Any = None  # the target's own
     adaptive: bool = False  # nextn is the most: each step drafts as many as the run time says
+    quantised_to: QuantisedType | None = None  # by the build; None: weights are as they are
+    head_weights: HeadType | None = None  # likewise embedding and head
 
     @property
     def dtype(self) -> FloatType:

@@ -16,6 +16,7 @@ from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import Nextn, Plan, choose_drafter, in_order
+from mtpbuild.builder.quantize.asked import asked_formats
 from mtpbuild.builder.recipe import Source, find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target, make_options, targets_that
@@ -59,7 +60,9 @@ class Job:
         device: "meta" only to look at it. Raises CheckpointError.
         """
         from mtpbuild.builder.model_source import ModelSource
+        from mtpbuild.builder.quantize.scheme import engine_scheme
 
+        plan = next(iter(self.plans.values()))
         return ModelSource(
             self.source.name,
             self.source.folder,
@@ -69,14 +72,16 @@ class Job:
             formats=self.target.formats,
             layers=self.request.layers,
             ranks=self.request.ranks,
-            dtype=next(iter(self.plans.values())).dtype,
+            dtype=plan.dtype,
             drafts=any(plan.nextn for plan in self.plans.values()),
+            scheme=engine_scheme(plan.quantised_to, plan.head_weights),
         )
 
 
 def prepare(request: BuildRequest) -> Job:
     """Check a request; raises UsageError, CheckpointError or BuildError with what is wrong."""
     target = load_target(request.target)
+    asked_formats(target, request)  # before anything is downloaded
     source, config = find_source(request)
     note_length(config, request)
     ids, plans = check_small_files(request, source, config)
@@ -147,12 +152,14 @@ def make_plans(
     check_rank(request)
     capabilities = target.compute_capabilities(request, options)
     length = sequence_length(config, request)
-    dtype = "_bf16" if style.dtype == "bfloat16" else ""
+    quantised_to, head_weights = asked_formats(target, request)
+    kind = "_bf16" if style.dtype == "bfloat16" else ""
+    kind += f"_{quantised_to}" if quantised_to else ""
     for asked in nextns:
         nextn = plan.ADAPTIVE_NEXTN if asked == "auto" else asked
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
-            out = out / f"{engine}_n{asked}{dtype}{request.ranks.suffix}"
+            out = out / f"{engine}_n{asked}{kind}{request.ranks.suffix}"
         yield (
             out,
             Plan(
@@ -167,6 +174,8 @@ def make_plans(
                 compute_capabilities=capabilities,
                 options=options,
                 adaptive=asked == "auto",
+                quantised_to=quantised_to,
+                head_weights=head_weights,
             ),
         )
 

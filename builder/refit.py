@@ -20,6 +20,7 @@ from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.prepare import find_source
+from mtpbuild.builder.quantize.scheme import engine_scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
@@ -34,7 +35,8 @@ def refit(
 ) -> tuple[Manifest, Manifest]:
     """Replace the weights of `engine` by those of `model`, a checkpoint folder or a recipe's name.
 
-    An engine of some layers gets the same layers of `model`. Returns the manifests before and
+    An engine of some layers gets the same layers of `model`, one that its build has quantised gets
+    weights that are quantised likewise. Returns the manifests before and
     after. Raises UsageError with the differences if the checkpoint has another architecture or
     other number formats, CheckpointError or BuildError; the engine is then as it was. Programs that
     are loaded keep the weights that they were loaded with.
@@ -96,6 +98,7 @@ def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]
         layers=layers,
         dtype=old.build.dtype,
         drafts=old.build.nextn > 0,
+        scheme=engine_scheme(old.build.quantised_to, old.build.head_weights),
     )
     if new.weights_type != old.build.weights:
         refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])

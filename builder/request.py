@@ -27,6 +27,8 @@ class BuildRequest:
     ranks: Ranks = field(default_factory=Ranks)
     rank: int | None = None  # to build alone; None: all of them
     layers: LayersSlice | None = None
+    weights: str | None = None  # a format that they are quantised to; None: as the checkpoint's
+    head_weights: str | None = None  # of embedding and head; None: what goes with `weights`
     dry_run: bool = False  # nothing is compiled
     options: Mapping[str, Any] = field(
         default_factory=dict

@@ -29,9 +29,14 @@ class Shapes(Checkpoint):
     def read(self, name: str) -> Tensor:
         return torch.empty(self.sources[name], device="meta")
 
-    def part(self, name: str, suffix: str) -> Tensor:
-        part = self.tensors[name + suffix]
-        return torch.empty(part.shape, dtype=TYPES[part.dtype], device="meta")
+    def parts(self, name: str) -> dict[str, Tensor]:
+        format = self.format(name)
+        assert format is not None
+        parts = {suffix: self.tensors[name + suffix] for suffix in format.parts((1, 1))}
+        return {
+            suffix: torch.empty(part.shape, dtype=TYPES[part.dtype], device="meta")
+            for suffix, part in parts.items()
+        }
 
 
 def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:
@@ -41,7 +46,7 @@ def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:
     """
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
     sources = {source.name: source.shape for weight in model.table for source in weight.sources}
-    checkpoint = Shapes(**vars(model.checkpoint), sources=sources)
+    checkpoint = Shapes(model.checkpoint.folder, model.checkpoint.tensors, sources)
     for rank in ranks:
         share, table = Share(model.ranks, rank), model.weight_table(rank)
         for name, weight in joined(stream_pieces(checkpoint, table, model.kept, share)):

@@ -20,7 +20,9 @@ MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond 
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 FloatType = Literal["float32", "bfloat16"]
-WeightsType = Literal["float32", "bfloat16", "int8", "int4", "fp8", "nvfp4"]
+QuantisedType = Literal["int8", "int4", "fp8", "nvfp4"]
+HeadType = Literal["int8"]  # of embedding and head, where they are quantised
+WeightsType = Literal[FloatType, QuantisedType]
 Dimension = int | str  # a number, or the name of a size that varies between calls
 
 
@@ -86,6 +88,9 @@ class BuildInfo(_Record):
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
     weights: WeightsType
+    # What the build quantised the checkpoint's weights to; None: they are in its own formats.
+    quantised_to: QuantisedType | None = None
+    head_weights: HeadType | None = None  # likewise embedding and head
     dtype: FloatType = "float32"  # of caches and hidden states
     fingerprint: str  # of everything that went in; equal means nothing changed
     tp: int = Field(default=1, ge=1, le=MAX_RANKS)  # ranks that share the model

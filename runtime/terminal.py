@@ -17,7 +17,13 @@ from mtpbuild.runtime.chat_template import ChatOptions
 from mtpbuild.runtime.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.input_file import generate_all, read_requests
-from mtpbuild.runtime.manifest import HASH_LIMIT, Manifest, TensorSpec, ranks_here
+from mtpbuild.runtime.manifest import (
+    HASH_LIMIT,
+    BuildInfo,
+    Manifest,
+    TensorSpec,
+    ranks_here,
+)
 from mtpbuild.runtime.request import Chunk, Observer, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.trace.recorder import Trace
@@ -155,7 +161,7 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}",
         "capacity": f"{build.slots} slots of {build.max_seq_len:,} tokens",
         "ranks": _ranks(folder, manifest),
-        "weights": build.weights,
+        "weights": _weights(build),
         "caches": f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none",
         "prefill chunk": str(build.prefill_chunk),
         "target": f"{target.name} on {target.hardware} ({versions})",
@@ -163,6 +169,13 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "built by": f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}",
         "size": f"{size / 1e6:,.1f} MB, all files present, {checked} as built",
     }
+
+
+def _weights(build: BuildInfo) -> str:
+    if build.quantised_to is None:
+        return build.weights
+    ends = build.head_weights or build.dtype
+    return f"{build.weights}, quantised by the build; embedding and head {ends}"
 
 
 def _ranks(folder: Path, manifest: Manifest) -> str:

@@ -10,11 +10,12 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
 from mtpbuild.builder.prepare import DEFAULT_MAX_SEQ_LEN, find_source
+from mtpbuild.builder.quantize.asked import NONE
 from mtpbuild.builder.recipe import Source
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import MAX_BATCH
+from mtpbuild.runtime.manifest import MAX_BATCH, HeadType, QuantisedType
 
 ENGINES = Path("engines")
 PRIVATE = ENGINES / ".bench"
@@ -32,6 +33,8 @@ class Wanted:
     drafter: DrafterName | None = None
     concurrency: tuple[int, ...] = (1,)
     layers: LayersSlice | None = None
+    weights: QuantisedType | None = None
+    head_weights: HeadType | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nextn", in_order([0, *self.nextn]))
@@ -63,7 +66,13 @@ class Built:
 
 def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
     """Builds an engine and a verifier per nextn; those that are there already are left alone."""
-    common = BuildRequest(wanted.model, max_batch=wanted.max_batch, layers=wanted.layers)
+    common = BuildRequest(
+        wanted.model,
+        max_batch=wanted.max_batch,
+        layers=wanted.layers,
+        weights=wanted.weights,
+        head_weights=None if wanted.weights is None else wanted.head_weights or NONE,
+    )
     source, config = find_source(common)
     for nextn in wanted.nextn:  # before anything is built
         choose_drafter(config, nextn, wanted.drafter_of(nextn))
@@ -78,7 +87,7 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
         usual = place(source, config, nextn, wanted)
         folder, verifier = made(nextn, wanted.drafter_of(nextn), usual), None
         if nextn not in (0, "auto"):
-            verifier = made(nextn, "none", _private(source, nextn, "none", wanted.max_batch))
+            verifier = made(nextn, "none", _private(source, nextn, "none", wanted))
         built.append(Built(nextn, folder, verifier))
     return built
 
@@ -87,7 +96,7 @@ def place(source: Source, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> 
     """engines/NAME_nK for what a plain `mtpbuild build` makes, unless something else is there."""
     usual = ENGINES / f"{source.engine}_n{nextn}"
     drafter = wanted.drafter_of(nextn)
-    if wanted.max_batch == 1 and drafter is None:
+    if wanted.max_batch == 1 and drafter is None and wanted.weights is None:
         if not usual.exists():
             return usual
         manifest = layout.existing(usual)
@@ -95,15 +104,17 @@ def place(source: Source, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> 
             there = manifest.build
             plain = BuildRequest(wanted.model)
             length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
-            if (there.drafter, there.max_batch, there.max_seq_len, there.prefill_chunk) == (
+            is_plain = (there.drafter, there.max_batch, there.max_seq_len, there.prefill_chunk) == (
                 choose_drafter(config, nextn, None),
                 plain.max_batch,
                 length,
                 plain.prefill_chunk,
-            ):
+            )
+            if is_plain and there.quantised_to is None:
                 return usual
-    return _private(source, nextn, drafter or "default", wanted.max_batch)
+    return _private(source, nextn, drafter or "default", wanted)
 
 
-def _private(source: Source, nextn: Nextn, drafter: str, max_batch: int) -> Path:
-    return PRIVATE / f"{source.engine}_n{nextn}_{drafter}_b{max_batch}"
+def _private(source: Source, nextn: Nextn, drafter: str, wanted: Wanted) -> Path:
+    kind = "" if wanted.weights is None else f"_{wanted.weights}_head_{wanted.head_weights or NONE}"
+    return PRIVATE / f"{source.engine}_n{nextn}_{drafter}_b{wanted.max_batch}{kind}"

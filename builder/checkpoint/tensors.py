@@ -1,10 +1,11 @@
 """Reads a Hugging Face safetensors checkpoint tensor by tensor, checked against the table."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,12 +19,12 @@ from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.common.weights import WHOLE, Share, Source, Weight
 from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, Format, Part, Shape, stored_format
-from mtpbuild.builder.quantize.kept import NONE, Kept
+from mtpbuild.builder.quantize.kept import NONE, Kept, weight_of
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType
 from mtpbuild.runtime.ranks import ALONE
 
-PIECE = 4096  # rows that are compared at once
+PIECE = 2048  # rows of a large weight that are in memory at once: whole blocks of all formats
 # What other programs store and none of ours needs: caches here are not quantised.
 UNUSED = (".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale")
 
@@ -52,23 +53,42 @@ class Checkpoint:
         if (format := self.format(name)) is None:
             tensor = self.stored(name).float()
         else:
-            tensor = format.decode({end: self.part(name, end) for end in format.parts((1, 1))})
+            tensor = format.decode(self.parts(name))
         self._refuse_not_finite(name, tensor)
         return tensor
 
-    def part(self, name: str, suffix: str) -> Tensor:
-        """A quantised weight's values or scales; raises CheckpointError if they hold NaN or Inf."""
-        part = self.stored(name + suffix)
-        if part.is_floating_point():
-            self._refuse_not_finite(name + suffix, part.float())
-        return part
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """A quantised weight's values and scales, by suffix; raises CheckpointError as `read`."""
+        format = self.format(name)
+        assert format is not None
+        parts = {suffix: self.stored(name + suffix) for suffix in format.parts((1, 1))}
+        for suffix, part in parts.items():
+            if part.is_floating_point():
+                self._refuse_not_finite(name + suffix, part.float())
+        return parts
+
+    def rows(self, name: str) -> Iterator[Tensor]:
+        """A weight as `read` gives it, some rows at a time."""
+        if self.format(name) is not None:
+            yield from self.read(name).split(PIECE)
+            return
+        for piece in map(Tensor.float, self._pieces(name)):
+            self._refuse_not_finite(name, piece)
+            yield piece
 
     def stored(self, name: str) -> Tensor:
         """One tensor as it is in its file."""
+        with self._opened(name) as (file, stored):
+            tensor: Tensor = file.get_tensor(stored.name)
+            return tensor
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[Any, Stored]]:
+        """The file that a tensor is in; raises CheckpointError if it can't be read."""
         stored = self.tensors[name]
         try:
             with safe_open(stored.file, framework="pt") as file:
-                return file.get_tensor(stored.name)
+                yield file, stored
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{stored.file}: can't read {name} ({error})") from None
 
@@ -92,6 +112,9 @@ class Checkpoint:
         known = set(wanted) | set(same)
         for source in wanted.values():
             known |= self._check_weight(source)
+        for name in set(same) & set(self.tensors) - set(wanted):
+            if self.format(name) is not None and same[name] in wanted:
+                known |= self._check_weight(replace(wanted[same[name]], name=name))
         left = {n for n in self.tensors if n not in known and not n.endswith(UNUSED)}
         self._refuse(left, "tensor that this architecture does not have:")
         return table
@@ -141,11 +164,11 @@ class Checkpoint:
 
     def _pieces(self, name: str) -> Iterator[Tensor]:
         """Rows of a stored tensor, some at a time."""
-        stored = self.tensors[name]
-        with safe_open(stored.file, framework="pt") as file:
-            rows = file.get_slice(stored.name)
-            for start in range(0, stored.shape[0], PIECE):
-                yield rows[start : start + PIECE]
+        count = self.tensors[name].shape[0]
+        for start in range(0, count, PIECE):
+            with self._opened(name) as (file, stored):
+                piece = file.get_slice(stored.name)[start : start + PIECE]
+            yield piece
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
         if found := sorted(names):
@@ -215,7 +238,7 @@ def stream_pieces(
     """Yield each weight of the table in its program's layout, contiguous, one at a time.
 
     Stacked experts come one by one: rows [1, ..] of one name. Weights are fp32, but those in `kept`
-    come as values and scales. share: the table's.
+    come as values and scales, in turn for each expert. share: the table's.
     """
     for weight in table:
         if weight.name not in kept:
@@ -224,17 +247,20 @@ def stream_pieces(
                 yield weight.name, weight.transform(*tensors).contiguous()
             continue
         own = replace(kept[weight.name], weight=weight, share=share)
-        for name, suffix in own.stored.items():
-            for group in weight.groups:
-                parts = [checkpoint.part(source.name, suffix) for source in group]
-                yield name, own.join(suffix, group, parts)
+        for group in weight.groups:
+            sources = [checkpoint.parts(source.name) for source in group]
+            for name, suffix in own.stored.items():
+                yield name, own.join(suffix, group, [parts[suffix] for parts in sources])
 
 
 def joined(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole weights; pieces are the rows of each in turn."""
-    for name, named in groupby(pieces, itemgetter(0)):
-        rows = [piece for _, piece in named]
-        yield name, torch.cat(rows) if len(rows) > 1 else rows[0]
+    """Yield whole weights; pieces are the rows of each, values and scales of one in turn."""
+    for _, owned in groupby(pieces, lambda named: weight_of(named[0])):
+        rows = dict[str, list[Tensor]]()
+        for name, piece in owned:
+            rows.setdefault(name, []).append(piece)
+        for name, found in rows.items():
+            yield name, torch.cat(found) if len(found) > 1 else found[0]
 
 
 def load_model(folder: Path, config: ModelConfig, dtype: FloatType = "float32") -> CausalLM:

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
-from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -80,21 +80,39 @@ def write_index(folder: Path, shards: list[Shard]) -> None:
 
 
 def write_shards(folder: Path, shards: list[Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors that come in the order of the shards; one is in memory at a time.
+    """Write tensors as they come; one is in memory at a time.
 
-    A tensor may come as several of the same name, which are its rows in turn.
+    A tensor may come as several of the same name, its rows in turn, with others between them.
     """
-    named = groupby(tensors, itemgetter(0))
-    for shard in shards:
-        with (folder / shard.file).open("wb") as file:
-            file.write(shard.header())
+    places = dict[str, Place]()
+    with ExitStack() as files:
+        for shard in shards:
+            file = files.enter_context((folder / shard.file).open("wb"))
+            at = file.write(shard.header())
             for name, part in shard.tensors.items():
-                given, pieces = next(named)
-                assert given == name, f"{given} comes where {name} should"
-                written = sum(file.write(raw(piece.to(TYPES[part.dtype]))) for _, piece in pieces)
-                assert written == nbytes(part), f"{name}: {written} bytes"
-    assert next(named, None) is None
+                places[name] = Place(file, TYPES[part.dtype], at, at := at + nbytes(part))
+        for name, piece in tensors:
+            places[name].write(piece)
+    for name, place in places.items():
+        assert place.at == place.end, f"{name}: {place.end - place.at} bytes are missing"
     write_index(folder, shards)
+
+
+@dataclass
+class Place:
+    """The bytes of a tensor in an open file; those before `at` are written."""
+
+    file: BinaryIO
+    dtype: torch.dtype
+    at: int
+    end: int
+
+    def write(self, piece: Tensor) -> None:
+        """Append the tensor's next rows."""
+        if self.file.tell() != self.at:
+            self.file.seek(self.at)
+        self.at += self.file.write(raw(piece.to(self.dtype)))
+        assert self.at <= self.end, f"{self.at - self.end} bytes too many"
 
 
 def raw(tensor: Tensor) -> memoryview:

@@ -41,6 +41,12 @@ def build(
     layers: str | None = flag(
         None, "Main layers to build, 0-3, and the modules: to try a big checkpoint."
     ),
+    weights: str | None = flag(
+        None, "Quantise on the way: int8, int4, fp8 or nvfp4. Default: as the checkpoint is."
+    ),
+    head_weights: str | None = flag(
+        None, "With --weights, embedding and head: int8 or none. Default: int8 for int8 and int4."
+    ),
     dry_run: bool = flag(False, "Check all, say what it would be, write nothing."),
 ) -> None:
     """Build one engine directory per nextn."""
@@ -75,6 +81,8 @@ def build(
         ranks=ranks.ranks(),
         rank=rank,
         layers=None if layers is None else parse_layers(layers),
+        weights=weights,
+        head_weights=head_weights,
         dry_run=dry_run,
         options=said(target_flags),
         revision=revision,
@@ -122,6 +130,7 @@ def quantize(
     to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
     out: Annotated[Path, Option(help="Folder of the new checkpoint.")],
     mtp: str | None = flag(None, "Format of the MTP modules. Default: as --to; with nvfp4, bf16."),
+    head: str | None = flag(None, "Format of embedding and head: int8 or none. Default: none."),
     exclude: list[str] | None = flag(
         None, "Glob of modules to leave as they are, instead of the format's own."
     ),
@@ -136,7 +145,7 @@ def quantize(
         with needs("build", "torch", "safetensors"):
             from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
             from mtpbuild.builder.quantize.scheme import make_scheme
-        scheme = make_scheme(to, mtp, tuple(exclude) if exclude else None)
+        scheme = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
         request = QuantizeRequest(model, scheme, out, checkpoint, force)
         done = quantize(request, watch)
     print_quantized(done)

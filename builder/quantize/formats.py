@@ -29,6 +29,7 @@ class Format(Protocol):
     """Weights are [out, in]. Parts are keyed by what follows `X.weight` in their names."""
 
     name: str
+    needs_amax: bool  # whether `encode` asks for the largest magnitude
 
     def fits(self, shape: Shape) -> bool:
         """Tell whether a weight of this shape splits into the format's blocks."""
@@ -39,8 +40,11 @@ class Format(Protocol):
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weight in fp32: the format's product, rounded once."""
 
-    def encode(self, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
-        """fp32 weight -> parts; amax (0-dim): its largest magnitude, or that of its group."""
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        """fp32 weight, or some blocks' rows of it -> parts.
+
+        amax (0-dim): the weight's largest magnitude, or that of its group.
+        """
 
 
 class Fp8:
@@ -50,6 +54,7 @@ class Fp8:
     """
 
     name = "fp8"
+    needs_amax = False
 
     def fits(self, shape: Shape) -> bool:
         return True
@@ -62,7 +67,7 @@ class Fp8:
         values = parts[""].float()
         return values.mul_(spread(parts["_scale_inv"], values.shape))
 
-    def encode(self, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         rows, columns = (-size % FP8_BLOCK for size in weight.shape)
         padded = torch.nn.functional.pad(weight, (0, columns, 0, rows))
         blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
@@ -86,6 +91,7 @@ class Nvfp4:
     """
 
     name = "nvfp4"
+    needs_amax = True
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % GROUP == 0
@@ -103,7 +109,8 @@ class Nvfp4:
         scaled = values * parts["_scale"].float()[..., None]  # exact: 2 by 4 bits
         return (scaled * parts["_scale_2"]).flatten(1)
 
-    def encode(self, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
+        assert amax is not None
         second = torch.where(amax > 0, amax / (MAGNITUDES[-1] * LARGEST), 1.0)
         groups = weight.unflatten(1, (-1, GROUP))
         largest = groups.abs().amax(-1)
@@ -138,6 +145,8 @@ class Integers:
     W = (value - 2 ** (bits - 1)) * weight_scale; in 4 bits the low nibble comes first.
     """
 
+    needs_amax = False
+
     def __init__(self, bits: int) -> None:
         self.name, self.bits, self.zero = f"int{bits}", bits, 1 << bits - 1
 
@@ -152,7 +161,7 @@ class Integers:
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         return dequantise(parts[""], parts["_scale"])
 
-    def encode(self, weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         blocks = weight.unflatten(1, (-1, BLOCK))
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         # The extreme becomes -zero, the side that has one value more; so scales may be negative.

@@ -8,9 +8,17 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks, Scaled
+from mtpbuild.builder.models.common.blocks import Blocks, EmbeddingBlocks, ExpertBlocks, Scaled
 from mtpbuild.builder.models.common.weights import WHOLE, Share, Source, Weight
-from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format, Integers, Nvfp4, spread
+from mtpbuild.builder.quantize.formats import (
+    FP8_BLOCK,
+    GROUP,
+    INT8,
+    Format,
+    Integers,
+    Nvfp4,
+    spread,
+)
 
 NAMES = ("values", "scales", "scales_2")  # of a format's parts, in their order
 PAIR = {"gate_up_proj": "down_proj", "down_proj": "gate_up_proj"}
@@ -41,6 +49,8 @@ class Kept:
 
     def module(self, shape: tuple[int, ...]) -> nn.Module:
         """Make what replaces a parameter of this shape."""
+        if self.weight.looked_up:
+            return EmbeddingBlocks(*shape)
         if isinstance(self.format, Integers):
             *experts, inputs, outputs = shape
             if experts:
@@ -76,8 +86,16 @@ class Kept:
 NONE: Mapping[str, Kept] = {}
 
 
+def weight_of(stored: str) -> str:
+    """The program's weight of which a tensor in the engine is all, or values or scales."""
+    weight, _, leaf = stored.rpartition(".")
+    return weight if leaf in NAMES else stored
+
+
 def can_stay(kept: Kept) -> bool:
     """Tell if the program has an op for it: integers can't be cut for ranks, nor small blocks."""
+    if kept.weight.looked_up:
+        return kept.format is INT8 and kept.share.ranks.tp == 1
     if isinstance(kept.format, Integers):
         return kept.weight.joined is not None and kept.share.ranks.tp == 1
     return kept.weight.joined is not None and kept.group >= GROUP

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
-from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_checkpoint
+from mtpbuild.builder.checkpoint.tensors import open_checkpoint
 from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
 from mtpbuild.builder.engine.building import is_taken, under_construction
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.weights import Source
-from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format, Part
+from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP
+from mtpbuild.builder.quantize.requantised import Requantised, joined_parts, requantise
 from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
@@ -71,60 +71,38 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
     repeated = [name for name in family_of(config).duplicates(config) if name in checkpoint.tensors]
     for name in repeated:
         sources.setdefault(name, Source(name, checkpoint.tensors[name].shape))
-    done = Quantized(request.out)
-    formats = {s.name: request.scheme.format(config, s) for s in sources.values()}
-    unchanged = [name for name, format in formats.items() if format is None]
-    done.unfit = [name for name in unchanged if request.scheme.wanted(config, name) is not None]
-    parts = dict[str, Part]()
-    for name, format in formats.items():
-        for suffix, part in layout(checkpoint, sources[name], format).items():
-            parts[name + suffix] = part
+    new = requantise(checkpoint, config, request.scheme, sources.values())
+    done = Quantized(request.out, unfit=list(new.unfit))
+    for name, format in new.formats.items():
+        for suffix in ("",) if format is None else format.parts((1, 1)):
+            part = new.tensors[name + suffix]
             kind = format.name if format else part.dtype.lower()
             done.portions.setdefault(kind, Portion()).bytes += nbytes(part)
     with under_construction(request.out, "checkpoint") as building:
-        weights = encode_all(checkpoint, formats, done, watch)
-        write_shards(building.folder, split(parts), weights)
+        write_shards(building.folder, split(new.tensors), write_all(new, done, watch))
         write_configuration(source.folder, building.folder, config, request.scheme)
     return done
 
 
-def layout(checkpoint: Checkpoint, source: Source, format: Format | None) -> dict[str, Part]:
-    """List what is stored for a weight; one that is not quantised any more becomes bf16."""
-    if format is not None:
-        return format.parts(source.shape)
-    dtype = "BF16" if checkpoint.format(source.name) else checkpoint.tensors[source.name].dtype
-    return {"": Part(dtype, source.shape)}
-
-
-def encode_all(
-    checkpoint: Checkpoint, formats: dict[str, Format | None], done: Quantized, watch: Watch
+def write_all(
+    checkpoint: Requantised, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that is stored of each weight."""
-    for name, format in formats.items():
+    """Yield every tensor that is stored of each weight, and count what that changes."""
+    for name, format in checkpoint.formats.items():
         watch(f"quantising {name}")
-        weight = checkpoint.read(name)
         if format is None:
-            stored = checkpoint.format(name) is None
-            tensor = checkpoint.stored(name) if stored else weight.bfloat16()
+            tensor = checkpoint.stored(name)
             done.portions[NAMES[tensor.dtype].lower()].weights += 1
             yield name, tensor
             continue
-        parts = format.encode(weight, group_amax(checkpoint, name, weight))
-        portion = done.portions[format.name]
+        portion, pieces = done.portions[format.name], []
         portion.weights += 1
-        portion.squares += weight.square().sum().item()
-        portion.errors += (format.decode(parts) - weight).square().sum().item()
-        for suffix, tensor in parts.items():
+        for rows, parts in checkpoint.encoded(name):
+            pieces.append(parts)
+            portion.squares += rows.square().sum().item()
+            portion.errors += (format.decode(parts) - rows).square().sum().item()
+        for suffix, tensor in joined_parts(pieces).items():
             yield name + suffix, tensor
-
-
-def group_amax(checkpoint: Checkpoint, name: str, weight: Tensor) -> Tensor:
-    """gate and up become one product, so ModelOpt gives them one second scale."""
-    amax = weight.abs().max()
-    for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
-        if name.endswith(f"{one}.weight"):
-            return torch.maximum(amax, checkpoint.read(name.replace(one, other)).abs().max())
-    return amax
 
 
 def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme: Scheme) -> None:
@@ -142,16 +120,17 @@ def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme:
         algorithm = {"producer": {"name": "mtpbuild"}, "quantization": quantization}
         write_json(folder / MODELOPT, algorithm)
     elif scheme.main != PLAIN:
-        raw["quantization_config"] = quantization_config(scheme.main)
+        raw["quantization_config"] = quantization_config(scheme)
     write_json(folder / "config.json", raw)
 
 
-def quantization_config(format: str) -> dict[str, Any]:
-    if format == "fp8":
+def quantization_config(scheme: Scheme) -> dict[str, Any]:
+    if scheme.main == "fp8":
         blocks = [FP8_BLOCK, FP8_BLOCK]
         rest = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
         return {"quant_method": "fp8"} | rest
-    return {"quant_method": "mtpbuild", "fmt": format, "block_size": INT_BLOCK}
+    head = {} if scheme.head == PLAIN else {"head": scheme.head}
+    return {"quant_method": "mtpbuild", "fmt": scheme.main, "block_size": INT_BLOCK} | head
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

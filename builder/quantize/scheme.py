@@ -1,13 +1,16 @@
 """A scheme says by name how weights of main model and MTP modules are quantised, if they are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.quantize.asked import HEADS, NONE, check_choice
 from mtpbuild.builder.quantize.formats import FORMATS, Format
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import HeadType, QuantisedType
 
 PLAIN = "bf16"
 CHOICES = (PLAIN, *FORMATS)
@@ -26,11 +29,15 @@ NVFP4_V2 = tuple(  # nvidia/DeepSeek-R1-0528-FP4-v2: o_proj is quantised too
 
 @dataclass(frozen=True)
 class Scheme:
-    """Formats of the main model's and the MTP modules' weights; None: each format's own list."""
+    """Formats of the main model's and the MTP modules' weights, and of embedding and head.
+
+    exclude: None for each format's own list.
+    """
 
     main: str
     mtp: str
     exclude: tuple[str, ...] | None = None
+    head: str = PLAIN
 
     def format(self, config: ModelConfig, source: Source) -> Format | None:
         """The format of one weight; None: as it is."""
@@ -39,14 +46,20 @@ class Scheme:
 
     def wanted(self, config: ModelConfig, name: str) -> Format | None:
         """The format that a weight has if its shape splits into the format's blocks."""
-        layer = family_of(config).may_be_quantised(config, name)
-        if layer is None:
-            return None
-        format = self.main if layer < config.num_hidden_layers else self.mtp
+        format = self._asked(config, name)
         module = name.removesuffix(".weight")
         if format == PLAIN or any(fnmatchcase(module, glob) for glob in self.globs(format)):
             return None
         return FORMATS[format]
+
+    def _asked(self, config: ModelConfig, name: str) -> str:
+        family = family_of(config)
+        if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
+            return self.head
+        layer = family.may_be_quantised(config, name)
+        if layer is None:
+            return PLAIN
+        return self.main if layer < config.num_hidden_layers else self.mtp
 
     def exclude_modules(self, config: ModelConfig) -> list[str]:
         """The list as ModelOpt writes it."""
@@ -71,11 +84,23 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
-def make_scheme(to: str, mtp: str | None, exclude: tuple[str, ...] | None) -> Scheme:
+def make_scheme(
+    to: str, mtp: str | None, exclude: tuple[str, ...] | None, head: str | None = None
+) -> Scheme:
     """The flags of `mtpbuild quantize`; raises UsageError with the choices."""
-    for flag, value in (("--to", to), ("--mtp", mtp)):
-        if value is not None and value not in CHOICES:
-            raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(CHOICES)}")
-    if to == PLAIN and mtp in (None, PLAIN):
-        raise UsageError(f"--to {PLAIN} quantises nothing; choose --mtp, or another --to")
-    return Scheme(to, mtp or SCHEMES[to].mtp, exclude)
+    for flag, value, choices in (
+        ("--to", to, CHOICES),
+        ("--mtp", mtp, CHOICES),
+        ("--head", head, HEADS),
+    ):
+        if value is not None:
+            check_choice(flag, value, choices)
+    heads = PLAIN if head in (None, NONE) else head
+    if {to, mtp or PLAIN, heads} == {PLAIN}:
+        raise UsageError(f"--to {PLAIN} quantises nothing; choose --mtp, --head or another --to")
+    return Scheme(to, mtp or SCHEMES[to].mtp, exclude, heads)
+
+
+def engine_scheme(weights: QuantisedType | None, head: HeadType | None) -> Scheme | None:
+    """What `build --weights` and `--head-weights` ask for; None: weights are as they are."""
+    return None if weights is None else replace(SCHEMES[weights], head=head or PLAIN)

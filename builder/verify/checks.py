@@ -100,9 +100,11 @@ def plain_text(case: Case) -> Finding:
     with needed_here(manifest, "--model", missing):
         source = find_model(case.checkpoint or manifest.whole_model)
         with needs("build", "torch"):
+            from mtpbuild.builder.quantize.scheme import engine_scheme
             from mtpbuild.builder.verify.plain import judge, load_plain
+    scheme = engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
     rounds = manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
-    plain = load_plain(source.folder, layers_of(manifest))
+    plain = load_plain(source.folder, layers_of(manifest), scheme)
     return judge(plain, case.prompts, case.greedy, ROUNDED if rounds else MOST)
 
 

@@ -9,21 +9,25 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.tensors import open_slice
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.quantize.requantised import see
+from mtpbuild.builder.quantize.scheme import Scheme
 from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, Finding, largest_but_jumps
 from mtpbuild.builder.verify.play import Played
 
 
-def load_plain(folder: Path, layers: LayersSlice | None = None) -> Reference:
+def load_plain(
+    folder: Path, layers: LayersSlice | None = None, scheme: Scheme | None = None
+) -> Reference:
     """A checkpoint's weights in fp32, all of them at once; raises CheckpointError.
 
-    layers: to leave out the other main layers.
+    layers: to leave out the other main layers. scheme: to quantise weights, and dequantise them.
     """
     config = load_config(folder)
     if layers is not None:
         config = layers.of(config)
-    checkpoint, family = open_slice(folder, layers), family_of(config)
-    config = checkpoint.settle(config)
-    checkpoint.check(config)
+    stored, family = open_slice(folder, layers), family_of(config)
+    config = stored.settle(config)
+    checkpoint = see(stored, config, scheme)
     model, same = family.reference(config), family.duplicates(config)
     weights = {name: checkpoint.read(same.get(name, name)) for name in model.state_dict()}
     model.load_state_dict(weights, assign=True)

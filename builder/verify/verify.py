@@ -9,7 +9,9 @@ from mtpbuild.builder.bench.dataset import BUILT_IN, built_in, check_room
 from mtpbuild.builder.bench.engines import Wanted, build_engines
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of, needed_here
 from mtpbuild.builder.verify.compare import Finding, NotChecked
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
@@ -121,10 +123,14 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
         raise NotChecked("this is a nextn 0 engine: give --against to compare it with another")
     if (dtype := manifest.build.dtype) != "float32":
         raise NotChecked(f"no nextn 0 engine in {dtype} is built for this: give --against")
+    weights, head = manifest.build.quantised_to, manifest.build.head_weights
+    if weights is not None and weights not in load_target(BuildRequest.target).formats:
+        raise NotChecked(f"no nextn 0 engine in {weights} is built for this: give --against")
     missing = "there is no nextn 0 engine, and {}: give --against"
     with needed_here(manifest, "--against or --model", missing):
         model, layers = request.model or manifest.whole_model, layers_of(manifest)
-        (built,) = build_engines(Wanted(model, (), layers=layers), Stages(watch))
+        wanted = Wanted(model, (), layers=layers, weights=weights, head_weights=head)
+        (built,) = build_engines(wanted, Stages(watch))
     return built.folder
 
 

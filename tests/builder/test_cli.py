@@ -54,6 +54,7 @@ def test_frozen_flags() -> None:
         "--extra-llm-api-options",
         "--fast-build",
         "--force",
+        "--head-weights",
         "--layers",
         "--max-batch",
         "--max-seq-len",
@@ -70,6 +71,7 @@ def test_frozen_flags() -> None:
         "--strip-weights",
         "--target",
         "--tp",
+        "--weights",
     ]
     assert options("diff") == ["--engine", "--json"]
     assert options("recipes") == []
@@ -78,6 +80,7 @@ def test_frozen_flags() -> None:
         "--checkpoint",
         "--exclude",
         "--force",
+        "--head",
         "--model",
         "--mtp",
         "--out",

@@ -5,18 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.generation import GenerationIds
-from mtpbuild.builder.checkpoint.tensors import load_model, open_checkpoint
+from mtpbuild.builder.checkpoint.tensors import load_model
 from mtpbuild.builder.engine.engine_weights import EngineWeights
 from mtpbuild.builder.engine.weights_file import WEIGHTS
 from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.common.blocks import Blocks, ExpertBlocks
-from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.models.common.blocks import Blocks, EmbeddingBlocks, ExpertBlocks
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
+from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme, make_scheme
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
@@ -24,7 +22,7 @@ from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
-from tests.support.numbers import in_int8_blocks
+from tests.support.numbers import plain_with_rounding
 
 IDS = GenerationIds(None, (), None)
 BOTH = ("int8", "int4")
@@ -41,13 +39,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same model in int8, int4, and with modules in int4 alone; one with many experts."""
+    """The same model in int8, int4, with modules in int4 alone; one with many experts.
+
+    ends, tied: embedding and head are in int8 too, in one they are the same tensor.
+    """
     place = tmp_path_factory.mktemp("integers")
     many = save_checkpoint(place / "many-plain", make_predictable(**MANY), **MANY)
+    shape = QUANTIZABLE | {"tie_word_embeddings": True}
+    tied = save_checkpoint(place / "tied-plain", make_predictable(**shape), **shape)
     halves = Scheme("int4", "int4", ("*.kv_b_proj", "*.mlp.experts.*.down_proj"))
     schemes = {
         "int8": (plain, SCHEMES["int8"]),
         "int4": (plain, SCHEMES["int4"]),
+        "ends": (plain, make_scheme("int4", None, None, head="int8")),
+        "tied": (tied, make_scheme("int8", None, None, head="int8")),
         "mtp": (plain, Scheme("bf16", "int4")),
         "many": (many, SCHEMES["int4"]),
         "many-int8": (many, SCHEMES["int8"]),
@@ -62,7 +67,7 @@ def source(folder: Path, formats: tuple[str, ...]) -> ModelSource:
     return ModelSource("x", folder, load_config(folder), IDS, formats=formats)
 
 
-@pytest.mark.parametrize("name", [*BOTH, "many", "many-int8"])
+@pytest.mark.parametrize("name", [*BOTH, "ends", "tied", "many", "many-int8"])
 def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """Joined, permuted and split in blocks, the weights are those of the dequantised model."""
     kept = source(folders[name], BOTH)
@@ -70,11 +75,12 @@ def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path)
     stored = load_file(tmp_path / WEIGHTS)
     kept.model.load_state_dict(stored, assign=True)
     whole = load_model(folders[name], kept.config)
-    kinds = (Blocks, ExpertBlocks)
+    kinds = (Blocks, EmbeddingBlocks, ExpertBlocks)
     values = {n: m for n, m in kept.model.named_modules() if isinstance(m, kinds)}
     assert set(values) == set(kept.kept)
-    # Per layer: from the input, q_b, o, gate and up, down; of shared experts too.
-    assert len(values) == 3 * 5 + (2 * 2 if name.startswith("many") else 0)
+    # Per layer: from the input, q_b, o, gate and up, down; of shared experts too; both ends.
+    more = 2 * 2 if name.startswith("many") else 2 * (name in ("ends", "tied"))
+    assert len(values) == 3 * 5 + more
     for blocks in values.values():
         assert blocks.values.dtype == torch.uint8
     caches = [torch.zeros(1, 1, 9, load_config(folders[name]).cache_dim) for _ in range(2)]
@@ -110,15 +116,6 @@ def test_what_stays(
     whole.tell_formats()
     count = 3 * 4 + 3 + 2 * 9 * 3  # attentions without kv_b, a dense MLP, experts
     assert f"note: quantised weights ({count} in int4) are dequantised" in caplog.text
-
-
-def plain_with_rounding(folder: Path) -> Reference:
-    """The dequantised model; what goes into a quantised product is rounded first."""
-    model, checkpoint = load_plain(folder), open_checkpoint(folder)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and checkpoint.format(f"{name}.weight") is not None:
-            module.register_forward_pre_hook(lambda _, given: (in_int8_blocks(given[0]),))
-    return model
 
 
 @pytest.mark.parametrize("name", [pytest.param("int4", marks=pytest.mark.full), "many"])

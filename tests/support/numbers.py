@@ -1,6 +1,12 @@
 """Numbers as a quantized operator sees them."""
 
-from torch import Tensor
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from mtpbuild.builder.checkpoint.tensors import open_checkpoint
+from mtpbuild.builder.models.common.plain import Reference
+from mtpbuild.builder.verify.plain import load_plain
 
 
 def in_int8_blocks(x: Tensor) -> Tensor:
@@ -8,3 +14,12 @@ def in_int8_blocks(x: Tensor) -> Tensor:
     blocks = x.unflatten(-1, (-1, 32))
     scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return ((blocks / scales).round() * scales).flatten(-2)
+
+
+def plain_with_rounding(folder: Path) -> Reference:
+    """The dequantised model; what goes into a quantised product is rounded first."""
+    model, checkpoint = load_plain(folder), open_checkpoint(folder)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and checkpoint.format(f"{name}.weight") is not None:
+            module.register_forward_pre_hook(lambda _, given: (in_int8_blocks(given[0]),))
+    return model

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.plugins import dequantise_scaled, experts_nbits, matmul_nbits, matmul_scaled
-from mtpbuild.plugins.matmul_nbits.op import BLOCK
+from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -20,6 +20,28 @@ class Blocks(nn.Module):
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return matmul_nbits(x, self.values, self.scales)
+
+
+class EmbeddingBlocks(nn.Module):
+    """An int8 embedding [V, E] in blocks of 32; the rows that are asked for are dequantised."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.values = parameter(vocabulary, width // BLOCK, BLOCK, dtype=torch.uint8)
+        self.scales = parameter(vocabulary, width // BLOCK, dtype=torch.float32)
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """tokens [..] -> fp32 [.., E]."""
+        ids = tokens.flatten()  # index_select is one Gather in ONNX
+        chosen = (part.index_select(0, ids) for part in (self.values, self.scales))
+        return dequantise(*chosen).unflatten(0, tokens.shape)
+
+
+def look_up(weight: Tensor | EmbeddingBlocks, tokens: Tensor) -> Tensor:
+    """The rows of an embedding, plain or in blocks."""
+    if isinstance(weight, EmbeddingBlocks):
+        return weight.rows(tokens)
+    return nn.functional.embedding(tokens, weight)
 
 
 class ExpertBlocks(nn.Module):

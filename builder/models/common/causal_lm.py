@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from mtpbuild.builder.models.common.blocks import look_up
 from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, rank_constant
 from mtpbuild.builder.models.common.layers import DecoderLayer, MTPModule, RMSNorm, Rope, Rows
 from mtpbuild.builder.models.common.precision import cast, parameter
@@ -60,7 +61,7 @@ class CausalLM(nn.Module):
         """Rows of the trunk's embedding, or of another table."""
         table = self.embed_tokens if table is None else table
         if self.ranks.parts == 1:
-            return nn.functional.embedding(tokens, table)
+            return look_up(table, tokens)
         rows = table.shape[0]
         own = (tokens // rows == self.rank)[..., None]
         x = nn.functional.embedding(tokens % rows, table)

@@ -77,6 +77,7 @@ class Weight:
     rows: Transform | None = None  # of a product: as transform, but [out, ..], also for blocks
     slices: int = 1  # of what is stacked along a first axis
     joined: int | None = None  # of products: the sources' axis along which they are one
+    looked_up: bool = False  # its rows are chosen by tokens
 
     @property
     def groups(self) -> Iterator[tuple[Source, ...]]:
@@ -88,6 +89,11 @@ class Weight:
 def vector(to: str, at: str, name: str, size: int) -> Weight:
     """A vector that has the same name in the module `to` as in the checkpoint's `at`."""
     return Weight(f"{to}.{name}", (Source(f"{at}.{name}", (size,)),))
+
+
+def embedding(to: str, source: Source) -> Weight:
+    """Checkpoint [vocabulary, hidden] -> the same in the program."""
+    return Weight(to, (source,), rows=stack_rows, looked_up=True)
 
 
 def product(to: str, *sources: Source, rows: Transform = stack_rows, joined: int = 0) -> Weight:
@@ -106,7 +112,7 @@ def own_copies(c: ModelConfig, j: int, at: str, to: str) -> Iterator[Weight]:
     """Embedding and head of module j, where they are not the trunk's."""
     shape = (c.vocab_size, c.hidden_size)
     if j in c.own_embeddings:
-        yield Weight(f"{to}.embed_tokens", (Source(f"{at}.embed_tokens.weight", shape, axis=0),))
+        yield embedding(f"{to}.embed_tokens", Source(f"{at}.embed_tokens.weight", shape, axis=0))
     if j in c.own_heads:
         head = Source(f"{at}.shared_head.head.weight", shape, axis=0)
         yield product(f"{to}.lm_head", head, rows=drafted_rows(c) if c.draft_ids else stack_rows)
@@ -123,11 +129,11 @@ def whole_table(
 ) -> list[Weight]:
     """A whole table in the order of use; `layer` makes a layer's weights under the given name."""
     shape = (c.vocab_size, c.hidden_size)
-    embedding = Source(EMBEDDING, shape, axis=0)
-    head = embedding if c.tie_word_embeddings else Source(HEAD, shape, axis=0)
+    tokens = Source(EMBEDDING, shape, axis=0)
+    head = tokens if c.tie_word_embeddings else Source(HEAD, shape, axis=0)
     reduced = [product("draft_head", head, rows=drafted_rows(c))] if c.draft_ids else []
     return [
-        Weight("embed_tokens", (embedding,)),
+        embedding("embed_tokens", tokens),
         *chain.from_iterable(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers)),
         vector("norm", "model.norm", "weight", c.hidden_size),
         *modules,

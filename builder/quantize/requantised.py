@@ -1,0 +1,110 @@
+"""A checkpoint in other number formats than it is stored in: it is quantised while it is read."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.checkpoint.tensors import Checkpoint, Stored
+from mtpbuild.builder.models import ModelConfig
+from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.quantize.formats import Format, Part
+from mtpbuild.builder.quantize.scheme import Scheme
+
+Parts = dict[str, Tensor]  # by what follows the weight's name
+
+
+@dataclass(frozen=True)
+class Requantised(Checkpoint):
+    """The checkpoint that `mtpbuild quantize` writes of a source, without a byte of it on disk.
+
+    A weight is encoded each time that it is asked for, some rows at a time.
+    """
+
+    source: Checkpoint
+    formats: Mapping[str, Format | None]  # by weight; None: it is not quantised
+    unfit: tuple[str, ...]  # weights whose columns do not split into their format's blocks
+    amaxes: dict[str, Tensor] = field(default_factory=dict)  # of weights that were looked through
+
+    def format(self, name: str) -> Format | None:
+        return self.formats[name]
+
+    def read(self, name: str) -> Tensor:
+        if (format := self.formats[name]) is not None:
+            return format.decode(self.parts(name))
+        weight = self.source.read(name)
+        # As `quantize` stores what is not quantised any more.
+        return weight if self.source.format(name) is None else weight.bfloat16().float()
+
+    def stored(self, name: str) -> Tensor:
+        """A weight that is not quantised, as `quantize` writes it."""
+        weight = self.source.read(name)
+        return self.source.stored(name) if self.source.format(name) is None else weight.bfloat16()
+
+    def parts(self, name: str) -> Parts:
+        return joined_parts([parts for _, parts in self.encoded(name)])
+
+    def encoded(self, name: str) -> Iterator[tuple[Tensor, Parts]]:
+        """Rows of a quantised weight in fp32, and what they are encoded as."""
+        format = self.formats[name]
+        assert format is not None
+        amax = self.group_amax(name) if format.needs_amax else None
+        for rows in self.source.rows(name):
+            yield rows, format.encode(rows, amax)
+
+    def group_amax(self, name: str) -> Tensor:
+        """gate and up become one product, so ModelOpt gives them one second scale."""
+        for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
+            if name.endswith(f"{one}.weight"):
+                return torch.maximum(self._amax(name), self._amax(name.replace(one, other)))
+        return self._amax(name)
+
+    def _amax(self, name: str) -> Tensor:
+        if name not in self.amaxes:
+            self.amaxes[name] = torch.stack([r.abs().max() for r in self.source.rows(name)]).max()
+        return self.amaxes[name]
+
+
+def joined_parts(pieces: list[Parts]) -> Parts:
+    """One weight of its rows; a scale of the whole weight is the same in all."""
+    first, *others = pieces
+    if not others:
+        return first
+    return {
+        end: torch.cat([piece[end] for piece in pieces]) if part.dim() else part
+        for end, part in first.items()
+    }
+
+
+def requantise(
+    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, sources: Iterable[Source]
+) -> Requantised:
+    """See these tensors of a checkpoint, which was checked, as `scheme` quantises them."""
+    formats, unfit, tensors = dict[str, Format | None](), list[str](), dict[str, Stored]()
+    for source in sources:
+        name = source.name
+        format = formats[name] = scheme.format(config, source)
+        if format is None and scheme.wanted(config, name) is not None:
+            unfit.append(name)
+        place = checkpoint.tensors[name]
+        for suffix, part in layout(checkpoint, source, format).items():
+            tensors[name + suffix] = Stored(part.dtype, part.shape, place.file, place.name)
+    return Requantised(checkpoint.folder, tensors, checkpoint, formats, tuple(unfit))
+
+
+def see(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None) -> Checkpoint:
+    """Check a checkpoint, then see it as `scheme` quantises it; None: as it is."""
+    table = checkpoint.check(config)
+    if scheme is None:
+        return checkpoint
+    sources = {source.name: source for weight in table for source in weight.sources}
+    return requantise(checkpoint, config, scheme, sources.values())
+
+
+def layout(checkpoint: Checkpoint, source: Source, format: Format | None) -> dict[str, Part]:
+    """List what is stored for a weight; one that is not quantised any more becomes bf16."""
+    if format is not None:
+        return format.parts(source.shape)
+    dtype = "BF16" if checkpoint.format(source.name) else checkpoint.tensors[source.name].dtype
+    return {"": Part(dtype, source.shape)}

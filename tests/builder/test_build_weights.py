@@ -1,0 +1,333 @@
+"""`build --weights`: the engine of the checkpoint that `quantize` would write."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpbuild.builder.build import build
+from mtpbuild.builder.checkpoint.generation import GenerationIds
+from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.engine.engine_weights import EngineWeights
+from mtpbuild.builder.engine.weights_file import WEIGHTS
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models import ModelConfig
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.requantised import Requantised
+from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme, engine_scheme, make_scheme
+from mtpbuild.builder.refit import refit
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.verify import verify
+from mtpbuild.builder.verify.checks import ROUNDED
+from mtpbuild.builder.verify.compare import NotChecked
+from mtpbuild.builder.verify.plain import judge, load_plain
+from mtpbuild.builder.verify.play import Played, play
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.ranks import Ranks
+from tests.support.checkpoints import (
+    QUANTIZABLE,
+    SMALLEST,
+    load_config,
+    make_predictable,
+    random_checkpoint,
+    save_checkpoint,
+)
+from tests.support.invoke import invoke
+from tests.support.numbers import plain_with_rounding
+
+IDS = GenerationIds(None, (), None)
+ALL = ("int8", "int4", "fp8", "nvfp4")
+SMALL = QUANTIZABLE | SMALLEST
+ENDS = make_scheme("int4", None, None, head="int8")
+LIMITS: dict[str, Any] = {"max_seq_len": 64, "prefill_chunk": 8}
+PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
+
+
+def save(folder: Path, seed: int = 0, **shape: Any) -> Path:
+    torch.set_num_threads(1)
+    return save_checkpoint(folder, make_predictable(seed, **shape), **shape)
+
+
+def quantised(model: Path, scheme: Scheme, out: Path) -> Path:
+    quantize(QuantizeRequest(str(model), scheme, out))
+    return out
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("weights") / "plain", **QUANTIZABLE)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer and one module."""
+    return save(tmp_path_factory.mktemp("weights") / "small", **SMALL)
+
+
+def source(folder: Path, scheme: Scheme | None = None, **how: Any) -> ModelSource:
+    config: ModelConfig = load_config(folder)
+    if "layers" in how:
+        config = how["layers"].of(config)
+    return ModelSource("x", folder, config, IDS, formats=ALL, scheme=scheme, **how)
+
+
+def parameters(model: ModelSource) -> list[tuple[str, Any, Any]]:
+    return [(name, p.shape, p.dtype) for name, p in model.model.named_parameters()]
+
+
+def written(model: ModelSource, folder: Path, rank: int = 0) -> bytes:
+    folder.mkdir()
+    EngineWeights(model).write(folder, None, rank)
+    return (folder / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("stored", ["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "scheme", [*(SCHEMES[name] for name in ALL), ENDS], ids=[*ALL, "int4-ends"]
+)
+def test_the_weights(scheme: Scheme, stored: str, plain: Path, tmp_path: Path) -> None:
+    """They are those of the checkpoint that `quantize` writes, whatever the source is in."""
+    model = plain
+    if stored != "bf16":
+        model = quantised(plain, SCHEMES[stored], tmp_path / "source")
+    anew = source(quantised(model, scheme, tmp_path / "checkpoint"))
+    ours = source(model, scheme)
+    assert ours.kept.keys() == anew.kept.keys()
+    assert ours.weights_type == anew.weights_type == scheme.main
+    assert ours.dequantised() == anew.dequantised()
+    assert parameters(ours) == parameters(anew)  # of which, with places, programs are made
+    assert written(ours, tmp_path / "a") == written(anew, tmp_path / "b")
+    assert ("embed_tokens" in ours.kept) == ("lm_head" in ours.kept) == (scheme is ENDS)
+
+
+def test_some_layers_and_one_rank(plain: Path, tmp_path: Path) -> None:
+    cut, scheme = LayersSlice(1, 1), SCHEMES["nvfp4"]
+    whole = quantised(plain, scheme, tmp_path / "checkpoint")
+    ours, anew = source(plain, scheme, layers=cut), source(whole, layers=cut)
+    assert written(ours, tmp_path / "a") == written(anew, tmp_path / "b")
+    ours, anew = source(plain, scheme, ranks=Ranks(2)), source(whole, ranks=Ranks(2))
+    assert written(ours, tmp_path / "c", 1) == written(anew, tmp_path / "d", 1)
+
+
+def test_large_weights_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight in pieces of 128 rows is that of one piece."""
+    shape = SMALL | {"vocab_size": 300, "intermediate_size": 288}
+    model = save(tmp_path / "model", **shape)
+    for name in ALL:
+        scheme = make_scheme(name, None, None, head="int8")
+        whole = written(source(model, scheme), tmp_path / name)
+        with monkeypatch.context() as patch:
+            patch.setattr("mtpbuild.builder.checkpoint.tensors.PIECE", 128)
+            assert written(source(model, scheme), tmp_path / f"{name}-pieces") == whole
+
+
+def test_what_no_block_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It stays as it is, and the build says so; embedding and head as well."""
+    folder = random_checkpoint(tmp_path / "model", **SMALLEST | {"hidden_size": 40})
+    model = source(folder, ENDS)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(model.unfit)
+    assert not {"embed_tokens", "lm_head"} & set(model.kept)
+    model.tell_formats()
+    assert f"note: {len(model.unfit)} weights stay in float32: their columns do" in caplog.text
+
+
+def test_the_plain_model(plain: Path, tmp_path: Path) -> None:
+    """`verify` compares with the dequantised weights of the engine."""
+    assert engine_scheme("int4", "int8") == ENDS
+    ours = load_plain(plain, scheme=ENDS).state_dict()
+    wanted = load_plain(quantised(plain, ENDS, tmp_path / "checkpoint")).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.items())
+    changed = load_plain(plain).state_dict()["lm_head.weight"]
+    assert not torch.equal(ours["lm_head.weight"], changed)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_weight_is_encoded_once(
+    name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its values and scales are asked for together."""
+    model = source(plain, SCHEMES[name])
+    seen, encoded = list[str](), Requantised.encoded
+
+    def noted(checkpoint: Requantised, weight: str) -> Any:
+        seen.append(weight)
+        return encoded(checkpoint, weight)
+
+    monkeypatch.setattr(Requantised, "encoded", noted)
+    written(model, tmp_path / "engine")
+    kept = [source.name for w in model.table if w.name in model.kept for source in w.sources]
+    assert sorted(set(seen) & set(kept)) == sorted(weight for weight in seen if weight in kept)
+    assert set(kept) <= set(seen)
+
+
+# Flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            "--weights fp8",
+            "--weights fp8: target onnxruntime keeps int8, int4; fp8 is for target inductor, "
+            "tensorrt",
+        ),
+        (
+            "--weights int4 --target inductor",
+            "--weights int4: target inductor keeps fp8, nvfp4; int4 is for target onnxruntime",
+        ),
+        (
+            "--weights int8 --target tensorrt-rtx",
+            "--weights int8: target tensorrt-rtx keeps no quantised weights; int8 is for target "
+            "onnxruntime",
+        ),
+        (
+            "--weights fp8 --head-weights int8 --target inductor",
+            "--head-weights int8: target inductor keeps fp8, nvfp4; int8 is for target onnxruntime",
+        ),
+        ("--weights int5", "--weights int5 is unknown; supported: int8, int4, fp8, nvfp4"),
+        (
+            "--weights int4 --head-weights int4",
+            "--head-weights int4 is unknown; supported: int8, none",
+        ),
+        (
+            "--head-weights int8",
+            "--head-weights int8 goes with --weights: say int8, int4, fp8 or nvfp4",
+        ),
+    ],
+)
+def test_refusals(flags: str, says: str) -> None:
+    """They come first: there is no such model."""
+    code, out, err = invoke("build", "--model", "nowhere", *flags.split())
+    assert (code, out) == (2, "")
+    assert err == f"error: {says}\n"
+
+
+# Builds, whose programs are placeholders
+
+
+@pytest.mark.usefixtures("quick")
+class TestQuick:
+    def test_a_build(self, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        request = BuildRequest(str(small), (0,), weights="int4")
+        (built,) = build(request)
+        assert built.folder == Path("engines/small_n0_int4")
+        found = built.manifest.build
+        assert (found.weights, found.quantised_to, found.head_weights) == ("int4", "int4", "int8")
+        assert build(request)[0].unchanged
+        (bare,) = build(BuildRequest(str(small), (0,), weights="int4", head_weights="none"))
+        assert not bare.unchanged
+        assert (bare.manifest.build.quantised_to, bare.manifest.build.head_weights) == (
+            "int4",
+            None,
+        )
+        assert "lm_head" in load_file(bare.folder / WEIGHTS)
+        out = invoke("inspect", bare.folder)[1]
+        assert "int4, quantised by the build; embedding and head float32" in out
+
+    @pytest.mark.parametrize("head", [None, "none"])
+    def test_new_weights(self, head: str | None, small: Path, tmp_path: Path) -> None:
+        """A refit quantises the new checkpoint as the build did."""
+        other = save(tmp_path / "other", 1, **SMALL)
+        first, wanted = (
+            build(BuildRequest(str(m), (0,), out=tmp_path / o, weights="int4", head_weights=head))
+            for m, o in ((small, "engine"), (other, "wanted"))
+        )
+        old, new = refit(first[0].folder, str(other))
+        assert new.build.quantised_to == "int4"
+        assert new.files[WEIGHTS] == wanted[0].manifest.files[WEIGHTS] != old.files[WEIGHTS]
+        done = quantised(other, SCHEMES["fp8"], tmp_path / "fp8")
+        refit(first[0].folder, str(done))
+        tight = random_checkpoint(tmp_path / "tight", **SMALL | {"hidden_size": 152})
+        with pytest.raises(UsageError, match="hidden_size 160 -> 152"):
+            refit(first[0].folder, str(tight))
+
+    def test_a_dry_run(self, small: Path, tmp_path: Path) -> None:
+        flags = ("build", "--model", small, "--nextn", "0", "--weights", "int4", "--dry-run")
+        code, out, err = invoke(*flags, "--out", tmp_path / "engine")
+        assert (code, err) == (0, "")
+        assert "weights would be quantised to int4; embedding and head to int8" in out
+        assert "GB int4" in out
+        request = BuildRequest(str(small), (0,), out=tmp_path / "engine", weights="int4")
+        (foreseen,) = dry_run(request, Stages()).engines
+        (built,) = build(request)
+        header = int.from_bytes((built.folder / WEIGHTS).read_bytes()[:8], "little")
+        assert foreseen.weights == built.manifest.files[WEIGHTS].size - 8 - header
+
+    def test_the_baseline(
+        self, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`verify` builds the nextn 0 engine with the same weights, and leaves the user's alone."""
+        monkeypatch.chdir(tmp_path)
+        (theirs,) = build(BuildRequest(str(small), (0,), out=Path("engines/small_n0")))
+        (built,) = build(BuildRequest(str(small), (1,), weights="int8", head_weights="none"))
+        request = verify.VerifyRequest(built.folder, model=str(small))
+        folder = verify.find_baseline(request, built.manifest, print)
+        found = read_manifest(folder).build
+        assert (found.nextn, found.quantised_to, found.head_weights) == (0, "int8", None)
+        assert read_manifest(theirs.folder) == theirs.manifest
+        fp8 = built.manifest.build.model_copy(update={"quantised_to": "fp8"})
+        manifest = built.manifest.model_copy(update={"build": fp8})
+        with pytest.raises(NotChecked, match="no nextn 0 engine in fp8 is built for this"):
+            verify.find_baseline(request, manifest, print)
+
+
+# Real engines
+
+
+def test_engines(small: Path, tmp_path: Path) -> None:
+    """Two drafts and none say the same: what the dequantised model says with rounded inputs."""
+    request = BuildRequest(str(small), (0, 2), out=tmp_path, weights="int4", **LIMITS)
+    said = [texts_of(built.folder) for built in build(request)]
+    assert [t.token_ids for t in said[0]] == [t.token_ids for t in said[1]]
+    assert sum(text.drafting.num_accepted_draft_tokens for text in said[1]) > 0
+    checkpoint = quantised(small, ENDS, tmp_path / "checkpoint")
+    found = judge(plain_with_rounding(checkpoint), PROMPTS, said[1], ROUNDED)
+    assert found.passed, found.detail
+    assert found.figures["noise"] < 0.1
+    no_wide_ends(tmp_path / "small_n2_int4")
+
+
+@pytest.mark.full
+def test_the_programs(small: Path, tmp_path: Path) -> None:
+    """They are those of the quantised checkpoint, byte for byte, and one draft changes no text."""
+    (ours,) = build(BuildRequest(str(small), (1,), out=tmp_path / "a", weights="int4", **LIMITS))
+    checkpoint = quantised(small, ENDS, tmp_path / "checkpoint")
+    none, anew = build(BuildRequest(str(checkpoint), (0, 1), out=tmp_path, **LIMITS))
+    for name in (WEIGHTS, *(program.file for program in ours.manifest.programs.values())):
+        assert (anew.folder / name).read_bytes() == (ours.folder / name).read_bytes()
+    said = [texts_of(engine.folder) for engine in (none, ours)]
+    assert [t.token_ids for t in said[0]] == [t.token_ids for t in said[1]]
+
+
+def texts_of(engine: Path) -> list[Played]:
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)
+    with Engine.load(engine, threads=1) as loaded:
+        return play(loaded, PROMPTS, params)
+
+
+def no_wide_ends(engine: Path) -> None:
+    """Embedding and head are in no graph, and in no file, as floats."""
+    vocabulary = read_manifest(engine).model.vocab_size
+    stored = load_file(engine / WEIGHTS)
+    ends = {name: t.dtype for name, t in stored.items() if "embed_tokens" in name or "head" in name}
+    ends = {name: dtype for name, dtype in ends.items() if "norm" not in name}
+    assert ends == {
+        f"{name}.{part}": dtype
+        for name in ("embed_tokens", "lm_head")
+        for part, dtype in (("values", torch.uint8), ("scales", torch.float32))
+    }
+    for path in engine.glob("*.onnx"):
+        graph = onnx.load(path, load_external_data=False).graph
+        for tensor in graph.initializer:
+            wide = tensor.data_type == onnx.TensorProto.FLOAT and vocabulary in tensor.dims
+            assert not wide or tensor.dims[-1] == SMALL["hidden_size"] // 32, tensor.name
+        takes = {node.op_type for node in graph.node if "model.embed_tokens.values" in node.input}
+        assert takes == {"Gather"}
