@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.side_files import copy_side_files
+from mtpbuild.builder.draft_vocab import write_draft_ids
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.engine.building import Building, discard_stale, under_construction
 from mtpbuild.builder.engine.manifest_of import write_manifests
@@ -90,6 +91,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
                 if embedded:
                     layout.remove_weights(folders.values())
                 copy_side_files(job.source.folder, building.folder)
+                write_draft_ids(plan.draft_ids, building.folder)
                 write_manifests(job, out, model, building, folders, programs)
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)

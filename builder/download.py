@@ -16,7 +16,7 @@ from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.prepare import check_without_weights
+from mtpbuild.builder.prepare import check_flags, check_without_weights
 from mtpbuild.builder.recipe import Source, instead_of, name_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
@@ -39,6 +39,7 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
     Raises DownloadError or CheckpointError with what is wrong, and what `prepare` would raise.
     What has been fetched stays, and the next download goes on from there.
     """
+    check_flags(request)
     model = name_model(request.model)
     if request.checkpoint is not None or model.repository is None:
         return

@@ -15,6 +15,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.tokenizer import TOKENIZER
 
 FLAG = "--draft-vocab"
+DRAFT_VOCAB = "draft_vocab.json"  # of an engine
 
 
 def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
@@ -36,6 +37,12 @@ def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
     if not 0 < len(found) < vocab_size:
         raise UsageError(f"{FLAG} {asked}: names {len(found)} of {vocab_size} tokens")
     return found
+
+
+def write_draft_ids(ids: tuple[int, ...], folder: Path) -> None:
+    """Note in an engine's folder what its drafts are chosen from, if that is not all tokens."""
+    if ids:
+        (folder / DRAFT_VOCAB).write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
 
 def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:

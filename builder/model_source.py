@@ -4,7 +4,7 @@ import logging
 import typing
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,7 @@ class ModelSource:
     ranks: Ranks = ALONE  # of which the model is one's part, the same for all
     dtype: FloatType = "float32"
     drafts: bool = True  # its MTP modules are wanted
+    draft_ids: tuple[int, ...] = ()  # tokens that drafts are chosen from; none: all
     scheme: Scheme | None = None  # by which weights are quantised anew; None: they are as stored
     family: Family = field(init=False)
     stored: Checkpoint = field(init=False)
@@ -55,7 +56,8 @@ class ModelSource:
         self._check_tokenizer()
         self.family = family_of(self.config)
         self.stored = open_slice(self.folder, self.layers)
-        self.config = self.stored.settle(self.config, self.drafts)
+        settled = self.stored.settle(self.config, self.drafts)
+        self.config = replace(settled, draft_ids=self.draft_ids)
         self.checkpoint = see(self.stored, self.config, self.scheme)
         with torch.device(self.device):
             # Uninitialised: its memory is never touched.

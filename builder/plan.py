@@ -36,10 +36,15 @@ class Plan:
     adaptive: bool = False  # nextn is the most: each step drafts as many as the run time says
     quantised_to: QuantisedType | None = None  # by the build; None: weights are as they are
     head_weights: HeadType | None = None  # likewise embedding and head
+    draft_ids: tuple[int, ...] = ()  # tokens that drafts are chosen from; none: all
 
     @property
     def dtype(self) -> FloatType:
         return self.style.dtype
+
+    @property
+    def draft_vocab(self) -> int | None:
+        return len(self.draft_ids) or None
 
     @property
     def window(self) -> int:

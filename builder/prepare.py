@@ -10,6 +10,7 @@ from mtpbuild.builder import plan
 from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
 from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
 from mtpbuild.builder.checks import in_range, needs
+from mtpbuild.builder.draft_vocab import draft_ids
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.models import family_of, load_config
@@ -75,13 +76,13 @@ class Job:
             dtype=plan.dtype,
             drafts=any(plan.nextn for plan in self.plans.values()),
             scheme=engine_scheme(plan.quantised_to, plan.head_weights),
+            draft_ids=max((plan.draft_ids for plan in self.plans.values()), key=len),
         )
 
 
 def prepare(request: BuildRequest) -> Job:
     """Check a request; raises UsageError, CheckpointError or BuildError with what is wrong."""
-    target = load_target(request.target)
-    asked_formats(target, request)  # before anything is downloaded
+    target = check_flags(request)
     source, config = find_source(request)
     note_length(config, request)
     ids, plans = check_small_files(request, source, config)
@@ -93,6 +94,13 @@ def prepare(request: BuildRequest) -> Job:
         for out in plans:
             layout.check_ranks(out, prints[out], force=request.force)
     return Job(request, source, config, ids, target, plans, prints)
+
+
+def check_flags(request: BuildRequest) -> Target:
+    """The target, after what can be checked without a model: a download comes behind it."""
+    target = load_target(request.target)
+    asked_formats(target, request)
+    return target
 
 
 def check_without_weights(request: BuildRequest, source: Source) -> None:
@@ -107,7 +115,7 @@ def check_small_files(
     """Token ids and plans, from what lies beside a checkpoint's weights."""
     ids = generation_ids(source.folder, config)
     refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
-    plans = dict(make_plans(config, request, source.engine))
+    plans = dict(make_plans(config, request, source))
     for out in plans:
         layout.check_place(out, source.name, force=request.force)
     return ids, plans
@@ -136,7 +144,7 @@ def of_layers(request: BuildRequest, source: Source) -> tuple[Source, ModelConfi
 
 
 def make_plans(
-    config: ModelConfig, request: BuildRequest, engine: str
+    config: ModelConfig, request: BuildRequest, source: Source
 ) -> Iterator[tuple[Path, Plan]]:
     """Place and plan of each nextn."""
     nextns = asked_nextns(config, request)
@@ -155,11 +163,14 @@ def make_plans(
     quantised_to, head_weights = asked_formats(target, request)
     kind = "_bf16" if style.dtype == "bfloat16" else ""
     kind += f"_{quantised_to}" if quantised_to else ""
+    drafted = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
     for asked in nextns:
         nextn = plan.ADAPTIVE_NEXTN if asked == "auto" else asked
+        own = drafted if nextn else ()
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
-            out = out / f"{engine}_n{asked}{kind}{request.ranks.suffix}"
+            reduced = f"_draft{len(own)}" if own else ""
+            out = out / f"{source.engine}_n{asked}{kind}{reduced}{request.ranks.suffix}"
         yield (
             out,
             Plan(
@@ -176,8 +187,22 @@ def make_plans(
                 adaptive=asked == "auto",
                 quantised_to=quantised_to,
                 head_weights=head_weights,
+                draft_ids=own,
             ),
         )
+
+
+def asked_draft_ids(
+    request: BuildRequest, nextns: tuple[Nextn, ...], folder: Path, vocab_size: int
+) -> tuple[int, ...]:
+    """The tokens that drafts are chosen from; none: all."""
+    if request.draft_vocab is None:
+        return ()
+    if nextns == (0,):
+        raise UsageError("--draft-vocab is for engines that draft: --nextn 0 has no drafts")
+    if request.ranks.tp > 1:
+        raise UsageError("--draft-vocab is for one rank: with --tp every rank has a part of a head")
+    return draft_ids(request.draft_vocab, folder, vocab_size)
 
 
 def asked_nextns(config: ModelConfig, request: BuildRequest) -> tuple[Nextn, ...]:

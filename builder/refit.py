@@ -11,6 +11,7 @@ from typing import Any
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
+from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, read_ids
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.engine.building import under_construction
 from mtpbuild.builder.engine.engine_weights import EngineWeights
@@ -98,6 +99,7 @@ def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]
         layers=layers,
         dtype=old.build.dtype,
         drafts=old.build.nextn > 0,
+        draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),
         scheme=engine_scheme(old.build.quantised_to, old.build.head_weights),
     )
     if new.weights_type != old.build.weights:

@@ -29,6 +29,7 @@ class BuildRequest:
     layers: LayersSlice | None = None
     weights: str | None = None  # a format that they are quantised to; None: as the checkpoint's
     head_weights: str | None = None  # of embedding and head; None: what goes with `weights`
+    draft_vocab: str | None = None  # how many tokens drafts are chosen from, or a file of their ids
     dry_run: bool = False  # nothing is compiled
     options: Mapping[str, Any] = field(
         default_factory=dict

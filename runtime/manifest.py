@@ -91,6 +91,8 @@ class BuildInfo(_Record):
     # What the build quantised the checkpoint's weights to; None: they are in its own formats.
     quantised_to: QuantisedType | None = None
     head_weights: HeadType | None = None  # likewise embedding and head
+    # How many tokens drafts are chosen from, which draft_vocab.json lists; None: all.
+    draft_vocab: int | None = Field(default=None, ge=1)
     dtype: FloatType = "float32"  # of caches and hidden states
     fingerprint: str  # of everything that went in; equal means nothing changed
     tp: int = Field(default=1, ge=1, le=MAX_RANKS)  # ranks that share the model

@@ -158,7 +158,7 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "model": f"{model.name} ({model.architecture}), {model.parameters:,} parameters",
         "layers": f"{model.num_hidden_layers} + {model.num_nextn_predict_layers} MTP",
         "vocabulary": f"{model.vocab_size:,}",
-        "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}",
+        "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}{_drafted(build)}",
         "capacity": f"{build.slots} slots of {build.max_seq_len:,} tokens",
         "ranks": _ranks(folder, manifest),
         "weights": _weights(build),
@@ -169,6 +169,10 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "built by": f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}",
         "size": f"{size / 1e6:,.1f} MB, all files present, {checked} as built",
     }
+
+
+def _drafted(build: BuildInfo) -> str:
+    return f", of {build.draft_vocab:,} tokens" if build.draft_vocab else ""
 
 
 def _weights(build: BuildInfo) -> str:

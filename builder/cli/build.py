@@ -47,6 +47,11 @@ def build(
     head_weights: str | None = flag(
         None, "With --weights, embedding and head: int8 or none. Default: int8 for int8 and int4."
     ),
+    draft_vocab: str | None = flag(
+        None,
+        "Choose drafts from so many of the most frequent tokens, or from a file's ids; the text is "
+        "the same.",
+    ),
     dry_run: bool = flag(False, "Check all, say what it would be, write nothing."),
 ) -> None:
     """Build one engine directory per nextn."""
@@ -83,6 +88,7 @@ def build(
         layers=None if layers is None else parse_layers(layers),
         weights=weights,
         head_weights=head_weights,
+        draft_vocab=draft_vocab,
         dry_run=dry_run,
         options=said(target_flags),
         revision=revision,

@@ -1,0 +1,160 @@
+"""Drafts from a reduced vocabulary: the text is exact, and drafts are the head's best of them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+from mtpbuild.builder.build import build
+from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, draft_ids, most_frequent
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.refit import refit
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.programs import load_programs
+from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.families import make_family, save_family
+from tests.support.forced import Inspectable, Run
+from tests.support.requests import build_request
+from tests.support.steps import check_family
+
+CHUNK = 16
+IDS = tuple(range(2, 60, 2))
+
+
+@pytest.mark.parametrize(("name", "nextn", "drafter"), [("glm-flash", 2, "mtp-vanilla")])
+def test_every_step_equals_recomputation(name: str, nextn: int, drafter: Any) -> None:
+    torch.set_num_threads(1)
+    model = make_family(name)
+    model.config = replace(model.config, draft_ids=IDS)
+    check_family(model, nextn, drafter, accepts_all=False)
+    with pytest.raises(AssertionError):
+        check_family(model, nextn, drafter, rows_of_other_tokens, accepts_all=False)
+
+
+def rows_of_other_tokens(model: CausalLM) -> None:
+    model.draft_ids.add_(1)
+
+
+def test_an_engine(tmp_path: Path, build_engine: EngineBuilder) -> None:
+    """Greedy and sampled text is nextn 0's; drafts are the plain model's best of the ids."""
+    torch.set_num_threads(1)
+    ours = make_family("glm-flash", hidden_size=32)
+    folder = save_family(tmp_path / "flash", "glm-flash", ours, hidden_size=32)
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(IDS))
+    plain = build_engine(folder, 0, prefill_chunk=CHUNK)
+    flags = {"draft_vocab": str(ids), "prefill_chunk": CHUNK, "out": tmp_path / "reduced"}
+    (built,) = build(build_request(folder, (2,), drafter="mtp-vanilla", **flags))
+    assert built.manifest.build.draft_vocab == len(IDS)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 61, n).tolist() for n in (1, 2, 17, 30)]
+    assert greedy_ids(built.folder, prompts, 30) == greedy_ids(plain, prompts, 30)
+    sampled = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)
+    texts = []
+    for engine in (plain, built.folder):
+        with Engine.load(engine, threads=1) as loaded:
+            texts.append([list(r.token_ids) for r in loaded.generate(prompts, sampled)])
+    assert texts[0] == texts[1]
+
+    ours.config = replace(ours.config, draft_ids=IDS)
+    programs = load_programs(built.folder, read_manifest(built.folder), threads=1)
+    assert isinstance(programs, Inspectable)
+    for length in (11, 1, CHUNK + 1):
+        prompt = rng.integers(0, 61, length).tolist()
+        Run(programs, ours, 2, "mtp-vanilla", CHUNK, rng).steps(prompt, 6)
+
+    other = make_family("glm-flash", seed=1, hidden_size=32)
+    refit(built.folder, str(save_family(tmp_path / "new", "glm-flash", other, hidden_size=32)))
+    other.config = replace(other.config, draft_ids=IDS)
+    programs = load_programs(built.folder, read_manifest(built.folder), threads=1)
+    assert isinstance(programs, Inspectable)
+    Run(programs, other, 2, "mtp-vanilla", CHUNK, rng).steps([3, 1, 4], 6)
+    assert json.loads((built.folder / DRAFT_VOCAB).read_text()) == list(IDS)
+
+
+def train(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "the cat saw the other cat then the thing slept there"
+    tokenizer.train_from_iterator([text] * 20, trainer)
+    tokenizer.add_tokens(["<late>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def test_the_most_frequent_tokens(tmp_path: Path) -> None:
+    """Added tokens first, then bytes, then what was merged early."""
+    tokenizer = train(tmp_path)
+    size = tokenizer.get_vocab_size()
+    order = list(most_frequent(tmp_path / "tokenizer.json", size))
+    assert sorted(order) == list(range(size))
+    assert {tokenizer.id_to_token(id) for id in order[:2]} == {"<eos>", "<late>"}
+    rank = {tokenizer.id_to_token(id): place for place, id in enumerate(order)}
+    assert max(rank[char] for char in pre_tokenizers.ByteLevel.alphabet()) < rank["th"]
+    assert rank["th"] < rank["the"] < rank["Ġother"]
+    assert draft_ids("260", tmp_path, size) == tuple(sorted(order[:260]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("ids.json", "[5, 3, 5]"), ("ids.txt", "5\n3\n"), ("ids.pt", None)]
+)
+def test_files_of_ids(name: str, content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is None:
+        torch.save(torch.tensor([5, 3]), path)
+    else:
+        path.write_text(content)
+    assert draft_ids(str(path), tmp_path, 10) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "content", "says"),
+    [
+        ("0", "", "--draft-vocab 0 is outside 1..60"),
+        ("61", "", "--draft-vocab 61 is outside 1..60"),
+        ("7", "", "needs a file of token ids"),
+        ("gone.json", "", "neither a number nor a file"),
+        ("ids.json", "[1, 61]", "61 is not a token id below 61"),
+        ("ids.json", "[1, true]", "True is not a token id below 61"),
+        ("ids.json", "{}", "no list of token ids"),
+        ("ids.txt", "one two", "no list of token ids"),
+        ("ids.txt", " ", "names 0 of 61 tokens"),
+        ("ids.pt", "x", "no list of token ids"),
+    ],
+)
+def test_refusals(asked: str, content: str, says: str, tmp_path: Path) -> None:
+    if content:
+        (tmp_path / asked).write_text(content)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        draft_ids(asked if asked.isdigit() else str(tmp_path / asked), tmp_path, 61)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"nextn": (0,)}, "--draft-vocab is for engines that draft"),
+        ({"target": "inductor", "tp": 2}, "--draft-vocab is for one rank"),
+    ],
+)
+def test_what_it_does_not_go_with(flags: dict[str, Any], says: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 62}
+    folder = save_family(tmp_path / "x", "gigachat", make_family("gigachat", **sizes), **sizes)
+    nextn = flags.pop("nextn", (1,))
+    with pytest.raises(UsageError, match=says):
+        build(build_request(folder, nextn, draft_vocab="5", out=tmp_path / "e", **flags))
