@@ -26,7 +26,12 @@ from mtpbuild.builder.models.common.plain import PlainModel
 from mtpbuild.builder.models.config import MoEConfig, MTPRules
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.prepare import prepare
-from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.builder.verify.checks import ROUNDED
+from mtpbuild.builder.verify.plain import judge, load_plain
+from mtpbuild.builder.verify.play import play
+from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
@@ -40,6 +45,7 @@ from tests.support.families import (
 )
 from tests.support.forced import Inspectable, Run, Seen
 from tests.support.inductor_engines import compiled_soon
+from tests.support.numbers import plain_with_rounding
 from tests.support.requests import build_request
 from tests.support.steps import check_family
 from tests.support.transformers_oracle import load_modules, transformers_greedy, transformers_model
@@ -410,3 +416,48 @@ def test_which_layers_have_experts() -> None:
 def test_configurations_that_do_not_fit(overrides: dict[str, Any], says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         make_family("glm-air", **overrides)
+
+
+# Widths that split into blocks of 32.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "glm-4.6": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    | {"num_attention_heads": 4, "head_dim": 16},
+    "mimo": {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
+    "gigachat": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    | {"kv_lora_rank": 32, "num_attention_heads": 4, "v_head_dim": 16},
+    "glm-flash": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    | {"q_lora_rank": 32, "kv_lora_rank": 32, "num_attention_heads": 4, "v_head_dim": 16},
+}
+QUANTISED = [
+    ("mimo", "int8"),
+    *(
+        pytest.param(name, format, marks=pytest.mark.full)
+        for name in BLOCKS
+        for format in ("int8", "int4")
+        if (name, format) != ("mimo", "int8")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "format"), QUANTISED)
+def test_quantised_engines_equal_the_dequantised_model(
+    name: str, format: str, tmp_path: Path
+) -> None:
+    """Products, embedding and head keep their format; what goes into a product is rounded."""
+    folder = save_family(tmp_path / name, name, make_family(name, **BLOCKS[name]), **BLOCKS[name])
+    (engine,) = build(
+        build_request(
+            folder, (2,), drafter="mtp-vanilla", weights=format, out=tmp_path / "e", prefill_chunk=8
+        )
+    )
+    assert engine.manifest.build.weights == format
+    scheme = make_scheme(format, None, None, "int8")
+    checkpoint = quantize(QuantizeRequest(str(folder), scheme, tmp_path / "quantised")).folder
+    prompts = [np.random.default_rng(n).integers(0, 61, n).tolist() for n in (2, 9, 20)]
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, logprobs=1)] * len(prompts)
+    with Engine.load(engine.folder, threads=1) as loaded:
+        played = play(loaded, prompts, params)
+    found = judge(plain_with_rounding(checkpoint), prompts, played, ROUNDED)
+    assert found.passed, found.detail
+    assert found.figures["noise"] < 0.1
+    assert sum(text.drafting.num_accepted_draft_tokens for text in played) > 0

@@ -1,0 +1,154 @@
+"""What a reduced draft vocabulary costs in accepted drafts, and what it saves in time.
+
+    python benchmarks/draft_vocab.py [--work runs/draft_vocab] [--layers 2] [--rounds 5]
+
+First the acceptance length of deepseek-tiny, nextn 3, whose drafts are chosen from all of its
+tokens, a half, a quarter and an eighth of them, over the built-in prompts. Then the time of a step
+of GigaChat3-10B-A1.8B's shape with random weights and some of its layers, in int4 with embedding
+and head in int8, nextn 1 and 3: engines take turns, round after round, and medians are compared.
+The second part writes about 3 GB into --work.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from acceptance import acceptance_length
+from rich.console import Console
+from rich.table import Table
+from script import run
+from torch import Tensor
+
+from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
+from mtpbuild.builder.build import build
+from mtpbuild.builder.checkpoint.write import Shard, write_shards
+from mtpbuild.builder.engine.weights_file import WEIGHTS, read_places
+from mtpbuild.builder.models import family_of, find_family
+from mtpbuild.builder.models.common.weights import WHOLE
+from mtpbuild.builder.quantize.formats import Part
+from mtpbuild.builder.recipe import find_recipe
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.runtime import Engine, SamplingParams
+
+SHAPE, QUARTER = "gigachat3-10b-a1.8b-bf16", 4
+PROMPT, TOKENS = [*range(5, 37)], 48
+
+
+def acceptance(work: Path) -> Table:
+    """Acceptance lengths of deepseek-tiny, a row for each size of the draft vocabulary."""
+    table = Table("draft vocabulary", *BUILT_IN)
+    for count in (None, 1024, 512, 256):
+        asked = None if count is None else str(count)
+        out = work / f"tiny_{count or 'all'}"
+        build(BuildRequest("deepseek-tiny", (3,), out=out, draft_vocab=asked))
+        cells = []
+        with Engine.load(out) as engine:
+            for kind in BUILT_IN:
+                groups = load_groups(Asked(kind, 20, output_len=192), engine, 1)
+                prompts = [prompt.token_ids for group in groups for prompt in group]
+                params = SamplingParams(max_tokens=192)
+                cells.append(f"{acceptance_length(engine, prompts, params):.2f}")
+        table.add_row(str(count or "all 2,048"), *cells)
+    return table
+
+
+def random_checkpoint(folder: Path, layers: int) -> Path:
+    """A checkpoint of the shape with so many layers, in bf16, whose weights are random."""
+    if (folder / "config.json").exists():
+        return folder
+    recipe = find_recipe(SHAPE)
+    assert recipe is not None
+    raw = json.loads((recipe.config_folder / "config.json").read_text(encoding="utf-8"))
+    raw["num_hidden_layers"] = layers
+    config = find_family(raw).parse_config(raw)
+    table = family_of(config).weight_table(config, WHOLE)
+    sources = {source.name: source for weight in table for source in weight.sources}
+    parts = {name: Part("BF16", source.shape) for name, source in sources.items()}
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        for name, source in sources.items():
+            ones = len(source.shape) == 1
+            yield (
+                name,
+                torch.ones(source.shape)
+                if ones
+                else torch.empty(source.shape).normal_(std=0.02, generator=generator),
+            )
+
+    folder.mkdir(parents=True)
+    write_shards(folder, [Shard("model.safetensors", parts)], values())
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    return folder
+
+
+def step_times(work: Path, layers: int, rounds: int) -> Table:
+    """Median times of a step and bytes of the head that drafts read, a row for each nextn."""
+    checkpoint = random_checkpoint(work / f"shape_{layers}", layers)
+    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    ids = work / "quarter.json"
+    ids.write_text(json.dumps([*range(vocab_size // QUARTER)]))
+    table = Table(
+        f"{layers} layers, int4", "head of a draft", "step, all tokens", "step, a quarter", "ratio"
+    )
+    for nextn in (1, 3):
+        request = BuildRequest(str(checkpoint), (nextn,), max_seq_len=512, weights="int4")
+        asked = {"all": request, "quarter": replace(request, draft_vocab=str(ids))}
+        folders = {name: work / f"shape_{layers}_n{nextn}_{name}" for name in asked}
+        for name, one in asked.items():
+            build(replace(one, out=folders[name]))
+        times = dict[str, list[float]]({name: [] for name in asked})
+        for _ in range(rounds):
+            for name, folder in folders.items():
+                times[name].append(step_time(folder))
+        every, some = (statistics.median(times[name]) for name in asked)
+        sizes = [
+            head_bytes(folders["all"], "lm_head"),
+            head_bytes(folders["quarter"], "draft_head"),
+        ]
+        table.add_row(
+            f"nextn {nextn}",
+            " -> ".join(f"{size / 1e6:.0f} MB" for size in sizes),
+            f"{1e3 * every:.1f} ms",
+            f"{1e3 * some:.1f} ms",
+            f"{some / every:.2f}",
+        )
+    return table
+
+
+def step_time(folder: Path) -> float:
+    """Seconds of a step, from the second on."""
+    with Engine.load(folder, threads=2) as engine:
+        params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+        engine.generate(PROMPT, replace(params, max_tokens=4))
+        start = time.perf_counter()
+        result = engine.generate(PROMPT, params)
+        seconds = time.perf_counter() - start
+    report = result.metrics.speculative_decoding
+    return seconds / report.num_spec_steps
+
+
+def head_bytes(folder: Path, name: str) -> int:
+    places = read_places(folder / WEIGHTS)
+    return sum(place.size for tensor, place in places.items() if tensor.startswith(f"{name}."))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("runs/draft_vocab"))
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    console.print(acceptance(arguments.work))
+    console.print(step_times(arguments.work, arguments.layers, arguments.rounds))
+
+
+if __name__ == "__main__":
+    run(main)
