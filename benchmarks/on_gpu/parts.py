@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.layers import DecoderLayer, MTPModule, Rope
+from mtpbuild.builder.models.common.layers import DecoderLayer, Rope
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
@@ -93,9 +93,9 @@ class FirstDraft(nn.Module):
     def forward(
         self, state: State, following: Tensor, hidden: Tensor, start: Tensor, at: Tensor
     ) -> tuple[State, State]:
-        module = module_of(self.model)
-        x = module.join(self.model.embed(following), hidden)
+        module = self.model.module(0)
         rows = self.model.rope(start, hidden.shape[1])
+        x = self.model.draft_input(0, following, hidden, rows)
         x, cache = module.last(x, state[MTP_CACHE], rows, at)
         return {MTP_CACHE: cache}, {"hidden": module.norm(x)}
 
@@ -119,9 +119,9 @@ class FurtherDraft(nn.Module):
         start: Tensor,
         side: Tensor,
     ) -> tuple[State, State]:
-        module, before = module_of(self.model), side.shape[2]
+        module, before = self.model.module(0), side.shape[2]
         rows = self.model.rope(start + before, 1, base=start)
-        x = module.join(self.model.embed(following), hidden)
+        x = self.model.draft_input(0, following, hidden, rows)
         x, side = module.ahead(x, cache, side, rows)
         return {}, {"hidden": module.norm(x), "side": side}
 
@@ -135,12 +135,6 @@ class DraftHead(nn.Module):
 
     def forward(self, state: State, hidden: Tensor) -> tuple[State, State]:
         return {}, {"draft": self.model.logits(hidden).argmax(-1)}
-
-
-def module_of(model: DeepseekV3) -> MTPModule:
-    module = model.mtp[0]
-    assert isinstance(module, MTPModule)
-    return module
 
 
 @dataclass(frozen=True)
@@ -246,7 +240,7 @@ class Parts:
             assert isinstance(layer, DecoderLayer)
             return self._layer_cost(layer, tokens)
         if isinstance(module, FirstDraft | FurtherDraft):
-            return self._layer_cost(module_of(self.model), tokens)
+            return self._layer_cost(self.model.module(0), tokens)
         if isinstance(module, Accept):
             return Cost(4.0 * tokens * self.vocabulary, 0.0)
         head = self.model.lm_head

@@ -49,7 +49,7 @@ def needed(bench: Bench) -> Iterator[Part]:
     for nextn in bench.case.nextn:
         T = nextn + 1
         yield parts.layer("dense layer", 0, T)
-        yield parts.layer("MoE layer", bench.case.config.first_k_dense_replace, T)
+        yield parts.layer("MoE layer", bench.case.config.moe_layers.index(True), T)
         yield parts.head(T)
         yield parts.acceptance(T)
         if nextn:

@@ -40,14 +40,14 @@ def r1_share(tp: int, nextn: tuple[int, ...]) -> Slice:
     config = replace(
         whole,
         num_hidden_layers=4,
-        first_k_dense_replace=1,
+        moe_layers=(False, True, True, True, True),
         num_attention_heads=whole.num_attention_heads // tp,
         intermediate_size=whole.intermediate_size // tp,
         moe_intermediate_size=whole.moe_intermediate_size // tp,
         vocab_size=whole.vocab_size // tp,
     )
-    dense = whole.first_k_dense_replace
-    moe = whole.num_hidden_layers - dense
+    moe = sum(whole.moe_layers[: whole.num_hidden_layers])
+    dense = whole.num_hidden_layers - moe
     return Slice(config, dense, moe, whole.vocab_size, 4096, nextn, "bfloat16")
 
 
@@ -72,8 +72,7 @@ def small(nextn: tuple[int, ...]) -> Slice:
         topk_group=2,
         routed_scaling_factor=2.5,
         norm_topk_prob=True,
-        first_k_dense_replace=1,
-        moe_layer_freq=1,
+        moe_layers=(False, True, True),
         num_nextn_predict_layers=1,
         rms_norm_eps=1e-6,
         max_position_embeddings=1024,

@@ -23,9 +23,10 @@ def make(checkpoint: Path, out: Path) -> None:
     from torch import Tensor, nn
 
     from mtpbuild.builder.models import load_config
+    from mtpbuild.builder.models.common.plain import DecoderLayer
     from mtpbuild.builder.models.common.rope import rotate
     from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-    from mtpbuild.builder.models.deepseek_v3.reference import Attention, DecoderLayer, Transformer
+    from mtpbuild.builder.models.deepseek_v3.reference import Attention, Transformer
 
     class Plain(nn.Module):
         def __init__(self, model: Transformer) -> None:
@@ -43,6 +44,7 @@ def make(checkpoint: Path, out: Path) -> None:
             x = model.model.embed_tokens(tokens)
             for layer, before in zip(model.model.layers, past, strict=False):
                 assert isinstance(layer, DecoderLayer)
+                assert isinstance(layer.self_attn, Attention)
                 y, kept = attend(layer.self_attn, layer.input_layernorm(x), cos, sin, mask, before)
                 present.append(kept)
                 x = x + y
