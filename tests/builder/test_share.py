@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common import causal_lm, collectives, layers
+from mtpbuild.builder.models.common.plain import Reference
 from mtpbuild.builder.models.common.weights import WHOLE, Share, Source
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import DrafterName, Plan
@@ -25,6 +25,7 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import BASE, SHAPES, load_config, lower, make_predictable
+from tests.support.families import lower_family, make_family
 from tests.support.forced import Run
 
 CHUNK = 4
@@ -89,6 +90,27 @@ def test_tokens_and_state(tp: int, ep: int, shape: str, drafter: DrafterName) ->
 
 
 @pytest.mark.parametrize(
+    ("name", "ep", "drafter"),
+    [("glm-4.6", 2, "mtp-eagle"), ("glm-air", 1, "mtp-vanilla"), ("mimo", 1, "mtp-eagle")],
+)
+def test_grouped_heads(name: str, ep: int, drafter: DrafterName) -> None:
+    """Each of two ranks has whole groups of heads, and its own rows of keys and values."""
+    torch.set_num_threads(1)
+    reference, meeting = make_family(name, vocab_size=62), Meeting(2)
+    prompt = np.random.default_rng(0).integers(0, 62, 7).tolist()
+
+    def rank(number: int) -> list[int]:
+        meeting.here.rank = number
+        model = lower_family(reference, Share(Ranks(2, ep), number))
+        plan = Plan(reference.config, 2, drafter, 1, 200, CHUNK, ranks=Ranks(2, ep))
+        return generate(EagerPrograms(plan, model), reference, prompt, 12)
+
+    with meeting.of(causal_lm, layers, collectives), ThreadPoolExecutor(2) as pool:
+        for tokens in pool.map(rank, range(2)):
+            assert tokens == greedy(reference, prompt, len(tokens))
+
+
+@pytest.mark.parametrize(
     ("tp", "ep", "shape", "drafter"),
     [
         (2, 1, "yarn-three-modules", "mtp-eagle"),
@@ -117,7 +139,7 @@ def test_attention_dp(tp: int, ep: int, shape: str, drafter: DrafterName) -> Non
 
 
 def generate(
-    programs: EagerPrograms, reference: Transformer, prompt: list[int], steps: int
+    programs: EagerPrograms, reference: Reference, prompt: list[int], steps: int
 ) -> list[int]:
     rng = np.random.default_rng(0)
     Run(programs, reference, 2, None, CHUNK, rng).prefill(prompt)

@@ -11,8 +11,7 @@ from torch import nn
 from mtpbuild.builder.models import family_of, find_family
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.plain import PlainModel
-from mtpbuild.builder.models.common.weights import WHOLE
-from mtpbuild.runtime.ranks import ALONE
+from mtpbuild.builder.models.common.weights import WHOLE, Share
 from tests.support.checkpoints import BASE, made_of
 
 EXPERTS: dict[str, Any] = {
@@ -205,10 +204,17 @@ def save_family(folder: Path, name: str, model: PlainModel, **overrides: Any) ->
     return folder
 
 
-def lower_family(reference: PlainModel) -> CausalLM:
+def lower_family(reference: PlainModel, share: Share = WHOLE) -> CausalLM:
     """Make the program's model with the plain model's weights, through the table of weights."""
     tensors, family = reference.state_dict(), family_of(reference.config)
-    model = family.make_model(reference.config, ALONE)
-    table = family.weight_table(reference.config, WHOLE)
-    model.load_state_dict({weight.name: made_of(weight, tensors) for weight in table}, assign=True)
+    model = family.make_model(reference.config, share.ranks)
+    weights = {
+        name: torch.tensor([share.rank])
+        for name, _ in model.named_parameters()
+        if name.rpartition(".")[2] == "rank"
+    }
+    for weight in family.weight_table(reference.config, share):
+        cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.sources}
+        weights[weight.name] = made_of(weight, cut)
+    model.load_state_dict(weights, assign=True)
     return model.eval()
