@@ -6,13 +6,14 @@
 Writes a checkpoint and an engine per row into --work (they are reused), asks the built-in reasoning
 problems greedily and prints a table in Markdown. Loss: nats per token that the dequantised weights
 give to the texts of the first row. MTP modules in another format than the main model are rows of
-their own: they change acceptance and speed, never a greedy answer. What a target does not keep as
-it is (fp8 and nvfp4 on onnxruntime, int8 and int4 on inductor) is fp32 in its engine, and as fast.
+their own: they change acceptance and speed, never a greedy answer. The ends are embedding and head.
+What a target does not keep as it is (fp8 and nvfp4 on onnxruntime, int8 and int4 on inductor) is
+fp32 in its engine, and as fast.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +41,8 @@ VARIANTS = {
     "nvfp4": SCHEMES["nvfp4"],
     "int8": SCHEMES["int8"],
     "int4": SCHEMES["int4"],
+    "int8, ends int8": replace(SCHEMES["int8"], head="int8"),
+    "int4, ends int8": replace(SCHEMES["int4"], head="int8"),
     "bf16, MTP fp8": Scheme("bf16", "fp8"),
     "bf16, MTP nvfp4": Scheme("bf16", "nvfp4"),
     "bf16, MTP int4": Scheme("bf16", "int4"),

@@ -1,7 +1,7 @@
 """`mtpbuild quantize`: reads a checkpoint weight by weight and writes another one of its kind."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
 from mtpbuild.builder.engine.building import is_taken, under_construction
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.weights import Source
-from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP
-from mtpbuild.builder.quantize.requantised import Requantised, joined_parts, requantise
+from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format
+from mtpbuild.builder.quantize.requantised import Parts, Requantised, requantise
 from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
@@ -95,14 +95,21 @@ def write_all(
             done.portions[NAMES[tensor.dtype].lower()].weights += 1
             yield name, tensor
             continue
-        portion, pieces = done.portions[format.name], []
+        portion = done.portions[format.name]
         portion.weights += 1
-        for rows, parts in checkpoint.encoded(name):
-            pieces.append(parts)
-            portion.squares += rows.square().sum().item()
-            portion.errors += (format.decode(parts) - rows).square().sum().item()
-        for suffix, tensor in joined_parts(pieces).items():
+        pieces = counted(checkpoint.encoded(name), format, portion)
+        for suffix, tensor in checkpoint.collect(name, pieces).items():
             yield name + suffix, tensor
+
+
+def counted(
+    pieces: Iterable[tuple[Tensor, Parts]], format: Format, portion: Portion
+) -> Iterator[Parts]:
+    """Yield what rows are encoded as, and add up how far off that is."""
+    for rows, parts in pieces:
+        portion.squares += rows.square().sum().item()
+        portion.errors += (format.decode(parts) - rows).square().sum().item()
+        yield parts
 
 
 def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme: Scheme) -> None:

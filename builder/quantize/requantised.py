@@ -25,7 +25,7 @@ class Requantised(Checkpoint):
     source: Checkpoint
     formats: Mapping[str, Format | None]  # by weight; None: it is not quantised
     unfit: tuple[str, ...]  # weights whose columns do not split into their format's blocks
-    amaxes: dict[str, Tensor] = field(default_factory=dict)  # of weights that were looked through
+    amaxes: dict[str, float] = field(default_factory=dict)  # of weights that were looked through
 
     def format(self, name: str) -> Format | None:
         return self.formats[name]
@@ -43,38 +43,46 @@ class Requantised(Checkpoint):
         return self.source.stored(name) if self.source.format(name) is None else weight.bfloat16()
 
     def parts(self, name: str) -> Parts:
-        return joined_parts([parts for _, parts in self.encoded(name)])
+        return self.collect(name, (parts for _, parts in self.encoded(name)))
+
+    def collect(self, name: str, pieces: Iterable[Parts]) -> Parts:
+        """One weight's parts of those of its rows; a scale of the whole weight is the same in all.
+
+        Pieces are copied to their places: many that are kept between temporary tensors would break
+        the heap up, and joining them would take them twice.
+        """
+        whole, at = Parts(), dict[str, int]()
+        for piece in pieces:
+            for suffix, rows in piece.items():
+                if rows.dim() == 0:
+                    whole[suffix] = rows
+                    continue
+                if suffix not in whole:
+                    whole[suffix] = rows.new_empty(self.tensors[name + suffix].shape)
+                start = at.get(suffix, 0)
+                at[suffix] = start + len(rows)
+                whole[suffix][start : at[suffix]] = rows
+        return whole
 
     def encoded(self, name: str) -> Iterator[tuple[Tensor, Parts]]:
         """Rows of a quantised weight in fp32, and what they are encoded as."""
         format = self.formats[name]
         assert format is not None
-        amax = self.group_amax(name) if format.needs_amax else None
+        amax = torch.tensor(self.group_amax(name)) if format.needs_amax else None
         for rows in self.source.rows(name):
             yield rows, format.encode(rows, amax)
 
-    def group_amax(self, name: str) -> Tensor:
+    def group_amax(self, name: str) -> float:
         """gate and up become one product, so ModelOpt gives them one second scale."""
         for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
             if name.endswith(f"{one}.weight"):
-                return torch.maximum(self._amax(name), self._amax(name.replace(one, other)))
+                return max(self._amax(name), self._amax(name.replace(one, other)))
         return self._amax(name)
 
-    def _amax(self, name: str) -> Tensor:
+    def _amax(self, name: str) -> float:
         if name not in self.amaxes:
-            self.amaxes[name] = torch.stack([r.abs().max() for r in self.source.rows(name)]).max()
+            self.amaxes[name] = max(rows.abs().max().item() for rows in self.source.rows(name))
         return self.amaxes[name]
-
-
-def joined_parts(pieces: list[Parts]) -> Parts:
-    """One weight of its rows; a scale of the whole weight is the same in all."""
-    first, *others = pieces
-    if not others:
-        return first
-    return {
-        end: torch.cat([piece[end] for piece in pieces]) if part.dim() else part
-        for end, part in first.items()
-    }
 
 
 def requantise(

@@ -232,6 +232,12 @@ class TestQuick:
         out = invoke("inspect", bare.folder)[1]
         assert "int4, quantised by the build; embedding and head float32" in out
 
+    @pytest.mark.usefixtures("quick_inductor")
+    def test_target_inductor(self, small: Path, tmp_path: Path) -> None:
+        request = BuildRequest(str(small), (0,), target="inductor", weights="fp8", out=tmp_path)
+        found = build(request)[0].manifest.build
+        assert (found.weights, found.quantised_to, found.head_weights) == ("fp8", "fp8", None)
+
     @pytest.mark.parametrize("head", [None, "none"])
     def test_new_weights(self, head: str | None, small: Path, tmp_path: Path) -> None:
         """A refit quantises the new checkpoint as the build did."""

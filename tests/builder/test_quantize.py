@@ -119,6 +119,27 @@ def test_modules_in_another_precision(source: Path, tmp_path: Path) -> None:
     read(tmp_path / "b")
 
 
+def test_embedding_and_head(source: Path, tmp_path: Path) -> None:
+    """On request they are in int8, and so are the modules' copies of them."""
+    run(source, tmp_path / "out", make_scheme("int4", None, None, head="int8"))
+    found = formats_of(tmp_path / "out")
+    ends = {"model.embed_tokens.weight": "int8", "lm_head.weight": "int8"}
+    assert ends.items() <= found.items()
+    assert {found[name] for name in found.keys() - ends.keys()} == {"int4"}
+    stored = load_file(tmp_path / "out" / SINGLE)
+    for copy, name in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        for part in ("weight", "weight_scale"):
+            assert torch.equal(stored[f"model.layers.2.{copy}.{part}"], stored[f"{name}.{part}"])
+    weights, plain = read(tmp_path / "out"), read(source)
+    assert 0 < (weights["lm_head"] - plain["lm_head"]).norm() / plain["lm_head"].norm() < 0.01
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["head"] == "int8"
+    stored["model.layers.2.shared_head.head.weight"][0, 0, 0] ^= 1
+    save_file(stored, tmp_path / "out" / SINGLE)
+    with pytest.raises(CheckpointError, match=r"shared_head.head.weight differs from lm_head"):
+        read(tmp_path / "out")
+
+
 def test_gate_and_up_share_their_second_scale(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "out", SCHEMES["nvfp4"])
     stored = load_file(tmp_path / "out" / SINGLE)
@@ -228,7 +249,10 @@ def test_the_flags(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--to fp9 is unknown; supported: bf16, fp8, nvfp4, int8"):
         make_scheme("fp9", None, None)
     with pytest.raises(UsageError, match="--to bf16 quantises nothing"):
-        make_scheme("bf16", None, None)
+        make_scheme("bf16", None, None, head="none")
+    with pytest.raises(UsageError, match="--head int4 is unknown; supported: int8, none"):
+        make_scheme("int4", None, None, head="int4")
+    assert make_scheme("bf16", None, None, head="int8") == Scheme("bf16", "bf16", None, "int8")
     flags = ("quantize", "--model", source, "--to", "fp8", "--out")
     code, out, err = invoke(*flags, tmp_path / "new", "--exclude", "*.mlp.*")
     assert (code, err) == (0, "")
