@@ -25,6 +25,7 @@ KINDS = (  # of a layer's weights; the first that the name holds
     ("mlp.", "dense MLPs"),
 )
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED = "embedding, head"  # one tensor is both
 MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 
 
@@ -134,7 +135,7 @@ def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
     place = family_of(config).place(config, name)
     if place is None:
         tied = config.tie_word_embeddings
-        heads = {HEAD: "head", EMBEDDING: "embedding, head" if tied else "embedding"}
+        heads = {HEAD: "head", EMBEDDING: TIED if tied else "embedding"}
         return heads.get(name, "router, norms"), False
     layer, rest = place
     kind = next((kind for text, kind in KINDS if text in rest), "eh_proj")
