@@ -38,9 +38,13 @@ TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
 
 @dataclass(frozen=True)
 class Said:
-    """What is published or was measured of a model: parameters in billions, shape of its caches."""
+    """What is published of a model: parameters in billions, shape of its caches.
+
+    active: of the trunk, with embedding and head.
+    """
 
     trunk: float
+    active: float
     module: float
     copies: float
     family: str
@@ -50,16 +54,16 @@ class Said:
 
 
 MODELS = {
-    "gigachat3-10b-a1.8b-bf16": Said(10.673, 0.4132, 0, "DeepseekV3ForCausalLM", 26, 1, 576),
-    "gigachat3-10b-a1.8b": Said(10.673, 0.4132, 0, "DeepseekV3ForCausalLM", 26, 1, 576),
-    "moonlight-16b-a3b-instruct": Said(15.960, 0, 0, "DeepseekV3ForCausalLM", 27, 1, 576),
-    "kimi-k2-instruct": Said(1026.4, 0, 0, "DeepseekV3ForCausalLM", 61, 1, 576),
-    "glm-4.7-flash": Said(29.943, 0.6437, 0.634, "Glm4MoeLiteForCausalLM", 47, 1, 576),
-    "glm-4.5-air": Said(106.85, 2.375, 1.242, "Glm4MoeForCausalLM", 46, 1, 2048),
-    "glm-4.5": Said(352.80, 3.988, 1.552, "Glm4MoeForCausalLM", 92, 3, 2048),
-    "glm-4.6": Said(352.80, 3.988, 0, "Glm4MoeForCausalLM", 92, 3, 2048),
-    "glm-4.7": Said(352.80, 3.988, 1.552, "Glm4MoeForCausalLM", 92, 3, 2048),
-    "mimo-7b-rl": Said(7.623, 0.2108, 0, "MiMoForCausalLM", 36, 36, 2048),
+    "gigachat3-10b-a1.8b-bf16": Said(10.673, 1.825, 0.4132, 0, "DeepseekV3ForCausalLM", 26, 1, 576),
+    "gigachat3-10b-a1.8b": Said(10.673, 1.825, 0.4132, 0, "DeepseekV3ForCausalLM", 26, 1, 576),
+    "moonlight-16b-a3b-instruct": Said(15.960, 2.915, 0, 0, "DeepseekV3ForCausalLM", 27, 1, 576),
+    "kimi-k2-instruct": Said(1026.4, 32.86, 0, 0, "DeepseekV3ForCausalLM", 61, 1, 576),
+    "glm-4.7-flash": Said(29.943, 3.897, 0.6437, 0.634, "Glm4MoeLiteForCausalLM", 47, 1, 576),
+    "glm-4.5-air": Said(106.85, 13.42, 2.375, 1.242, "Glm4MoeForCausalLM", 46, 1, 2048),
+    "glm-4.5": Said(352.80, 33.63, 3.988, 1.552, "Glm4MoeForCausalLM", 92, 3, 2048),
+    "glm-4.6": Said(352.80, 33.63, 3.988, 0, "Glm4MoeForCausalLM", 92, 3, 2048),
+    "glm-4.7": Said(352.80, 33.63, 3.988, 1.552, "Glm4MoeForCausalLM", 92, 3, 2048),
+    "mimo-7b-rl": Said(7.623, 7.623, 0.2108, 0, "MiMoForCausalLM", 36, 36, 2048),
 }
 
 
@@ -138,6 +142,16 @@ def test_parameters(name: str) -> None:
     assert found == wanted
     published = {MAIN: said.trunk, MODULES: said.module, COPIES: said.copies}
     assert {p: n / 1e9 for p, n in found.items()} == pytest.approx(published, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_active_parameters(name: str) -> None:
+    """All but those of the experts that a token does not choose."""
+    c, said = raw_config(name), MODELS[name]
+    experts = c.get("n_routed_experts", 0) - c.get("num_experts_per_tok", 0)
+    idle = 3 * c["hidden_size"] * c.get("moe_intermediate_size", 0) * experts
+    active = counted(c)[MAIN] - (said.layers - said.dense) * idle
+    assert active / 1e9 == pytest.approx(said.active, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
