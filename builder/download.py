@@ -1,6 +1,5 @@
 """Brings here what a build reads of a Hugging Face repository, checked before any weights come."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from mtpbuild.builder.checkpoint.readable import (
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, shard_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES
 from mtpbuild.builder.checks import needs
+from mtpbuild.builder.host import free_bytes
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.prepare import check_flags, check_without_weights
 from mtpbuild.builder.recipe import Source, instead_of, name_model
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from mtpbuild.builder.hub import Repository
 
 SMALL = (CONFIG, *SIDE_FILES, INDEX, MODELOPT)
-
-
-def free_bytes(folder: Path) -> int:
-    """What is free on the disk of a folder that need not be there yet."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    return shutil.disk_usage(there).free
 
 
 def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) -> None:

@@ -45,6 +45,7 @@ class Recipe(BaseModel):
     shipped: bool = False  # the weights are in that folder too
     repository: str | None = None  # of Hugging Face
     download: int | None = None  # GB of what a build reads of it
+    copies: bool = False  # its MTP layers hold embedding and head again
     made_from: str | None = None  # the recipe that `mtpbuild quantize` makes it from
 
     @property

@@ -11,11 +11,12 @@ import shutil
 from pathlib import Path
 
 from mtpbuild.builder.checkpoint.write import Shard, split, write_index
-from mtpbuild.builder.forecast.weights import Layout, find_layout
+from mtpbuild.builder.forecast.weights import Layout, classes, find_layout, portions
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.weights import WHOLE, Source
 from mtpbuild.builder.quantize.formats import Part
 from mtpbuild.builder.recipe import find_recipe
+from mtpbuild.runtime.ranks import ALONE
 
 
 def stored(layout: Layout) -> dict[str, Part]:
@@ -49,13 +50,16 @@ def main() -> None:
     if recipe is None:
         parser.error(f"no recipe is called {arguments.recipe}")
     arguments.out.mkdir(parents=True)
-    shards = split(stored(find_layout(recipe.name, None)))
+    layout = find_layout(recipe.name, None)
+    shards = split(stored(layout))
     for shard in shards:
         write_sparse(arguments.out, shard)
     write_index(arguments.out, shards)
     shutil.copyfile(recipe.config_folder / "config.json", arguments.out / "config.json")
     total = sum(shard.nbytes for shard in shards)
     print(f"wrote {len(shards)} files of {total:,} bytes, all holes, to {arguments.out}")
+    for name, portion in portions(layout, classes(layout, ALONE)).items():
+        print(f"{name}: {portion.parameters:,} parameters, {portion.bytes:,} bytes")
 
 
 if __name__ == "__main__":

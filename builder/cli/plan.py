@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from typer import Option
 
 from mtpbuild.builder.cli.shared import RankFlags, parse_range, show
@@ -10,13 +11,22 @@ from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
 
+FOR_GPUS = (  # parameters that mean nothing with --cpu
+    *("gpu", "tp", "ep", "attention_dp", "kv_cache", "prefill_chunk"),
+    *("acceptance", "calibrate", "picture"),
+)
+
 
 @error_line
 @grouped
 def plan(
+    context: typer.Context,
     model: Annotated[str, Option(help="Recipe name (needs no weights) or checkpoint.")],
     ranks: RankFlags,
-    nextn: str = flag("0..5", "Draft tokens per step: a number, 0,1,3 or 0..5."),
+    nextn: str | None = flag(
+        None, "Draft tokens per step: a number, 0,1,3 or 0..5. Default: 0..5, or 0 without modules."
+    ),
+    cpu: bool = flag(False, "For the CPU here: download, disk, memory, bytes that a step reads."),
     gpu: str = flag("b200", "h100, h200 or b200."),
     max_seq_len: int = flag(4096, "Prompt and output tokens of a request together."),
     max_batch: int = flag(1, "Requests that run at once."),
@@ -31,10 +41,17 @@ def plan(
     picture: Path | None = flag(None, "Write the figures as a PNG too."),
     json: bool = flag(False, "As one JSON object."),
 ) -> None:
-    """Foretell sizes, step times and speed of a model on GPUs that need not be here."""
+    """Foretell sizes, step times and speed of a model on GPUs that need not be here.
+
+    With --cpu: what it needs of this machine.
+    """
     from mtpbuild.builder.checks import needs
 
+    if cpu:
+        refuse_gpu_flags(context)
     with needs("build", "torch", "safetensors"):
+        from mtpbuild.builder.forecast import cpu_report
+        from mtpbuild.builder.forecast.cpu import forecast_cpu
         from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
         from mtpbuild.builder.forecast.latency import parse_measured
         from mtpbuild.builder.forecast.report import as_json, draw, print_report
@@ -47,7 +64,7 @@ def plan(
         lengths = parse_list("--acceptance", acceptance, float, "1,1.92,2.58")
     request = ForecastRequest(
         model=model,
-        nextn=parse_range(nextn),
+        nextn=() if nextn is None else parse_range(nextn),
         gpu=gpu,
         ranks=ranks.ranks(),
         max_seq_len=max_seq_len,
@@ -59,6 +76,10 @@ def plan(
         measured=None if calibrate is None else parse_measured(calibrate),
         checkpoint=checkpoint,
     )
+    if cpu:
+        local = forecast_cpu(request)
+        show(json, cpu_report.as_json(local), lambda: cpu_report.print_report(local))
+        return
     done = forecast(request)
     if picture is not None:
         try:
@@ -66,3 +87,12 @@ def plan(
         except (OSError, ValueError) as error:  # a place or an ending that can't be written
             raise UsageError(f"--picture {picture}: can't be written ({error})") from None
     show(json, as_json(done), lambda: print_report(done))
+
+
+def refuse_gpu_flags(context: typer.Context) -> None:
+    """Raise UsageError for flags that were given and say something of GPUs."""
+    sources = {name: context.get_parameter_source(name) for name in FOR_GPUS}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"--cpu does not go with {flags}: they are for plans of GPUs")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mtpbuild.builder.forecast import latency
@@ -10,12 +10,14 @@ from mtpbuild.builder.forecast.latency import Latency
 from mtpbuild.builder.forecast.machines import find_gpu
 from mtpbuild.builder.forecast.step import CACHE_BYTES, Load, Model, Part
 from mtpbuild.builder.forecast.weights import checkpoint_bytes, classes, find_layout
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 
 ByNextn = Mapping[int, float]
+USUAL_NEXTN = (0, 1, 2, 3, 4, 5)
 RESERVED = 0.08  # of a GPU's memory: driver, kernels, communication buffers, graphs
 
 
@@ -24,7 +26,7 @@ class ForecastRequest:
     """The flags of `mtpbuild plan`."""
 
     model: str
-    nextn: tuple[int, ...]
+    nextn: tuple[int, ...]  # none: 0 to 5, or 0 alone where there is no MTP module
     gpu: str = "b200"
     ranks: Ranks = field(default_factory=Ranks)
     max_seq_len: int = 4096
@@ -116,6 +118,7 @@ def forecast(request: ForecastRequest) -> Forecast:
     gpu = find_gpu(request.gpu)
     check(request)
     layout = find_layout(request.model, request.checkpoint)
+    request = with_nextn(request, layout.config)
     request.ranks.check(layout.config.n_routed_experts)
     if (tp := request.ranks.tp) > gpu.ranks:
         raise UsageError(f"--tp {tp}: a {gpu.name} machine has {gpu.ranks} GPUs")
@@ -149,6 +152,12 @@ def check(request: ForecastRequest) -> None:
     if request.kv_cache not in CACHE_BYTES:
         choices = ", ".join(CACHE_BYTES)
         raise UsageError(f"--kv-cache {request.kv_cache} is unknown; supported: {choices}")
+
+
+def with_nextn(request: ForecastRequest, config: ModelConfig) -> ForecastRequest:
+    """The request with what stands for no --nextn."""
+    usual = USUAL_NEXTN if config.num_nextn_predict_layers else (0,)
+    return replace(request, nextn=request.nextn or usual)
 
 
 def acceptance_lengths(request: ForecastRequest) -> ByNextn:

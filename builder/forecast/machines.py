@@ -1,5 +1,6 @@
 """The machines that `mtpbuild plan` knows: data sheet figures, per GPU."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ GPUS: Mapping[str, Gpu] = {
         Gpu("b200", 180e9, 8e12, {"bf16": 2.25e15, "fp8": 4.5e15, "nvfp4": 9e15}),
     )
 }
+
+# A machine of which no speed is known: bytes and operations are counted all the same.
+UNKNOWN = Gpu("unknown", 0.0, math.inf, {"bf16": math.inf})
 
 
 def find_gpu(name: str) -> Gpu:

@@ -25,6 +25,8 @@ KINDS = (  # of a layer's weights; the first that the name holds
     ("mlp.", "dense MLPs"),
 )
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TIED = "embedding, head"  # one tensor is both
+MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 
 
 @dataclass
@@ -45,6 +47,17 @@ class Class:
     def format(self) -> str:
         """The format that most of its bytes are in."""
         return self.formats.most_common(1)[0][0]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Parameters of a part of a checkpoint, and the bytes that are stored of them."""
+
+    parameters: int = 0
+    bytes: int = 0
+
+    def __add__(self, one: Class) -> "Portion":
+        return Portion(self.parameters + one.parameters, self.bytes + one.bytes)
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
             config,
             lambda source: scheme.format(config, source),
             lambda source: "F32" if source.name.endswith("_bias") else "BF16",
-            repeated=recipe.repository is not None,
+            repeated=recipe.copies,
         )
     found = find_model(model, checkpoint)
     config = load_config(found.folder)
@@ -122,19 +135,26 @@ def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
     place = family_of(config).place(config, name)
     if place is None:
         tied = config.tie_word_embeddings
-        heads = {HEAD: "head", EMBEDDING: "embedding, head" if tied else "embedding"}
+        heads = {HEAD: "head", EMBEDDING: TIED if tied else "embedding"}
         return heads.get(name, "router, norms"), False
     layer, rest = place
     kind = next((kind for text, kind in KINDS if text in rest), "eh_proj")
     return kind, layer >= config.num_hidden_layers
 
 
-def checkpoint_bytes(layout: Layout, found: list[Class]) -> int:
-    """All tensors of the files, with the copies in MTP layers."""
-    total = sum(one.bytes for one in found)
+def portions(layout: Layout, found: list[Class]) -> dict[str, Portion]:
+    """All tensors of the files: the main model's, its MTP modules', copies in their layers."""
+    sums = {MAIN: Portion(), MODULES: Portion(), COPIES: Portion()}
+    by_key = {(one.name, one.module): one for one in found}
+    for one in found:
+        sums[MODULES if one.module else MAIN] += one
     if layout.repeated:
         same = family_of(layout.config).duplicates(layout.config)
-        originals = (classify(layout.config, name) for name in same.values())
-        sizes = {(one.name, one.module): one.bytes for one in found}
-        total += sum(sizes[key] for key in originals)
-    return total
+        for original in same.values():
+            sums[COPIES] += by_key[classify(layout.config, original)]
+    return sums
+
+
+def checkpoint_bytes(layout: Layout, found: list[Class]) -> int:
+    """All tensors of the files, with the copies in MTP layers."""
+    return sum(portion.bytes for portion in portions(layout, found).values())

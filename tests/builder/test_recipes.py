@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.builder.checkpoint.shards import INDEX
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import (
     default_target,
@@ -16,7 +17,6 @@ from mtpbuild.builder.recipe import (
 )
 from mtpbuild.runtime.errors import MissingWeightsError, UnknownRecipeError, UsageError
 from mtpbuild.runtime.targets import names
-from tests.support.checkpoints import load_config
 from tests.support.invoke import invoke
 
 R1 = "models--deepseek-ai--DeepSeek-R1"
@@ -42,6 +42,16 @@ def test_names() -> None:
         "deepseek-tiny-nvfp4",
         "deepseek-tiny-int8",
         "deepseek-tiny-int4",
+        "gigachat3-10b-a1.8b",
+        "gigachat3-10b-a1.8b-bf16",
+        "glm-4.5",
+        "glm-4.5-air",
+        "glm-4.6",
+        "glm-4.7",
+        "glm-4.7-flash",
+        "kimi-k2-instruct",
+        "mimo-7b-rl",
+        "moonlight-16b-a3b-instruct",
     }
 
 

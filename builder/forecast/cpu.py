@@ -1,0 +1,151 @@
+"""Foretells what engines of target onnxruntime need on a CPU: download, disk, memory, bytes read.
+
+An engine holds every weight of main model and MTP modules, whatever its nextn: those that `build
+--weights` quantises as integers, all others in fp32.
+"""
+
+from dataclasses import dataclass, replace
+
+from mtpbuild.builder.forecast.forecast import ForecastRequest, check, with_nextn
+from mtpbuild.builder.forecast.machines import UNKNOWN
+from mtpbuild.builder.forecast.step import Load, Model
+from mtpbuild.builder.forecast.weights import (
+    EMBEDDING,
+    HEAD,
+    TIED,
+    Layout,
+    Portion,
+    classes,
+    find_layout,
+    portions,
+)
+from mtpbuild.builder.host import Machine, this_machine
+from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
+from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.plan import choose_drafter
+from mtpbuild.builder.quantize.formats import INT8, Format, Integers
+from mtpbuild.builder.quantize.scheme import SCHEMES
+from mtpbuild.builder.recipe import name_model
+from mtpbuild.runtime.ranks import ALONE
+
+NONE = "none"  # weights as the checkpoint has them: integers, or else fp32
+WEIGHTS = (NONE, "int8", "int4")
+
+# Resident bytes at run time for each byte of the weights file. ONNX Runtime maps the file, and each
+# session (prefill, decode) packs its own copy of most products. An engine of 8.76 GB was measured
+# at 19.0 GB with nextn 0 (2.17) and at 20.4 GB with nextn 1 (2.33); this is above both.
+RESIDENT = 2.4
+
+
+@dataclass(frozen=True)
+class CpuEngine:
+    """What `build --weights` makes of the model; lists are over the request's nextn.
+
+    bytes: of the weights file.
+    """
+
+    weights: str
+    bytes: int
+    memory: list[int]
+    reads: list[float]
+    too_much: int  # bytes of memory that the largest nextn needs and the machine has not
+    lacking: int  # bytes that its disks have not
+
+    @property
+    def fits(self) -> bool:
+        return not self.too_much and not self.lacking
+
+
+@dataclass(frozen=True)
+class CpuForecast:
+    """Everything that `mtpbuild plan --cpu` shows."""
+
+    request: ForecastRequest
+    name: str
+    model: Model  # of the engine in fp32
+    portions: dict[str, Portion]
+    download: int  # bytes; 0: the weights are here, or are made here
+    machine: Machine
+    engines: list[CpuEngine]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(portion.bytes for portion in self.portions.values())
+
+    @property
+    def shares_disk(self) -> bool:
+        """Whether engine and download need room on one disk."""
+        return self.download > 0 and self.machine.downloads.device == self.machine.engines.device
+
+
+def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> CpuForecast:
+    """Raises UsageError, BuildError or CheckpointError. machine: this one unless given."""
+    machine = machine or this_machine()
+    check(request)
+    layout = find_layout(request.model, request.checkpoint)
+    request = with_nextn(request, layout.config)
+    for nextn in request.nextn:
+        choose_drafter(layout.config, nextn, None)
+    sizes = portions(layout, classes(layout, ALONE))
+    fetched = must_be_fetched(request)
+    download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
+    models = {weights: engine_model(layout, weights) for weights in WEIGHTS}
+    engines = [
+        foresee(request, weights, model, download, machine) for weights, model in models.items()
+    ]
+    return CpuForecast(request, layout.name, models[NONE], sizes, download, machine, engines)
+
+
+def must_be_fetched(request: ForecastRequest) -> bool:
+    model = name_model(request.model)
+    given = request.checkpoint is not None or model.repository is None
+    return not given and model.find_weights() is None
+
+
+def engine_model(layout: Layout, weights: str) -> Model:
+    """The model as an engine holds it, on a machine whose speed is not known."""
+
+    def format(source: Source) -> Format | None:
+        return engine_format(layout, source, weights)
+
+    held = replace(layout, format=format, plain=lambda source: "F32", repeated=False)
+    found = classes(held, ALONE)
+    if layout.config.n_routed_experts <= DENSE_EXPERTS:
+        for one in found:  # so few are all computed, whichever are chosen
+            one.name = one.name.replace("experts", "computed experts")
+    return Model(layout.config, found, ALONE, UNKNOWN)
+
+
+def engine_format(layout: Layout, source: Source, weights: str) -> Format | None:
+    """The format in which an engine holds a weight of the checkpoint; None: fp32."""
+    if weights == NONE:
+        stored = layout.format(source)
+        if not isinstance(stored, Integers):
+            return None
+        weights = stored.name
+    if source.name in (EMBEDDING, HEAD):
+        return INT8 if INT8.fits(source.shape) else None
+    return SCHEMES[weights].format(layout.config, source)
+
+
+def foresee(
+    request: ForecastRequest, weights: str, model: Model, download: int, machine: Machine
+) -> CpuEngine:
+    file = engine_bytes(model)
+    caches = [cached_bytes(request, model, nextn) for nextn in request.nextn]
+    memory = [round(RESIDENT * file) + cache for cache in caches]
+    load = Load(request.max_batch, request.context_len, "fp32")
+    reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
+    too_much = max(0, max(memory) - machine.available)
+    return CpuEngine(weights, file, memory, reads, too_much, machine.lacking(download, file))
+
+
+def engine_bytes(model: Model) -> int:
+    """Bytes of the weights file; a head that is tied to the embedding is in it twice."""
+    return sum(one.bytes * (2 if one.name == TIED else 1) for one in model.classes)
+
+
+def cached_bytes(request: ForecastRequest, model: Model, nextn: int) -> int:
+    """Cache rows of all requests, each with its window behind it, in fp32."""
+    rows = request.max_seq_len + nextn + 1
+    return request.max_batch * rows * model.cache_bytes(nextn, "fp32")

@@ -1,0 +1,105 @@
+"""A forecast for a CPU, as JSON and as tables."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mtpbuild.builder.checkpoint.hub_cache import cache_folder
+from mtpbuild.builder.forecast.cpu import RESIDENT, CpuEngine, CpuForecast, cached_bytes
+from mtpbuild.builder.forecast.report import size
+from mtpbuild.builder.forecast.step import distinct_experts
+
+
+def as_json(f: CpuForecast) -> dict[str, Any]:
+    """Bytes; lists are over `nextn`. docs/plan.md explains each key."""
+    request, model, machine = f.request, f.model, f.machine
+    tokens = [request.max_batch * (nextn + 1) for nextn in request.nextn]
+    return {
+        "model": f.name,
+        "target": "onnxruntime",
+        "max_batch": request.max_batch,
+        "max_seq_len": request.max_seq_len,
+        "context_len": request.context_len,
+        "portions": [{"name": name, **asdict(part)} for name, part in f.portions.items()],
+        "checkpoint_bytes": f.checkpoint_bytes,
+        "download_bytes": f.download,
+        "memory_bytes": machine.memory,
+        "memory_available_bytes": machine.available,
+        "disk_free_bytes": {"downloads": machine.downloads.free, "engines": machine.engines.free},
+        "nextn": list(request.nextn),
+        "distinct_experts": [distinct_experts(model.costs, count) for count in tokens],
+        "kv_bytes_per_token": [model.cache_bytes(nextn, "fp32") for nextn in request.nextn],
+        "kv_bytes": [cached_bytes(request, model, nextn) for nextn in request.nextn],
+        "engines": [
+            {
+                "weights": engine.weights,
+                "engine_bytes": engine.bytes,
+                "memory_bytes": engine.memory,
+                "bytes_per_step": engine.reads,
+                "fits_memory": not engine.too_much,
+                "fits_disk": not engine.lacking,
+            }
+            for engine in f.engines
+        ],
+    }
+
+
+def print_report(f: CpuForecast) -> None:
+    """The checkpoint by portion, an engine for each --weights, what a step of each reads."""
+    console, machine = Console(highlight=False, soft_wrap=True), f.machine
+    console.print(
+        f"{f.name} on this machine's CPU: memory {size(machine.memory)}, of it "
+        f"{size(machine.available)} available"
+    )
+    _checkpoint(console, f)
+    _engines(console, f)
+    _reads(console, f)
+
+
+def _checkpoint(console: Console, f: CpuForecast) -> None:
+    table = Table("checkpoint", "parameters", "size")
+    for name, portion in f.portions.items():
+        if portion.parameters:
+            table.add_row(name, f"{portion.parameters / 1e9:.4g} B", size(portion.bytes))
+    console.print(table)
+    if f.download:
+        free = f.machine.downloads.free
+        console.print(f"download: {size(f.download)} to {cache_folder()}, {size(free)} free there")
+    else:
+        console.print("download: nothing")
+
+
+def _engines(console: Console, f: CpuForecast) -> None:
+    request, most = f.request, f.request.nextn[-1]
+    table = Table("--weights", "engine", f"memory, nextn {most}", "fits")
+    for engine in f.engines:
+        table.add_row(engine.weights, size(engine.bytes), size(engine.memory[-1]), verdict(engine))
+    console.print(table)
+    console.print(
+        f"memory: {RESIDENT:g} times the engine, as measured of ONNX Runtime (docs/plan.md), and "
+        f"caches: {f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
+        f"{size(cached_bytes(request, f.model, most))} for --max-batch {request.max_batch} of "
+        f"--max-seq-len {request.max_seq_len}"
+    )
+    shared = ", of which the download takes its part" if f.shares_disk else ""
+    console.print(f"disk of this folder: {size(f.machine.engines.free)} free{shared}")
+
+
+def verdict(engine: CpuEngine) -> str:
+    lacks = {"memory": engine.too_much, "disk": engine.lacking}
+    missing = ", ".join(f"{size(bytes)} of {what}" for what, bytes in lacks.items() if bytes)
+    return f"no, lacks {missing}" if missing else "yes"
+
+
+def _reads(console: Console, f: CpuForecast) -> None:
+    request = f.request
+    table = Table("GB read per step, nextn", *map(str, request.nextn))
+    for engine in f.engines:
+        table.add_row(engine.weights, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads))
+    console.print(table)
+    console.print(
+        f"{request.max_batch} at once, each with {request.context_len:,} cached tokens; routed "
+        "experts: those that the tokens choose, if all are equally likely"
+    )

@@ -1,0 +1,57 @@
+"""The machine that a command runs on: its memory, and the disks of downloads and engines."""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpbuild.builder.checkpoint.hub_cache import cache_folder
+from mtpbuild.runtime.errors import UsageError
+
+MEMINFO = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """device: equal for two places on one disk."""
+
+    device: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sizes are in bytes; available is the memory that programs can still be given."""
+
+    memory: int
+    available: int
+    downloads: Disk
+    engines: Disk
+
+    def lacking(self, download: int, engine: int) -> int:
+        """Bytes that its disks lack for both; 0: there is room."""
+        if self.downloads.device == self.engines.device:
+            return max(0, download + engine - self.engines.free)
+        return max(0, download - self.downloads.free) + max(0, engine - self.engines.free)
+
+
+def this_machine(meminfo: Path = MEMINFO) -> Machine:
+    """Measure it; raises UsageError on systems that have no /proc/meminfo."""
+    try:
+        text = meminfo.read_text(encoding="utf-8")
+    except OSError:
+        raise UsageError(f"--cpu reads {meminfo}, which this system does not have") from None
+    sizes = {key: 1024 * int(kib) for key, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.M)}
+    places = (find_disk(cache_folder()), find_disk(Path.cwd()))
+    return Machine(sizes["MemTotal"], sizes["MemAvailable"], *places)
+
+
+def find_disk(folder: Path) -> Disk:
+    """The disk of a folder that need not be there yet."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    return Disk(there.stat().st_dev, shutil.disk_usage(there).free)
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the disk of a folder that need not be there yet."""
+    return find_disk(folder).free

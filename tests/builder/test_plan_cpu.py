@@ -1,0 +1,234 @@
+"""`mtpbuild plan --cpu`: sizes of engines that are built, bytes by hand, this machine, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from mtpbuild.builder.dry_run import dry_run
+from mtpbuild.builder.forecast.cpu import RESIDENT, CpuForecast, forecast_cpu
+from mtpbuild.builder.forecast.forecast import ForecastRequest
+from mtpbuild.builder.host import Disk, Machine, find_disk, this_machine
+from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.builder.stages import Stages
+from mtpbuild.runtime.errors import BuildError, UsageError
+from mtpbuild.runtime.ranks import ALONE
+from tests.support.checkpoints import BASE, SMALLEST, random_checkpoint
+from tests.support.invoke import invoke
+from tests.support.requests import build_request
+
+GIGACHAT = "gigachat3-10b-a1.8b-bf16"
+EVEN = BASE | SMALLEST | {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoints in the current folder, none in the cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+def machine(available: float = 24e9, downloads: float = 70e9, engines: float = 70e9) -> Machine:
+    """Two disks."""
+    return Machine(25 * 10**9, int(available), Disk(1, int(downloads)), Disk(2, int(engines)))
+
+
+def foretold(model: str | Path, *nextn: int, **flags: Any) -> CpuForecast:
+    return forecast_cpu(ForecastRequest(str(model), nextn, **flags), machine())
+
+
+def engine_sizes(f: CpuForecast) -> dict[str, int]:
+    return {engine.weights: engine.bytes for engine in f.engines}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_engine_in_fp32_holds_every_parameter(tied: bool, tmp_path: Path) -> None:
+    folder = random_checkpoint(tmp_path / "model", **EVEN | {"tie_word_embeddings": tied})
+    config = load_config(folder)
+    with torch.device("meta"):
+        model = family_of(config).make_model(config, ALONE)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    assert engine_sizes(foretold(folder, 0))["none"] == 4 * parameters
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
+def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
+    """As it is, its engine has the size that a dry run finds: integers stay, the rest is fp32."""
+    plain, folder = random_checkpoint(tmp_path / "plain", **EVEN), tmp_path / format
+    quantize(QuantizeRequest(str(plain), make_scheme(format, None, None), folder))
+    (found,) = dry_run(build_request(folder, nextn=(0,), out=tmp_path / "e"), Stages()).engines
+    sizes = engine_sizes(foretold(folder, 0))
+    assert sizes["none"] == found.weights
+    # Whatever the checkpoint is in, --weights says what the engine is in.
+    assert sizes | {"none": 0} == engine_sizes(foretold(plain, 0)) | {"none": 0}
+    ends = 2 * EVEN["vocab_size"] * EVEN["hidden_size"]
+    smaller = sizes.get(format, found.weights)
+    assert found.weights - smaller == (ends * (32 - 9) // 8 if format in sizes else 0)
+
+
+def test_gigachat_by_hand() -> None:
+    """A value takes 5 bits in int4 and 9 in int8; kv_b, eh_proj, norms and router stay fp32."""
+    E, H, V, r, layers = 1536, 32, 128256, 512, 27
+    expert, ends = 3 * E * 1280, 2 * V * E
+    products = layers * (E * H * 192 + E * (r + 64) + H * 192 * E) + 26 * 65 * expert + 3 * E * 8960
+    rest = layers * (r * H * 320 + r + 2 * E) + 26 * (64 * E + 64) + E + 3 * E + 2 * E * E
+    sizes = engine_sizes(foretold(GIGACHAT, 1))
+    assert sizes == {
+        "none": 4 * (products + rest + ends),
+        "int8": (products + ends) * 9 // 8 + 4 * rest,
+        "int4": products * 5 // 8 + ends * 9 // 8 + 4 * rest,
+    }
+    assert sizes["int4"] / 1e9 == pytest.approx(7.63, abs=0.005)
+    # Embedding and head in fp32 make it the engine whose memory RESIDENT was taken of.
+    before = sizes["int4"] + ends * (32 - 9) // 8
+    assert before / 1e9 == pytest.approx(8.76, abs=0.005)
+    assert max(19.0, 20.4) < RESIDENT * 8.76 < 1.05 * 20.4
+
+
+def test_a_step_by_hand() -> None:
+    """Weights once per pass, of 64 experts those that some token chose, the head for each draft."""
+    found = foretold(GIGACHAT, 0, 1, context_len=1000)
+    E, H, V, r, expert = 1536, 32, 128256, 512, 3 * 1536 * 1280
+    latent = E * H * 192 + E * (r + 64) + r * H * 320 + H * 192 * E + r
+    layer = latent + 2 * E
+    router = 64 * E + 64
+    trunk = 26 * layer + E + V * E + 3 * E * 8960 + 25 * (router + expert)
+    module = layer + router + expert + 3 * E + 2 * E * E + V * E
+    chosen = {tokens: 64 * (1 - (60 / 64) ** tokens) for tokens in (1, 2)}
+    none = trunk + 25 * chosen[1] * expert
+    one = trunk + module + 26 * chosen[2] * expert
+    rows = 1000 * 576
+    wanted = [4 * (none + 26 * rows), 4 * (one + 27 * rows)]
+    assert found.engines[0].reads == pytest.approx(wanted, rel=1e-12)
+
+
+def test_few_experts_are_all_read() -> None:
+    """deepseek-tiny computes its 8 experts, whichever of them are chosen."""
+    found = foretold("deepseek-tiny", 0, context_len=1)
+    config = load_config(Path(__file__).parents[2] / "recipes" / "deepseek_tiny")
+    classes = [one for one in found.model.classes if not one.module and one.name != "embedding"]
+    rows = sum(family_of(config).cache_specs(config, ALONE)[: config.num_hidden_layers])
+    assert found.engines[0].reads == [sum(one.bytes for one in classes) + 4 * rows]
+
+
+def test_memory_and_caches() -> None:
+    found = foretold(GIGACHAT, 0, 1, 3, max_seq_len=1000, max_batch=2)
+    for engine in found.engines:
+        caches = [2 * 4 * 576 * n for n in (26 * 1001, 27 * 1002, 27 * 1004)]
+        assert engine.memory == [round(RESIDENT * engine.bytes) + cache for cache in caches]
+
+
+def test_what_fits() -> None:
+    request = ForecastRequest(GIGACHAT, (0, 1))
+    verdicts = [engine.fits for engine in forecast_cpu(request, machine()).engines]
+    assert verdicts == [False, False, True]
+    enough = forecast_cpu(request, machine(available=1e12)).engines
+    assert [engine.fits for engine in enough] == [True, True, True]
+    little = forecast_cpu(request, machine(available=1e12, engines=8e9)).engines
+    assert [engine.lacking > 0 for engine in little] == [True, True, False]
+    none = forecast_cpu(request, machine(available=1e12, downloads=22e9)).engines
+    assert {engine.lacking for engine in none} == {found_download() - 22 * 10**9}
+    shared = Disk(1, 30 * 10**9)
+    one = forecast_cpu(request, Machine(10**12, 10**12, shared, shared))
+    wanted = [max(0, found_download() + engine.bytes - shared.free) for engine in one.engines]
+    assert [engine.lacking for engine in one.engines] == wanted
+    assert one.shares_disk
+
+
+def found_download() -> int:
+    return foretold(GIGACHAT, 0).download
+
+
+def test_what_is_downloaded(smallest: Path, tmp_path: Path) -> None:
+    assert found_download() == foretold(GIGACHAT, 0).checkpoint_bytes == 22_171_500_032
+    assert foretold("glm-4.7-flash", 0).download == 2 * 31_221_488_576 + 2 * 47 * 64
+    for here in (smallest, "deepseek-tiny", "deepseek-tiny-int4"):
+        assert foretold(here, 0).download == 0
+    place = tmp_path / "checkpoints" / GIGACHAT
+    place.mkdir(parents=True)
+    (place / "config.json").touch()
+    assert foretold(GIGACHAT, 0).download == 0
+
+
+def test_models_without_modules() -> None:
+    assert foretold("moonlight-16b-a3b-instruct").request.nextn == (0,)
+    assert foretold(GIGACHAT).request.nextn == (0, 1, 2, 3, 4, 5)
+    with pytest.raises(BuildError, match="--nextn 1 needs an MTP module; this checkpoint has none"):
+        foretold("moonlight-16b-a3b-instruct", 0, 1)
+    code, out, _ = invoke("plan", "--model", "moonlight-16b-a3b-instruct", "--json")
+    assert (code, json.loads(out)["nextn"]) == (0, [0])
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    found = this_machine()
+    assert found.memory == psutil.virtual_memory().total
+    assert 0 < found.available <= found.memory
+    assert find_disk(tmp_path / "not" / "there").device == find_disk(tmp_path).device
+    with pytest.raises(UsageError, match="meminfo, which this system does not have"):
+        this_machine(tmp_path / "meminfo")
+
+
+def test_json() -> None:
+    code, out, err = invoke("plan", "--model", GIGACHAT, "--cpu", "--nextn", "0,1", "--json")
+    assert (code, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    assert " ".join(sorted(found)) == (
+        "checkpoint_bytes context_len disk_free_bytes distinct_experts download_bytes engines "
+        "kv_bytes kv_bytes_per_token max_batch max_seq_len memory_available_bytes memory_bytes "
+        "model nextn portions target"
+    )
+    assert found["kv_bytes_per_token"] == [26 * 576 * 4, 27 * 576 * 4]
+    assert found["kv_bytes"] == [26 * 576 * 4 * 4097, 27 * 576 * 4 * 4098]
+    assert [engine["weights"] for engine in found["engines"]] == ["none", "int8", "int4"]
+    assert all(len(engine["bytes_per_step"]) == 2 for engine in found["engines"])
+    assert found["portions"][1] == {
+        "name": "MTP layers",
+        "parameters": 413_212_736,
+        "bytes": 826_425_600,
+    }
+
+
+def test_tables(smallest: Path) -> None:
+    code, out, err = invoke("plan", "--model", "glm-4.7-flash", "--cpu", "--nextn", "0..2")
+    assert (code, err) == (0, "")
+    assert "download: 62.44 GB to " in out
+    assert all(f" {name} " in out for name in ("main model", "MTP layers", "copies in MTP layers"))
+    assert "110,592 bytes per token in fp32" in out  # 48 x 576 x 4
+    assert "of memory" in out
+    code, out, err = invoke("plan", "--model", smallest, "--cpu")
+    assert (code, err) == (0, "")
+    assert "download: nothing" in out
+    assert out.count(" yes ") == 3
+    assert "copies" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--gpu b200", "--cpu does not go with --gpu: they are for plans of GPUs"),
+        ("--tp 1 --ep 1 --attention-dp", "--cpu does not go with --tp, --ep, --attention-dp: "),
+        ("--kv-cache fp8 --prefill-chunk 64", "does not go with --kv-cache, --prefill-chunk: "),
+        ("--acceptance 1 --calibrate 0=1,1=2", "does not go with --acceptance, --calibrate: "),
+        ("--picture x.png", "does not go with --picture: "),
+        ("--max-seq-len 0", "--max-seq-len 0 must be at least 1"),
+        ("--nextn 16", "--nextn 16 is outside 0..15"),
+    ],
+)
+def test_refusals(flags: str, says: str) -> None:
+    code, out, err = invoke("plan", "--model", GIGACHAT, "--cpu", *flags.split())
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_repository_that_is_not_here() -> None:
+    code, out, err = invoke("plan", "--model", "some/model", "--cpu")
+    assert (code, out) == (1, "")
+    assert "the repository is not downloaded here" in err
