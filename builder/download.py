@@ -40,13 +40,13 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
     if model.find_weights(request.revision) is not None:
         return
     with needs("build", "huggingface_hub"):
-        from mtpbuild.builder.hub import OfflineError, open_repository, quiet
+        from mtpbuild.builder.hub import OfflineError, UnreachableError, open_repository, quiet
     revision = request.revision or MAIN
     with quiet():
         # 1. Which commit the revision is, and which files it has.
         try:
             repository = open_repository(model.repository, revision)
-        except OfflineError as error:
+        except (OfflineError, UnreachableError) as error:
             raise MissingWeightsError(f"{model.missing(request.revision)}; {error}") from None
 
         # 2. The small files, and all that can be said by them.

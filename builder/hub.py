@@ -32,6 +32,10 @@ class OfflineError(DownloadError):
     """HF_HUB_OFFLINE forbids to ask."""
 
 
+class UnreachableError(DownloadError):
+    """The hub does not answer."""
+
+
 @dataclass(frozen=True)
 class Repository:
     """One commit of a repository, and its place in the cache."""
@@ -194,7 +198,7 @@ def _told(error: BaseException, name: str, revision: str) -> DownloadError:
             said = f" ({error.server_message})" if error.server_message else ""
             return DownloadError(f"{status}{said}; {GOES_ON}")
         case HTTPError():
-            return DownloadError(f"{where()} can't be reached ({_short(error)}); {GOES_ON}")
+            return UnreachableError(f"{where()} can't be reached ({_short(error)}); {GOES_ON}")
         case OSError(errno=errno.ENOSPC):
             return DownloadError(f"the disk of {cache_folder()} is full; {GOES_ON}")
         case OSError(strerror=str(strerror), filename=str(filename)):
