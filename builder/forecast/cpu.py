@@ -10,8 +10,6 @@ from mtpbuild.builder.forecast.forecast import ForecastRequest, check, with_next
 from mtpbuild.builder.forecast.machines import UNKNOWN
 from mtpbuild.builder.forecast.step import Load, Model
 from mtpbuild.builder.forecast.weights import (
-    EMBEDDING,
-    HEAD,
     TIED,
     Layout,
     Portion,
@@ -23,7 +21,7 @@ from mtpbuild.builder.host import Machine, this_machine
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
 from mtpbuild.builder.models.common.weights import Source
 from mtpbuild.builder.plan import choose_drafter
-from mtpbuild.builder.quantize.formats import INT8, Format, Integers
+from mtpbuild.builder.quantize.formats import Format, Integers
 from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import name_model
 from mtpbuild.runtime.ranks import ALONE
@@ -120,12 +118,8 @@ def engine_format(layout: Layout, source: Source, weights: str) -> Format | None
     """The format in which an engine holds a weight of the checkpoint; None: fp32."""
     if weights == NONE:
         stored = layout.format(source)
-        if not isinstance(stored, Integers):
-            return None
-        weights = stored.name
-    if source.name in (EMBEDDING, HEAD):
-        return INT8 if INT8.fits(source.shape) else None
-    return SCHEMES[weights].format(layout.config, source)
+        return stored if isinstance(stored, Integers) else None
+    return replace(SCHEMES[weights], head="int8").format(layout.config, source)
 
 
 def foresee(
