@@ -55,14 +55,14 @@ class Case:
         """Where two texts part, the engine (or another one) goes on behind the known tokens.
 
         In bfloat16 a product of one row rounds otherwise than one of four: any text may part.
+        Likewise with integer weights, before whose products the last digit decides between int8s.
         """
 
         def replay(number: int, known: list[int], count: int) -> Played:
             own = replace(params[number], max_tokens=count)
             return play(engine or self.engine, [self.prompts[number] + known], [own])[0]
 
-        rounds = self.engine.manifest.build.dtype == "bfloat16"
-        most, parted = (ROUNDED, 1.0) if rounds else (MOST, PARTED)
+        most, parted = (ROUNDED, 1.0) if rounds(self.engine.manifest) else (MOST, PARTED)
         return compare(ours, theirs, replay, most, parted)
 
     def play(
@@ -85,6 +85,11 @@ class Case:
         return self.base
 
 
+def rounds(manifest: Manifest) -> bool:
+    """Tell if the last digit of a number may become a larger step."""
+    return manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
+
+
 def greedy_text(case: Case) -> Finding:
     base, params = case.require_base(), case.params()
     return case.compare(params, case.greedy, case.play(params, base))
@@ -103,9 +108,8 @@ def plain_text(case: Case) -> Finding:
             from mtpbuild.builder.quantize.scheme import engine_scheme
             from mtpbuild.builder.verify.plain import judge, load_plain
     scheme = engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
-    rounds = manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
     plain = load_plain(source.folder, layers_of(manifest), scheme)
-    return judge(plain, case.prompts, case.greedy, ROUNDED if rounds else MOST)
+    return judge(plain, case.prompts, case.greedy, ROUNDED if rounds(manifest) else MOST)
 
 
 @contextmanager

@@ -127,20 +127,29 @@ def no_baseline(request: module.VerifyRequest, manifest: Manifest) -> str:
     return str(reason.value)
 
 
-def case_of(dtype: str, kind: type[Toy]) -> Case:
-    """A case whose manifest says that the engine computes in `dtype`."""
+def case_of(dtype: str, kind: type[Toy], weights: str = "float32") -> Case:
+    """A case whose manifest says that the engine computes in `dtype`, with weights in a format."""
     made = case(kind)
-    build = made.engine.manifest.build.model_copy(update={"dtype": dtype})
+    build = made.engine.manifest.build.model_copy(update={"dtype": dtype, "weights": weights})
     made.engine.manifest = made.engine.manifest.model_copy(update={"build": build})
     return made
 
 
-@pytest.mark.parametrize(("dtype", "verdict"), [("float32", "failed"), ("bfloat16", "passed")])
-def test_rounding_of_bfloat16(dtype: str, verdict: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "weights", "verdict"),
+    [
+        ("float32", "float32", "failed"),
+        ("float32", "fp8", "failed"),
+        ("float32", "int4", "passed"),
+        ("float32", "int8", "passed"),
+        ("bfloat16", "bfloat16", "passed"),
+    ],
+)
+def test_rounding_of_bfloat16_and_integers(dtype: str, weights: str, verdict: str) -> None:
     """Near-ties are many there; a wrong token is found all the same."""
-    found = check(GREEDY, case_of(dtype, Rounded))
+    found = check(GREEDY, case_of(dtype, Rounded, weights))
     assert found.verdict == verdict, found.detail
-    wrong = check(GREEDY, case_of(dtype, WrongOnce))
+    wrong = check(GREEDY, case_of(dtype, WrongOnce, weights))
     assert (wrong.verdict, wrong.detail[:17]) == ("failed", "text 0, token 11:")
 
 
