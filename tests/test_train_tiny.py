@@ -25,6 +25,7 @@ def script(name: str, *flags: object) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_smoke(tmp_path: Path) -> None:
     out, folder = tmp_path / "run", tmp_path / "model"
     script("train.py", "--smoke", "--steps", 16, "--out", out)

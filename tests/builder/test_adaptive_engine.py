@@ -42,6 +42,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mtpbuild.builder.plan.ADAPTIVE_NEXTN", 1)
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("predictable")
 @pytest.mark.usefixtures("few")
 def test_text_is_that_of_plain_decoding(

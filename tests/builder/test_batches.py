@@ -16,7 +16,7 @@ from tests.support.engines import EngineBuilder
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 CHUNK, T, SLOTS = 4, 4, 3
 ENGINES = [
-    pytest.param(0, None),
+    pytest.param(0, None, marks=pytest.mark.full),
     pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
     pytest.param(3, "mtp-vanilla"),
 ]

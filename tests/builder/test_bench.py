@@ -388,6 +388,7 @@ def test_errors_are_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_real_engines(smallest: Path, lines_file: Path) -> None:
     """All of it, on a random model: nothing is faked, and drafting changes no token."""
     wanted = Wanted(str(smallest), (1,))

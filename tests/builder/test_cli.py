@@ -47,6 +47,7 @@ def test_frozen_flags() -> None:
         "--compute-capability",
         "--config",
         "--device",
+        "--draft-vocab",
         "--drafter",
         "--dry-run",
         "--dtype",

@@ -17,10 +17,13 @@ from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, draft_ids, most_frequent
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.refit import refit
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
-from tests.support.engines import EngineBuilder, greedy_ids
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+from tests.support.engines import greedy_ids
 from tests.support.families import make_family, save_family
 from tests.support.forced import Inspectable, Run
 from tests.support.requests import build_request
@@ -44,26 +47,25 @@ def rows_of_other_tokens(model: CausalLM) -> None:
     model.draft_ids.add_(1)
 
 
-def test_an_engine(tmp_path: Path, build_engine: EngineBuilder) -> None:
-    """Greedy and sampled text is nextn 0's; drafts are the plain model's best of the ids."""
+def test_an_engine(tmp_path: Path) -> None:
+    """Text is the model's own, greedy and sampled; drafts are the plain model's best of the ids."""
     torch.set_num_threads(1)
     ours = make_family("glm-flash", hidden_size=32)
     folder = save_family(tmp_path / "flash", "glm-flash", ours, hidden_size=32)
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps(IDS))
-    plain = build_engine(folder, 0, prefill_chunk=CHUNK)
     flags = {"draft_vocab": str(ids), "prefill_chunk": CHUNK, "out": tmp_path / "reduced"}
     (built,) = build(build_request(folder, (2,), drafter="mtp-vanilla", **flags))
     assert built.manifest.build.draft_vocab == len(IDS)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, n).tolist() for n in (1, 2, 17, 30)]
-    assert greedy_ids(built.folder, prompts, 30) == greedy_ids(plain, prompts, 30)
+    texts = greedy_ids(built.folder, prompts, 30)
+    assert texts == [greedy(ours, prompt, 30) for prompt in prompts]
     sampled = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True)
-    texts = []
-    for engine in (plain, built.folder):
-        with Engine.load(engine, threads=1) as loaded:
-            texts.append([list(r.token_ids) for r in loaded.generate(prompts, sampled)])
-    assert texts[0] == texts[1]
+    with Engine.load(built.folder, threads=1) as loaded:
+        texts = [list(r.token_ids) for r in loaded.generate(prompts, sampled)]
+    asked = Controls(temperature=0.8, seed=5)
+    assert texts == [sample(ours, prompt, 30, asked) for prompt in prompts]
 
     ours.config = replace(ours.config, draft_ids=IDS)
     programs = load_programs(built.folder, read_manifest(built.folder), threads=1)

@@ -87,7 +87,6 @@ def test_the_plain_model_equals_transformers(name: str, tmp_path: Path) -> None:
 
 # Each difference once; the rest of the matrix is `full`.
 ENGINES: list[tuple[str, int, DrafterName | None]] = [
-    ("moonlight", 0, None),
     ("glm-4.6", 3, "mtp-eagle"),
     ("mimo", 2, "mtp-vanilla"),
 ]
@@ -428,18 +427,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "glm-flash": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
     | {"q_lora_rank": 32, "kv_lora_rank": 32, "num_attention_heads": 4, "v_head_dim": 16},
 }
-QUANTISED = [
-    ("mimo", "int8"),
-    *(
-        pytest.param(name, format, marks=pytest.mark.full)
-        for name in BLOCKS
-        for format in ("int8", "int4")
-        if (name, format) != ("mimo", "int8")
-    ),
-]
 
 
-@pytest.mark.parametrize(("name", "format"), QUANTISED)
+@pytest.mark.full
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("format", ["int8", "int4"])
 def test_quantised_engines_equal_the_dequantised_model(
     name: str, format: str, tmp_path: Path
 ) -> None:

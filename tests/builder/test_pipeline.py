@@ -333,7 +333,7 @@ def test_usage_errors(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("nextn", [0, 2])
+@pytest.mark.parametrize("nextn", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_the_shortest_engine_can_be_traced(nextn: int, smallest: Path, tmp_path: Path) -> None:
     built = build_one(smallest, nextn, tmp_path / "engine", max_seq_len=nextn + 4, prefill_chunk=1)
     assert built.manifest.build.max_seq_len == nextn + 4

@@ -126,7 +126,9 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
     assert done.engines[0].folder == Path("engines/shared_n2_tp2")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
 def test_a_rank_that_dies_or_hangs(
     engine: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ def logits(model: CausalLM) -> list[Tensor]:
     rows = model.rope(start, 5)
     hidden, _ = model(tokens, caches[:2], rows)
     module: Any = model.mtp[0]
-    drafted, _ = module(module.join(model.embed(tokens), hidden), caches[2], rows)
+    drafted, _ = module(module.join(model.embed(tokens), hidden, rows), caches[2], rows)
     return [model.logits(hidden), model.logits(module.norm(drafted))]
 
 

@@ -37,11 +37,12 @@ def folder(toy: PlainToy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_toy(tmp_path_factory.mktemp("toys") / "toy", toy)
 
 
-@pytest.mark.parametrize("nextn", [0, 1, 2])
+@pytest.mark.parametrize("nextn", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_onnxruntime(nextn: int, toy: PlainToy, folder: Path, build_engine: EngineBuilder) -> None:
     check_engine(build_engine(folder, nextn, prefill_chunk=CHUNK), toy, nextn)
 
 
+@pytest.mark.full
 @pytest.mark.xdist_group("inductor")
 def test_inductor(toy: PlainToy, folder: Path, build_engine: EngineBuilder) -> None:
     with compiled_soon():
@@ -89,7 +90,12 @@ def test_the_registry(folder: Path) -> None:
     assert find_family(CONFIG) is TOY
     assert family_of(load_config(folder)) is TOY
     assert not issubclass(TOY.config, DeepseekV3Config)
-    known = "DeepseekV3ForCausalLM (model_type deepseek_v3), ToyForCausalLM (model_type toy)"
+    known = (
+        "DeepseekV3ForCausalLM (model_type deepseek_v3), "
+        "Glm4MoeLiteForCausalLM (model_type glm4_moe_lite), "
+        "Glm4MoeForCausalLM (model_type glm4_moe), MiMoForCausalLM (model_type mimo), "
+        "ToyForCausalLM (model_type toy)"
+    )
     with pytest.raises(CheckpointError, match=re.escape(f"Other; supported: {known}")):
         find_family({"architectures": ["Other"]})
 

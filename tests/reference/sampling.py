@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.common.plain import Reference
 from mtpbuild.runtime.controls import Controls
 from tests.reference.recompute import next_logits
 
@@ -28,7 +28,7 @@ def distribution(logits: NDArray[np.float64], controls: Controls) -> NDArray[np.
 
 
 @torch.no_grad()
-def sample(model: Transformer, tokens: list[int], count: int, controls: Controls) -> list[int]:
+def sample(model: Reference, tokens: list[int], count: int, controls: Controls) -> list[int]:
     """The next `count` tokens: at each position the inverse CDF of p at that position's number."""
     tokens = list(tokens)
     numbers = controls.uniforms(len(tokens) + count)[0]
