@@ -1,30 +1,33 @@
 """Brings here what a build reads of a Hugging Face repository, checked before any weights come."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checkpoint.hub_cache import MAIN, write_ref
+from mtpbuild.builder.checkpoint.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.checkpoint.readable import (
     MODELOPT,
     refuse_gguf,
     refuse_quantised,
     refuse_tokenizer,
 )
-from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, shard_names
-from mtpbuild.builder.checkpoint.side_files import CONFIG, SIDE_FILES
+from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, shard_names, stored_names
+from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.host import free_bytes
-from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.prepare import check_flags, check_without_weights
 from mtpbuild.builder.recipe import Source, instead_of, name_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
+from mtpbuild.runtime.tokenizer import TOKENIZER
 
 if TYPE_CHECKING:
     from mtpbuild.builder.hub import Repository
 
-SMALL = (CONFIG, *SIDE_FILES, INDEX, MODELOPT)
+SMALL = (CONFIG, INDEX, MODELOPT)
 
 
 def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) -> None:
@@ -37,7 +40,8 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
     model = name_model(request.model)
     if request.checkpoint is not None or model.repository is None:
         return
-    if model.find_weights(request.revision) is not None:
+    found = model.find_weights(request.revision)
+    if found is not None and (found / TOKENIZER).is_file():
         return
     with needs("build", "huggingface_hub"):
         from mtpbuild.builder.hub import OfflineError, UnreachableError, open_repository, quiet
@@ -47,14 +51,19 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
         try:
             repository = open_repository(model.repository, revision)
         except (OfflineError, UnreachableError) as error:
+            if found is not None:  # as it may be without one: the engine takes token ids then
+                note = "note: %s is here without a %s, and %s"
+                logging.getLogger(__name__).warning(note, model.repository, TOKENIZER, error)
+                return
             raise MissingWeightsError(f"{model.missing(request.revision)}; {error}") from None
 
         # 2. The small files, and all that can be said by them.
         fetch_small_files(repository)
         check_without_weights(request, Source(model.name, model.engine, repository.folder))
+        names = find_weights(repository)
+        check_modules(request, repository)
 
         # 3. The weights; only with the last of them is the revision here.
-        names = find_weights(repository)
         check_room(repository, names, free)
         for name in names:
             repository.fetch_weights(name)
@@ -65,14 +74,24 @@ def fetch_small_files(repository: "Repository") -> None:
     """Fetch what lies beside the weights; raises CheckpointError for a format that is not read."""
     where, instead = repository.name, instead_of(repository.name, repository.made_from)
     refuse_gguf(where, repository.files, instead)
-    for name in SMALL:
-        if name in repository.files:
+    for name in repository.files:
+        if name in SMALL or is_side_file(name):
             repository.fetch(name)
     load_config(repository.folder)
     if not {SINGLE, INDEX} & repository.files.keys():
         raise CheckpointError(f"{where}: neither {SINGLE} nor {INDEX}, and nothing else is read")
     refuse_quantised(where, repository.folder, instead)
     refuse_tokenizer(where, repository.files)
+
+
+def check_modules(request: BuildRequest, repository: "Repository") -> None:
+    """Refuse drafts that the index has no MTP layers for; without one, the weights tell it."""
+    names = stored_names(repository.folder)
+    if names and request.nextn != (0,):
+        config = load_config(repository.folder)
+        family = family_of(config)
+        there = stored_modules(family, config, names)
+        refuse_stripped(repository.name, family, config, there)
 
 
 def find_weights(repository: "Repository") -> list[str]:

@@ -76,7 +76,7 @@ class Job:
             dtype=plan.dtype,
             drafts=any(plan.nextn for plan in self.plans.values()),
             scheme=engine_scheme(plan.quantised_to, plan.head_weights),
-            draft_ids=max((plan.draft_ids for plan in self.plans.values()), key=len),
+            draft_ids=plan.draft_ids,
         )
 
 
@@ -166,10 +166,9 @@ def make_plans(
     drafted = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
     for asked in nextns:
         nextn = plan.ADAPTIVE_NEXTN if asked == "auto" else asked
-        own = drafted if nextn else ()
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
-            reduced = f"_draft{len(own)}" if own else ""
+            reduced = f"_draft{len(drafted)}" if drafted else ""
             out = out / f"{source.engine}_n{asked}{kind}{reduced}{request.ranks.suffix}"
         yield (
             out,
@@ -187,7 +186,7 @@ def make_plans(
                 adaptive=asked == "auto",
                 quantised_to=quantised_to,
                 head_weights=head_weights,
-                draft_ids=own,
+                draft_ids=drafted,  # nextn 0 too: engines of one build share their weights
             ),
         )
 

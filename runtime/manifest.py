@@ -98,6 +98,7 @@ class BuildInfo(_Record):
     tp: int = Field(default=1, ge=1, le=MAX_RANKS)  # ranks that share the model
     ep: int = Field(default=1, ge=1, le=MAX_RANKS)  # parts of the routed experts
     attention_dp: bool = False  # each rank has requests of its own, max_batch at once
+    revision: str | None = None  # --revision of its repository; None: main, or no repository
     # The main layers of its model that it has; None: all.
     layers: str | None = Field(default=None, pattern=r"^\d{1,6}-\d{1,6}$")
 

@@ -14,6 +14,7 @@ from mtpbuild.builder.quantize.asked import NONE
 from mtpbuild.builder.recipe import Source
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import MAX_BATCH, HeadType, QuantisedType
 
@@ -35,6 +36,7 @@ class Wanted:
     layers: LayersSlice | None = None
     weights: QuantisedType | None = None
     head_weights: HeadType | None = None
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nextn", in_order([0, *self.nextn]))
@@ -72,6 +74,7 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
         layers=wanted.layers,
         weights=wanted.weights,
         head_weights=None if wanted.weights is None else wanted.head_weights or NONE,
+        revision=wanted.revision,
     )
     source, config = find_source(common)
     for nextn in wanted.nextn:  # before anything is built
@@ -110,7 +113,9 @@ def place(source: Source, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> 
                 length,
                 plain.prefill_chunk,
             )
-            if is_plain and there.quantised_to is None:
+            as_it_is = there.quantised_to is None and there.draft_vocab is None
+            same = load_target(manifest.target.name) is load_target(plain.target)
+            if is_plain and as_it_is and same:
                 return usual
     return _private(source, nextn, drafter or "default", wanted)
 

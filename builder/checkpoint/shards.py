@@ -45,6 +45,19 @@ def shard_names(folder: Path) -> list[str]:
     return _names(path, _read_index(path) if path.is_file() else None)
 
 
+def stored_names(folder: Path) -> set[str]:
+    """The names of a checkpoint's tensors, as far as index or header tell; torch is not needed."""
+    path = folder / INDEX
+    if path.is_file():
+        return set(_read_index(path).shards)
+    try:
+        with (folder / SINGLE).open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return set(header)
+    except (OSError, ValueError, MemoryError, OverflowError, TypeError):
+        return set()  # not there yet, or whoever reads the tensors says what is wrong
+
+
 def _names(path: Path, index: Index | None) -> list[str]:
     names = sorted(set(index.shards.values())) if index is not None else [SINGLE]
     for name in names:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
+from mtpbuild.builder.checkpoint.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.checkpoint.shards import find_shards, more
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
@@ -126,17 +127,11 @@ class Checkpoint:
         Raises CheckpointError.
         """
         family = family_of(config)
-        layers = {place[0] for name in self.tensors if (place := family.place(config, name))}
-        first, count = config.num_hidden_layers, config.num_nextn_predict_layers
-        missing = next((j for j in range(count) if first + j not in layers), None)
-        if missing is not None and drafts:
-            raise CheckpointError(
-                f"{self.folder}: config.json says num_nextn_predict_layers {count}, but MTP layer "
-                f"{family.module_name(config, missing)} was stripped (quantised and fine-tuned "
-                "copies often lack it): build with --nextn 0"
-            )
-        there = count if missing is None else missing
-        return self._own_copies(replace(config, num_nextn_predict_layers=there))
+        there = stored_modules(family, config, self.tensors)
+        if drafts:
+            refuse_stripped(self.folder, family, config, there)
+        count = min(there, config.num_nextn_predict_layers)
+        return self._own_copies(replace(config, num_nextn_predict_layers=count))
 
     def _own_copies(self, config: Config) -> Config:
         """The configuration with the MTP modules whose embedding or head is not the trunk's."""

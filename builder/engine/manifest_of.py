@@ -61,6 +61,7 @@ def build_info(job: Job, out: Path, model: "ModelSource") -> BuildInfo:
         **vars(plan.ranks),
         weights=model.weights_type,
         fingerprint=job.fingerprints[out],
+        revision=job.request.revision,
         layers=None if layers is None else str(layers),
     )
 

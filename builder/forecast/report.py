@@ -11,6 +11,7 @@ from rich.table import Table
 from mtpbuild.builder.forecast.forecast import RESERVED, Forecast, Step
 from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
 from mtpbuild.builder.forecast.step import distinct_experts
+from mtpbuild.builder.models import family_of
 from mtpbuild.builder.show.picture import COLOURS, label_x, panels
 
 if TYPE_CHECKING:
@@ -165,6 +166,12 @@ def _assumptions(console: Console, f: Forecast) -> None:
         console.print(
             "assumed to hold here: another model, machine or load has others; measure two nextn "
             "and give --calibrate",
+            style="yellow",
+        )
+    if not family_of(f.model.config).gpu_kernels:
+        console.print(
+            "targets for GPUs have no kernel for this model's attention yet: `mtpbuild build` "
+            "refuses them",
             style="yellow",
         )
     if request.acceptance is None:

@@ -78,9 +78,11 @@ class Model:
         vanilla = self.drafter(nextn) == "mtp-vanilla"
         counts = [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
         modules = self.config.num_nextn_predict_layers
-        own = [one for one in self.classes if one.module]
+        ends = ("embedding", "head")
+        own = [one for one in self.classes if one.module and one.name not in ends]
         yield self._weights("MTP modules", own, counts, load, 1 / modules)
         heads = [one for one in self.classes if one.name.endswith("head")]
+        heads = [one for one in heads if one.module] or heads  # the module's own, if it has one
         yield self._weights("head of drafts", heads, [1] * nextn, load)
         yield self._cache("MTP caches", self.widths[-1:], counts, load)
 

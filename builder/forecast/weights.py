@@ -18,6 +18,8 @@ from mtpbuild.runtime.ranks import Ranks
 
 KINDS = (  # of a layer's weights; the first that the name holds
     ("norm", "router, norms"),
+    ("embed_tokens", "embedding"),  # a module's own
+    ("shared_head.head", "head"),
     (".gate.", "router, norms"),
     ("self_attn", "attention"),
     (".experts.", "experts"),

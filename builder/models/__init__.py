@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mtpbuild.builder.checkpoint.modules import with_modules
+from mtpbuild.builder.checkpoint.shards import stored_names
 from mtpbuild.builder.models.config import ModelConfig as ModelConfig
 from mtpbuild.builder.models.family import Family as Family
 from mtpbuild.runtime.errors import CheckpointError
@@ -50,7 +52,8 @@ def load_config(folder: Path) -> ModelConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
             raise CheckpointError("expected a JSON object")
-        return find_family(raw).parse_config(raw)
+        family = find_family(raw)
+        return family.parse_config(with_modules(family, raw, stored_names(folder)))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except FileNotFoundError:

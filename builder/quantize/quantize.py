@@ -68,9 +68,9 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
     checkpoint = open_checkpoint(source.folder)
     config = checkpoint.settle(config)
     sources = {s.name: s for weight in checkpoint.check(config) for s in weight.sources}
-    repeated = [name for name in family_of(config).duplicates(config) if name in checkpoint.tensors]
-    for name in repeated:
-        sources.setdefault(name, Source(name, checkpoint.tensors[name].shape))
+    for copy, original in family_of(config).duplicates(config).items():
+        if copy in checkpoint.tensors:
+            sources.setdefault(copy, Source(copy, sources[original].shape))
     new = requantise(checkpoint, config, request.scheme, sources.values())
     done = Quantized(request.out, unfit=list(new.unfit))
     for name, format in new.formats.items():

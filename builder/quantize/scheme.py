@@ -47,6 +47,9 @@ class Scheme:
     def wanted(self, config: ModelConfig, name: str) -> Format | None:
         """The format that a weight has if its shape splits into the format's blocks."""
         format = self._asked(config, name)
+        place = family_of(config).place(config, name)
+        if place is not None:  # globs know modules as layers behind the trunk's
+            name = f"model.layers.{place[0]}.{place[1]}"
         module = name.removesuffix(".weight")
         if format == PLAIN or any(fnmatchcase(module, glob) for glob in self.globs(format)):
             return None
@@ -65,8 +68,8 @@ class Scheme:
         """The list as ModelOpt writes it."""
         names = ["lm_head", *self.globs(self.main)]
         if self.mtp == PLAIN:
-            first, count = config.num_hidden_layers, config.num_nextn_predict_layers
-            names += [f"model.layers.{first + j}*" for j in range(count)]
+            family, count = family_of(config), config.num_nextn_predict_layers
+            names += [f"{family.module_name(config, j)}*" for j in range(count)]
         return names
 
     def globs(self, format: str) -> tuple[str, ...]:

@@ -24,5 +24,5 @@ class GraphStyle:
 
     @property
     def for_gpu(self) -> bool:
-        """Only on a GPU are caches cheaper whole than as the rows in use."""
+        """Whether graphs are for a GPU: the CPU's alone take the rows in use, not whole caches."""
         return self.whole_caches

@@ -103,7 +103,10 @@ def plain_text(case: Case) -> Finding:
         raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
     missing = "PyTorch is not installed: pip install 'mtpbuild[build]'"
     with needed_here(manifest, "--model", missing):
-        source = find_model(case.checkpoint or manifest.whole_model)
+        source = find_model(
+            case.checkpoint or manifest.whole_model,
+            revision=None if case.checkpoint else manifest.build.revision,
+        )
         with needs("build", "torch"):
             from mtpbuild.builder.quantize.scheme import engine_scheme
             from mtpbuild.builder.verify.plain import judge, load_plain

@@ -129,7 +129,14 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
     missing = "there is no nextn 0 engine, and {}: give --against"
     with needed_here(manifest, "--against or --model", missing):
         model, layers = request.model or manifest.whole_model, layers_of(manifest)
-        wanted = Wanted(model, (), layers=layers, weights=weights, head_weights=head)
+        wanted = Wanted(
+            model,
+            (),
+            layers=layers,
+            weights=weights,
+            head_weights=head,
+            revision=None if request.model else manifest.build.revision,
+        )
         (built,) = build_engines(wanted, Stages(watch))
     return built.folder
 

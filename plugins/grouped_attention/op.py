@@ -36,4 +36,4 @@ def heads_of(cache: Tensor, fresh: Tensor, half: int, groups: int) -> Tensor:
     return rows.unflatten(-1, (groups, -1)).transpose(1, 2)
 
 
-grouped_attention.register_fake(lambda q, *others: torch.empty_like(q))
+grouped_attention.register_fake(lambda q, *others: q.new_empty(q.shape))

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.build import build
+from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import MTPModule, Rope, Rows
 from mtpbuild.builder.models.common.plain import PlainModel
@@ -27,7 +28,7 @@ from mtpbuild.builder.models.config import MoEConfig, MTPRules
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.builder.quantize.scheme import SCHEMES, make_scheme
 from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
@@ -370,6 +371,29 @@ def test_stripped_modules(name: str, stripped: str, module: str, tmp_path: Path)
     without = prepare(build_request(folder, (0,), out=tmp_path / "n0")).open_model()
     assert without.config.num_nextn_predict_layers == 0
     assert not any(weight.name.startswith("mtp.") for weight in without.table)
+
+
+@pytest.mark.parametrize("name", ["gigachat", "mimo"])
+def test_a_configuration_that_does_not_count_its_modules(name: str, tmp_path: Path) -> None:
+    """What is stored counts; transformers would take one."""
+    folder = save_family(tmp_path / name, name, make_family(name))
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["num_nextn_predict_layers"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert load_config(folder).num_nextn_predict_layers == 2
+    load_plain(folder)
+
+
+def test_modules_of_mimo_have_names_that_modelopts_list_knows() -> None:
+    config = make_family("mimo").config
+    assert SCHEMES["nvfp4"].exclude_modules(config)[-2:] == [
+        "model.mtp_layers.0*",
+        "model.mtp_layers.1*",
+    ]
+    both = make_scheme("nvfp4", "nvfp4", None)
+    attention = "model.mtp_layers.0.self_attn.q_proj.weight"
+    assert both.wanted(config, attention) is None
+    assert both.wanted(config, "model.mtp_layers.0.mlp.up_proj.weight") is not None
 
 
 @pytest.mark.parametrize("name", ["glm-air", "mimo"])

@@ -88,6 +88,27 @@ def build(*flags: str, model: str = NAME) -> str:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_tokenizer_that_is_not_here_yet_is_fetched(
+    hub: LoopbackHub,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Other programs fetch weights alone; offline that is said."""
+    download(BuildRequest(NAME, (1,)))
+    found = find_model(NAME).folder / "tokenizer.json"
+    found.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert invoke("build", "--model", NAME, "--nextn", "1")[0] == 0
+        assert f"note: {NAME} is here without a tokenizer.json, and HF_HUB_OFFLINE" in caplog.text
+    hub.sent.clear()
+    download(BuildRequest(NAME, (1,)))
+    assert found.is_file()
+    assert not any(file.endswith(".safetensors") for file in hub.files)
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_repository_is_fetched_and_built(hub: LoopbackHub, checkpoint: Path) -> None:
     code, out, err = invoke("build", "--model", NAME, "--nextn", "0,1")
     assert (code, err) == (0, "")
@@ -285,6 +306,10 @@ def test_not_a_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"config.json": {}, INDEX: {"weight_map": {"a": "b"}}}, f"x/y: {INDEX} names b, which is"),
         ({"config.json": {}, INDEX: {"weight_map": {"a": "/b"}}}, "shard '/b' is not a file name"),
+        (
+            {"config.json": {}, INDEX: {"weight_map": {"lm_head.weight": "b"}}, "b": ""},
+            "num_nextn_predict_layers 1, but MTP layer model.layers.1 was stripped",
+        ),
     ],
 )
 def test_what_is_refused_before_weights_are_fetched(

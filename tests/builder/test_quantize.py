@@ -142,6 +142,17 @@ def test_embedding_and_head(source: Path, tmp_path: Path) -> None:
     assert "mtp.0.lm_head" in read(tmp_path / "out")
 
 
+def test_copies_of_a_quantised_head_are_quantised_anew(source: Path, tmp_path: Path) -> None:
+    """Their stored shapes are those of blocks; what is written has the weights' own."""
+    run(source, tmp_path / "first", make_scheme("int4", None, None, head="int8"))
+    wanted = read(tmp_path / "first")["lm_head"]
+    for name, head in (("plain", None), ("again", "int8")):
+        run(tmp_path / "first", tmp_path / name, make_scheme("fp8", None, None, head=head))
+        found = read(tmp_path / name)
+        assert "mtp.0.lm_head" not in found
+        assert (found["lm_head"] - wanted).norm() < 0.01 * wanted.norm()
+
+
 def test_gate_and_up_share_their_second_scale(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "out", SCHEMES["nvfp4"])
     stored = load_file(tmp_path / "out" / SINGLE)

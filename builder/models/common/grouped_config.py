@@ -14,7 +14,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedConfig(ModelConfig):
-    """What a model with such attention has beside the rest."""
+    """The values of a model with such attention."""
 
     num_attention_heads: int = integer()
     num_key_value_heads: int = integer()
