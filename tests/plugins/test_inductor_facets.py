@@ -1,9 +1,13 @@
 """Oracle O8 for AOTInductor: each facet of its own equals the reference, on ragged lengths."""
 
+import itertools
+
 import pytest
 import torch
+from torch import Tensor
 
-from mtpbuild.plugins import facets, kv_write, mla_attention
+from mtpbuild.plugins import facets, grouped_attention, kv_write, mla_attention
+from mtpbuild.plugins.grouped_attention.inductor import grouped_attention_inductor
 from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
 from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
 from mtpbuild.plugins.mla_attention.op import FLOOR
@@ -28,6 +32,47 @@ def test_attention(seed: int, slots: int, heads: int, tokens: int, fresh: int) -
     )
     got = mla_attention_inductor(*given, 0.3, rank)
     torch.testing.assert_close(got, mla_attention(*given, 0.3, rank))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("slots", "heads", "groups", "tokens"), [(1, 4, 2, 3), (3, 6, 1, 1), (2, 3, 3, 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_attention(
+    seed: int, slots: int, heads: int, groups: int, tokens: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(seed)
+    width, rows, fresh = 4, 11, tokens + 1
+    base = torch.randint(0, rows + 1, (slots,))
+    cache = torch.randn(slots, 1, rows, 2 * groups * width)
+    cache[torch.arange(rows) >= base[:, None, None]] = GARBAGE
+    given = (
+        torch.randn(slots, heads, tokens, width, dtype=dtype),
+        cache.to(dtype),
+        torch.randn(slots, 1, fresh, 2 * groups * width, dtype=dtype),
+        base,
+        torch.randint(0, fresh - tokens + 1, (slots,)),
+    )
+    got, wanted = grouped_attention_inductor(*given, 0.3, groups), by_heads(*given, 0.3, groups)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
+    reference = grouped_attention(*given, 0.3, groups)
+    torch.testing.assert_close(reference.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def by_heads(
+    q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor, scale: float, groups: int
+) -> Tensor:
+    """Each head and query by itself, over the rows that it sees."""
+    out, (B, H, T, D) = torch.zeros(q.shape), q.shape
+    for b, h, t in itertools.product(range(B), range(H), range(T)):
+        rows = [cache[b, 0, : int(base[b])], fresh[b, 0, : int(first[b]) + t + 1]]
+        keys, values = torch.cat(rows).float().chunk(2, -1)
+        own = slice(h // (H // groups) * D, h // (H // groups) * D + D)
+        p = (keys[:, own] @ q[b, h, t].float() * scale).softmax(0)
+        out[b, h, t] = p @ values[:, own]
+    return out
 
 
 def test_attention_has_a_floor() -> None:

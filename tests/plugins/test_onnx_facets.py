@@ -19,6 +19,7 @@ from mtpbuild.plugins import (
     accept_rewind,
     experts_nbits,
     facets,
+    grouped_attention,
     kv_write,
     matmul_nbits,
     mla_attention,
@@ -142,6 +143,51 @@ def test_rope(interleaved: bool, heads: int) -> None:
     for tokens in (1, 2, 17, 64):
         angles = torch.rand(B, tokens, R // 2) * 100
         facet.check(torch.randn(B, tokens, heads * R), angles.cos(), angles.sin())
+
+
+def test_rope_of_a_part_of_each_head() -> None:
+    """Values behind the rotated ones pass."""
+
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rope(x, cos, sin, 3, False)
+
+    heads, W, R, T = 3, 10, 4, Dim("T", min=1, max=64)
+    example = (torch.zeros(2, 7, heads * W), torch.zeros(2, 7, R // 2), torch.zeros(2, 7, R // 2))
+    facet = Facet(rotated, example, {i: {1: T} for i in range(3)})
+    angles, x = torch.rand(2, 17, R // 2) * 100, torch.randn(2, 17, heads * W)
+    (out,) = facet.check(x, angles.cos(), angles.sin())
+    whole, given = out.unflatten(-1, (heads, W)), x.unflatten(-1, (heads, W))
+    assert torch.equal(whole[..., R:], given[..., R:])
+    turned = rope(given[..., :R].flatten(-2), angles.cos(), angles.sin(), heads, False)
+    torch.testing.assert_close(whole[..., :R].flatten(-2), turned)
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize(("heads", "groups", "tokens"), [(6, 2, 4), (3, 3, 2), (4, 1, 1)])
+def test_grouped_attention(written: bool, heads: int, groups: int, tokens: int) -> None:
+    """Over the cache that was just written to, and over cache and fresh rows side by side."""
+
+    def attention(q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor) -> Tensor:
+        if written:
+            cache = kv_write(cache, fresh, base)
+        return grouped_attention(q, cache, fresh, base, first, SCALE, groups)
+
+    B, D, S = 2, 4, Dim("S", min=12, max=96)
+    width, zeros = 2 * groups * D, ints(0, 0)
+
+    def sizes(capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        shapes = (B, heads, tokens, D), (B, 1, capacity, width), (B, 1, tokens, width)
+        return torch.randn(shapes[0]), torch.randn(shapes[1]), torch.randn(shapes[2])
+
+    facet = Facet(attention, (*sizes(13), zeros, zeros), {1: {2: S}})
+    assert facet.ops.count("Softmax") == 1
+    assert facet.ops.count("MatMul") == (2 if written else 4)
+    for capacity in (12, 40, 96):
+        q, cache, fresh = sizes(capacity)
+        base = ints(capacity - tokens, 3)
+        for b in range(B):
+            cache[b, :, int(base[b]) :] = GARBAGE
+        facet.check(q, cache, fresh, base, zeros)
 
 
 def test_rope_turns_pairs() -> None:
