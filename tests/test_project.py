@@ -374,3 +374,21 @@ def test_documents_name_files_that_exist() -> None:
                 )
             seen += len(found)
     assert seen > 200
+
+
+def test_documents_name_headings_that_exist() -> None:
+    """Anchors of links, as GitHub makes them of headings."""
+    linked = re.compile(r"\]\((?!https?:)([^)#]*)#([^)]+)\)")
+    seen = 0
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for path, anchor in linked.findall(document.read_text(encoding="utf-8")):
+            target = document.parent / path if path else document
+            assert anchor in anchors(target), f"{document.name}: {path}#{anchor}"
+            seen += 1
+    assert seen > 40
+
+
+def anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
