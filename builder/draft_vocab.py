@@ -23,7 +23,7 @@ def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
 
     asked: how many, or a file of ids: JSON, one id to a line, or SGLang's token map (.pt).
     """
-    if asked.isdigit():
+    if asked.isdecimal():
         count = in_range(1, int(asked), vocab_size - 1, FLAG)
         ids = list(most_frequent(checkpoint / TOKENIZER, vocab_size))[:count]
         if len(ids) < count:

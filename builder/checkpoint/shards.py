@@ -53,7 +53,7 @@ def stored_names(folder: Path) -> set[str]:
     try:
         with (folder / SINGLE).open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return set(header)
+        return {name for name in header if isinstance(name, str)}
     except (OSError, ValueError, MemoryError, OverflowError, TypeError):
         return set()  # not there yet, or whoever reads the tensors says what is wrong
 

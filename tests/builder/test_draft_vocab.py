@@ -132,6 +132,7 @@ def test_files_of_ids(name: str, content: str | None, tmp_path: Path) -> None:
         ("61", "", "--draft-vocab 61 is outside 1..60"),
         ("7", "", "needs a file of token ids"),
         ("gone.json", "", "neither a number nor a file"),
+        ("²", "", "neither a number nor a file"),
         ("ids.json", "[1, 61]", "61 is not a token id below 61"),
         ("ids.json", "[1, true]", "True is not a token id below 61"),
         ("ids.json", "{}", "no list of token ids"),
