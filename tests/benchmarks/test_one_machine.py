@@ -29,7 +29,7 @@ WIDTHS = {
     "hidden_size": 256,
     "intermediate_size": 256,
     "num_attention_heads": 2,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "vocab_size": 512,
 }
 MOE = WIDTHS | {
@@ -110,7 +110,7 @@ def test_random_weights_make_a_model_that_can_be_timed(name: str, folders: dict[
     assert 0.1 < float(logits.std()) < 10
     assert len(logits.argmax(-1).unique()) > 48
     chosen = [int(each.any(0).sum()) for each in routes]
-    assert len(chosen) == {"moe": 2, "dense": 0, "moe_fp32": 2}[name]
+    assert len(chosen) == {"moe": 1, "dense": 0, "moe_fp32": 1}[name]
     assert all(count > 20 for count in chosen), "of 24"
 
 
@@ -134,7 +134,7 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
     assert 0 < found["first"]["RssAnon"] < found["first"]["VmHWM"]
     steps = {name: len(answer["steps"]) for name, answer in found.items() if "steps" in answer}
     assert steps["short"] >= 6
-    assert steps["all"] == 7, "two tokens each, 16 in all"
+    assert steps["all"] == 8, "two tokens each, but for the first step, which has no draft yet"
     assert found["all"]["tokens"] == 16
     assert found["two"]["tokens"] == 16
     assert len(found["prompt"]["seconds"]) == 2
@@ -152,14 +152,14 @@ def test_a_steps_bytes(folders: dict[str, Path], engine: Path) -> None:
         *("module", "module, routed"),
     }
     assert held["draft_head"] * 4 == held["head"] == held["embedding"]
-    assert held["trunk, routed"] == 2 * held["module, routed"], "layers 1 and 2; the module"
-    assert cost.row_bytes(cost.read_manifest(engine)) == {"kv": 3 * 160 * 4, "mtp_kv": 160 * 4}
+    assert held["trunk, routed"] == held["module, routed"], "of layer 1, and of the module"
+    assert cost.row_bytes(cost.read_manifest(engine)) == {"kv": 2 * 160 * 4, "mtp_kv": 160 * 4}
     for batch in (1, 2):
         chosen = 1 - (1 - 4 / 24) ** (2 * batch)
         routed = chosen * (held["trunk, routed"] + held["module, routed"])
         rest = held["trunk"] + held["module"] + held["head"] + held["draft_head"]
         step = counted.step(engine, 100, batch)
-        assert step.bytes == pytest.approx(rest + routed + batch * 100 * 4 * 160 * 4)
+        assert step.bytes == pytest.approx(rest + routed + batch * 100 * 3 * 160 * 4)
     sizes = {"token_embd.weight": 10, "blk.1.ffn_up_exps.weight": 24, "output.weight": 3}
     assert counted.gguf(sizes, 0, 1).bytes == pytest.approx(3 + 4)
     machine = module("one.machine").Machine(((1.0, 1.0),), fp32=1e30, int8=1e30)
@@ -176,7 +176,7 @@ def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> Non
     """As many as the checkpoint's, without MTP modules."""
     keys, shape = module("gguf_keys"), tiny(kind)
     found = keys.shapes(dict(shape.raw))
-    layers = tuple(f"model.layers.{i}." for i in range(3))
+    layers = tuple(f"model.layers.{i}." for i in range(2))
     trunk = ("model.embed_tokens.", "model.norm.", "lm_head.", *layers)
     plain = load_plain(folders[kind])
     wanted = sum(v.numel() for name, v in plain.state_dict().items() if name.startswith(trunk))
