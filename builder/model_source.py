@@ -19,9 +19,10 @@ from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.common.weights import Share, Weight
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.quantize.kept import Kept, can_stay, in_pairs
+from mtpbuild.builder.quantize.kept import Kept, can_stay, in_pairs, kept_heads
 from mtpbuild.builder.quantize.requantised import Requantised, see
 from mtpbuild.builder.quantize.scheme import Scheme
+from mtpbuild.plugins.matmul_nbits.op import BLOCK
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -43,6 +44,7 @@ class ModelSource:
     dtype: FloatType = "float32"
     drafts: bool = True  # its MTP modules are wanted
     draft_ids: tuple[int, ...] = ()  # tokens that drafts are chosen from; none: all
+    absorbed: bool = False  # attention never expands its cache: it reads projections by head alone
     scheme: Scheme | None = None  # by which weights are quantised anew; None: they are as stored
     family: Family = field(init=False)
     stored: Checkpoint = field(init=False)
@@ -69,6 +71,9 @@ class ModelSource:
         experts_of_all = Ranks(attention_dp=self.ranks.attention_dp)
         self.table = self.family.weight_table(self.config, Share(experts_of_all))
         self.kept = in_pairs(dict(self._keep()))
+        if self.absorbed:
+            heads = kept_heads(self.weight_table(), self.kept)
+            self.kept |= {own.weight.name: own for own in heads}
         with torch.device(self.device):
             for name, kept in self.kept.items():
                 put(self.model, name, kept.module(self.model.get_parameter(name).shape))
@@ -132,6 +137,11 @@ class ModelSource:
         """The format that most of the products hold."""
         formats = Counter(kept.format.name for kept in self.kept.values()).most_common(1)
         return typing.cast(WeightsType, formats[0][0]) if formats else self.dtype
+
+    @property
+    def block_size(self) -> int | None:
+        """Columns that share a scale in products that are integers."""
+        return BLOCK if self.weights_type in ("int8", "int4") else None
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)

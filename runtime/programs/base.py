@@ -13,7 +13,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
+PREFILL = "prefill"  # the program of a prompt's chunk
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
+TRUNK = "trunk"  # the main model, where it is a program of its own that prompts and steps run first
 
 
 def host_type(dtype: str) -> np.dtype[Any]:

@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.manifest import Manifest, StateSpec
-from mtpbuild.runtime.programs.base import Bools, host_type
-from mtpbuild.runtime.programs.slots import PREFILL, Caches, Slots, own_outputs
+from mtpbuild.runtime.programs.base import PREFILL, TRUNK, Bools, host_type
+from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows
 
@@ -36,7 +36,7 @@ class HostSlots(Slots):
         self._outputs = {
             name: self._zeros(own_outputs(program))
             for name, program in manifest.programs.items()
-            if name != PREFILL
+            if name not in (PREFILL, TRUNK)
         }
 
     def _fit_prompt(self, end: int) -> None:

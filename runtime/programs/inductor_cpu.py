@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.manifest import Manifest, TensorSpec
 from mtpbuild.runtime.programs.aot_package import Opener
-from mtpbuild.runtime.programs.base import PLAIN, Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.base import PLAIN, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.programs.slots import JUDGED, PREFILL, reported
+from mtpbuild.runtime.programs.slots import JUDGED, reported
 
 
 class InductorPrograms(HostSlots):

@@ -11,7 +11,6 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, ProgramSpec, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
 
-PREFILL = "prefill"
 JUDGED = ("window", "num_drafts")  # of the state that a step was given, what it reports
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
 

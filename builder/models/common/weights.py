@@ -78,6 +78,7 @@ class Weight:
     slices: int = 1  # of what is stacked along a first axis
     joined: int | None = None  # of products: the sources' axis along which they are one
     looked_up: bool = False  # its rows are chosen by tokens
+    per_head: bool = False  # a stack of products [H, in, out]
 
     @property
     def groups(self) -> Iterator[tuple[Source, ...]]:
