@@ -18,12 +18,14 @@ from mtpbuild.builder.forecast.weights import (
     portions,
 )
 from mtpbuild.builder.host import Machine, this_machine
+from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
-from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.common.weights import WHOLE, Source
 from mtpbuild.builder.plan import choose_drafter
-from mtpbuild.builder.quantize.formats import Format, Integers
+from mtpbuild.builder.quantize.formats import INT8, Format, Integers
 from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import name_model
+from mtpbuild.builder.targets import load_target, make_options
 from mtpbuild.runtime.ranks import ALONE
 
 NONE = "none"  # weights as the checkpoint has them: integers, or else fp32
@@ -103,8 +105,10 @@ def must_be_fetched(request: ForecastRequest) -> bool:
 def engine_model(layout: Layout, weights: str) -> Model:
     """The model as an engine holds it, on a machine whose speed is not known."""
 
+    by_head = weights_by_head(layout, weights)
+
     def format(source: Source) -> Format | None:
-        return engine_format(layout, source, weights)
+        return INT8 if source.name in by_head else engine_format(layout, source, weights)
 
     held = replace(layout, format=format, plain=lambda source: "F32", repeated=False)
     found = classes(held, ALONE)
@@ -112,6 +116,17 @@ def engine_model(layout: Layout, weights: str) -> Model:
         for one in found:  # so few are all computed, whichever are chosen
             one.name = one.name.replace("experts", "computed experts")
     return Model(layout.config, found, ALONE, UNKNOWN)
+
+
+def weights_by_head(layout: Layout, weights: str) -> set[str]:
+    """The checkpoint's weights that an engine holds in int8 by head: those of a shared trunk."""
+    target = load_target("onnxruntime")
+    table = family_of(layout.config).weight_table(layout.config, WHOLE)
+    sources = [source for weight in table for source in weight.sources]
+    integers = weights != NONE or any(isinstance(layout.format(s), Integers) for s in sources)
+    if not integers or not target.style(make_options(target, {}), layout.config).shared_trunk:
+        return set()
+    return {source.name for weight in table if weight.per_head for source in weight.sources}
 
 
 def engine_format(layout: Layout, source: Source, weights: str) -> Format | None:
