@@ -72,8 +72,7 @@ class Programs(Protocol):
         Slots behind the last active one need not be computed. They, and inactive ones, keep what
         they hold.
 
-        rows: at least lengths + T of every occupied slot, decoding or still being prefilled (the
-        step writes T rows in each, and an inactive slot's go to the end of the rows in use).
+        rows: at least lengths + T of every active slot, as the step writes T rows in each.
         """
         ...
 
@@ -88,6 +87,20 @@ class Adaptive(Programs, Protocol):
         Of the drafts that a slot holds, those behind the first `nextn` are dropped.
         """
         ...
+
+
+@runtime_checkable
+class Keeping(Programs, Protocol):
+    """Programs whose slots keep their cache rows behind the last active slot, for other prompts.
+
+    A prompt may be filled in from any position whose earlier rows its slot holds, less `lookahead`.
+    """
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        """Make the first rows of slot `target`'s caches those of slot `source`'s."""
+
+    def swap(self, source: int, target: int) -> None:
+        """As `move`; slot `source` then has the cache rows that `target` had."""
 
 
 @runtime_checkable

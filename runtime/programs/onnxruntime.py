@@ -4,8 +4,9 @@ On CUDA the caches stay on the device; what a step takes and gives besides (wind
 hidden row per slot) is a few kB, which onnxruntime copies there and back.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ class DeviceCaches(PackedCaches):
     """Keeps caches on the device; in the host's arrays slots are moved, else they hold nothing.
 
     Python's onnxruntime copies whole tensors between host and device, and nothing on the device.
-    So a move takes all caches through the host; with one slot there is none, and with several it
-    happens when a request ends before another one, or outgrows the layout.
+    So whatever moves takes all caches through the host. With one slot nothing does, and with
+    several it happens when a request begins or ends beside another one, or outgrows the layout.
     """
 
     def __init__(self, state: Sequence[StateSpec], device: str) -> None:
@@ -63,17 +64,13 @@ class DeviceCaches(PackedCaches):
         self._download()
         return super().arrays()
 
-    def move(self, source: int, target: int, lengths: NDArray[Any]) -> None:
-        self._download()
-        super().move(source, target, lengths)
-        self._upload()
-
     def _reserve(self, rows: int) -> None:
         """The host's arrays are not what a step writes to."""
 
-    def _lay_out(self, rows: int) -> None:
+    @contextlib.contextmanager
+    def _on_host(self) -> Iterator[None]:
         self._download()
-        super()._lay_out(rows)
+        yield
         self._upload()
 
     def _download(self) -> None:
@@ -106,7 +103,7 @@ class OnnxPrograms(HostSlots):
         self._windows = dict[int, Carries]()  # what the trunk takes and gives in a step, by T
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._fit_prompt(start + len(tokens) - self.lookahead)
+        self._caches.park(slot, start + len(tokens) - self.lookahead)
         given = self._prompt_inputs(start, tokens)
         if TRUNK in self._programs:
             given["hidden"] = self._hidden(*given["tokens"].shape)
@@ -125,6 +122,7 @@ class OnnxPrograms(HostSlots):
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
         program, slots = self._activate(active)
+        self._caches.pack(slots)
         before, after = self._carries[self._now], self._carries[1 - self._now]
         if slots < self._slots:
             for name, array in before.items():
@@ -192,7 +190,7 @@ class OnnxPrograms(HostSlots):
         for name, view in self._caches.views(first, count).items():
             if name not in held:
                 continue
-            start = pointers[name] + first * view[0].nbytes
+            start = pointers[name] + self._caches.start(first) * view[0, 0, 0].nbytes
             place = device, 0, view.dtype, view.shape, start
             binding.bind_input(name, *place)
             binding.bind_output(name + ".out", *place)
