@@ -77,6 +77,7 @@ class Job:
             drafts=any(plan.nextn for plan in self.plans.values()),
             scheme=engine_scheme(plan.quantised_to, plan.head_weights),
             draft_ids=plan.draft_ids,
+            expert_rows=not plan.style.for_gpu,
         )
 
 

@@ -112,3 +112,10 @@ def in_pairs(kept: Mapping[str, Kept]) -> dict[str, Kept]:
         return other is not None and other.format is each.format
 
     return {name: each for name, each in kept.items() if stays(each)}
+
+
+def plain_experts(table: list[Weight], kept: Mapping[str, Kept]) -> set[str]:
+    """Name the stacked weights of experts of which neither product stays in a format."""
+    quantised = {name.rpartition(".")[0] for name in kept}
+    stacked = (weight.name for weight in table if weight.slices > 1)
+    return {name for name in stacked if name.rpartition(".")[0] not in quantised}
