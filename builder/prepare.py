@@ -78,6 +78,7 @@ class Job:
             scheme=engine_scheme(plan.quantised_to, plan.head_weights),
             draft_ids=plan.draft_ids,
             absorbed=plan.style.shared_trunk,
+            expert_rows=not plan.style.for_gpu,
         )
 
 

@@ -168,3 +168,10 @@ def kept_heads(weights: Iterable[Weight], kept: Mapping[str, Kept]) -> Iterator[
         own = KeptHeads(weight, INT8)
         if INT8.fits(own.shape[:0:-1]):
             yield own
+
+
+def plain_experts(table: list[Weight], kept: Mapping[str, Kept]) -> set[str]:
+    """Name the stacked weights of experts of which neither product stays in a format."""
+    quantised = {name.rpartition(".")[0] for name in kept}
+    stacked = (weight.name for weight in table if weight.slices > 1)
+    return {name for name in stacked if name.rpartition(".")[0] not in quantised}
