@@ -15,17 +15,20 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+from gguf_keys import PLAIN, write_keys
 
 Array = npt.NDArray[np.float32]
 Reader = Callable[[str], Array]
-SIGMOID = 2  # gguf.ExpertGatingFuncType
 
 # Of a layer, by GGUF's name and the checkpoint's.
-ATTENTION = {
-    "attn_norm": "input_layernorm",
+QUERIES = {"attn_q": "self_attn.q_proj"}  # without q_lora
+LATENT_QUERIES = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
+}
+ATTENTION = {
+    "attn_norm": "input_layernorm",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_output": "self_attn.o_proj",
@@ -63,9 +66,10 @@ def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
     yield "output_norm.weight", read("model.norm.weight")
     yield "output.weight", read("lm_head.weight")
     heads, nope = c["num_attention_heads"], c["qk_nope_head_dim"]
+    attention = ATTENTION | (QUERIES if c["q_lora_rank"] is None else LATENT_QUERIES)
     for i in range(c["num_hidden_layers"]):
         ours, theirs = f"model.layers.{i}", f"blk.{i}"
-        for name, source in ATTENTION.items():
+        for name, source in attention.items():
             yield f"{theirs}.{name}.weight", read(f"{ours}.{source}.weight")
         kv_b = read(f"{ours}.self_attn.kv_b_proj.weight").reshape(heads, -1, c["kv_lora_rank"])
         yield f"{theirs}.attn_k_b.weight", kv_b[:, :nope].transpose(0, 2, 1)
@@ -88,45 +92,6 @@ def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
             )
 
 
-def write_keys(writer: gguf.GGUFWriter, c: dict[str, Any]) -> None:
-    rank, rope = c["kv_lora_rank"], c["qk_rope_head_dim"]
-    writer.add_vocab_size(c["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_context_length(c["max_position_embeddings"])
-    writer.add_embedding_length(c["hidden_size"])
-    writer.add_block_count(c["num_hidden_layers"])
-    writer.add_feed_forward_length(c["intermediate_size"])
-    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-    # The absorbed form: one key and value head of the latent's width.
-    writer.add_head_count(c["num_attention_heads"])
-    writer.add_head_count_kv(1)
-    writer.add_key_length(rank + rope)
-    writer.add_value_length(rank)
-    writer.add_key_length_mla(c["qk_nope_head_dim"] + rope)
-    writer.add_value_length_mla(c["v_head_dim"])
-    writer.add_q_lora_rank(c["q_lora_rank"])
-    writer.add_kv_lora_rank(rank)
-    writer.add_leading_dense_block_count(c["first_k_dense_replace"])
-    writer.add_expert_count(c["n_routed_experts"])
-    writer.add_expert_used_count(c["num_experts_per_tok"])
-    writer.add_expert_shared_count(c["n_shared_experts"])
-    writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
-    writer.add_expert_weights_scale(c["routed_scaling_factor"])
-    writer.add_expert_weights_norm(c["norm_topk_prob"])
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType(SIGMOID))
-    writer.add_expert_group_count(c["n_group"])
-    writer.add_expert_group_used_count(c["topk_group"])
-    writer.add_rope_dimension_count(rope)
-    writer.add_rope_freq_base(c["rope_theta"])
-    scaling = c.get("rope_scaling")
-    if scaling:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaling["factor"])
-        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
-        # llama.cpp's own converter stores it with this factor, and its loader takes it out.
-        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
-
-
 def convert(folder: Path, out: Path, kind: str) -> None:
     """Matrices in `kind`; norms, biases and the router in fp32, as llama.cpp wants them."""
     c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -135,7 +100,7 @@ def convert(folder: Path, out: Path, kind: str) -> None:
     wanted = gguf.GGMLQuantizationType[kind.upper()]
     for name, values in tensors(c, open_tensors(folder)):
         values = np.ascontiguousarray(values, np.float32)
-        if values.ndim < 2 or kind == "f32" or "ffn_gate_inp" in name:
+        if values.ndim < 2 or kind == "f32" or PLAIN in name:
             writer.add_tensor(name, values)
         else:
             packed = gguf.quants.quantize(values, wanted)

@@ -57,11 +57,14 @@ def timed(generate: Generate, prompt: list[int], count: int) -> dict[str, Any]:
     return {"tokens": tokens[:count], "times": times[:count], "memory": resident()}
 
 
-def resident() -> int | None:
-    """Bytes of memory that this process has now, where Linux says so."""
+def resident(kind: str = "VmRSS") -> int | None:
+    """Bytes of memory that this process has now, where Linux says so.
+
+    kind: of /proc/self/status; VmHWM is the most that it ever had, RssAnon what maps no file.
+    """
     try:
         for row in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if row.startswith("VmRSS:"):
+            if row.startswith(f"{kind}:"):
                 return int(row.split()[1]) * 1024
     except OSError:
         pass

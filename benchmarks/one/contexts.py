@@ -1,0 +1,169 @@
+"""How cost grows as work grows: cached tokens and requests at once, beside parallel sequences.
+
+Caches are filled without a prompt, with random values. What a step costs is compared with the step
+behind 1,024 tokens of one request, and its bound with that one's bound.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from mtpbuild.runtime.manifest import read_manifest
+from one.cost import Counted, as_json, row_bytes
+from one.files import Workshop
+from one.report import NONE, over, rate
+from one.run import Run
+from one.section import Data, Found
+from one.shapes import MOE, published
+from one.sides import LLAMA, Measured, Side, decode, ours, take_turns
+
+NEXTN, RATES = 1, (0.85,)  # as many drafts as the shape has modules
+PLAIN, DRAFTING = "nextn 0", f"nextn {NEXTN}"
+# Cached tokens of each request -> how many requests at once; an engine is built for the most.
+LOADS = {1024: (1, 2, 4, 8), 8192: (1, 2, 4, 8), 32768: (1, 2)}
+BASE = (1024, 1)
+GROWTH = 1.1  # times its bound's growth that a step's time may grow
+WARM = "warm"  # what is asked before memory is looked at: it loads programs
+MS, MB = 1e3, 1e-6
+STEPS = 12
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests at once, each with so many cached tokens."""
+
+    context: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.context} x {self.batch}"
+
+
+def by_batch() -> dict[int, list[Load]]:
+    """Loads by the most requests of their engine, smaller ones first."""
+    found: dict[int, list[Load]] = {}
+    for context, batches in LOADS.items():
+        found.setdefault(max(batches), []).extend(Load(context, batch) for batch in batches)
+    return found
+
+
+def every() -> list[Load]:
+    return [load for loads in by_batch().values() for load in loads]
+
+
+class Contexts:
+    def measure(self, run: Run) -> Data:
+        shape = published(MOE, run.layers)
+        shop = Workshop(run.folder, shape, run.watch)
+        counted = shop.write_checkpoint()
+        sides, costs, rows = list[Side](), dict[str, Any](), dict[str, int]()
+        for most, loads in by_batch().items():
+            length = max(load.context for load in loads) + 4 * STEPS
+            flags = ("--max-seq-len", str(length), "--max-batch", str(most))
+            pair = shop.build(f"batch_{most}", (0, NEXTN), *flags)
+            for name, engine in zip((PLAIN, DRAFTING), pair, strict=True):
+                sides.append(self.our_side(name, engine, loads, shop.vocabulary))
+                costs |= self.our_costs(counted, name, engine, loads)
+                rows[name] = row_bytes(read_manifest(engine)).total()
+        shop.drop_checkpoint()
+        if run.peers is not None:
+            gguf, tensors = shop.write_gguf(run.peers)
+            sides.append(Side(LLAMA, run.peers, gguf, asks(every(), None), shop.vocabulary))
+            costs |= self.their_costs(counted, tensors)
+        return {
+            "layers": shape.config.num_hidden_layers,
+            "row_bytes": rows,
+            "costs": costs,
+            "rounds": take_turns(sides, run),
+            "most_on_disk": shop.most,
+        }
+
+    def our_side(self, name: str, engine: Path, loads: list[Load], vocabulary: int) -> Side:
+        asked = asks(loads, RATES if name == DRAFTING else None)
+        return ours(f"{name}, {engine.parent.name}", engine, asked, vocabulary)
+
+    def our_costs(self, counted: Counted, name: str, engine: Path, loads: list[Load]) -> Data:
+        return as_json({f"{name}, {n}": counted.step(engine, n.context, n.batch) for n in loads})
+
+    def their_costs(self, counted: Counted, tensors: Mapping[str, int]) -> Data:
+        return as_json(
+            {f"{LLAMA}, {n}": counted.gguf(tensors, n.context, n.batch) for n in every()}
+        )
+
+    def tables(self, found: Found) -> list[Table]:
+        layers = found.data["layers"]
+        title = f"{MOE}, {layers} layers, int4 beside Q4_0; caches filled without a prompt"
+        grid = Table("cached x requests", title=title, title_justify="left")
+        for name in (PLAIN, DRAFTING, LLAMA):
+            for column in (f"{name}\nms (bound)", "tokens/s", "growth\n(bound's)"):
+                grid.add_column(column, justify="right", no_wrap=True)
+        grid.add_column("best over\nllama.cpp", justify="right")
+        for load in every():
+            grid.add_row(str(load), *self.cells(found, load))
+        return [grid, self.memory(found)]
+
+    def cells(self, found: Found, load: Load) -> Iterator[str]:
+        speeds = []
+        for name in (PLAIN, DRAFTING, LLAMA):
+            seconds, least = step(found, name, load), bound(found, name, load)
+            grown = over(seconds, step(found, name, Load(*BASE)))
+            grown_bound = over(least, bound(found, name, Load(*BASE)))
+            accepted = 1 + sum(RATES) if name == DRAFTING else 1.0
+            speeds.append(rate(load.batch * accepted, seconds))
+            yield f"{number(seconds, MS)} ({number(least, MS)})"
+            yield number(speeds[-1])
+            yield growth(grown, grown_bound)
+        *own, other = speeds
+        yield number(over(max((speed for speed in own if speed), default=None), other))
+
+    def memory(self, found: Found) -> Table:
+        """Memory that is no file's, since programs were loaded, beside the caches in use."""
+        grid = Table("cached x requests", title="memory grown, MB (caches in use)")
+        for name in (PLAIN, DRAFTING):
+            grid.add_column(name, justify="right")
+        for load in every():
+            cells = []
+            for name in (PLAIN, DRAFTING):
+                side = side_of(found.measured, name, load)
+                now = found.measured.memory(side, str(load), "RssAnon")
+                before = found.measured.memory(side, WARM, "RssAnon")
+                grown = None if now is None or before is None else now - before
+                caches = load.context * load.batch * found.data["row_bytes"][name]
+                cells.append(f"{number(grown, MB)} ({caches * MB:.4g})")
+            grid.add_row(str(load), *cells)
+        return grid
+
+
+def asks(loads: list[Load], rates: tuple[float, ...] | None) -> dict[str, Any]:
+    found = {str(n): decode(STEPS, n.context, n.batch, rates=rates) for n in loads}
+    return {WARM: decode(2, 16, rates=rates)} | found
+
+
+def growth(grown: float | None, allowed: float | None) -> str:
+    """How much more a step takes than the first load's, and how much more its bound is."""
+    text = f"{number(grown)} ({number(allowed)})"
+    if grown is None or allowed is None:
+        return text
+    color = "green" if grown <= GROWTH * allowed else "red"
+    return f"[{color}]{text}[/{color}]"
+
+
+def side_of(measured: Measured, name: str, load: Load) -> str:
+    """The side that was asked for a load: an engine's name has the most requests that it takes."""
+    most = next(most for most, loads in by_batch().items() if load in loads)
+    return name if name == LLAMA else f"{name}, batch_{most}"
+
+
+def step(found: Found, name: str, load: Load) -> float | None:
+    return found.measured.step(side_of(found.measured, name, load), str(load))
+
+
+def bound(found: Found, name: str, load: Load) -> float | None:
+    return found.bound(f"{name}, {load}", "int4")
+
+
+def number(value: float | None, factor: float = 1.0) -> str:
+    return NONE if value is None else f"{value * factor:.3g}"

@@ -1,0 +1,160 @@
+"""What a step reads and computes: bytes of the file's weights, operations, and the bound of both.
+
+Every weight outside the routed experts is read once per pass, the head once to verify and once per
+draft (or the draft head's rows), routed experts as many as random tokens choose, each once, and the
+caches' rows that are in use. An embedding's rows are left out. A pass cannot be faster than its
+bytes at the bandwidth, nor than its operations at the rate.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from mtpbuild.builder.engine.weights_file import WEIGHTS, read_places
+from mtpbuild.builder.forecast.cpu import NONE, engine_model
+from mtpbuild.builder.forecast.step import Load, Model, distinct_experts
+from mtpbuild.builder.forecast.weights import find_layout
+from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models.common.weights import WHOLE
+from mtpbuild.builder.models.family import Costs
+from mtpbuild.builder.quantize.kept import weight_of
+from mtpbuild.runtime.manifest import Manifest, read_manifest
+from mtpbuild.runtime.ranks import ALONE
+from one.machine import Machine
+
+FP16, FP32 = 2, 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes that a pass reads; operations with weights, and of attention over cached rows."""
+
+    bytes: float
+    products: float
+    attention: float
+
+    def seconds(self, machine: Machine, weights: str) -> float:
+        """At least so long; attention is in fp32, whatever weights are in."""
+        work = self.products / machine.rate(weights) + self.attention / machine.fp32
+        return max(self.bytes / machine.bandwidth(self.bytes), work)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A model, to count what the steps of its engines do."""
+
+    config: ModelConfig
+    model: Model
+
+    @property
+    def costs(self) -> Costs:
+        return family_of(self.config).costs(self.config, ALONE)
+
+    def share(self, tokens: int) -> float:
+        """The share of routed experts that some of the tokens choose."""
+        costs = self.costs
+        return distinct_experts(costs, tokens) / costs.experts if costs.experts else 1.0
+
+    def step(self, engine: Path, context: int, batch: int) -> Cost:
+        """A step of the engine, drafts included."""
+        manifest = read_manifest(engine)
+        nextn, passes = manifest.build.nextn, draft_passes(manifest)
+        held, rows = weight_groups(engine, self.config), row_bytes(manifest)
+        modules = max(1, self.config.num_nextn_predict_layers)
+        verified = self.share(batch * (nextn + 1))
+        read = held["trunk"] + held["head"] + held["trunk, routed"] * verified
+        for tokens in passes:
+            routed = held["module, routed"] * self.share(batch * tokens)
+            read += (held["module"] + routed) / modules
+        read += nextn * (held["draft_head"] or held["module head"] / modules or held["head"])
+        read += batch * context * (rows["kv"] + len(passes) * rows["mtp_kv"])
+        return Cost(read, *self.operations(nextn, context, batch))
+
+    def operations(self, nextn: int, context: int, batch: int) -> tuple[float, float]:
+        """Of products, and of attention."""
+        parts = self.model.step(nextn, Load(batch, context, "fp32"))
+        attention = sum(part.operations for part in parts if part.name.endswith("caches"))
+        return sum(part.operations for part in parts) - attention, attention
+
+    def prompt(self, engine: Path, length: int) -> Cost:
+        """A prompt in one pass, as if its tokens were requests; the head sees the last one alone.
+
+        Attention is left out: how much it is depends on its form.
+        """
+        return self._one_head(self.step(engine, 0, length), length)
+
+    def gguf_prompt(self, sizes: Mapping[str, int], length: int) -> Cost:
+        """The same for llama.cpp."""
+        return self._one_head(self.gguf(sizes, 0, length), length)
+
+    def _one_head(self, cost: Cost, length: int) -> Cost:
+        parts = self.model.step(0, Load(length, 0, "fp32"))
+        heads = sum(part.operations for part in parts if part.name == "head")
+        return replace(cost, products=cost.products - heads * (length - 1) / length)
+
+    def gguf(self, sizes: Mapping[str, int], context: int, batch: int, window: int = 1) -> Cost:
+        """A pass of llama.cpp over `window` tokens of each sequence; its caches are in fp16."""
+        tokens = batch * window
+        read = sum(
+            size * (self.share(tokens) if "_exps." in name else 1)
+            for name, size in sizes.items()
+            if not name.startswith("token_embd.")
+        )
+        widths = family_of(self.config).cache_specs(self.config, ALONE)
+        row = sum(widths[: self.config.num_hidden_layers]) * FP16
+        products, attention = self.operations(0, context, tokens)
+        return Cost(read + batch * context * row, products, attention)
+
+
+def count(checkpoint: Path) -> Counted:
+    """Of a checkpoint on disk, which is not needed any more afterwards."""
+    layout = find_layout(str(checkpoint), None)
+    return Counted(layout.config, engine_model(layout, NONE))
+
+
+def draft_passes(manifest: Manifest) -> list[int]:
+    """Tokens per request of each pass of an MTP module."""
+    nextn = manifest.build.nextn
+    if not nextn:
+        return []
+    vanilla = manifest.build.drafter == "mtp-vanilla"
+    return [nextn + 1] * nextn if vanilla else [nextn + 1, *[1] * (nextn - 1)]
+
+
+def weight_groups(engine: Path, config: ModelConfig) -> Counter[str]:
+    """Bytes in the weights file by what a step does with them."""
+    table = family_of(config).weight_table(config, WHOLE)
+    routed = {weight.name for weight in table if weight.slices > 1}
+    found: Counter[str] = Counter()
+    for name, place in read_places(engine / WEIGHTS).items():
+        found[group(weight_of(name), routed)] += place.size
+    return found
+
+
+def group(name: str, routed: set[str]) -> str:
+    """The kind of a weight, by its name in the program."""
+    leaf, module = name.rpartition(".")[2], name.startswith("mtp.")
+    if leaf == "embed_tokens":
+        return "embedding"
+    if leaf == "lm_head":
+        return "module head" if module else "head"
+    if leaf == "draft_head":
+        return "draft_head"
+    kind = "module" if module else "trunk"
+    return f"{kind}, routed" if name in routed else kind
+
+
+def row_bytes(manifest: Manifest) -> Counter[str]:
+    """Bytes of a cached token in all main layers (`kv`) and in all modules in use (`mtp_kv`)."""
+    found: Counter[str] = Counter()
+    for spec in manifest.state:
+        if spec.kind == "cache":
+            found[spec.name.partition(".")[0]] += spec.shape[-1] * (
+                FP32 if spec.dtype == "float32" else FP16
+            )
+    return found
+
+
+def as_json(costs: Mapping[str, Cost]) -> dict[str, dict[str, float]]:
+    return {name: asdict(cost) for name, cost in costs.items()}

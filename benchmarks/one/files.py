@@ -1,0 +1,90 @@
+"""Makes what a section measures: checkpoint, engines, GGUF file; and counts what lies on disk."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpbuild.runtime.errors import UsageError
+from one.cost import Counted, count
+from one.random_checkpoint import write_checkpoint
+from one.shapes import Shape
+
+PEER = Path(__file__).parents[1] / "peer"
+QUARTER = 4  # the share of the vocabulary that reduced drafts are chosen from
+
+
+@dataclass
+class Workshop:
+    """A folder for one model's files; `most` is the largest that it has been, in bytes."""
+
+    folder: Path
+    shape: Shape
+    watch: Callable[[str], None]
+    most: int = 0
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    @property
+    def vocabulary(self) -> int:
+        return self.shape.config.vocab_size
+
+    def write_checkpoint(self) -> Counted:
+        self.watch(f"writing a checkpoint of {self.shape.name}, {self.shape.weights}")
+        write_checkpoint(self.checkpoint, self.shape)
+        self._weigh()
+        return count(self.checkpoint)
+
+    def build(self, name: str, nextns: tuple[int, ...], *flags: str) -> list[Path]:
+        """Engines of the checkpoint, a folder each; those of one build share their weights."""
+        self.watch(f"building {name}, nextn {', '.join(map(str, nextns))}")
+        out = self.folder / name
+        said = ",".join(map(str, nextns))
+        place = out / f"n{said}" if len(nextns) == 1 else out
+        command = ["-m", "mtpbuild", "build", "--model", str(self.checkpoint), "--nextn", said]
+        run([sys.executable, *command, "--out", str(place), *flags])
+        self._weigh()
+        return [next(out.glob(f"*n{nextn}")) for nextn in nextns]
+
+    def draft_vocab(self) -> str:
+        """A file of the ids of a quarter of the vocabulary; which they are costs nothing."""
+        path = self.folder / "draft_ids.json"
+        path.write_text(json.dumps([*range(self.vocabulary // QUARTER)]), encoding="utf-8")
+        return str(path)
+
+    def write_gguf(self, python: Path) -> tuple[Path, dict[str, int]]:
+        """The same shape for llama.cpp, and the bytes of its tensors."""
+        self.watch(f"writing GGUF, {self.shape.gguf}")
+        config, out = self.folder / "config.json", self.folder / f"{self.shape.gguf}.gguf"
+        config.write_text(json.dumps(dict(self.shape.raw)), encoding="utf-8")
+        script = [str(python), str(PEER / "gguf_random.py"), str(config), str(out)]
+        sizes: dict[str, int] = json.loads(run([*script, "--type", self.shape.gguf]))
+        self._weigh()
+        return out, sizes
+
+    def drop_checkpoint(self) -> None:
+        shutil.rmtree(self.checkpoint)
+
+    def _weigh(self) -> None:
+        self.most = max(self.most, on_disk(self.folder))
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes of a folder's files, those with several names once."""
+    files = (path.stat() for path in folder.rglob("*") if path.is_file())
+    return sum({stat.st_ino: stat.st_size for stat in files}.values())
+
+
+def run(command: list[str]) -> str:
+    """Standard output; a command that fails ends in one line."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        last = said[-1] if said else "no message"
+        raise UsageError(f"{' '.join(command[:4])} ended with {done.returncode}: {last}")
+    return done.stdout

@@ -1,0 +1,68 @@
+"""What this machine can do, which bounds every step: read memory, and multiply matrices."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtpbuild.builder.bench.machine import describe_machine
+
+# Bytes that are read again and again: a step finds in caches what it left there.
+SIZES = (10**7, 3 * 10**7, 10**8, 3 * 10**8, 10**9, 2 * 10**9)
+SIDE = 1024  # of the matrices
+SECONDS = 1.0  # that each is tried for
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes per second by the bytes that are read, operations per second of large products."""
+
+    reading: tuple[tuple[float, float], ...]
+    fp32: float
+    int8: float
+
+    def bandwidth(self, size: float) -> float:
+        """Bytes per second of reading so many bytes again and again."""
+        sizes, speeds = zip(*self.reading, strict=True)
+        return float(np.interp(math.log(max(size, 1)), np.log(sizes), speeds))
+
+    def rate(self, weights: str) -> float:
+        return self.fp32 if weights == "fp32" else self.int8
+
+
+def machine_of(figures: dict[str, Any]) -> Machine:
+    """The machine of `measure_machine`'s figures, as JSON has them."""
+    reading = tuple((size, speed) for size, speed in figures["reading"])
+    return Machine(reading, figures["fp32"], figures["int8"])
+
+
+def measure_machine(threads: int) -> dict[str, Any]:
+    """A Machine's figures, and a description."""
+    torch.set_num_threads(threads)
+    reading = []
+    for size in SIZES:
+        held = torch.ones(size // 4)
+        reading.append((size, size / least(held.sum)))
+    one, other = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    few, more = (torch.randint(-128, 128, (SIDE, SIDE), dtype=torch.int8) for _ in range(2))
+    figures = {
+        "reading": reading,
+        "fp32": 2 * SIDE**3 / least(lambda: one @ other),
+        "int8": 2 * SIDE**3 / least(lambda: torch._int_mm(few, more)),
+    }
+    return {"figures": figures, "about": describe_machine(threads)}
+
+
+def least(work: Callable[[], object]) -> float:
+    """Seconds of the fastest call: a bound must not be what others left of the machine."""
+    work()
+    found, end = math.inf, time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        found = min(found, time.perf_counter() - start)
+    return found

@@ -1,0 +1,192 @@
+"""A published shape in int4 beside llama.cpp's Q4_0: disk, memory, start, tokens, prompts, drafts.
+
+Engines: nextn 0 and one that drafts, which share a weights file; and one with drafts over a quarter
+of the vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from mtpbuild.runtime.manifest import read_manifest
+from one.cost import Counted, as_json, weight_groups
+from one.files import Workshop, on_disk
+from one.report import Aim, Row, over, rate, scaled, table
+from one.run import Run
+from one.section import Data, Found
+from one.shapes import Shape, published
+from one.sides import LLAMA, Side, decode, ours, prompt, take_turns
+
+PLAIN, DRAFTING, REDUCED = "nextn 0", "drafting", "drafting, a quarter"
+SHORT, LONG, PROMPT = 32, 1024, 256
+GB, WEIGHTS = 1e-9, "int4"
+STEP = 1.1  # times the ratio of bytes that a step with drafts may take
+
+
+@dataclass(frozen=True)
+class Published:
+    """A recipe, its drafts and how many are accepted, and the aims that it has of its own.
+
+    rates: unconditional, as `--synthetic-acceptance-rates` takes them. disk: GB of all layers.
+    gain, reduced_gain: tokens/s over llama.cpp's, without and with a reduced draft vocabulary.
+    """
+
+    recipe: str
+    nextn: int
+    rates: tuple[float, ...]
+    reduced_gain: float
+    gain: float | None = None
+    disk: float | None = None
+
+    @property
+    def accepted(self) -> float:
+        """Tokens of a step."""
+        return 1 + sum(self.rates)
+
+    def shape(self, layers: int | None) -> Shape:
+        return published(self.recipe, layers)
+
+    def measure(self, run: Run) -> Data:
+        shape = self.shape(run.layers)
+        shop = Workshop(run.folder, shape, run.watch)
+        counted = shop.write_checkpoint()
+        engines = self.build(shop)
+        shop.drop_checkpoint()  # before the GGUF file, so that less disk is needed
+        sides = [*self.our_sides(engines, run, shop.vocabulary)]
+        costs = self.our_costs(counted, engines)
+        sizes = {name: on_disk(engine) for name, engine in engines.items()}
+        if run.peers is not None:
+            gguf, tensors = shop.write_gguf(run.peers)
+            sides.append(self.their_side(gguf, run, shop.vocabulary))
+            costs |= self.their_costs(counted, tensors)
+            sizes[LLAMA] = gguf.stat().st_size
+        return {
+            "whole": shape.whole,
+            "layers": shape.config.num_hidden_layers,
+            "bits": bits(engines[PLAIN], shape),
+            "sizes": sizes,
+            "costs": costs,
+            "rounds": take_turns(sides, run),
+            "most_on_disk": shop.most,
+        }
+
+    def build(self, shop: Workshop) -> dict[str, Path]:
+        length = ("--max-seq-len", str(LONG + 512))
+        plain, drafting = shop.build("whole", (0, self.nextn), *length)
+        flags = (*length, "--draft-vocab", shop.draft_vocab())
+        (reduced,) = shop.build("quarter", (self.nextn,), *flags)
+        return {PLAIN: plain, DRAFTING: drafting, REDUCED: reduced}
+
+    def our_sides(self, engines: dict[str, Path], run: Run, vocabulary: int) -> Iterator[Side]:
+        """Memory is looked at behind the greedy request: what follows loads more programs."""
+        short = {"short": decode(run.steps, SHORT, filled=False)}
+        accepted = {"accepted": decode(run.steps, SHORT, filled=False, rates=self.rates)}
+        plain = {"prompt": prompt(PROMPT), "long": decode(run.steps, LONG)}
+        for name, engine in engines.items():
+            rest = plain if name == PLAIN else accepted
+            yield ours(name, engine, short | rest, vocabulary)
+
+    def their_side(self, gguf: Path, run: Run, vocabulary: int) -> Side:
+        assert run.peers is not None
+        asks = {
+            "short": decode(run.steps, SHORT, filled=False),
+            "prompt": prompt(PROMPT),
+            "long": decode(run.steps, LONG),
+            "verify": decode(run.steps, SHORT, filled=False, window=self.nextn + 1),
+        }
+        return Side(LLAMA, run.peers, gguf, asks, vocabulary)
+
+    def our_costs(self, counted: Counted, engines: dict[str, Path]) -> Data:
+        plain = engines[PLAIN]
+        costs = {name: counted.step(engine, SHORT, 1) for name, engine in engines.items()}
+        costs["long"] = counted.step(plain, LONG, 1)
+        costs["prompt"] = counted.prompt(plain, PROMPT)
+        return as_json(costs)
+
+    def their_costs(self, counted: Counted, tensors: dict[str, int]) -> Data:
+        costs = {
+            LLAMA: counted.gguf(tensors, SHORT, 1),
+            f"{LLAMA}, long": counted.gguf(tensors, LONG, 1),
+            f"{LLAMA}, prompt": counted.gguf_prompt(tensors, PROMPT),
+            f"{LLAMA}, verify": counted.gguf(tensors, SHORT, 1, self.nextn + 1),
+        }
+        return as_json(costs)
+
+    def tables(self, found: Found) -> list[Table]:
+        data = found.data
+        title = (
+            f"{self.recipe}, {data['layers']} layers, random weights, int4 beside Q4_0; drafting: "
+            f"nextn {self.nextn}; {data['most_on_disk'] * GB:.1f} GB on disk at most"
+        )
+        rows = (self.stored(found), self.times(found), self.steps(found), self.gains(found))
+        return [table(title, (row for part in rows for row in part))]
+
+    def stored(self, found: Found) -> Iterator[Row]:
+        """Disk, memory, and what it takes to get there; some aims are of the whole model."""
+        measured, sizes, whole = found.measured, found.data["sizes"], found.data["whole"]
+        size, theirs = sizes[PLAIN] * GB, scaled(sizes.get(LLAMA), GB)
+        row = Row("engine on disk, MTP module included", "GB", (size, theirs))
+        yield row.judge(size, Aim(self.disk)) if whole and self.disk else row
+        width = found.data["bits"]
+        yield Row("a weight but embedding and head", "bits", (width,)).judge(width, Aim(4.5))
+        their_peak = measured.memory(LLAMA, "short")
+        for name in (PLAIN, DRAFTING):
+            peak = measured.memory(name, "short")
+            numbers = scaled(peak, GB), scaled(their_peak, GB)
+            row = Row(f"peak memory, greedy, {name}; over disk", "GB", numbers)
+            yield row.judge(over(peak, sizes[name]), Aim(1.3), over(their_peak, sizes.get(LLAMA)))
+        first = measured.first(PLAIN)
+        row = Row("start to first token", "s", (first, measured.first(LLAMA)))
+        yield row.judge(first, Aim(15.0)) if whole else row
+
+    def times(self, found: Found) -> Iterator[Row]:
+        """Tokens one by one, and a prompt."""
+        measured = found.measured
+        for ask, context in (("short", SHORT), ("long", LONG)):
+            own, other = measured.step(PLAIN, ask), measured.step(LLAMA, ask)
+            costs = (PLAIN, LLAMA) if ask == "short" else (ask, f"{LLAMA}, {ask}")
+            row = found.timed(f"token behind {context}, nextn 0", (own, other), costs, WEIGHTS)
+            yield row.judge(over(own, other), Aim(1.0))
+        own, other = measured.prompt(PLAIN, "prompt"), measured.prompt(LLAMA, "prompt")
+        bounds = (found.bound(name, WEIGHTS) for name in ("prompt", f"{LLAMA}, prompt"))
+        speeds = (*(rate(PROMPT, seconds) for seconds in (own, other, *bounds)),)
+        row = Row(f"prompt of {PROMPT}", "tokens/s", speeds)
+        yield row.judge(over(other, own), Aim(1.5, at_least=True))
+
+    def steps(self, found: Found) -> Iterator[Row]:
+        """A step with drafts over a step without, beside the ratio of their bytes."""
+        measured, plain = found.measured, found.cost(PLAIN)
+        own, other = measured.step(PLAIN, "short"), measured.step(LLAMA, "verify")
+        assert plain is not None
+        for name in (DRAFTING, REDUCED):
+            step, cost = measured.step(name, "short"), found.cost(name)
+            assert cost is not None
+            beside = cost.bytes / plain.bytes
+            label = f"step, {name}; {self.nextn + 1} tokens of llama.cpp"
+            row = found.timed(label, (step, other), (name, f"{LLAMA}, verify"), WEIGHTS)
+            yield row.judge(over(step, own), Aim(STEP * beside), beside)
+
+    def gains(self, found: Found) -> Iterator[Row]:
+        """Tokens per second with drafts that are accepted by chance."""
+        measured = found.measured
+        other = rate(1, measured.step(LLAMA, "short"))
+        their_bound = rate(1, found.bound(LLAMA, WEIGHTS))
+        for name, gain in ((DRAFTING, self.gain), (REDUCED, self.reduced_gain)):
+            own = rate(self.accepted, measured.step(name, "accepted"))
+            bound = rate(self.accepted, found.bound(name, WEIGHTS))
+            label = f"{self.accepted:.2f} tokens a step, {name}"
+            row = Row(label, "tokens/s", (own, other, bound, their_bound))
+            yield row.judge(over(own, other), None if gain is None else Aim(gain, at_least=True))
+
+
+def bits(engine: Path, shape: Shape) -> float:
+    """Bits of a stored weight, scales included, without embedding and head."""
+    config: Any = shape.config
+    held = weight_groups(engine, config)
+    ends = held.pop("embedding") + held.pop("head")
+    assert ends
+    own = read_manifest(engine).model.parameters - 2 * config.vocab_size * config.hidden_size
+    return 8 * held.total() / own

@@ -1,0 +1,106 @@
+"""Writes a checkpoint as `mtpbuild quantize` would, whose blocks are random: nothing is quantised.
+
+Values are as large as in a model whose activations keep their size, so that they stay finite and
+each token goes to experts of its own: products have a standard deviation near one over the root of
+their inputs, embeddings near 1, norms are 1 and biases 0. Some MB are in memory at a time.
+"""
+
+import json
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.checkpoint.side_files import CONFIG
+from mtpbuild.builder.checkpoint.write import TYPES, split, write_shards
+from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models.common.weights import WHOLE, Source
+from mtpbuild.builder.quantize.formats import Format, Part
+from mtpbuild.builder.quantize.quantize import quantization_config
+from mtpbuild.builder.quantize.scheme import PLAIN
+from one.shapes import Shape
+
+PIECE = 1 << 26  # bytes that are in memory at once
+ROWS = 128  # of normal values, which are quantised to see what scales are like
+
+
+def write_checkpoint(folder: Path, shape: Shape) -> None:
+    """Write the shape's checkpoint, unless the folder has one."""
+    if (folder / CONFIG).exists():
+        return
+    config, scheme = shape.config, shape.scheme
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {source.name: source for source in sources(config)}
+    formats = {name: scheme.format(config, source) for name, source in found.items()}
+    parts = {
+        name + suffix: part
+        for name, source in found.items()
+        for suffix, part in stored(source, formats[name]).items()
+    }
+    write_shards(folder, split(parts), tensors(config, found, formats))
+    raw = dict(shape.raw)
+    if scheme.main != PLAIN:
+        raw["quantization_config"] = quantization_config(scheme)
+    (folder / CONFIG).write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+
+
+def sources(config: ModelConfig) -> Iterator[Source]:
+    for weight in family_of(config).weight_table(config, WHOLE):
+        yield from weight.sources
+
+
+def stored(source: Source, format: Format | None) -> dict[str, Part]:
+    if format is not None:
+        return format.parts(source.shape)
+    return {"": Part("F32" if source.name.endswith("bias") else "BF16", source.shape)}
+
+
+def tensors(
+    config: ModelConfig, found: dict[str, Source], formats: dict[str, Format | None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint, some rows at a time."""
+    table = family_of(config).weight_table(config, WHOLE)
+    looked_up = {source.name for weight in table if weight.looked_up for source in weight.sources}
+    torch.manual_seed(0)
+    random = np.random.Generator(np.random.SFC64(0))
+    for name, source in found.items():
+        deviation = 1.0 if name in looked_up else source.shape[-1] ** -0.5
+        format = formats[name]
+        if format is None:
+            yield from ((name, piece) for piece in plain(source, deviation))
+            continue
+        normal = torch.randn(ROWS, source.shape[1]) * deviation
+        amax = normal.abs().max() if format.needs_amax else None
+        like = format.encode(normal, amax)
+        for suffix, part in format.parts(source.shape).items():
+            yield from ((name + suffix, p) for p in pieces(part, like[suffix], random))
+
+
+def plain(source: Source, deviation: float) -> Iterator[Tensor]:
+    if len(source.shape) == 1:
+        value = 0.0 if source.name.endswith("bias") else 1.0
+        yield torch.full(source.shape, value)
+        return
+    step = max(1, PIECE // (4 * prod(source.shape[1:])))
+    for start in range(0, source.shape[0], step):
+        rows = min(step, source.shape[0] - start)
+        yield torch.randn(rows, *source.shape[1:]) * deviation
+
+
+def pieces(part: Part, like: Tensor, random: np.random.Generator) -> Iterator[Tensor]:
+    """A stored tensor: packed values are random bytes, scales those of quantised normal values."""
+    if not part.shape:
+        yield like
+        return
+    row = prod(part.shape[1:])
+    step = max(1, PIECE // (row * TYPES[part.dtype].itemsize))
+    for start in range(0, part.shape[0], step):
+        rows = min(step, part.shape[0] - start)
+        if part.dtype == "U8":
+            words = random.integers(0, 2**64, -(-rows * row // 8), np.uint64)
+            yield torch.from_numpy(words.view(np.uint8)[: rows * row])
+        else:
+            yield like[torch.arange(start, start + rows) % len(like)]

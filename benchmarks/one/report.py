@@ -1,0 +1,82 @@
+"""Rows of figures with their bounds, the other side's beside them, a ratio and its aim."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rich.table import Table
+
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a figure should be: at most, or at least."""
+
+    value: float
+    at_least: bool = False
+    unit: str = ""
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.value:.3g}{self.unit}"
+
+    def reached(self, value: float) -> bool:
+        return value >= self.value if self.at_least else value <= self.value
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure of both sides in `unit`, and what the machine allows; None where nothing is known.
+
+    numbers: ours, theirs, our bound, their bound; the last ones may be left out. judged: the number
+    that the aim is about, most often a ratio. beside: what it is compared with, such as the ratio
+    of bytes or the other side's.
+    """
+
+    name: str
+    unit: str
+    numbers: tuple[float | None, ...]
+    judged: float | None = None
+    beside: float | None = None
+    aim: Aim | None = None
+
+    def judge(
+        self, ratio: float | None, aim: Aim | None = None, beside: float | None = None
+    ) -> "Row":
+        """The row with the number that its aim is about, and what is shown beside it."""
+        return replace(self, judged=ratio, aim=aim, beside=beside)
+
+    def cells(self) -> list[str]:
+        judged = NONE if self.judged is None else f"{self.judged:.2f}"
+        if self.aim is not None and self.judged is not None:
+            color = "green" if self.aim.reached(self.judged) else "red"
+            judged = f"[{color}]{judged}[/{color}]"
+        ours, theirs, bound, their_bound = (*self.numbers, None, None, None)[:4]
+        texts = (
+            NONE if each is None else f"{each:.4g}" for each in (ours, bound, theirs, their_bound)
+        )
+        beside = NONE if self.beside is None else f"{self.beside:.2f}"
+        aim = NONE if self.aim is None else str(self.aim)
+        return [f"{self.name}, {self.unit}", *texts, judged, beside, aim]
+
+
+def table(title: str, rows: Iterable[Row]) -> Table:
+    columns = ["mtpbuild", "bound", "llama.cpp", "bound", "ratio", "beside", "aim"]
+    grid = Table("figure", title=title, title_justify="left")
+    for column in columns:
+        grid.add_column(column, justify="right")
+    for row in rows:
+        grid.add_row(*row.cells())
+    return grid
+
+
+def over(above: float | None, below: float | None) -> float | None:
+    """Their ratio, where both are known."""
+    return above / below if above is not None and below else None
+
+
+def scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def rate(count: float, seconds: float | None) -> float | None:
+    return count / seconds if seconds else None

@@ -1,0 +1,155 @@
+"""Runs one side at a time, each in a process of its own, and gathers what they answer.
+
+Sides take turns, round after round: two of them would not fit into memory together. What a side
+reads is read once before it starts, so that its page cache is warm.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from one.run import Run
+
+PEER = Path(__file__).parents[1] / "peer"
+OURS, LLAMA = "mtpbuild", "llama.cpp"
+WARM = 2  # steps at the start of a request that are not counted
+PATIENCE = 3600  # seconds that a side may take
+CHUNK = 1 << 24
+
+Answers = dict[str, dict[str, Any]]  # by what was asked; a side that died leaves `error`
+
+
+@dataclass(frozen=True)
+class Side:
+    """An engine of ours or a GGUF file, and what it is asked, by name.
+
+    rows: cached tokens that a request may need at most.
+    """
+
+    name: str
+    python: Path
+    path: Path
+    asks: Mapping[str, Mapping[str, Any]]
+    vocabulary: int
+    rows: int = 2048
+
+    @property
+    def script(self) -> str:
+        return str(PEER / ("llama_side.py" if self.path.suffix == ".gguf" else "ours_side.py"))
+
+    def run(self, threads: int, work: Path) -> Answers:
+        """Answers by name; "first" is what start and first token took."""
+        warm(self.path)
+        job = {"path": str(self.path), "threads": threads, "rows": self.rows}
+        job |= {"vocabulary": self.vocabulary, "asks": [*self.asks.values()]}
+        file = work / "job.json"
+        file.write_text(json.dumps(job), encoding="utf-8")
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        command = [str(self.python), self.script, str(file)]
+        with (
+            (work / "said").open("w+", encoding="utf-8") as said,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+            ) as process,
+        ):
+            watchdog = threading.Timer(PATIENCE, process.kill)
+            watchdog.start()
+            answered, _ = process.communicate()
+            watchdog.cancel()
+            said.seek(0)
+            messages = [line.strip() for line in said if line.strip()]
+        found: Answers = dict(
+            zip(("first", *self.asks), map(json.loads, answered.splitlines()), strict=False)
+        )
+        if process.returncode:
+            last = messages[-1] if messages else "no message"
+            found["error"] = {"message": f"ended with {process.returncode}: {last}"}
+        return found
+
+
+def ours(name: str, engine: Path, asks: Mapping[str, Any], vocabulary: int) -> Side:
+    return Side(name, Path(sys.executable), engine, asks, vocabulary)
+
+
+def decode(
+    steps: int,
+    context: int,
+    batch: int = 1,
+    filled: bool = True,
+    rates: Sequence[float] | None = None,
+    window: int = 1,
+) -> dict[str, Any]:
+    """What side.py's `decode` asks; rates are for our side, a window for llama.cpp's."""
+    ask = {"kind": "decode", "steps": steps + WARM, "context": context, "batch": batch}
+    return ask | {"filled": filled, "rates": rates, "window": window}
+
+
+def prompt(length: int, times: int = 2) -> dict[str, Any]:
+    return {"kind": "prompt", "length": length, "times": times}
+
+
+def warm(path: Path) -> None:
+    """Read every byte of a file or folder, so that the system has it in memory."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    for each in files:
+        with each.open("rb", buffering=0) as file:
+            while file.read(CHUNK):
+                pass
+
+
+def take_turns(sides: Sequence[Side], run: Run) -> dict[str, list[Answers]]:
+    """Answers of each side, a list entry for each round."""
+    found: dict[str, list[Answers]] = {side.name: [] for side in sides}
+    for i in range(run.rounds):
+        turn = i % len(sides)
+        for side in [*sides[turn:], *sides[:turn]]:
+            run.watch(f"round {i + 1} of {run.rounds}: {side.name}")
+            answers = side.run(run.threads, run.folder)
+            if "error" in answers:
+                run.watch(f"{side.name} {answers['error']['message']}")
+            found[side.name].append(answers)
+    return found
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The answers of a section, by side: medians over rounds, None where nobody answered."""
+
+    rounds: Mapping[str, Sequence[Answers]]
+
+    def step(self, side: str, ask: str) -> float | None:
+        """Seconds of a step, the median of the medians."""
+        return self._median(side, ask, lambda answer: statistics.median(answer["steps"][WARM:]))
+
+    def prompt(self, side: str, ask: str) -> float | None:
+        """Seconds to the token behind a prompt."""
+        return self._median(side, ask, lambda answer: statistics.median(answer["seconds"]))
+
+    def first(self, side: str) -> float | None:
+        return self._median(side, "first", lambda answer: answer["first_s"])
+
+    def memory(self, side: str, ask: str, kind: str = "VmHWM") -> float | None:
+        """Bytes when the ask was answered."""
+        return self._median(side, ask, lambda answer: answer[kind])
+
+    def errors(self) -> dict[str, str]:
+        return {
+            name: answers["error"]["message"]
+            for name, rounds in self.rounds.items()
+            for answers in rounds
+            if "error" in answers
+        }
+
+    def _median(
+        self, side: str, ask: str, figure: Callable[[dict[str, Any]], float]
+    ) -> float | None:
+        rounds = self.rounds.get(side, ())
+        found = [figure(answers[ask]) for answers in rounds if ask in answers]
+        return statistics.median(found) if found and None not in found else None

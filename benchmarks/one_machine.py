@@ -1,0 +1,190 @@
+"""One machine: models of a real size at the speed and in the memory that they should take.
+
+    tools/peers_env.sh                            # once: llama.cpp, in .venv-peers
+    python benchmarks/one_machine.py --layers 4   # a quick look
+    python benchmarks/one_machine.py [--only moe,dense,small-moe,contexts] [--rounds 3]
+
+Writes checkpoints with random quantised blocks and GGUF files of the same shapes, builds engines,
+runs each side in a process of its own, in turn, and prints tables: figures beside what this
+machine's memory and arithmetic allow (bound), beside llama.cpp's, and ratios beside their aims.
+Weights of the two sides are not equal; shapes, and bytes within what the formats differ by, are.
+
+A section's figures are stored in --out as soon as it ends, and a section that is stored is printed
+and not measured again: --again measures it. Below 30 GB of --work are in use at a time.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from one.contexts import Contexts
+from one.machine import machine_of, measure_machine
+from one.published import Published
+from one.run import Run
+from one.section import Found, Section
+from one.shapes import DENSE, MOE
+from one.small_moe import SmallMoE
+from rich.console import Console
+from rich.table import Table
+from script import run
+
+from mtpbuild.runtime.errors import MtpbuildError, UsageError
+
+SECTIONS: dict[str, Section] = {
+    "moe": Published(MOE, 1, (0.85,), reduced_gain=1.3, gain=1.15, disk=6.8),
+    # Accepted with 0.85, and the second draft behind an accepted first one with 0.7.
+    "dense": Published(DENSE, 2, (0.85, 0.85 * 0.7), reduced_gain=1.6),
+    "small-moe": SmallMoE(),
+    "contexts": Contexts(),
+}
+OTHER_PYTHON = Path(".venv-peers/bin/python")
+WIDTH = 150  # columns, where the terminal has fewer
+
+
+def load(out: Path) -> dict[str, Any]:
+    """Sections that were measured before, by name."""
+    if not out.exists():
+        return {}
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def store(out: Path, sections: dict[str, Any]) -> None:
+    """Replace the file at once, so that a reader never sees half of it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f"{out.name}.part")
+    part.write_text(json.dumps(sections, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, out)
+
+
+def measure(name: str, how: Run, keep: bool) -> dict[str, Any]:
+    """One section's figures; what it wrote is removed."""
+    how.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return SECTIONS[name].measure(how)
+    finally:
+        if not keep:
+            shutil.rmtree(how.folder, ignore_errors=True)
+
+
+def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What makes figures of a section comparable; with others it is measured anew."""
+    return {name: getattr(arguments, name) for name in ("layers", "rounds", "steps", "threads")}
+
+
+def about(measured: dict[str, Any]) -> Table:
+    """What a section's bounds were made of."""
+    machine, said = machine_of(measured["figures"]), measured["about"]
+    title = f"{said['cpu']}, {said['threads']} threads, {said['date']}"
+    grid = Table("what bounds a step", "of this machine", title=title, title_justify="left")
+    for size, speed in machine.reading:
+        grid.add_row(f"reading {size / 1e6:,.0f} MB again and again", f"{speed / 1e9:.1f} GB/s")
+    for name in ("fp32", "int8"):
+        grid.add_row(f"products of matrices, {name}", f"{machine.rate(name) / 1e9:,.0f} Gop/s")
+    return grid
+
+
+def show(sections: dict[str, Any], console: Console) -> None:
+    """Print all that was measured, each with the machine as it was then."""
+    shown: dict[str, Any] = {}
+    for name, section in sections.items():
+        if section["machine"] != shown:
+            shown = section["machine"]
+            console.print(about(shown))
+        found = Found(section["figures"], machine_of(shown["figures"]))
+        console.print(*SECTIONS[name].tables(found))
+        for error in failures(section["figures"]):
+            console.print(error, style="red", markup=False)
+
+
+def failures(figures: dict[str, Any]) -> list[str]:
+    """What sides of a section died of."""
+    found = []
+    for key, value in figures.items():
+        if key == "rounds":
+            for side, rounds in value.items():
+                found += [
+                    f"{side} {each['error']['message']}" for each in rounds if "error" in each
+                ]
+        elif isinstance(value, dict):
+            found += failures(value)
+    return found
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
+    parser.add_argument("--layers", type=int, help="of a model's trunk, at most; default: all")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24, help="of each request")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path("runs/one_machine"))
+    parser.add_argument("--out", type=Path, default=Path("bench_results/one_machine.json"))
+    parser.add_argument("--peers-python", type=Path, default=OTHER_PYTHON, help="has llama.cpp")
+    parser.add_argument("--ours-alone", action="store_true", help="without llama.cpp")
+    parser.add_argument("--again", action="store_true", help="measure stored sections too")
+    parser.add_argument("--keep", action="store_true", help="keep checkpoints and engines")
+    return parser.parse_args()
+
+
+def check(arguments: argparse.Namespace) -> list[str]:
+    """The sections that are wanted; raises UsageError."""
+    names = arguments.only.split(",")
+    for name in names:
+        if name not in SECTIONS:
+            raise UsageError(f"--only {name}: expected of {', '.join(SECTIONS)}")
+    for flag in ("layers", "rounds", "steps", "threads"):
+        value = getattr(arguments, flag)
+        if value is not None and value < 1:
+            raise UsageError(f"--{flag} {value}: expected a number from 1")
+    if not arguments.ours_alone and not arguments.peers_python.exists():
+        raise UsageError(
+            f"no {arguments.peers_python}: run tools/peers_env.sh, or say --peers-python or "
+            "--ours-alone"
+        )
+    return names
+
+
+def main() -> None:
+    arguments = arguments_of()
+    names, console = check(arguments), Console(width=max(Console().width, WIDTH))
+    sections, how_measured = load(arguments.out), settings(arguments)
+    old = {name for name in names if sections.get(name, {}).get("settings") == how_measured}
+    missing = [name for name in names if arguments.again or name not in old]
+    machine = measure_machine(arguments.threads) if missing else None
+    failed = []
+    for name in missing:
+        try:
+            figures = measure(name, run_of(arguments, name, console), arguments.keep)
+        except (MtpbuildError, OSError) as error:
+            failed.append(name)
+            console.print(f"{name}: {error}", style="red", markup=False)
+            continue
+        sections[name] = {"settings": how_measured, "machine": machine, "figures": figures}
+        store(arguments.out, sections)
+    show({name: sections[name] for name in names if name in sections}, console)
+    if failed:
+        sys.exit(f"not measured: {', '.join(failed)}")
+
+
+def run_of(arguments: argparse.Namespace, name: str, console: Console) -> Run:
+    def watch(text: str) -> None:
+        console.print(f"{name}: {text}", style="dim", markup=False)
+
+    return Run(
+        arguments.work / name,
+        arguments.threads,
+        arguments.rounds,
+        arguments.steps,
+        arguments.layers,
+        None if arguments.ours_alone else arguments.peers_python,
+        watch,
+    )
+
+
+if __name__ == "__main__":
+    run(main)

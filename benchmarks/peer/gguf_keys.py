@@ -1,0 +1,145 @@
+"""What llama.cpp asks of a GGUF file for a model: its architecture, keys, tensors and shapes.
+
+`deepseek2` is DeepSeek-V3's class, `qwen2` the trunk of MiMo. No vocabulary: token ids only. No MTP
+modules: llama.cpp runs one of them at most, and only in its server. Shapes are NumPy's, the reverse
+of ggml's. Nothing here needs `gguf`.
+"""
+
+from typing import Any
+
+Config = dict[str, Any]  # config.json of the checkpoint
+Shapes = dict[str, tuple[int, ...]]
+SIGMOID = 2  # gguf.ExpertGatingFuncType
+ARCHITECTURES = {"deepseek_v3": "deepseek2", "mimo": "qwen2"}  # by model_type
+# Matrices that llama.cpp wants in fp32, whatever the others are in.
+PLAIN = "ffn_gate_inp"
+
+
+def architecture(c: Config) -> str:
+    kind = c["model_type"]
+    if kind not in ARCHITECTURES:
+        raise SystemExit(f"model_type {kind}: expected {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[kind]
+
+
+def write_keys(writer: Any, c: Config) -> None:
+    """writer: a gguf.GGUFWriter."""
+    writer.add_vocab_size(c["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_rope_freq_base(c["rope_theta"])
+    if architecture(c) == "qwen2":
+        writer.add_head_count_kv(c["num_key_value_heads"])
+        return
+    write_latent_keys(writer, c)
+    write_expert_keys(writer, c)
+
+
+def write_latent_keys(writer: Any, c: Config) -> None:
+    """Latent attention in the absorbed form: one key and value head of the latent's width."""
+    rank, rope = c["kv_lora_rank"], c["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(c["qk_nope_head_dim"] + rope)
+    writer.add_value_length_mla(c["v_head_dim"])
+    # Without the key llama.cpp takes models of 26, 27 or 48 layers alone for such without q_lora.
+    writer.add_q_lora_rank(c["q_lora_rank"] or 0)
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rope)
+    if scaling := c.get("rope_scaling"):
+        import gguf
+
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        # llama.cpp's own converter stores it with this factor, and its loader takes it out.
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
+
+
+def write_expert_keys(writer: Any, c: Config) -> None:
+    import gguf
+
+    writer.add_leading_dense_block_count(c["first_k_dense_replace"])
+    writer.add_expert_count(c["n_routed_experts"])
+    writer.add_expert_used_count(c["num_experts_per_tok"])
+    writer.add_expert_shared_count(c["n_shared_experts"])
+    writer.add_expert_feed_forward_length(c["moe_intermediate_size"])
+    writer.add_expert_weights_scale(c["routed_scaling_factor"])
+    writer.add_expert_weights_norm(c["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType(SIGMOID))
+    writer.add_expert_group_count(c["n_group"])
+    writer.add_expert_group_used_count(c["topk_group"])
+
+
+def shapes(c: Config) -> Shapes:
+    """Every tensor of the file and its shape."""
+    E, V = c["hidden_size"], c["vocab_size"]
+    found: Shapes = {
+        "token_embd.weight": (V, E),
+        "output_norm.weight": (E,),
+        "output.weight": (V, E),
+    }
+    layer = grouped_layer if architecture(c) == "qwen2" else latent_layer
+    for i in range(c["num_hidden_layers"]):
+        found |= {f"blk.{i}.{name}": shape for name, shape in layer(c, i).items()}
+    return found
+
+
+def grouped_layer(c: Config, layer: int) -> Shapes:
+    E, heads, own = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
+    width = c.get("head_dim") or E // heads
+    sizes = {"q": heads * width, "k": own * width, "v": own * width}
+    return {
+        "attn_norm.weight": (E,),
+        **{f"attn_{name}.weight": (size, E) for name, size in sizes.items()},
+        **{f"attn_{name}.bias": (size,) for name, size in sizes.items()},
+        "attn_output.weight": (E, heads * width),
+        "ffn_norm.weight": (E,),
+        **mlp("", E, c["intermediate_size"]),
+    }
+
+
+def latent_layer(c: Config, layer: int) -> Shapes:
+    E, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
+    nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    queries, q_rank = heads * (nope + rope), c["q_lora_rank"]
+    q: Shapes = {"attn_q.weight": (queries, E)}
+    if q_rank:
+        q = {
+            "attn_q_a.weight": (q_rank, E),
+            "attn_q_a_norm.weight": (q_rank,),
+            "attn_q_b.weight": (queries, q_rank),
+        }
+    moe = layer >= c["first_k_dense_replace"]
+    return {
+        "attn_norm.weight": (E,),
+        **q,
+        "attn_kv_a_mqa.weight": (rank + rope, E),
+        "attn_kv_a_norm.weight": (rank,),
+        "attn_output.weight": (E, heads * value),
+        "ffn_norm.weight": (E,),
+        "attn_k_b.weight": (heads, rank, nope),
+        "attn_v_b.weight": (heads, value, rank),
+        **(experts(c) if moe else mlp("", E, c["intermediate_size"])),
+    }
+
+
+def experts(c: Config) -> Shapes:
+    E, inner, count = c["hidden_size"], c["moe_intermediate_size"], c["n_routed_experts"]
+    routed = {name: (count, *shape) for name, shape in mlp("_exps", E, inner).items()}
+    router = {f"{PLAIN}.weight": (count, E), "exp_probs_b.bias": (count,)}
+    return router | routed | mlp("_shexp", E, inner * c["n_shared_experts"])
+
+
+def mlp(kind: str, hidden: int, inner: int) -> Shapes:
+    return {
+        f"ffn_gate{kind}.weight": (inner, hidden),
+        f"ffn_up{kind}.weight": (inner, hidden),
+        f"ffn_down{kind}.weight": (hidden, inner),
+    }

@@ -1,0 +1,103 @@
+"""Writes a GGUF file of a model's shape whose blocks are random, without a checkpoint.
+
+    python gguf_random.py CONFIG.json OUT [--type f32|q8_0|q4_0]
+
+Matrices are in the type; in a quantised file embedding, head and `attn_k_b`, `attn_v_b` (the halves
+of `kv_b_proj`) are in Q8_0; norms, biases and routers in fp32. Each value is about as large as in a
+model whose activations keep their size. Prints the bytes of each tensor as JSON. Needs `gguf`; one
+tensor is in memory at a time.
+"""
+
+import argparse
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf_keys import PLAIN, architecture, shapes, write_keys
+
+BLOCK, Q8_0 = 32, "q8_0"
+# Bytes of a block, an fp16 scale first; standard deviation of its values before the scale.
+KINDS = {"q4_0": (18, 4.61), Q8_0: (34, 73.9)}
+ENDS = ("token_embd.weight", "output.weight")
+HALVES = ("attn_k_b.weight", "attn_v_b.weight")
+
+Shape = tuple[int, ...]
+Array = npt.NDArray[Any]
+
+
+def kind_of(name: str, shape: Shape, wanted: str) -> str:
+    """The type of a tensor in a file of type `wanted`."""
+    if len(shape) == 1 or PLAIN in name or wanted == "f32":
+        return "f32"
+    return Q8_0 if name in ENDS or name.endswith(HALVES) else wanted
+
+
+def stored_shape(shape: Shape, kind: str) -> Shape:
+    """Shape of the array that is stored: of floats, or of bytes."""
+    if kind == "f32":
+        return shape
+    count, rest = divmod(shape[-1], BLOCK)
+    if rest:
+        raise SystemExit(f"{kind}: {shape[-1]} columns do not split into blocks of {BLOCK}")
+    return (*shape[:-1], count * KINDS[kind][0])
+
+
+def nbytes(shape: Shape, kind: str) -> int:
+    return prod(stored_shape(shape, kind)) * (4 if kind == "f32" else 1)
+
+
+def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Array:
+    """A tensor as it is stored: norms are 1, biases 0, everything else is random."""
+    if len(shape) == 1:
+        return np.full(shape, 0.0 if name.endswith("bias") else 1.0, np.float32)
+    deviation = 1.0 if name.startswith("token_embd") else shape[-1] ** -0.5
+    if kind == "f32":
+        return rng.standard_normal(shape, np.float32) * np.float32(deviation)
+    size, spread = KINDS[kind]
+    stored = stored_shape(shape, kind)
+    words = rng.integers(0, 2**64, -(-prod(stored) // 8), np.uint64)
+    blocks = words.view(np.uint8)[: prod(stored)].reshape(-1, size)
+    # As a quantiser's, scales have either sign: else all values would lean to one side.
+    signs = 1 - 2 * (blocks[:, 0] & 1).astype(np.float16)
+    blocks[:, :2] = (signs * np.float16(deviation / spread))[:, None].view(np.uint8)
+    return blocks.reshape(stored)
+
+
+def write(c: dict[str, Any], out: Path, wanted: str) -> dict[str, int]:
+    """Bytes of each tensor."""
+    writer = gguf.GGUFWriter(out, architecture(c))
+    write_keys(writer, c)
+    wanted_shapes = shapes(c)
+    kinds = {name: kind_of(name, shape, wanted) for name, shape in wanted_shapes.items()}
+    sizes = {name: nbytes(shape, kinds[name]) for name, shape in wanted_shapes.items()}
+    for name, shape in wanted_shapes.items():
+        raw = np.dtype(np.float32 if kinds[name] == "f32" else np.uint8)
+        stored, quantised = stored_shape(shape, kinds[name]), kinds[name].upper()
+        dtype = gguf.GGMLQuantizationType[quantised]
+        writer.add_tensor_info(name, stored, raw, sizes[name], raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    rng = np.random.Generator(np.random.SFC64(0))
+    for name, shape in wanted_shapes.items():
+        writer.write_tensor_data(values(name, shape, kinds[name], rng))
+    writer.close()
+    return sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--type", choices=("f32", *KINDS), default="q4_0")
+    arguments = parser.parse_args()
+    c = json.loads(arguments.config.read_text(encoding="utf-8"))
+    print(json.dumps(write(c, arguments.out, arguments.type)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""llama.cpp's side of `one_machine.py`; side.py says what goes in and out.
+
+A step decodes `window` tokens of each sequence and takes the argmax behind each of them. Tokens are
+random: which they are costs nothing.
+"""
+
+import time
+
+import llama_cpp  # noqa: F401  (before the clock runs)
+from llama_cpp_model import Context, Model
+from side import Answer, Ask, serve, tokens
+
+SEED_ROWS = 16  # of the prompt whose rows fill a cache
+
+
+class Llama:
+    def __init__(self, job: Ask) -> None:
+        self.threads, self.vocabulary = job["threads"], job["vocabulary"]
+        self.model = Model(job["path"])
+        self.context = Context(self.model, self.threads, job["rows"])
+
+    def prompt(self, tokens: list[int]) -> None:
+        self.context.prompt(tokens)
+
+    def decode(self, ask: Ask) -> Answer:
+        start, batch, window = ask["context"], ask["batch"], ask.get("window", 1)
+        steps = ask["steps"]
+        self.context.close()
+        rows = start + (1 if window > 1 else steps) + window
+        self.context = Context(self.model, self.threads, rows, batch)
+        if ask["filled"]:
+            self.context.prompt(tokens(SEED_ROWS, self.vocabulary))
+            for sequence in reversed(range(batch)):
+                self.context.fill(sequence, start)
+        else:
+            self.context.prompt(tokens(start, self.vocabulary))
+        seconds = []
+        for i in range(steps):
+            at = start if window > 1 else start + i
+            seconds.append(self.step(tokens(batch * window, self.vocabulary, i), at, window))
+        return {"steps": seconds, "tokens": steps * batch * window}
+
+    def step(self, new: list[int], at: int, window: int) -> float:
+        """Seconds; several tokens are verified, and forgotten."""
+        begin = time.perf_counter()
+        self.context.run(
+            [(token, at + i % window, i // window, True) for i, token in enumerate(new)]
+        )
+        for place in range(len(new)):
+            self.context.best(place)
+        seconds = time.perf_counter() - begin
+        for sequence in range(len(new) // window if window > 1 else 0):
+            self.context.keep(at, sequence)
+        return seconds
+
+
+if __name__ == "__main__":
+    serve(Llama)

@@ -1,0 +1,96 @@
+"""mtpbuild's side of `one_machine.py`; side.py says what goes in and out."""
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+from side import Answer, Ask, serve, tokens
+
+import mtpbuild.runtime.programs.onnxruntime  # noqa: F401  (before the clock runs)
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.programs.base import Bools, StepOutput
+
+POOL = 1024  # different rows in a filled cache
+
+
+class Watched:
+    """An engine's programs: notes when steps end, and can leave prompts out.
+
+    A prompt that is left out has its rows all the same: they are filled with random values behind
+    the first step.
+    """
+
+    def __init__(self, programs: Any, caches: list[str]) -> None:
+        self._programs, self._caches = programs, caches
+        self.begin_watch(1, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._programs, name)
+
+    def begin_watch(self, batch: int, filled: int | None) -> None:
+        """filled: rows of each prompt that is left out; None: prompts are taken in."""
+        self.batch, self.filled, self.empty = batch, filled, filled is not None
+        self.ends: list[float] = []
+
+    def prefill(self, slot: int, start: int, tokens: Any) -> None:
+        if self.filled is None:
+            self._programs.prefill(slot, start, tokens)
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        output: StepOutput = self._programs.step(active, rows)
+        if int(active.sum()) == self.batch:
+            self.ends.append(time.perf_counter())
+            if self.empty:
+                self._fill()
+        return output
+
+    def _fill(self) -> None:
+        draw = np.random.default_rng(0)
+        for name in self._caches:
+            cache = self._programs.state[name][: self.batch, :, : self.filled]
+            pool = draw.standard_normal((POOL, cache.shape[-1]), np.float32)
+            for start in range(0, cache.shape[2], POOL):
+                part = cache[:, :, start : start + POOL]
+                part[...] = pool[: part.shape[2]]
+        self.empty = False
+
+
+class Ours:
+    def __init__(self, job: Ask) -> None:
+        self.vocabulary = job["vocabulary"]
+        self.engine = Engine.load(job["path"], threads=job["threads"])
+        state = self.engine.manifest.state
+        caches = [s.name for s in state if s.kind == "cache" and s.dtype == "float32"]
+        # No public name: `loop_overhead.py` goes in by the same door.
+        loop: Any = self.engine._loop
+        self.watched = loop.programs = Watched(loop.programs, caches)
+
+    def prompt(self, tokens: list[int]) -> None:
+        self.engine.generate(tokens, SamplingParams(max_tokens=1, ignore_eos=True))
+
+    def decode(self, ask: Ask) -> Answer:
+        context, batch, rates = ask["context"], ask["batch"], ask.get("rates")
+        self.watched.begin_watch(batch, context if ask["filled"] else None)
+        accepting = {} if rates is None else synthetic(rates)
+        most = math.ceil(ask["steps"] * (1 + sum(rates or ())))
+        params = [SamplingParams(most, ignore_eos=True, **accepting, seed=i) for i in range(batch)]
+        prompts = [tokens(context, self.vocabulary, seed) for seed in range(batch)]
+        results = self.engine.generate(prompts, params)
+        said = [token for result in results for token in result.token_ids]
+        steps = np.diff(self.watched.ends).tolist()
+        self.watched.begin_watch(1, None)
+        return {"steps": steps, "tokens": len(said), "distinct": len(set(said)) / len(said)}
+
+
+def synthetic(rates: list[float]) -> dict[str, Any]:
+    """Drafts are accepted by chance; rates: of the first, of both, and so on."""
+    return {
+        "acceptance": "rejection",
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": rates,
+    }
+
+
+if __name__ == "__main__":
+    serve(Ours)

@@ -1,0 +1,340 @@
+"""`benchmarks/one_machine.py`: the files that it writes, what it counts, what it prints."""
+
+import json
+import struct
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from mtpbuild.builder.build import build
+from mtpbuild.builder.checkpoint.tensors import open_checkpoint
+from mtpbuild.builder.models.common.plain import MoE
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.runtime.errors import UsageError
+from tests.support.engines import greedy_ids
+from tests.support.requests import build_request
+
+pytestmark = pytest.mark.xdist_group("one_machine")  # one engine serves them
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+WIDTHS = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 512,
+}
+MOE = WIDTHS | {
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 24,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+DENSE = WIDTHS | {"num_key_value_heads": 1, "head_dim": 128}
+
+
+def module(name: str) -> ModuleType:
+    """A module of the benchmarks, as the script imports it."""
+    for folder in (SCRIPTS, SCRIPTS / "peer"):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    return import_module(name)
+
+
+def tiny(kind: str, weights: str = "int4") -> Any:
+    """A published shape with small numbers."""
+    shapes = module("one.shapes")
+    recipe, sizes = {"moe": (shapes.MOE, MOE), "dense": (shapes.DENSE, DENSE)}[kind]
+    return shapes.Shape(kind, shapes.of_recipe(recipe) | sizes, weights, True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of both shapes in int4, and of one in bf16."""
+    place, write = tmp_path_factory.mktemp("random"), module("one.random_checkpoint")
+    torch.set_num_threads(1)
+    for name, shape in {
+        "moe": tiny("moe"),
+        "dense": tiny("dense"),
+        "moe_fp32": tiny("moe", "fp32"),
+    }.items():
+        write.write_checkpoint(place / name, shape)
+    return {folder.name: folder for folder in place.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def engine(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One draft, from a quarter of the vocabulary."""
+    place = tmp_path_factory.mktemp("engine")
+    (place / "ids.json").write_text(json.dumps([*range(128)]))
+    flags = {"max_seq_len": 256, "max_batch": 2, "draft_vocab": str(place / "ids.json")}
+    build(build_request(folders["moe"], (1,), out=place / "n1", **flags))
+    return place / "n1"
+
+
+def test_a_checkpoint_is_what_quantize_would_write(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Same tensors, shapes, dtypes and configuration; no value was ever quantised."""
+    request = QuantizeRequest(str(folders["moe_fp32"]), tiny("moe").scheme, tmp_path / "quantised")
+    quantize(request)
+    wanted, found = (open_checkpoint(each).tensors for each in (request.out, folders["moe"]))
+    assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
+        n: (t.dtype, t.shape) for n, t in wanted.items()
+    }
+    configs = [json.loads((f / "config.json").read_text()) for f in (request.out, folders["moe"])]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("name", ["moe", "dense", "moe_fp32"])
+def test_random_weights_make_a_model_that_can_be_timed(name: str, folders: dict[str, Path]) -> None:
+    """Values keep their size, tokens differ, and go to experts of their own."""
+    plain, routes = load_plain(folders[name]), list[torch.Tensor]()
+    experts = [part for part in plain.modules() if isinstance(part, MoE)]
+    for part in experts:
+        part.gate.register_forward_hook(lambda gate, given, out: routes.append(out[0] > 0))
+    tokens = torch.randint(512, (1, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = plain.logits(plain.main(tokens))[0]
+    assert 0.1 < float(logits.std()) < 10
+    assert len(logits.argmax(-1).unique()) > 48
+    chosen = [int(each.any(0).sum()) for each in routes]
+    assert len(chosen) == {"moe": 2, "dense": 0, "moe_fp32": 2}[name]
+    assert all(count > 20 for count in chosen), "of 24"
+
+
+def test_an_engine_of_it_drafts(folders: dict[str, Path], engine: Path) -> None:
+    (said,) = greedy_ids(engine, [[5, 6, 7]], 40)
+    assert len(set(said)) > 20
+
+
+def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
+    """Real prompts, filled caches of two requests, drafts that are accepted by chance."""
+    sides = module("one.sides")
+    asks = {
+        "short": sides.decode(6, 16, filled=False),
+        "prompt": sides.prompt(24),
+        "two": sides.decode(6, 150, batch=2),
+        "all": sides.decode(6, 16, rates=[1.0]),
+    }
+    found = sides.ours("ours", engine, asks, 512).run(1, tmp_path)
+    assert [*found] == ["first", *asks]
+    assert found["first"]["first_s"] > 0
+    assert 0 < found["first"]["RssAnon"] < found["first"]["VmHWM"]
+    steps = {name: len(answer["steps"]) for name, answer in found.items() if "steps" in answer}
+    assert steps["short"] >= 6
+    assert steps["all"] == 7, "two tokens each, 16 in all"
+    assert found["all"]["tokens"] == 16
+    assert found["two"]["tokens"] == 16
+    assert len(found["prompt"]["seconds"]) == 2
+    dead = sides.ours("ours", tmp_path / "none", asks, 512).run(1, tmp_path)
+    assert "no such engine directory" in dead["error"]["message"]
+
+
+def test_a_steps_bytes(folders: dict[str, Path], engine: Path) -> None:
+    """By hand, of a step over two tokens of one request and of two, and of a step of llama.cpp."""
+    cost = module("one.cost")
+    counted = cost.count(folders["moe"])
+    held = cost.weight_groups(engine, counted.config)
+    assert set(held) == {
+        *("embedding", "head", "draft_head", "trunk", "trunk, routed"),
+        *("module", "module, routed"),
+    }
+    assert held["draft_head"] * 4 == held["head"] == held["embedding"]
+    assert held["trunk, routed"] == 2 * held["module, routed"], "layers 1 and 2; the module"
+    assert cost.row_bytes(cost.read_manifest(engine)) == {"kv": 3 * 160 * 4, "mtp_kv": 160 * 4}
+    for batch in (1, 2):
+        chosen = 1 - (1 - 4 / 24) ** (2 * batch)
+        routed = chosen * (held["trunk, routed"] + held["module, routed"])
+        rest = held["trunk"] + held["module"] + held["head"] + held["draft_head"]
+        step = counted.step(engine, 100, batch)
+        assert step.bytes == pytest.approx(rest + routed + batch * 100 * 4 * 160 * 4)
+    sizes = {"token_embd.weight": 10, "blk.1.ffn_up_exps.weight": 24, "output.weight": 3}
+    assert counted.gguf(sizes, 0, 1).bytes == pytest.approx(3 + 4)
+    machine = module("one.machine").Machine(((1.0, 1.0),), fp32=1e30, int8=1e30)
+    assert counted.gguf(sizes, 0, 1).seconds(machine, "int4") == pytest.approx(7)
+    slow = module("one.machine").Machine(((1.0, 1e30),), fp32=1.0, int8=2.0)
+    one, whole = counted.gguf(sizes, 0, 1), counted.gguf_prompt(sizes, 16)
+    assert one.seconds(slow, "int4") == pytest.approx(one.products / 2)
+    heads = 2 * 512 * 256  # of the last token alone
+    assert whole.products == pytest.approx(16 * (one.products - heads) + heads)
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> None:
+    """As many as the checkpoint's, without MTP modules."""
+    keys, shape = module("gguf_keys"), tiny(kind)
+    found = keys.shapes(dict(shape.raw))
+    layers = tuple(f"model.layers.{i}." for i in range(3))
+    trunk = ("model.embed_tokens.", "model.norm.", "lm_head.", *layers)
+    plain = load_plain(folders[kind])
+    wanted = sum(v.numel() for name, v in plain.state_dict().items() if name.startswith(trunk))
+    assert sum(int(np.prod(size)) for size in found.values()) == wanted
+    assert keys.architecture(dict(shape.raw)) == {"moe": "deepseek2", "dense": "qwen2"}[kind]
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_gguf_is_read_as_it_was_meant(kind: str, tmp_path: Path) -> None:
+    """Names, shapes and types; dequantised, values are as large as products want them."""
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed: tools/peers_env.sh has it")
+    keys, write = module("gguf_keys"), module("gguf_random")
+    c = dict(tiny(kind).raw)
+    sizes = write.write(c, tmp_path / "tiny.gguf", "q4_0")
+    reader = gguf.GGUFReader(tmp_path / "tiny.gguf")
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    assert {name: (*map(int, t.shape[::-1]),) for name, t in found.items()} == keys.shapes(c)
+    assert {name: t.n_bytes for name, t in found.items()} == sizes
+    types = {name: t.tensor_type.name for name, t in found.items()}
+    assert {types["token_embd.weight"], types["output.weight"]} == {"Q8_0"}
+    assert types["blk.1.attn_output.weight"] == types["blk.0.ffn_up.weight"] == "Q4_0"
+    assert types["blk.1.attn_norm.weight"] == "F32"
+    up = found["blk.0.ffn_up.weight"]
+    values = gguf.quants.dequantize(up.data, up.tensor_type)
+    assert float(values.std()) == pytest.approx(256**-0.5, rel=0.05)
+    assert abs(float(values.mean())) < 0.003
+
+
+def test_a_saved_sequence_is_lengthened() -> None:
+    """Rows are repeated, positions go on, and other streams stay empty."""
+    lengthened = module("llama_cpp_model").lengthened
+    rows = [np.arange(6, dtype=np.uint8).reshape(2, 3) + 10 * i for i in range(2)]
+
+    def saved(count: int) -> bytes:
+        meta = b"".join(struct.pack("<iIi", i, 1, 0) for i in range(count))
+        parts = [struct.pack("<IiII", 7, 0, 3, count), meta, struct.pack("<II", 0, 2)]
+        parts += [struct.pack("<iQ", 1, 3) + np.resize(r, (count, 3)).tobytes() for r in rows]
+        return b"".join(parts) + bytes(8)
+
+    assert lengthened(saved(2), 5, np) == saved(5)
+
+
+def test_bandwidth_is_of_the_bytes_that_are_read() -> None:
+    figures = {"reading": [[1e7, 60.0], [1e9, 20.0]], "fp32": 1.0, "int8": 1.0}
+    machine = module("one.machine").machine_of(figures)
+    found = [machine.bandwidth(size) for size in (0, 1e7, 1e8, 1e9, 1e10)]
+    assert found == pytest.approx([60, 60, 40, 20, 20])
+
+
+def test_ratios_stand_beside_their_aims() -> None:
+    report = module("one.report")
+    reached = report.Row("step", "ms", (3.0, 2.0)).judge(1.5, report.Aim(1.6), 1.4)
+    missed = report.Row("prompt", "tokens/s", (3.0, None, 9.0)).judge(0.5, report.Aim(1, True))
+    assert reached.cells() == [
+        "step, ms",
+        "3",
+        "-",
+        "2",
+        "-",
+        "[green]1.50[/green]",
+        "1.40",
+        "<= 1.6",
+    ]
+    assert missed.cells()[1:] == ["3", "9", "-", "-", "[red]0.50[/red]", "-", ">= 1"]
+
+
+def test_a_side_that_died_leaves_the_others_figures() -> None:
+    measured = module("one.sides").Measured(
+        {
+            "a": [{"first": {"first_s": 3.0}, "error": {"message": "ended with -9"}}],
+            "b": [{"x": {"steps": [9, 9, s, s]}} for s in (1.0, 5.0, 2.0)],
+        }
+    )
+    assert measured.first("a") == 3.0
+    assert measured.step("a", "x") is None
+    assert measured.step("b", "x") == 2.0
+    assert measured.step("nobody", "x") is None
+
+
+class Pretended:
+    """A section that fails until it is told not to."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.asked = fails, 0
+
+    def measure(self, run: Any) -> dict[str, Any]:
+        self.asked += 1
+        if self.fails:
+            raise UsageError("no room")
+        return {"rounds": {"side": [{"error": {"message": "ended with 1: why"}}]}}
+
+    def tables(self, found: Any) -> list[Any]:
+        return ["a table"]
+
+
+def test_a_section_that_fails_loses_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = module("one_machine")
+    sections = {"good": Pretended(False), "bad": Pretended(True)}
+    monkeypatch.setattr(script, "SECTIONS", sections)
+    known = {
+        "figures": {"reading": [[1e9, 1e9]], "fp32": 1e9, "int8": 1e9},
+        "about": {"cpu": "cpu", "threads": 1, "date": "today"},
+    }
+    monkeypatch.setattr(script, "measure_machine", lambda threads: known)
+    flags = ["--only", "good,bad", "--ours-alone", "--work", str(tmp_path / "w")]
+    monkeypatch.setattr(sys, "argv", ["x", *flags, "--out", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit, match="not measured: bad"):
+        script.main()
+    shown = capsys.readouterr().out
+    assert "a table" in shown
+    assert "side ended with 1: why" in shown
+    sections["bad"].fails = False
+    script.main()
+    assert [section.asked for section in sections.values()] == [1, 2]
+    assert [*script.load(tmp_path / "out.json")] == ["good", "bad"]
+    script.main()
+    assert sections["bad"].asked == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--only", "all"], "--only all: expected of moe, dense, small-moe, contexts"),
+        (["--layers", "0"], "--layers 0: expected a number from 1"),
+        (["--peers-python", "nowhere"], "no nowhere: run tools/peers_env.sh"),
+    ],
+)
+def test_a_mistake_is_one_line(flags: list[str], said: str) -> None:
+    command = [sys.executable, str(SCRIPTS / "one_machine.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert said in line
+
+
+def test_tables_of_a_section_that_nobody_answered() -> None:
+    """As much as is known is printed."""
+    script, section, machine = (module(n) for n in ("one_machine", "one.section", "one.machine"))
+    able = machine.Machine(((1e9, 1e9),), 1e9, 1e9)
+    cost = {"bytes": 1e9, "products": 1.0, "attention": 1.0}
+    names = ("nextn 0", "nextn 1", "nextn 3", "drafting", "drafting, a quarter")
+    data: dict[str, Any] = {
+        "whole": True,
+        "layers": 26,
+        "bits": 4.4,
+        "most_on_disk": 0,
+        "sizes": dict.fromkeys(names, 10**9),
+        "row_bytes": dict.fromkeys(names, 4),
+        "costs": dict.fromkeys(names, cost),
+        "rounds": {},
+    }
+    console = Console(width=200)
+    with console.capture() as captured:
+        for name, one in script.SECTIONS.items():
+            figures = {"int8": data} if name == "small-moe" else data
+            console.print(*one.tables(section.Found(figures, able)))
+    shown = captured.get()
+    for said in ("<= 6.8", ">= 1.15", ">= 1.6", "64 experts, 26 layers", "32768 x 2"):
+        assert said in shown
