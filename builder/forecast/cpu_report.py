@@ -80,8 +80,8 @@ def _engines(console: Console, f: CpuForecast) -> None:
     console.print(
         f"memory: {resident(f.model.config):g} times the engine, as measured of ONNX Runtime "
         f"(docs/plan.md), and caches: {f.model.cache_bytes(most, 'fp32'):,} bytes per token in "
-        f"fp32, {size(cached_bytes(request, f.model, most))} for --max-batch {request.max_batch} of "
-        f"--max-seq-len {request.max_seq_len}"
+        f"fp32, {size(cached_bytes(request, f.model, most))} for --max-batch {request.max_batch} "
+        f"of --max-seq-len {request.max_seq_len}"
     )
     shared = ", of which the download takes its part" if f.shares_disk else ""
     console.print(f"disk of this folder: {size(f.machine.engines.free)} free{shared}")
