@@ -15,13 +15,21 @@ from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_slice
 from mtpbuild.builder.models import Family, ModelConfig, family_of
 from mtpbuild.builder.models.common.blocks import put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.moe import ExpertRows
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-from mtpbuild.builder.models.common.weights import Share, Weight
+from mtpbuild.builder.models.common.weights import Share, Weight, by_outputs
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.quantize.kept import Kept, can_stay, in_pairs
+from mtpbuild.builder.quantize.kept import (
+    Kept,
+    can_stay,
+    in_pairs,
+    kept_heads,
+    plain_experts,
+)
 from mtpbuild.builder.quantize.requantised import Requantised, see
 from mtpbuild.builder.quantize.scheme import Scheme
+from mtpbuild.plugins.matmul_nbits.op import BLOCK
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -43,7 +51,9 @@ class ModelSource:
     dtype: FloatType = "float32"
     drafts: bool = True  # its MTP modules are wanted
     draft_ids: tuple[int, ...] = ()  # tokens that drafts are chosen from; none: all
+    absorbed: bool = False  # attention never expands its cache: it reads projections by head alone
     scheme: Scheme | None = None  # by which weights are quantised anew; None: they are as stored
+    expert_rows: bool = False  # plain experts are stored by outputs, for the op of the CPU's graphs
     family: Family = field(init=False)
     stored: Checkpoint = field(init=False)
     checkpoint: Checkpoint = field(init=False)  # the same, or as the scheme quantises it
@@ -51,6 +61,7 @@ class ModelSource:
     model: CausalLM = field(init=False)
     parameters: int = field(init=False)  # of all ranks
     kept: dict[str, Kept] = field(init=False)  # by weight, what stays in them
+    by_outputs: set[str] = field(init=False)  # weights that `expert_rows` is about
 
     def __post_init__(self) -> None:
         self._check_tokenizer()
@@ -68,16 +79,24 @@ class ModelSource:
         hold_in(self.model, FLOATS[self.dtype])
         experts_of_all = Ranks(attention_dp=self.ranks.attention_dp)
         self.table = self.family.weight_table(self.config, Share(experts_of_all))
-        self.kept = in_pairs(dict(self._keep()))
+        own = self.family.weight_table(self.config, Share(self.ranks))
+        self.kept = in_pairs(dict(self._keep(own)))
+        if self.absorbed:
+            self.kept |= {heads.weight.name: heads for heads in kept_heads(own, self.kept)}
+        self.by_outputs = plain_experts(own, self.kept) if self.expert_rows else set()
         with torch.device(self.device):
             for name, kept in self.kept.items():
                 put(self.model, name, kept.module(self.model.get_parameter(name).shape))
+            for name in self.by_outputs:
+                put(self.model, name, ExpertRows(self.model.get_parameter(name)))
 
     def weight_table(self, rank: int = 0) -> list[Weight]:
-        return self.family.weight_table(self.config, Share(self.ranks, rank))
+        """What a rank's weights are made of, in the order of use."""
+        table = self.family.weight_table(self.config, Share(self.ranks, rank))
+        return [by_outputs(w) if w.name in self.by_outputs else w for w in table]
 
-    def _keep(self) -> Iterator[tuple[str, Kept]]:
-        for every, weight in zip(self.table, self.weight_table(), strict=True):
+    def _keep(self, own: list[Weight]) -> Iterator[tuple[str, Kept]]:
+        for every, weight in zip(self.table, own, strict=True):
             # Of all ranks' experts: a product stays in a format that all its sources are in.
             format, *others = {self.checkpoint.format(source.name) for source in every.sources}
             if format is not None and format.name in self.formats and not others:
@@ -132,6 +151,11 @@ class ModelSource:
         """The format that most of the products hold."""
         formats = Counter(kept.format.name for kept in self.kept.values()).most_common(1)
         return typing.cast(WeightsType, formats[0][0]) if formats else self.dtype
+
+    @property
+    def block_size(self) -> int | None:
+        """Columns that share a scale in products that are integers."""
+        return BLOCK if self.weights_type in ("int8", "int4") else None
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)

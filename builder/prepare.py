@@ -77,6 +77,8 @@ class Job:
             drafts=any(plan.nextn for plan in self.plans.values()),
             scheme=engine_scheme(plan.quantised_to, plan.head_weights),
             draft_ids=plan.draft_ids,
+            absorbed=plan.style.shared_trunk,
+            expert_rows=not plan.style.for_gpu,
         )
 
 
@@ -151,7 +153,7 @@ def make_plans(
     target = load_target(request.target)
     options = make_options(target, request.options)
     check_target(target, request, options, nextns)
-    style, family = target.style(options), family_of(config)
+    style, family = target.style(options, config), family_of(config)
     if style.for_gpu and not family.gpu_kernels:
         raise UsageError(
             f"{family.name}: its grouped-query attention has no GPU kernel yet: build for the CPU"

@@ -11,6 +11,7 @@ from typing import Any
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op as accept_mixed_op
 from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
+from mtpbuild.plugins.experts.op import experts as experts
 from mtpbuild.plugins.experts_nbits.op import experts_nbits as experts_nbits
 from mtpbuild.plugins.grouped_attention.op import grouped_attention as grouped_attention
 from mtpbuild.plugins.kv_write.op import kv_write as kv_write
@@ -41,6 +42,7 @@ FACETS: dict[Any, tuple[str | None, ...]] = {
     accept_mixed_op:   (None,   "op",       None,     None,     "plugins"),
     accept_rewind:     ("onnx", "op",       "triton", "triton", "plugins"),
     dequantise_scaled: (None,   "op",       None,     None,     None),
+    experts:           ("onnx", "op",       None,     None,     None),  # GPUs have moe
     experts_nbits:     ("onnx", "op",       None,     None,     None),
     grouped_attention: ("onnx", "inductor", None,     None,     None),  # GPU targets refuse it
     kv_write:          ("onnx", "inductor", None,     "triton", "tensorrt"),  # gpu: would copy

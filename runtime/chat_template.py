@@ -49,6 +49,11 @@ class ChatTemplates:
     ) -> None:
         self._sources, self._special_tokens = dict(sources), dict(special_tokens or {})
 
+    @property
+    def text(self) -> str:
+        """All templates' source."""
+        return "\n".join(source.text for source in self._sources.values())
+
     def render(
         self,
         messages: Sequence[Message],
@@ -134,6 +139,9 @@ def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
     chat = _objects("messages", messages)
     if not chat:
         raise RequestError("messages is empty: a conversation has at least one message")
+    for number, message in enumerate(chat):
+        if not isinstance(role := message.get("role"), str):
+            raise RequestError(f"messages {number}: role must be a text, not {role!r:.60}")
     chat = [{name: value for name, value in m.items() if value is not None} for m in chat]
     return [_with_reasoning(message) for message in chat]
 

@@ -101,7 +101,13 @@ def run(
             follow(engine, threads)
             return
         loaded = stack.enter_context(
-            Engine.load(engine, threads=threads, provider=provider, verify_hashes=verify_hashes)
+            Engine.load(
+                engine,
+                threads=threads,
+                provider=provider,
+                verify_hashes=verify_hashes,
+                prefix_cache=not given,  # a conversation's next turn begins as the last one did
+            )
         )
         recorder = stack.enter_context(Trace(loaded, *trace)) if trace else None
         if input is not None:

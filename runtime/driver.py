@@ -46,6 +46,8 @@ class Driver:
         with self._turn:
             self._awaited.discard(request)
             self._loop.scheduler.cancel(request)
+            if not self._stepping:  # nor need anybody ever step again
+                self._loop.scheduler.end_cancelled()
 
     def step_until(self, done: Callable[[], bool]) -> None:
         """Step the loop, or sleep while another thread does, until `done()`.

@@ -16,7 +16,7 @@ from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.request import Chunk, Observer, Request, Result
-from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.sampling import SamplingParams, controls_of
 from mtpbuild.runtime.stats import EngineStats
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -34,10 +34,11 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         overlap: bool = True,
+        prefix_cache: bool = False,
     ) -> None:
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self._loop = Loop(programs, manifest, overlap=overlap)
+        self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache)
         self._driver = Driver(self._loop)
 
     @classmethod
@@ -49,13 +50,18 @@ class Engine:
         provider: str | None = None,
         verify_hashes: bool = False,
         overlap: bool = True,
+        prefix_cache: bool = False,
     ) -> Self:
         """Check an engine directory and load it.
 
         threads: how many the target uses; None lets it choose. provider: where onnxruntime
         computes, "cpu" (if None) or "cuda". verify_hashes: check all bytes, whatever the size.
         overlap: where the target can, launch a step before the last one's tokens are read; False is
-        for measuring. Raises UsageError, EngineError or one of its kinds, with what to do.
+        for measuring. prefix_cache: a prompt that begins as one before it is filled in from where
+        they differ, if the target can; tokens stay the same but for near-ties, and the time to the
+        first token depends on what came before.
+
+        Raises UsageError, EngineError or one of its kinds, with what to do.
         """
         if threads is not None and threads < 1:
             raise RequestError(f"threads must be a number from 1, not {threads}")
@@ -66,7 +72,7 @@ class Engine:
                 check_files(place, own, verify_hashes=verify_hashes)
             tokenizer = load_tokenizer(folder, manifest)
             programs = load_programs(folder, manifest, threads=threads, provider=provider)
-            return cls(programs, manifest, tokenizer, overlap=overlap)
+            return cls(programs, manifest, tokenizer, overlap=overlap, prefix_cache=prefix_cache)
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
         except MtpbuildError:
@@ -169,11 +175,17 @@ class Engine:
         prompt = self.chat_prompt(messages, **options)
         return self.token_ids(self.encode(prompt, add_special_tokens=False))
 
+    def check(self, params: SamplingParams) -> None:
+        """Raise RequestError for settings that this engine can't do, whatever the prompt."""
+        controls_of([0], params, self.manifest)
+
     @property
     def stats(self) -> EngineStats:
         """Totals of all requests so far."""
-        running = sum(not request.cancelled for _, request in self._loop.scheduler.running)
-        acceptance = self._loop.acceptance
+        admitted, build = self._loop.scheduler.admitted, self.manifest.build
+        running = sum(not request.cancelled for request in admitted)
+        rows = build.slots * build.max_seq_len
+        acceptance, prefixes = self._loop.acceptance, self._loop.prefixes
         return EngineStats(
             requests_running=running,
             requests_waiting=len(self._loop.scheduler.waiting),
@@ -181,6 +193,10 @@ class Engine:
             prompt_tokens=self._loop.prompt_tokens,
             output_tokens=acceptance.steps + acceptance.accepted,
             speculative_decoding=acceptance.report(),
+            prefix_queries=prefixes.queries if prefixes else 0,
+            prefix_hits=prefixes.hits if prefixes else 0,
+            num_drafts=acceptance.drafts,
+            cache_usage=sum(request.length for request in admitted) / rows,
         )
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""The loop: admit, step, hand out tokens. Speculative decoding is all inside the step program."""
+"""The loop: fill in, step, hand out tokens. Speculative decoding is all inside the step program."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -8,9 +9,10 @@ from mtpbuild.runtime.adaptive import AdaptiveNextn
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.pace import Land, OverlappingPace, Pace, Running
-from mtpbuild.runtime.programs.base import Overlapping, Programs, StepOutput
+from mtpbuild.runtime.prefixes import Prefixes
+from mtpbuild.runtime.programs.base import Ints, Keeping, Overlapping, Programs, StepOutput
 from mtpbuild.runtime.request import Request, TokenLogprobs
-from mtpbuild.runtime.scheduler import Scheduler
+from mtpbuild.runtime.scheduler import Filling, Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
 
 
@@ -30,10 +32,20 @@ class Loop:
     step too many, whose tokens are dropped.
     """
 
-    def __init__(self, programs: Programs, manifest: Manifest, *, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        programs: Programs,
+        manifest: Manifest,
+        *,
+        overlap: bool = True,
+        prefix_cache: bool = False,
+    ) -> None:
         build = manifest.build
         self.programs = programs
         self.scheduler = Scheduler(build.slots, build.ranks.serving)
+        self.prefixes: Prefixes | None = None
+        if prefix_cache and isinstance(programs, Keeping) and build.ranks.serving == 1:
+            self.prefixes = Prefixes(programs.lookahead, spare=build.prefill_chunk)
         self.acceptance = Acceptance(build.nextn)
         self.requests = self.prompt_tokens = 0
         self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
@@ -44,11 +56,14 @@ class Loop:
         self._flight: Flight | None = None
 
     def step(self) -> None:
-        """One decode step of all running requests; waiting ones move into free slots before it."""
-        for slot, request in self.scheduler.admit():
-            self._prefill(slot, request)
-        for source, target in self.scheduler.close_gaps():
-            self.programs.move(source, target)
+        """A chunk of a prompt, if one waits, and a decode step of all requests that run."""
+        for slot, request, rows in self.scheduler.release():
+            if self.prefixes:
+                self.prefixes.keep(slot, (request.prompt + request.token_ids)[:rows])
+        self._close_gaps()
+        for filling in self.scheduler.turns():
+            self._fill(filling)
+        self._close_gaps()  # one that has begun moves down
         last, self._flight = self._flight, None
         if running := self.scheduler.running:
             self._flight = self._launch(running, last)
@@ -61,6 +76,8 @@ class Loop:
     def fail(self, error: EngineError) -> None:
         """End all requests with an error; a step in flight is forgotten."""
         self._flight = None
+        if self.prefixes:
+            self.prefixes.clear()
         self.scheduler.fail(error)
 
     def _launch(self, running: Running, last: Flight | None) -> Flight:
@@ -88,19 +105,60 @@ class Loop:
             self._watch.add(*judged)
             self._pace.add(request, *judged)
 
-    def _prefill(self, slot: int, request: Request) -> None:
-        """Fill the slot's caches with the prompt but its last token, the first step's newest."""
+    def _fill(self, filling: Filling) -> None:
+        """Fill in the next chunk of a prompt; a prompt that is whole begins to decode.
+
+        Its last token is not filled in: it is the first step's newest.
+        """
+        request, slot = filling.request, filling.slot
+        if request.started is None:
+            self._place(filling)
+        if not filling.done:
+            end = min(filling.at + self._chunk, filling.end)
+            self.programs.prefill(slot, filling.at, self._tokens(request.prompt, filling.at, end))
+            filling.at = end
+        if filling.done:
+            self.programs.begin(slot, filling.end, request.prompt[-1], request.controls)
+            self.scheduler.begin(filling)
+
+    def _tokens(self, prompt: list[int], start: int, end: int) -> Ints:
+        """A chunk and the tokens behind it, 0 where the prompt has ended."""
+        ahead = self.programs.lookahead
+        tokens = prompt[start : end + ahead]
+        return np.array(tokens + [0] * (end - start + ahead - len(tokens)), np.int64)
+
+    def _place(self, filling: Filling) -> None:
+        """The request has got a slot: make the rows that other slots have of its prompt its own."""
+        request, slot = filling.request, filling.slot
         request.start()
         self.requests += 1
         self.prompt_tokens += len(request.prompt)
-        last, ahead = len(request.prompt) - 1, self.programs.lookahead
-        tokens = np.array(request.prompt + [0] * ahead, np.int64)
-        for start in range(0, last, self._chunk):
-            if request.cancelled:
-                break
-            end = min(start + self._chunk, last)
-            self.programs.prefill(slot, start, tokens[start : end + ahead])
-        self.programs.begin(slot, last, request.prompt[last], request.controls)
+        if self.prefixes is None:
+            return
+        programs = cast(Keeping, self.programs)
+        held = ((s, tokens) for s, tokens in self.scheduler.held() if s != slot)
+        placement = self.prefixes.place(
+            request.prompt, slot, sorted([slot, *self.scheduler.free(0)]), held
+        )
+        if placement.saved_to >= 0:
+            rows = self.prefixes.save(slot, placement.saved_to)
+            programs.copy(slot, placement.saved_to, rows)
+        if placement.taken and placement.source != slot:
+            programs.swap(placement.source, slot)
+            self.prefixes.exchange(placement.source, slot)
+        elif placement.source >= 0 and not placement.taken:
+            programs.copy(placement.source, slot, placement.common)
+        self.prefixes.drop(slot)
+        filling.at = request.cached_tokens = placement.common
+
+    def _close_gaps(self) -> None:
+        for source, target in self.scheduler.close_gaps():
+            if self.prefixes and self.prefixes.holds(target):
+                cast(Keeping, self.programs).swap(source, target)
+            else:
+                self.programs.move(source, target)
+            if self.prefixes:
+                self.prefixes.exchange(source, target)
 
 
 def _alternatives(output: StepOutput, slot: int, count: int) -> list[TokenLogprobs]:

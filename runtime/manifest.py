@@ -88,6 +88,8 @@ class BuildInfo(_Record):
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
     weights: WeightsType
+    # Columns of a product that share a scale, where `weights` are integers.
+    block_size: int | None = Field(default=None, ge=16)
     # What the build quantised the checkpoint's weights to; None: they are in its own formats.
     quantised_to: QuantisedType | None = None
     head_weights: HeadType | None = None  # likewise embedding and head

@@ -99,7 +99,9 @@ class Request:
         self._end_ids = end_ids(params, manifest)
         self._text = TextStream(tokenizer, params.stop)
         self._pieces: list[str] = []
-        self._submitted = self._started = time.perf_counter()
+        self.cached_tokens = 0  # of the prompt, whose rows were there already
+        self._submitted = time.perf_counter()
+        self.started: float | None = None  # when it got a slot
         self._first = self._last = 0.0
 
     @property
@@ -113,7 +115,7 @@ class Request:
 
     def start(self) -> None:
         """The request has got a slot."""
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
 
     def receive(
         self, tokens: list[int], drafted: int, logprobs: Sequence[TokenLogprobs] = ()
@@ -166,8 +168,10 @@ class Request:
             output_tokens=n,
             ttft_s=self._first - self._submitted if n else None,
             tpot_s=(self._last - self._first) / (n - 1) if n > 1 else None,
-            tokens_per_s=n / (self._last - self._started) if n else 0.0,
+            tokens_per_s=n / (self._last - (self.started or 0)) if n else 0.0,
             speculative_decoding=self.acceptance.report(),
+            cached_tokens=self.cached_tokens,
+            queue_s=None if self.started is None else self.started - self._submitted,
         )
 
     def _read(self, token: int, from_draft: bool) -> FinishReason | None:

@@ -1,8 +1,9 @@
-"""The scheduler knows which request is in which slot, and who is next."""
+"""The scheduler knows who is in which slot, whose prompt is being filled in, and who is next."""
 
 import contextlib
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,19 +12,41 @@ from mtpbuild.runtime.programs.base import Bools
 from mtpbuild.runtime.request import Request
 
 
+@dataclass(slots=True, eq=False)
+class Filling:
+    """A request whose prompt is being filled in, all but its last token, which a step takes."""
+
+    slot: int
+    request: Request
+    at: int = 0  # the next position
+
+    @property
+    def end(self) -> int:
+        return len(self.request.prompt) - 1
+
+    @property
+    def done(self) -> bool:
+        return self.at >= self.end
+
+
 class Scheduler:
     """B slots and a queue. Any thread may `add` and `cancel`; only the loop does the rest.
 
+    Prompts are filled in in the order in which they came, one at a time, and take turns with steps:
+    a chunk, a step, a chunk. So a prompt of any length delays who runs by a chunk per step.
+
     ranks: how many have requests of their own. Each has an equal number of the slots, one rank's
-    behind the other's, and a request stays on the rank where it began.
+    behind the other's, and a request stays on the rank where it began. Each fills in a prompt of
+    its own.
     """
 
     def __init__(self, slots: int, ranks: int = 1) -> None:
         self.slots: list[Request | None] = [None] * slots
         own = slots // ranks
         self._ranks = [range(first, first + own) for first in range(0, slots, own)]
+        self._filling: list[Filling | None] = [None] * ranks
         self.waiting: deque[Request] = deque()
-        self.active: Bools = np.zeros(slots, np.bool_)  # [B]
+        self.active: Bools = np.zeros(slots, np.bool_)  # [B] slots that a step advances
         self._cancelled: deque[Request] = deque()
 
     def add(self, request: Request) -> None:
@@ -36,28 +59,51 @@ class Scheduler:
             self._cancelled.append(request)
 
     @property
-    def running(self) -> list[tuple[int, Request]]:
-        """The requests that have not ended, with their slots."""
-        return [(s, r) for s, r in enumerate(self.slots) if r is not None and not r.ended]
+    def admitted(self) -> list[Request]:
+        """The requests that have a slot and have not ended."""
+        return [r for r in self.slots if r is not None and not r.ended]
 
-    def admit(self) -> Iterator[tuple[int, Request]]:
-        """Free the slots of requests that have ended; yield the waiting ones that move in."""
-        self._end_cancelled()
+    @property
+    def running(self) -> list[tuple[int, Request]]:
+        """Those that a step advances, with their slots."""
+        found = ((s, r) for s, r in enumerate(self.slots) if r is not None and not r.ended)
+        return [(s, r) for s, r in found if self.active[s]]
+
+    def release(self) -> Iterator[tuple[int, Request, int]]:
+        """Free the slots of requests that have ended; yield those, and how many rows they have."""
+        self.end_cancelled()
+        filled = {f.slot: f.at for f in self._filling if f}
         for slot, request in enumerate(self.slots):
             if request is not None and request.ended:
-                self.slots[slot] = None
-        while self.waiting and (free := self._free_slot()) is not None:
-            self.slots[free] = newcomer = self.waiting.popleft()
-            yield free, newcomer
-        self.active[:] = [request is not None for request in self.slots]
+                self.slots[slot], self.active[slot] = None, False
+                yield slot, request, filled.get(slot, request.length)
+        self._filling = [None if f is None or f.request.ended else f for f in self._filling]
+
+    def turns(self) -> Iterator[Filling]:
+        """Yield whose prompts may go on now, by a chunk each: one of each rank at most.
+
+        The loop says with `begin` that a prompt is whole. If it needed no chunk, the next one has
+        the same turn.
+        """
+        for rank in sorted(range(len(self._ranks)), key=lambda rank: -len(self.free(rank))):
+            while filling := self._filling[rank] or self._admit(rank):
+                needed = filling.at
+                yield filling
+                if not filling.done or filling.at > needed:
+                    break
+
+    def begin(self, filling: Filling) -> None:
+        """The prompt is whole: steps advance the slot from now on."""
+        self._filling[self._rank_of(filling.slot)] = None
+        self.active[filling.slot] = True
 
     def close_gaps(self) -> Iterator[tuple[int, int]]:
-        """Yield moves (source, target) that leave a rank no free slot below a request.
+        """Yield moves (source, target) that leave a rank no free slot below one that steps advance.
 
         A step computes every slot up to the last one, so a move pays for itself in a step or two.
         """
         for rank in self._ranks:
-            taken = [slot for slot in rank if self.slots[slot] is not None]
+            taken = [slot for slot in rank if self.active[slot]]
             for target in rank[: len(taken)]:
                 if self.slots[target] is None:
                     source = taken.pop()
@@ -67,21 +113,41 @@ class Scheduler:
 
     def fail(self, error: EngineError) -> None:
         """End all requests, running and waiting, with an error."""
-        failed = [request for _, request in self.running]
+        failed = self.admitted
         while self.waiting:
             failed.append(self.waiting.popleft())
-        self.slots = [None] * len(self.slots)
+        self.slots, self._filling = [None] * len(self.slots), [None] * len(self._ranks)
+        self.active[:] = False
         self._cancelled.clear()
         for request in failed:
             request.fail(error)
 
-    def _free_slot(self) -> int | None:
-        """The lowest free slot of the rank with the fewest requests; None if all are taken."""
-        free = [[slot for slot in rank if self.slots[slot] is None] for rank in self._ranks]
-        most = max(free, key=len)
-        return most[0] if most else None
+    def free(self, rank: int) -> list[int]:
+        """The slots of a rank that nobody has."""
+        return [slot for slot in self._ranks[rank] if self.slots[slot] is None]
 
-    def _end_cancelled(self) -> None:
+    def held(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the slots that somebody has, and the tokens of their rows."""
+        filled = {f.slot: f.at for f in self._filling if f}
+        for slot, request in enumerate(self.slots):
+            if request is not None:
+                rows = filled.get(slot, request.length)
+                yield slot, (request.prompt + request.token_ids)[:rows]
+
+    def _admit(self, rank: int) -> Filling | None:
+        """Give the next who waits the lowest free slot of a rank."""
+        free = self.free(rank)
+        if not self.waiting or not free:
+            return None
+        filling = Filling(free[0], self.waiting.popleft())
+        self.slots[filling.slot], self._filling[rank] = filling.request, filling
+        return filling
+
+    def _rank_of(self, slot: int) -> int:
+        return slot // len(self._ranks[0])
+
+    def end_cancelled(self) -> None:
+        """End those that were asked to end; between steps."""
         while self._cancelled:
             request = self._cancelled.popleft()
             if not request.ended:

@@ -46,6 +46,8 @@ class RequestMetrics:
     tpot_s: float | None  # time per output token after the first; None for fewer than two tokens
     tokens_per_s: float  # output tokens / seconds since the request got its slot, prefill included
     speculative_decoding: SpeculativeDecoding
+    cached_tokens: int = 0  # of the prompt, whose rows were there from an earlier one
+    queue_s: float | None = None  # until it got a slot; None if it never did
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +60,26 @@ class EngineStats:
     prompt_tokens: int  # of the requests that were admitted
     output_tokens: int  # as emitted by whole steps
     speculative_decoding: SpeculativeDecoding
+    prefix_queries: int = 0  # tokens of prompts whose beginning was looked for
+    prefix_hits: int = 0  # of those, the ones that were there
+    num_drafts: int = 0  # times that a request's drafts were judged
+    cache_usage: float = 0.0  # of the cache rows of all slots, the share that requests have
 
 
 class Acceptance:
     """Counts drafts and what became of them; a histogram holds it all."""
 
-    __slots__ = ("drafted", "histogram")
+    __slots__ = ("drafted", "drafts", "histogram")
 
     def __init__(self, nextn: int) -> None:
         self.histogram = [0] * (nextn + 1)
-        self.drafted = 0
+        self.drafted = self.drafts = 0
 
     def add(self, accepted: int, drafted: int) -> None:
         """Count a decode step of a request, which accepted some of its drafts."""
         self.histogram[accepted] += 1
         self.drafted += drafted
+        self.drafts += drafted > 0
 
     @property
     def steps(self) -> int:

@@ -63,6 +63,8 @@ ONLY_HERE = {
         "programs.torch_cuda",
     )
 }
+SERVER = "mtpbuild.runtime.server"
+IN_THE_SERVER = {"fastapi", "prometheus_client", "starlette", "uvicorn"}
 TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 
 
@@ -154,7 +156,7 @@ def test_imports_go_down() -> None:
 
 def test_what_comes_from_outside() -> None:
     for module, path in sources():
-        own = ONLY_HERE.get(module, set())
+        own = ONLY_HERE.get(module, IN_THE_SERVER if module.startswith(SERVER) else set())
         allowed = STDLIB | OUTSIDE[part_of(module)] | own | {"mtpbuild"}
         for name in imports(path, module_level=True):
             assert name.split(".")[0] in allowed, f"{path} imports {name} at module level"
@@ -170,6 +172,19 @@ def test_only_a_download_imports_the_hubs_client() -> None:
             assert module.removeprefix("mtpbuild.builder.") in users[name], f"{path}: {name}"
         late = set(at_once) & {"mtpbuild.builder.hub", "mtpbuild.builder.download"}
         assert not late, f"{path} imports {late} at module level"
+
+
+def test_nothing_imports_the_server_but_its_command() -> None:
+    """And the command line names the command alone, which imports the rest when it runs."""
+    command = f"{SERVER}.command"
+    for module, path in sources():
+        found = {name for name in imports(path, module_level=False) if name.startswith(SERVER)}
+        allowed = {command, f"{command}.serve"} if module == "mtpbuild.builder.cli" else set()
+        own = module.startswith(SERVER)
+        assert own or found <= allowed, f"{path} imports {found - allowed}"
+    at_once = imports(ROOT / "runtime" / "server" / "command.py", module_level=True)
+    assert not {name.split(".")[0] for name in at_once} & IN_THE_SERVER
+    assert not any(name.startswith(SERVER) for name in at_once)
 
 
 def test_ops_need_torch_alone() -> None:
@@ -316,6 +331,8 @@ def test_dependencies_are_declared() -> None:
     }
     (torch,) = groups["inductor"]
     assert torch in groups["build"]  # an engine runs with the torch that built it
+    server = {dependency.partition(">")[0].replace("-", "_") for dependency in groups["serve"]}
+    assert server == IN_THE_SERVER - {"starlette"}  # FastAPI's own
     build = {dependency.partition(">")[0].partition("=")[0] for dependency in groups["build"]}
     extra = (OUTSIDE["builder"] | OUTSIDE["plugins"]) - base
     build |= {dependency.partition(">")[0] for dependency in groups["triton"]}

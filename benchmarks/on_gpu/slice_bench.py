@@ -63,7 +63,8 @@ class Bench:
         target = load_target("inductor")
         options = make_options(target, {"device": self.machine.device, "dtype": self.case.dtype})
         gpus = target.compute_capabilities(BuildRequest("slice"), options)
-        style, config = target.style(options), self.case.config
+        config = self.case.config
+        style = target.style(options, config)
         return Plan(
             config,
             *(nextn, drafter, 1, length, 8),  # type: ignore[arg-type]

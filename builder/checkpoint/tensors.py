@@ -20,7 +20,7 @@ from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.common.weights import WHOLE, Share, Source, Weight
 from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, Format, Part, Shape, stored_format
-from mtpbuild.builder.quantize.kept import NONE, Kept, weight_of
+from mtpbuild.builder.quantize.kept import NONE, Kept, KeptHeads, weight_of
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.manifest import FloatType
 from mtpbuild.runtime.ranks import ALONE
@@ -242,6 +242,9 @@ def stream_pieces(
                 yield weight.name, weight.transform(*tensors).contiguous()
             continue
         own = replace(kept[weight.name], weight=weight, share=share)
+        if isinstance(own, KeptHeads):
+            yield from own.encoded(*(checkpoint.read(source.name) for source in weight.sources))
+            continue
         for group in weight.groups:
             sources = [checkpoint.parts(source.name) for source in group]
             for name, suffix in own.stored.items():

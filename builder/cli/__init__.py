@@ -8,6 +8,7 @@ from mtpbuild.builder.cli.build import build, quantize, recipes, refit
 from mtpbuild.builder.cli.measure import bench, evaluate, verify
 from mtpbuild.builder.cli.plan import plan
 from mtpbuild.runtime.cli import diff, inspect, run
+from mtpbuild.runtime.server.command import serve
 
 app = typer.Typer(
     name="mtpbuild",
@@ -22,6 +23,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "refit": refit,
     "recipes": recipes,
     "run": run,
+    "serve": serve,
     "inspect": inspect,
     "bench": bench,
     "verify": verify,

@@ -60,6 +60,7 @@ def build_info(job: Job, out: Path, model: "ModelSource") -> BuildInfo:
         **{name: getattr(plan, name) for name in BuildInfo.model_fields if hasattr(plan, name)},
         **vars(plan.ranks),
         weights=model.weights_type,
+        block_size=model.block_size,
         fingerprint=job.fingerprints[out],
         revision=job.request.revision,
         layers=None if layers is None else str(layers),

@@ -18,21 +18,28 @@ from mtpbuild.builder.forecast.weights import (
     portions,
 )
 from mtpbuild.builder.host import Machine, this_machine
+from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
-from mtpbuild.builder.models.common.weights import Source
+from mtpbuild.builder.models.common.weights import WHOLE, Source
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import choose_drafter
-from mtpbuild.builder.quantize.formats import Format, Integers
+from mtpbuild.builder.quantize.formats import INT8, Format, Integers
 from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import name_model
+from mtpbuild.builder.targets import load_target, make_options
 from mtpbuild.runtime.ranks import ALONE
 
 NONE = "none"  # weights as the checkpoint has them: integers, or else fp32
 WEIGHTS = (NONE, "int8", "int4")
 
-# Resident bytes at run time for each byte of the weights file. ONNX Runtime maps the file, and each
-# session (prefill, decode) packs its own copy of most products. An engine of 8.76 GB was measured
-# at 19.0 GB with nextn 0 (2.17) and at 20.4 GB with nextn 1 (2.33); this is above both.
-RESIDENT = 2.4
+# Resident bytes at run time for each byte of the weights file, where the trunk is a program of its
+# own. ONNX Runtime packs a copy of most products, of int4 in 6 bits and with scales beside it: an
+# engine of 6.53 GB was measured at 9.56 GB with nextn 0 (1.46) and at 9.95 GB with nextn 1
+# (1.52); this is above both.
+RESIDENT = 1.55
+# Where each program has all of it: each session (prefill, decode) packs a copy, and an engine of
+# 8.76 GB was measured at 19.0 GB (2.17) and 20.4 GB (2.33).
+RESIDENT_INLINE = 2.4
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,10 @@ def must_be_fetched(request: ForecastRequest) -> bool:
 def engine_model(layout: Layout, weights: str) -> Model:
     """The model as an engine holds it, on a machine whose speed is not known."""
 
+    by_head = weights_by_head(layout, weights)
+
     def format(source: Source) -> Format | None:
-        return engine_format(layout, source, weights)
+        return INT8 if source.name in by_head else engine_format(layout, source, weights)
 
     held = replace(layout, format=format, plain=lambda source: "F32", repeated=False)
     found = classes(held, ALONE)
@@ -112,6 +121,26 @@ def engine_model(layout: Layout, weights: str) -> Model:
         for one in found:  # so few are all computed, whichever are chosen
             one.name = one.name.replace("experts", "computed experts")
     return Model(layout.config, found, ALONE, UNKNOWN)
+
+
+def weights_by_head(layout: Layout, weights: str) -> set[str]:
+    """The checkpoint's weights that an engine holds in int8 by head: those of a shared trunk."""
+    table = family_of(layout.config).weight_table(layout.config, WHOLE)
+    sources = [source for weight in table for source in weight.sources]
+    integers = weights != NONE or any(isinstance(layout.format(s), Integers) for s in sources)
+    if not integers or not shares_trunk(layout.config):
+        return set()
+    return {source.name for weight in table if weight.per_head for source in weight.sources}
+
+
+def shares_trunk(config: ModelConfig) -> bool:
+    target = load_target("onnxruntime")
+    return target.style(make_options(target, {}), config).shared_trunk
+
+
+def resident(config: ModelConfig) -> float:
+    """Bytes of memory for each byte of the engine."""
+    return RESIDENT if shares_trunk(config) else RESIDENT_INLINE
 
 
 def engine_format(layout: Layout, source: Source, weights: str) -> Format | None:
@@ -127,7 +156,7 @@ def foresee(
 ) -> CpuEngine:
     file = engine_bytes(model)
     caches = [cached_bytes(request, model, nextn) for nextn in request.nextn]
-    memory = [round(RESIDENT * file) + cache for cache in caches]
+    memory = [round(resident(model.config) * file) + cache for cache in caches]
     load = Load(request.max_batch, request.context_len, "fp32")
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)

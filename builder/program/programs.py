@@ -1,6 +1,8 @@
 """From a plan to the two programs of an engine: modules, state and example inputs."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +12,14 @@ from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
-from mtpbuild.builder.program.step import MixedStepProgram, PrefillProgram, StepProgram
+from mtpbuild.builder.program.step import (
+    MixedStepProgram,
+    PrefillProgram,
+    StepProgram,
+    TrunkProgram,
+)
 from mtpbuild.runtime.controls import CONTROLS, control_shapes
-from mtpbuild.runtime.programs.base import MIXED, PLAIN, program_name
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, TRUNK, program_name
 
 DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
@@ -53,34 +60,63 @@ MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """Prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
 
-    An adaptive engine has both of the latter for each number of drafts up to nextn.
+    An adaptive engine has both of the latter for each number of drafts up to nextn. A shared trunk
+    is a program before them, which takes the main model's caches away from them.
     """
-    most = plan.nextn
-    drafter = make_drafter(plan, most)
-    prefill = PrefillProgram(model, drafter)
     style = plan.style
-    acceptance = KernelAcceptance if style.all_kernels else MixedAcceptance
     if style.step_kernels:
         use_kernels(model, most_tokens(plan) if style.all_kernels else None)
+    B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     names = tuple(s.name for s in state_specs(plan))
-    filled = tuple(name for name in names if name not in OWN)
+    trunk = tuple(name for name in names if name.startswith("kv.")) if style.shared_trunk else ()
+    rest = tuple(name for name in names if name not in trunk)
+    counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
+    return (
+        *_trunk(plan, model, trunk, B),
+        *_prefill(plan, model, rest),
+        *chain.from_iterable(_steps(plan, model, rest, nextn, B) for nextn in counts),
+    )
+
+
+def _trunk(plan: Plan, model: CausalLM, state: tuple[str, ...], B: int) -> Iterator[Program]:
+    if plan.style.shared_trunk:
+        tokens = {"tokens": _ints(B, EXAMPLE_CHUNK), "start": _ints(B)}
+        yield Program(TRUNK, TrunkProgram(model).eval(), state, tokens, ("hidden",), B)
+
+
+def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Program]:
+    drafter, style = make_drafter(plan, plan.nextn), plan.style
+    filled = tuple(name for name in state if name not in OWN)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     if drafter is not None and drafter.lookahead:
         prompt["ahead"] = _ints(1, drafter.lookahead)
-    B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
+        if style.shared_trunk:
+            prompt["hidden"] = torch.zeros(1, EXAMPLE_CHUNK, model.config.hidden_size)
+    if filled:  # with a shared trunk and no drafts nothing is left to fill
+        yield Program(
+            PREFILL, PrefillProgram(model, drafter).eval(), filled, prompt, whole=style.fixed
+        )
+
+
+def _steps(
+    plan: Plan, model: CausalLM, state: tuple[str, ...], nextn: int, B: int
+) -> Iterator[Program]:
+    """The two programs of a step that makes so many drafts."""
+    style, drafter = plan.style, make_drafter(plan, nextn)
     active = {"active": torch.ones(B, dtype=torch.bool)}
-    programs = [Program("prefill", prefill.eval(), filled, prompt, whole=style.fixed)]
-    for nextn in range(most + 1) if plan.adaptive else (most,):
-        drafter = make_drafter(plan, nextn)
-        step = StepProgram(model, drafter, nextn).eval()
-        mixed = MixedStepProgram(model, drafter, nextn, acceptance).eval()
-        plain_name, mixed_name = (program_name(kind, nextn, most) for kind in (PLAIN, MIXED))
-        controls = active | _controls(plan, B)
-        programs += [
-            Program(plain_name, step, names, active, OUTPUTS, B, style.whole_caches),
-            Program(mixed_name, mixed, names, controls, MIXED_OUTPUTS, B, style.whole_caches),
-        ]
-    return (*programs,)
+    verified = dict[str, Tensor]()
+    if style.shared_trunk:
+        hidden = torch.zeros(B, nextn + 1, model.config.hidden_size)
+        verified = {"hidden": hidden, "start": _ints(B)}
+    acceptance = KernelAcceptance if style.all_kernels else MixedAcceptance
+    step = StepProgram(model, drafter, nextn)
+    mixed = MixedStepProgram(model, drafter, nextn, acceptance)
+    for kind, module, asked, outputs in (
+        (PLAIN, step, active, OUTPUTS),
+        (MIXED, mixed, active | _controls(plan, B), MIXED_OUTPUTS),
+    ):
+        name = program_name(kind, nextn, plan.nextn)
+        yield Program(name, module.eval(), state, asked | verified, outputs, B, style.whole_caches)
 
 
 def _controls(plan: Plan, B: int) -> dict[str, Tensor]:

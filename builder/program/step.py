@@ -18,6 +18,13 @@ from mtpbuild.plugins.asked import named
 from mtpbuild.runtime.controls import CONTROLS
 
 
+def signature(*controls: str) -> Signature:
+    """A step's parameters: its state, what is asked of it, what was verified before."""
+    kind, verified = Parameter.POSITIONAL_OR_KEYWORD, ("hidden", "start")
+    needed = [Parameter(name, kind) for name in ("self", "state", "active", *controls)]
+    return Signature([*needed, *(Parameter(name, kind, default=None) for name in verified)])
+
+
 class StepProgram(nn.Module):
     """One decode step of all active slots. State in, state out: in place is the target's duty.
 
@@ -28,15 +35,33 @@ class StepProgram(nn.Module):
         super().__init__()
         self.model, self.drafter, self.nextn = model, drafter, nextn
 
-    def forward(self, state: State, active: Tensor) -> tuple[State, State]:
-        """state: the tensors of `state_specs`; active [B] bool. Returns new state, and outputs."""
-        return self.step(state, active, Acceptance())
+    def forward(self, state: State, active: Tensor, *verified: Tensor) -> tuple[State, State]:
+        """state: the tensors of `state_specs`; active [B] bool. Returns new state, and outputs.
 
-    def step(self, state: State, active: Tensor, acceptance: Acceptance) -> tuple[State, State]:
+        verified: `hidden` [B, T, E], what the trunk's own program has made of the window, and
+        `start` [B], the position of its first token. Then the state is without the main model's
+        caches. Nothing: the trunk runs here.
+        """
+        return self.step(state, active, Acceptance(), *verified)
+
+    # torch.export names a graph's inputs after parameters.
+    forward.__signature__ = signature()  # type: ignore[attr-defined]
+
+    def step(
+        self,
+        state: State,
+        active: Tensor,
+        acceptance: Acceptance,
+        hidden: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> tuple[State, State]:
         # 1. Verify: the main model over the newest token and its drafts.
         window = Window.of(state, self.nextn)
-        rows = window.rows(self.model, active)
-        hidden, caches = self.model(window.tokens, main_caches(state), rows)
+        if hidden is None or start is None:
+            rows = window.rows(self.model, active)
+            hidden, caches = self.model(window.tokens, main_caches(state), rows)
+        else:
+            rows, caches = self.model.rope(start, window.size), []
 
         # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage.
         verdict = acceptance.judge(self.model.logits(hidden), window.state, active)
@@ -85,20 +110,36 @@ class MixedStepProgram(StepProgram):
         super().__init__(model, drafter, nextn)
         self.acceptance = acceptance
 
-    def forward(self, state: State, active: Tensor, *controls: Tensor) -> tuple[State, State]:
-        """controls: what each slot's request asks for, in the order of the table `CONTROLS`."""
+    def forward(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
+        """given: what each slot's request asks for, in the order of the table `CONTROLS`; behind
+        it what `StepProgram` calls `verified`.
+        """
+        controls, verified = given[: len(CONTROLS)], given[len(CONTROLS) :]
         asked = named(controls)
         if asked["synthetic"].shape[1] > self.nextn + 1:  # the state has places for more drafts
             asked["synthetic"] = asked["synthetic"][:, : self.nextn + 1]
-        return self.step(state, active, self.acceptance(asked))
+        return self.step(state, active, self.acceptance(asked), *verified)
 
-    # torch.export names a graph's inputs after parameters: to it, each control is one.
-    forward.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD)
-            for name in ("self", "state", "active", *(control.name for control in CONTROLS))
-        ]
-    )
+    # To torch.export, each control is a parameter.
+    forward.__signature__ = signature(*(c.name for c in CONTROLS))  # type: ignore[attr-defined]
+
+
+class TrunkProgram(nn.Module):
+    """The main model over a chunk of a prompt or the windows of a step, which share its weights.
+
+    Attention takes the absorbed form for both, as it does in llama.cpp: keys and values that are
+    expanded would pay in a long prompt, but then its weights would have to be there in fp32.
+    """
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, state: State, tokens: Tensor, start: Tensor) -> tuple[State, Tensor]:
+        """tokens [B, T] at positions start [B] .. -> new caches, and hidden states [B, T, E]."""
+        rows = self.model.rope(start, tokens.shape[1])
+        hidden, caches = self.model(tokens, main_caches(state), rows)
+        return {f"kv.{i}": cache for i, cache in enumerate(caches)}, hidden
 
 
 class PrefillProgram(nn.Module):
@@ -109,15 +150,25 @@ class PrefillProgram(nn.Module):
         self.model, self.drafter = model, drafter
 
     def forward(
-        self, state: State, tokens: Tensor, start: Tensor, ahead: Tensor | None = None
+        self,
+        state: State,
+        tokens: Tensor,
+        start: Tensor,
+        ahead: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> State:
-        """tokens [1, T] at positions start [1] ..; ahead [1, lookahead]: the tokens behind them."""
-        rows = replace(self.model.rope(start, tokens.shape[1]), expand=True)
+        """tokens [1, T] at positions start [1] ..; ahead [1, lookahead]: the tokens behind them.
+
+        hidden [1, T, E]: what the trunk's own program has made of the tokens. Then the state is
+        without the main model's caches.
+        """
+        rows = replace(self.model.rope(start, tokens.shape[1]), expand=hidden is None)
         caches = main_caches(state)
         if self.drafter is None or ahead is None:
             new = self.model.fill(tokens, caches, rows)
             return {f"kv.{i}": cache for i, cache in enumerate(new)}
-        hidden, caches = self.model(tokens, caches, rows)
+        if hidden is None:
+            hidden, caches = self.model(tokens, caches, rows)
         tokens = torch.cat([tokens, ahead], dim=1)
         updates = self.drafter.prefill(self.model, state, tokens, hidden, rows)
         new_state = {f"kv.{i}": cache for i, cache in enumerate(caches)} | updates

@@ -8,8 +8,10 @@ from torch.export import Dim, ExportedProgram
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, Program, most_tokens
 from mtpbuild.runtime.manifest import ProgramSpec, TensorSpec
+from mtpbuild.runtime.programs.base import PREFILL, TRUNK
 
 Specs = tuple[TensorSpec, ...]
+CHUNKED = ("tokens", "hidden")  # what has a row for each token of a prompt's chunk
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,14 @@ def trace(program: Program, plan: Plan) -> Traced:
             size[2] = least  # an example: capacity would take the memory of all caches
         state[name] = torch.zeros(size, dtype=getattr(torch, spec.dtype))
         shapes[name] = slots | ({2: rows} if varies else {})
-    varying = {"tokens": {1: chunk}}
+    slots_of = dict.fromkeys(program.arguments, slots)
+    if program.name in (PREFILL, TRUNK):
+        slots_of |= {name: slots | {1: chunk} for name in CHUNKED}
     with torch.no_grad():
         exported = torch.export.export(
             program.module,
             (state, *program.arguments.values()),
-            dynamic_shapes=(shapes, *(varying.get(name, slots) for name in program.arguments)),
+            dynamic_shapes=(shapes, *(slots_of[name] for name in program.arguments)),
         )
     values = {node.name: node.meta.get("val") for node in exported.graph.nodes}
     signature, names = exported.graph_signature, (*program.state, *program.arguments)
@@ -62,7 +66,7 @@ def trace(program: Program, plan: Plan) -> Traced:
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:
     # A size that varies shows as a symbol: slots come first, caches have `rows`, prompts `chunk`.
-    symbols = ("batch", *("chunk" if name == "tokens" else "rows" for _ in value.shape[1:]))
+    symbols = ("batch", *("chunk" if name in CHUNKED else "rows" for _ in value.shape[1:]))
     sizes = zip(value.shape, symbols, strict=True)
     shape = tuple(int(d) if isinstance(d, int) else symbol for d, symbol in sizes)
     dtype = str(value.dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
 
 Shape = tuple[int, ...]
 FP8_BLOCK = 128
+SCALES = {torch.float16: "F16", torch.float32: "F32"}
 GROUP = 16  # columns of NVFP4 that share a scale
 LARGEST = 448.0  # of e4m3
 LEAST = 2.0**-9  # positive e4m3 value
@@ -140,15 +141,18 @@ def pack(values: Tensor) -> Tensor:
 
 
 class Integers:
-    """int8 and int4 as ONNX Runtime's MatMulNBits reads them: blocks of 32 with an fp32 scale each.
+    """int8 and int4 as ONNX Runtime's MatMulNBits reads them: blocks of 32 with a scale each.
 
-    W = (value - 2 ** (bits - 1)) * weight_scale; in 4 bits the low nibble comes first.
+    W = (value - 2 ** (bits - 1)) * weight_scale; in 4 bits the low nibble comes first. Scales are
+    fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight; older checkpoints of ours
+    have them in fp32. Larger blocks would take less, but in those ONNX Runtime sums a row beside
+    others in another order than alone, and a text would depend on how many tokens are drafted.
     """
 
     needs_amax = False
 
-    def __init__(self, bits: int) -> None:
-        self.name, self.bits, self.zero = f"int{bits}", bits, 1 << bits - 1
+    def __init__(self, bits: int, scales: torch.dtype = torch.float16) -> None:
+        self.name, self.bits, self.zero, self.scales = f"int{bits}", bits, 1 << bits - 1, scales
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % BLOCK == 0
@@ -156,17 +160,19 @@ class Integers:
     def parts(self, shape: Shape) -> dict[str, Part]:
         rows, blocks = shape[0], shape[1] // BLOCK
         packed = (rows, blocks, BLOCK * self.bits // 8)
-        return {"": Part("U8", packed), "_scale": Part("F32", (rows, blocks))}
+        return {"": Part("U8", packed), "_scale": Part(SCALES[self.scales], (rows, blocks))}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        return dequantise(parts[""], parts["_scale"])
+        return dequantise(parts[""], parts["_scale"], self.bits)
 
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         blocks = weight.unflatten(1, (-1, BLOCK))
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         # The extreme becomes -zero, the side that has one value more; so scales may be negative.
-        scales = torch.where(extreme != 0, extreme / -self.zero, 1.0)
-        values = (blocks / scales).round().add(self.zero).clamp(0, 2 * self.zero - 1)
+        limit = torch.finfo(self.scales).max
+        scales = (extreme / -self.zero).clamp(-limit, limit).to(self.scales)
+        scales = torch.where(scales != 0, scales, 1.0)
+        values = (blocks / scales.float()).round().add(self.zero).clamp(0, 2 * self.zero - 1)
         values = values.to(torch.uint8)
         if self.bits == 4:
             values = values[..., 0::2] | values[..., 1::2] << 4
@@ -174,6 +180,7 @@ class Integers:
 
 
 FP8, NVFP4, INT8, INT4 = Fp8(), Nvfp4(), Integers(8), Integers(4)
+WIDE = {4: Integers(4, torch.float32), 8: Integers(8, torch.float32)}  # with scales in fp32
 FORMATS: dict[str, Format] = {f.name: f for f in (FP8, NVFP4, INT8, INT4)}
 DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised
 SUPPORTED = f"{', '.join(DTYPES)}, FP8 with its weight_scale_inv, NVFP4 or int with weight_scale"
@@ -191,4 +198,5 @@ def stored_format(name: str, parts: Mapping[str, Part]) -> Format | None:
         return None
     if scale.dtype == "F8_E4M3":
         return NVFP4
-    return INT4 if weight.shape[-1] == BLOCK // 2 else INT8
+    format = INT4 if weight.shape[-1] == BLOCK // 2 else INT8
+    return WIDE[format.bits] if scale.dtype == "F32" else format

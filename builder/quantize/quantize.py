@@ -18,7 +18,7 @@ from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format
 from mtpbuild.builder.quantize.requantised import Parts, Requantised, requantise
 from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.plugins.matmul_nbits.op import BLOCK as INT_BLOCK
+from mtpbuild.plugins.matmul_nbits.op import BLOCK
 from mtpbuild.runtime.errors import BuildError
 
 MODELOPT = "hf_quant_config.json"
@@ -137,7 +137,7 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
         rest = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
         return {"quant_method": "fp8"} | rest
     head = {} if scheme.head == PLAIN else {"head": scheme.head}
-    return {"quant_method": "mtpbuild", "fmt": scheme.main, "block_size": INT_BLOCK} | head
+    return {"quant_method": "mtpbuild", "fmt": scheme.main, "block_size": BLOCK} | head
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

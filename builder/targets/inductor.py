@@ -10,6 +10,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
+    from mtpbuild.builder.models.config import ModelConfig
     from mtpbuild.builder.request import BuildRequest
 
 DEVICES = ("cpu", "cuda")
@@ -54,7 +55,7 @@ class Inductor(Target):
 
         return (torch_cuda.Gpu().compute_capability,)
 
-    def style(self, options: InductorOptions) -> GraphStyle:
+    def style(self, options: InductorOptions, config: "ModelConfig") -> GraphStyle:
         """On a GPU steps overlap: a slot may have ended in the step before, and moves on."""
         if options.device == "cpu":
             return GraphStyle(dtype=options.dtype)  # type: ignore[arg-type]

@@ -125,7 +125,8 @@ def in_place(traced: Traced) -> GraphModule:
 @contextlib.contextmanager
 def _pretended_group(ranks: int) -> Iterator[None]:
     """The process group that collectives name: the compiler asks it for its size."""
-    c10d._register_process_group(GroupName(GROUP), c10d.ProcessGroup(c10d.HashStore(), 0, ranks))
+    group = c10d.ProcessGroup(c10d.HashStore(), 0, ranks)  # its registry holds no reference
+    c10d._register_process_group(GroupName(GROUP), group)
     try:
         yield
     finally:

@@ -105,10 +105,22 @@ Rewrite = Callable[[torch.fx.Node], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _reshape(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the `reshape` that a node amounts to; at most one of its sizes varies."""
-    sizes = [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
-    assert sizes.count(-1) <= 1, f"{node}: {node.meta['val'].shape}"
-    return (node.args[0], sizes), {}
+    """The arguments of the `reshape` that a node amounts to.
+
+    Of the sizes that vary, the last is left to the operator; the others are the operand's own.
+    """
+    operand, sizes = node.args[0], [*node.meta["val"].shape]
+    assert isinstance(operand, torch.fx.Node)
+    own = [*operand.meta["val"].shape]
+    varying = [axis for axis, size in enumerate(sizes) if not isinstance(size, int)]
+    for axis in varying[:-1]:
+        with node.graph.inserting_before(node):
+            place = operand, own.index(sizes[axis])
+            size = node.graph.call_function(aten.sym_size.int, place)
+        size.meta["val"], sizes[axis] = sizes[axis], size
+    for axis in varying[-1:]:
+        sizes[axis] = -1
+    return (operand, sizes), {}
 
 
 # Operators that torch.onnx knows only once they are decomposed, or writes worse: what they become.

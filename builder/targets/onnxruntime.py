@@ -1,13 +1,45 @@
 """Target onnxruntime, the embedded default: ONNX graphs for any CPU, without torch at run time."""
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import flag
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.models.config import ModelConfig
+    from mtpbuild.builder.request import BuildRequest
+
+TRUNKS = ("auto", "shared", "inline")
+# Layers times hidden size squared. Below, a step is short: one more program to run, and sizes that
+# are open, would be some percent of it, and there is little memory to save.
+SHARED_FROM = 1 << 22
+
+
+@dataclass(frozen=True)
+class OnnxOptions:
+    trunk: str = flag("auto", "shared: one copy in memory; inline: quicker if small.")
 
 
 class OnnxRuntime(Target):
     name = "onnxruntime"
     lowering = "mtpbuild.builder.targets.lower_onnxruntime"
+    Options = OnnxOptions
     formats = ("int8", "int4")
     adaptive = True
+
+    def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
+        if options.trunk not in TRUNKS:
+            known = ", ".join(TRUNKS)
+            raise UsageError(f"--trunk {options.trunk} is unknown; supported: {known}")
+
+    def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
+        """A session of onnxruntime packs weights of its own, so the main model gets one session."""
+        large = config.num_hidden_layers * config.hidden_size**2 >= SHARED_FROM
+        shared = large if options.trunk == "auto" else options.trunk == "shared"
+        return GraphStyle(shared_trunk=shared)
 
 
 TARGET = OnnxRuntime()

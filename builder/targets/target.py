@@ -11,6 +11,7 @@ from mtpbuild.runtime.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from mtpbuild.builder.engine.weights_file import Placed
+    from mtpbuild.builder.models.config import ModelConfig
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
@@ -51,7 +52,7 @@ class Target:
         """
         return ()
 
-    def style(self, options: Any) -> GraphStyle:
+    def style(self, options: Any, config: "ModelConfig") -> GraphStyle:
         return GraphStyle()
 
     def embeds_weights(self, options: Any) -> bool:

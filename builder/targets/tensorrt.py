@@ -10,6 +10,7 @@ from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
+    from mtpbuild.builder.models.config import ModelConfig
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.request import BuildRequest
 
@@ -46,7 +47,7 @@ class TensorRt(Target):
                 raise
             return (ASSUMED,)
 
-    def style(self, options: TensorRtOptions) -> GraphStyle:
+    def style(self, options: TensorRtOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(fixed=True, whole_caches=True, step_kernels=True, all_kernels=True)
 
     def embeds_weights(self, options: TensorRtOptions) -> bool:

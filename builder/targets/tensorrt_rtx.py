@@ -10,6 +10,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
+    from mtpbuild.builder.models.config import ModelConfig
     from mtpbuild.builder.request import BuildRequest
 
 # GPUs that TensorRT-RTX compiles fp32 programs for. (It knows sm75, but no fp32 product there.)
@@ -41,7 +42,7 @@ class TensorRtRtx(Target):
                 )
         return tuple(name for name in GPUS if name in map(_dotted, asked))
 
-    def style(self, options: RtxOptions) -> GraphStyle:
+    def style(self, options: RtxOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(fixed=True, whole_caches=True)
 
     def embeds_weights(self, options: RtxOptions) -> bool:

@@ -210,7 +210,10 @@ def verify_block(
 def _nothing_drawn(
     p: Tensor, window: Tensor, draft_probs: Tensor, real: Tensor, *others: Tensor
 ) -> tuple[Tensor, ...]:
-    return torch.zeros_like(window), torch.zeros_like(p[..., 0]), torch.zeros_like(real)
+    # torch.cond sees the batch of each operand as a size of its own: tokens are as many as rows of
+    # `p`, as in `_drawn`. Else the result's batch is open, and is checked to be 2 at least.
+    rows = p.shape[:2]
+    return window.new_zeros(rows), p.new_zeros(rows), torch.zeros_like(real)
 
 
 def _accepted(

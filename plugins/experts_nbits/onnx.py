@@ -9,7 +9,7 @@ from typing import Any
 from onnxscript.onnx_opset import opset24 as op
 
 from mtpbuild.plugins.experts_nbits.op import bits_of
-from mtpbuild.plugins.matmul_nbits.onnx import BYTES, FLOATS, INT8, contrib
+from mtpbuild.plugins.matmul_nbits.onnx import BYTES, FLOATS, INT8, contrib, in_fp32
 from mtpbuild.plugins.matmul_nbits.op import BLOCK
 
 ATTRIBUTES = {
@@ -34,9 +34,12 @@ QMoE = contrib(
 )
 
 
-def experts_nbits_onnx(x: Any, ids: Any, values: Any, scales: Any, *down: Any) -> Any:
+def experts_nbits_onnx(
+    x: Any, ids: Any, values: Any, scales: Any, down: Any, down_scales: Any
+) -> Any:
     """Write one node, for gates and ups of `values` and `scales`, and products `down`."""
     experts = op.Constant(value_int=int(values.shape[0]))
     chosen = op.OneHot(ids, experts, op.Constant(value_floats=[0.0, 1.0]))  # softmax over one is 1
     attributes = ATTRIBUTES | {"expert_weight_bits": bits_of(values, scales)}
-    return QMoE(x, chosen, values, scales, None, *down, **attributes)
+    factors, down_factors = in_fp32(scales), in_fp32(down_scales)
+    return QMoE(x, chosen, values, factors, None, down, down_factors, **attributes)

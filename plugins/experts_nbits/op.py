@@ -38,5 +38,4 @@ def bits_of(values: Tensor, scales: Tensor) -> int:
 def _chosen(ids: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """Dequantise the weights [N, outputs, inputs] of each row's expert."""
     own, factors = values.index_select(0, ids), scales.index_select(0, ids)
-    blocks = own.unflatten(-1, (scales.shape[-1], -1)).flatten(0, 1)
-    return dequantise(blocks, factors.flatten(0, 1)).unflatten(0, own.shape[:2])
+    return dequantise(own.unflatten(-1, (scales.shape[-1], -1)), factors, bits_of(values, scales))

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from onnx.defs import OpSchema
+from onnxscript import ir
+from onnxscript.onnx_opset import opset24 as op
 from onnxscript.values import Op, Opset
 
 from mtpbuild.plugins.matmul_nbits.op import BLOCK, bits_of
@@ -48,4 +50,9 @@ def matmul_nbits_onnx(x: Any, values: Any, scales: Any) -> Any:
     """Write one node. A row's result does not depend on others: integer sums are exact."""
     N, blocks, width = (int(size) for size in values.shape)
     sizes = (blocks * BLOCK, N, bits_of(width), BLOCK, INT8)
-    return MatMulNBits(x, values, scales, **dict(zip(SIZES, sizes, strict=True)))
+    return MatMulNBits(x, values, in_fp32(scales), **dict(zip(SIZES, sizes, strict=True)))
+
+
+def in_fp32(scales: Any) -> Any:
+    """Scales as the operators want them; ONNX Runtime converts those of a weight as it loads it."""
+    return scales if scales.dtype == ir.DataType.FLOAT else op.Cast(scales, to=ir.DataType.FLOAT)

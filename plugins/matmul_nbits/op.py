@@ -1,4 +1,4 @@
-"""matmul_nbits: x @ W for a weight in blocks of 32 columns, int8 or int4, an fp32 scale each."""
+"""matmul_nbits: x @ W for an int8 or int4 weight in blocks of 32 inputs, with a scale each."""
 
 import torch
 from torch import Tensor
@@ -11,20 +11,20 @@ def matmul_nbits(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
     """Multiply x [.., K] by a weight of uint8 values [N, K / 32, bytes] and scales [N, K / 32].
 
     A block of 32 bytes holds int8 with zero at 128; one of 16 holds int4 with zero at 8, the low
-    nibble first. The result is [.., N]. A target may round x to int8 per row and block too.
+    nibble first. Scales are fp32 or fp16, the result is [.., N] and fp32. A target may round x to
+    int8 per row and block too.
     """
-    return x @ dequantise(values, scales).T
+    return x @ dequantise(values, scales, bits_of(values.shape[-1])).T
 
 
 matmul_nbits.register_fake(lambda x, values, _: x.new_empty(*x.shape[:-1], values.shape[0]))
 
 
-def dequantise(values: Tensor, scales: Tensor) -> Tensor:
-    """Turn values [N, blocks, 32 or 16] and scales [N, blocks] into fp32 [N, K]."""
-    bits = bits_of(values.shape[-1])
+def dequantise(values: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Turn values [.., blocks, bytes] and scales [.., blocks] into fp32 [.., K]."""
     if bits == 4:
-        values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(2)
-    return ((values.float() - (1 << bits - 1)) * scales[..., None]).flatten(1)
+        values = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
+    return ((values.float() - (1 << bits - 1)) * scales.float()[..., None]).flatten(-2)
 
 
 def bits_of(width: int) -> int:

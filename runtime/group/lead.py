@@ -33,6 +33,12 @@ class LeadingPrograms:
     def move(self, source: int, target: int) -> None:
         self._call("move", source, target)
 
+    def copy(self, source: int, target: int, rows: int) -> None:
+        self._call("copy", source, target, rows)
+
+    def swap(self, source: int, target: int) -> None:
+        self._call("swap", source, target)
+
     def step(self, active: Bools, rows: int) -> StepOutput:
         output: StepOutput = self._call("step", active, rows)
         return output

@@ -13,7 +13,9 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
+PREFILL = "prefill"  # the program of a prompt's chunk
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
+TRUNK = "trunk"  # the main model, where it is a program of its own that prompts and steps run first
 
 
 def host_type(dtype: str) -> np.dtype[Any]:
@@ -70,8 +72,7 @@ class Programs(Protocol):
         Slots behind the last active one need not be computed. They, and inactive ones, keep what
         they hold.
 
-        rows: at least lengths + T of every occupied slot, decoding or still being prefilled (the
-        step writes T rows in each, and an inactive slot's go to the end of the rows in use).
+        rows: at least lengths + T of every active slot, as the step writes T rows in each.
         """
         ...
 
@@ -86,6 +87,20 @@ class Adaptive(Programs, Protocol):
         Of the drafts that a slot holds, those behind the first `nextn` are dropped.
         """
         ...
+
+
+@runtime_checkable
+class Keeping(Programs, Protocol):
+    """Programs whose slots keep their cache rows behind the last active slot, for other prompts.
+
+    A prompt may be filled in from any position whose earlier rows its slot holds, less `lookahead`.
+    """
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        """Make the first rows of slot `target`'s caches those of slot `source`'s."""
+
+    def swap(self, source: int, target: int) -> None:
+        """As `move`; slot `source` then has the cache rows that `target` had."""
 
 
 @runtime_checkable

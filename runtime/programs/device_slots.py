@@ -9,8 +9,8 @@ import numpy as np
 
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import MIXED, Ints, host_type
-from mtpbuild.runtime.programs.slots import PREFILL, Array, Caches, Memory, Slots
+from mtpbuild.runtime.programs.base import MIXED, PREFILL, Ints, host_type
+from mtpbuild.runtime.programs.slots import Array, Caches, Memory, Slots
 
 
 class DeviceSlots(Slots):

@@ -1,5 +1,6 @@
 """Slots in the host's memory, whose caches have only the rows in use."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.manifest import Manifest, StateSpec
-from mtpbuild.runtime.programs.base import Bools, host_type
-from mtpbuild.runtime.programs.slots import PREFILL, Caches, Slots, own_outputs
+from mtpbuild.runtime.programs.base import PREFILL, TRUNK, Bools, host_type
+from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows
 
@@ -36,12 +37,8 @@ class HostSlots(Slots):
         self._outputs = {
             name: self._zeros(own_outputs(program))
             for name, program in manifest.programs.items()
-            if name != PREFILL
+            if name not in (PREFILL, TRUNK)
         }
-
-    def _fit_prompt(self, end: int) -> None:
-        """Bind rows for a chunk up to position `end`; other slots may hold more."""
-        self._fit(max(end, self._caches.rows if self._batch > 1 else 0))
 
     def _activate(self, active: Bools) -> tuple[str, int]:
         """The program of this step, and how many slots it computes."""
@@ -55,10 +52,11 @@ def rounded(rows: int, capacity: int) -> int:
 
 
 class PackedCaches(Caches):
-    """Latent caches [B, 1, S, C] laid out for the rows in use, so that a step reads only those.
+    """Caches [B, 1, S, C] laid out for the rows in use, so that a step reads only those.
 
-    A graph takes contiguous tensors, so the first `rows` rows of every slot are kept adjacent in
-    one allocation of B * S rows; slots move when `rows` changes (not if B = 1: it is a view).
+    A graph takes contiguous tensors. So of the slots that a step computes, the first `packed` ones,
+    the first `rows` rows are adjacent at the beginning of an allocation of B * S rows. The others
+    are parked: slot b has the S rows from b * S on, where no step and no other prompt reaches it.
     """
 
     device = "cpu"
@@ -66,7 +64,8 @@ class PackedCaches(Caches):
     def __init__(self, state: Sequence[StateSpec]) -> None:
         specs = [s for s in state if s.kind == "cache"]
         self._batch, _, self._capacity, _ = specs[0].shape
-        self.rows = 0
+        self.rows = self.packed = 0
+        self._parked = [0] * self._batch  # rows in use of a slot that is parked
         self._reserved = 0  # rows of an allocation that were written to
         # Zeros: a masked row weighs next to nothing, but of an uninitialised NaN that is a NaN.
         self._flat = {
@@ -75,24 +74,31 @@ class PackedCaches(Caches):
         }
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        return self.views()
+        """All slots, packed for it."""
+        rows = max(self.rows, *self._parked)
+        if rows != self.rows:
+            self._lay_out(rows)
+        self.pack(self._batch)
+        return self.views(0, self._batch)
 
-    def views(self, first: int = 0, count: int | None = None) -> dict[str, NDArray[Any]]:
-        """Each cache [B, 1, rows, C], or `count` slots of it from `first` on, sharing memory."""
-        R, count = self.rows, self._batch if count is None else count
+    def views(self, first: int, count: int) -> dict[str, NDArray[Any]]:
+        """Each cache [count, 1, rows, C] of packed slots from `first` on, or of a parked one."""
+        packed = first < self.packed
+        assert first + count <= self.packed if packed else count == 1
+        rows = self.rows if packed else rounded(self._parked[first], self._capacity)
+        start = self.start(first)
         return {
-            name: flat[first * R : (first + count) * R].reshape(count, 1, R, flat.shape[1])
+            name: flat[start : start + count * rows].reshape(count, 1, rows, flat.shape[1])
             for name, flat in self._flat.items()
         }
+
+    def start(self, slot: int) -> int:
+        """Where a slot's rows begin in each allocation."""
+        return slot * (self.rows if slot < self.packed else self._capacity)
 
     def pointers(self) -> dict[str, int]:
         """The address of each cache in the memory of `device`."""
         return {name: flat.ctypes.data for name, flat in self._flat.items()}
-
-    def move(self, source: int, target: int, lengths: NDArray[Any]) -> None:
-        rows = int(lengths[source])
-        for cache in self.views().values():
-            cache[target, :, :rows] = cache[source, :, :rows]
 
     def fit(self, rows: int) -> bool:
         wanted = rounded(rows, self._capacity)
@@ -103,27 +109,80 @@ class PackedCaches(Caches):
                 wanted = self.rows
         if wanted == self.rows:
             return False
-        self._reserve(self._batch * wanted)
-        if self._batch > 1 and self.rows:
-            self._lay_out(wanted)
-        self.rows = wanted
+        self._lay_out(wanted)
         return True
 
+    def pack(self, count: int) -> None:
+        """Let the first `count` slots be adjacent, for a step."""
+        self._reserve(count * self.rows)
+        # Upwards: a slot's rows move down, where only slots are that have moved already.
+        self._relocate(
+            [(b * self._capacity, b * self.rows) for b in range(self.packed, count)], self.rows
+        )
+        self.packed = max(self.packed, count)
+
+    def park(self, slot: int, rows: int) -> None:
+        """Let a slot, and those above it, be in places of their own; it has so many rows."""
+        self._unpack(slot)
+        self._parked[slot] = rows
+
+    def move(self, source: int, target: int, lengths: NDArray[Any]) -> None:
+        self.copy(source, target, int(lengths[source]))
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        if slot < self.packed <= source:
+            self._unpack(slot)
+        self._relocate([(self.start(source), self.start(slot))], rows)
+        self._parked[slot] = rows
+
+    def swap(self, first: int, second: int) -> None:
+        low, high = sorted((first, second))
+        rows = self.rows
+        if high >= self.packed:
+            self._unpack(low)
+            rows = max(self._parked[first], self._parked[second])
+        with self._on_host():
+            for flat in self._flat.values():
+                a, b = (flat[self.start(s) : self.start(s) + rows] for s in (first, second))
+                held = a.copy()
+                a[:], b[:] = b, held
+        parked = self._parked
+        parked[first], parked[second] = parked[second], parked[first]
+
+    def _lay_out(self, rows: int) -> None:
+        """Change the number of rows that packed slots have; until the next step none is."""
+        self._unpack(0)
+        self.rows = rows
+
+    def _unpack(self, first: int) -> None:
+        """Park the packed slots from `first` on."""
+        slots = range(first, self.packed)
+        for slot in slots:
+            self._parked[slot] = self.rows
+        # Downwards: a slot's rows move up, where only slots are that have moved already.
+        places = [(slot * self.rows, slot * self._capacity) for slot in reversed(slots)]
+        self._relocate(places, self.rows)
+        self.packed = min(self.packed, first)
+
+    def _relocate(self, places: Sequence[tuple[int, int]], rows: int) -> None:
+        """Copy so many rows from one place to another, pair by pair."""
+        if moved := [(old, new) for old, new in places if old != new]:
+            with self._on_host():
+                for flat in self._flat.values():
+                    for old, new in moved:
+                        flat[new : new + rows] = flat[old : old + rows]
+
+    def _on_host(self) -> contextlib.AbstractContextManager[None]:
+        """While rows are copied in the host's arrays."""
+        return contextlib.nullcontext()
+
     def _reserve(self, rows: int) -> None:
-        """Write to memory that no step has reached, a block at a time.
+        """Write to memory that no step has reached, a block at a time, and change nothing.
 
         Else the system would find a page for each cache whenever a step first writes to one, all
         threads waiting: up to 1 ms, every 13 tokens of deepseek-tiny.
         """
         if rows > self._reserved:
             for flat in self._flat.values():
-                flat[self._reserved : rows] = 0
+                flat[self._reserved : rows] += 0
             self._reserved = rows
-
-    def _lay_out(self, rows: int) -> None:
-        """Move the slots from `self.rows` rows each to `rows` rows each."""
-        keep = min(self.rows, rows)
-        slots = range(self._batch)
-        for b in slots if rows < self.rows else reversed(slots):
-            for flat in self._flat.values():
-                flat[b * rows : b * rows + keep] = flat[b * self.rows : b * self.rows + keep]

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.manifest import Manifest, TensorSpec
 from mtpbuild.runtime.programs.aot_package import Opener
-from mtpbuild.runtime.programs.base import PLAIN, Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.base import PLAIN, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.programs.slots import JUDGED, PREFILL, reported
+from mtpbuild.runtime.programs.slots import JUDGED, reported
 
 
 class InductorPrograms(HostSlots):
@@ -24,12 +24,13 @@ class InductorPrograms(HostSlots):
         self._judged = {name: np.zeros_like(self._carries[0][name]) for name in JUDGED}
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._fit_prompt(start + len(tokens) - self.lookahead)
+        self._caches.park(slot, start + len(tokens) - self.lookahead)
         self._run(PREFILL, self._bind(PREFILL, slot, 1, self._prompt_inputs(start, tokens)))
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
         program, slots = self._activate(active)
+        self._caches.pack(slots)
         for name, array in self._judged.items():  # the step writes over them
             array[:] = self._carries[0][name]
         if (program, slots) not in self._bindings:

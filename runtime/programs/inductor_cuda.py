@@ -13,10 +13,10 @@ from torch import Tensor
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import WEIGHTS, Manifest, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.aot_package import Opener
-from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, StepOutput
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.host_slots import rounded
-from mtpbuild.runtime.programs.slots import JUDGED, PREFILL, own_outputs, reported
+from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
 from mtpbuild.runtime.programs.torch_cuda import Gpu, Work
 
 

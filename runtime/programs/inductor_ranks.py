@@ -15,11 +15,10 @@ from mtpbuild.runtime.group.channel import Channel, silent
 from mtpbuild.runtime.group.nccl import Peers, connect, watch
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.aot_package import Opener
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput, host_type
+from mtpbuild.runtime.programs.base import PREFILL, Bools, Ints, StepOutput, host_type
 from mtpbuild.runtime.programs.host_slots import rounded
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms, shared
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.programs.slots import PREFILL
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 T = TypeVar("T")

@@ -4,8 +4,9 @@ On CUDA the caches stay on the device; what a step takes and gives besides (wind
 hidden row per slot) is a few kB, which onnxruntime copies there and back.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,19 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
 from mtpbuild.runtime.manifest import Manifest, StateSpec
-from mtpbuild.runtime.programs.base import MIXED, Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.base import (
+    MIXED,
+    PREFILL,
+    TRUNK,
+    Bools,
+    Ints,
+    StepOutput,
+    host_type,
+)
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.programs.slots import PREFILL, reported
+from mtpbuild.runtime.programs.slots import reported
 
+Carries = dict[str, NDArray[Any]]
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -28,8 +38,8 @@ class DeviceCaches(PackedCaches):
     """Keeps caches on the device; in the host's arrays slots are moved, else they hold nothing.
 
     Python's onnxruntime copies whole tensors between host and device, and nothing on the device.
-    So a move takes all caches through the host; with one slot there is none, and with several it
-    happens when a request ends before another one, or outgrows the layout.
+    So whatever moves takes all caches through the host. With one slot nothing does, and with
+    several it happens when a request begins or ends beside another one, or outgrows the layout.
     """
 
     def __init__(self, state: Sequence[StateSpec], device: str) -> None:
@@ -54,17 +64,13 @@ class DeviceCaches(PackedCaches):
         self._download()
         return super().arrays()
 
-    def move(self, source: int, target: int, lengths: NDArray[Any]) -> None:
-        self._download()
-        super().move(source, target, lengths)
-        self._upload()
-
     def _reserve(self, rows: int) -> None:
         """The host's arrays are not what a step writes to."""
 
-    def _lay_out(self, rows: int) -> None:
+    @contextlib.contextmanager
+    def _on_host(self) -> Iterator[None]:
         self._download()
-        super()._lay_out(rows)
+        yield
         self._upload()
 
     def _download(self) -> None:
@@ -93,38 +99,70 @@ class OnnxPrograms(HostSlots):
         with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
             self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
         self._slots = 0  # of the last step; from there on both copies are equal
+        self._start = np.zeros(self._batch, np.int64)  # of each slot's window in a step
+        self._windows = dict[int, Carries]()  # what the trunk takes and gives in a step, by T
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._fit_prompt(start + len(tokens) - self.lookahead)
+        self._caches.park(slot, start + len(tokens) - self.lookahead)
+        given = self._prompt_inputs(start, tokens)
+        if TRUNK in self._programs:
+            given["hidden"] = self._hidden(*given["tokens"].shape)
+            self._run(self._bind(TRUNK, slot, 1, given, {}), TRUNK)
+        if PREFILL not in self._programs:
+            return
         names = {t.name for t in self._programs[PREFILL].inputs} & self._carries[0].keys()
         before, after = (
             {name: self._carries[i][name][slot : slot + 1] for name in names}
             for i in (self._now, 1 - self._now)
         )
-        given = before | self._prompt_inputs(start, tokens)
-        binding = self._bind(PREFILL, slot, 1, given, after)
-        self._sessions[PREFILL].run_with_iobinding(binding)
+        self._run(self._bind(PREFILL, slot, 1, before | given, after), PREFILL)
         for name, array in after.items():
             before[name][:] = array
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
         program, slots = self._activate(active)
+        self._caches.pack(slots)
         before, after = self._carries[self._now], self._carries[1 - self._now]
         if slots < self._slots:
             for name, array in before.items():
                 after[name][slots : self._slots] = array[slots : self._slots]
         self._slots = slots
-        key = program, self._now, slots
-        if key not in self._bindings:
-            given = before | self._controls | {"active": self._active}
-            self._bindings[key] = self._bind(program, 0, slots, given, after)
-        self._sessions[program].run_with_iobinding(self._bindings[key])
-        self._now = 1 - self._now
         outputs = self._outputs[program]
         T = outputs["tokens"].shape[1]
+        verified = self._verify(before, T, slots) if TRUNK in self._programs else {}
+        key = program, self._now, slots
+        if key not in self._bindings:
+            given = before | self._controls | {"active": self._active} | verified
+            self._bindings[key] = self._bind(program, 0, slots, given, after)
+        self._run(self._bindings[key], program)
+        self._now = 1 - self._now
         judged = {"num_drafts": np.minimum(before["num_drafts"], T - 1)}
         return reported(judged | {"window": before["window"][:, :T]} | outputs, slots)
+
+    def _verify(self, before: Carries, T: int, slots: int) -> Carries:
+        """Run the trunk over the windows; returns what the step's program reads of it."""
+        end = self._caches.rows - T  # an inactive slot's rows go there
+        self._start[:] = np.where(self._active, before["lengths"], end)
+        if T not in self._windows:
+            tokens = np.zeros((self._batch, T), np.int64)
+            self._windows[T] = {"tokens": tokens, "hidden": self._hidden(self._batch, T)}
+        window = self._windows[T]
+        window["tokens"][:] = before["window"][:, :T]
+        given = window | {"start": self._start}
+        key = TRUNK, T, slots
+        if key not in self._bindings:
+            self._bindings[key] = self._bind(TRUNK, 0, slots, given, {})
+        self._run(self._bindings[key], TRUNK)
+        return given
+
+    def _hidden(self, slots: int, tokens: int) -> NDArray[Any]:
+        """Room for the trunk's hidden states [slots, tokens, E]."""
+        spec = next(t for t in self._programs[TRUNK].outputs if t.name == "hidden")
+        return np.empty((slots, tokens, int(spec.shape[2])), host_type(spec.dtype))
+
+    def _run(self, binding: Any, program: str) -> None:
+        self._sessions[program].run_with_iobinding(binding)
 
     def _bind(
         self,
@@ -138,16 +176,21 @@ class OnnxPrograms(HostSlots):
         if program not in self._sessions:  # a mixed program is loaded by who first needs it
             self._sessions[program] = self._session(program)
         binding = self._sessions[program].io_binding()
-        for name in given.keys() & {t.name for t in self._programs[program].inputs}:
+        held = {t.name for t in self._programs[program].inputs}
+        for name in given.keys() & held:
             value = ort.OrtValue.ortvalue_from_numpy(given[name][:count])
             binding.bind_ortvalue_input(name, value)
         outputs = {f"{k}.out": v for k, v in after.items()} | self._outputs.get(program, {})
+        if program == TRUNK:
+            outputs["hidden"] = given["hidden"]
         for name, array in outputs.items():
             binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array[:count]))
         # Rows in use are bound where they are: the graph writes over what it reads.
         pointers, device = self._caches.pointers(), self._caches.device
         for name, view in self._caches.views(first, count).items():
-            start = pointers[name] + first * view[0].nbytes
+            if name not in held:
+                continue
+            start = pointers[name] + self._caches.start(first) * view[0, 0, 0].nbytes
             place = device, 0, view.dtype, view.shape, start
             binding.bind_input(name, *place)
             binding.bind_output(name + ".out", *place)

@@ -11,7 +11,6 @@ from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, ProgramSpec, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
 
-PREFILL = "prefill"
 JUDGED = ("window", "num_drafts")  # of the state that a step was given, what it reports
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
 
@@ -38,6 +37,8 @@ class Caches:
         specs = [s for s in state if s.kind == "cache"]
         self._memory = memory
         self.tensors = {s.name: memory.zeros(s.shape, s.dtype) for s in specs}
+        self._dtypes = {s.name: s.dtype for s in specs}
+        self._spare: dict[str, Array] = {}  # a slot's rows, while two are exchanged
 
     def fit(self, rows: int) -> bool:
         """Make room for `rows` rows per slot; True if the layout, and so every view, changed."""
@@ -50,6 +51,21 @@ class Caches:
         """
         for array in self.tensors.values():
             self._memory.copy(array[source : source + 1], array[target : target + 1])
+
+    def copy(self, source: int, slot: int, rows: int) -> None:
+        """Make the first rows of `slot` those of slot `source`. Here all rows."""
+        for array in self.tensors.values():
+            self._memory.copy(array[source : source + 1], array[slot : slot + 1])
+
+    def swap(self, first: int, second: int) -> None:
+        """Exchange what two slots hold."""
+        for name, array in self.tensors.items():
+            one, other = array[first : first + 1], array[second : second + 1]
+            if name not in self._spare:
+                self._spare[name] = self._memory.zeros((1, *array.shape[1:]), self._dtypes[name])
+            self._memory.copy(one, self._spare[name])
+            self._memory.copy(other, one)
+            self._memory.copy(self._spare[name], other)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Each cache [B, 1, rows, C] on the host; sharing memory if it is there."""
@@ -97,8 +113,19 @@ class Slots:
         self._mixed[slot] = not controls.plain
 
     def move(self, source: int, target: int) -> None:
+        self._caches.move(source, target, self._carries[self._now]["lengths"])
+        self._carry(source, target)
+
+    def copy(self, source: int, target: int, rows: int) -> None:
+        self._caches.copy(source, target, rows)
+
+    def swap(self, source: int, target: int) -> None:
+        self._caches.swap(source, target)
+        self._carry(source, target)
+
+    def _carry(self, source: int, target: int) -> None:
+        """Copy all that a slot has besides its caches."""
         carries = self._carries[self._now]
-        self._caches.move(source, target, carries["lengths"])
         for held in (*self._carries, self._controls):
             for name, array in held.items():
                 given = carries.get(name, array)[source : source + 1]

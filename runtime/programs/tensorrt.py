@@ -11,10 +11,10 @@ import numpy as np
 from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import WEIGHTS, Manifest, ProgramSpec
-from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
-from mtpbuild.runtime.programs.slots import JUDGED, PREFILL, own_outputs, reported
+from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, refit, tensorrt_api
 
 

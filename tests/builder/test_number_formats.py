@@ -14,7 +14,10 @@ from mtpbuild.builder.quantize.formats import (
     INT8,
     MAGNITUDES,
     NVFP4,
+    WIDE,
+    Part,
     pack,
+    stored_format,
     unpack,
 )
 
@@ -96,24 +99,47 @@ def test_fp8_scale_is_a_multiplier() -> None:
 
 
 def test_int4_bytes() -> None:
-    """Low nibble first, zero at 8; the extreme of a block is -8 steps."""
+    """Low nibble first, zero at 8; the extreme of a block is -8 steps; scales are fp16."""
     weight = torch.zeros(1, 64)
     weight[0, :4] = torch.tensor([-4.0, 0.5, 1.0, 3.5])
     weight[0, 32], weight[0, 63] = 1.6, -1.4
     parts = encode(INT4, weight)
-    assert parts["_scale"].tolist() == [[0.5, pytest.approx(-0.2)]]
+    assert parts["_scale"].dtype == torch.float16
+    assert parts["_scale"].tolist() == [[0.5, pytest.approx(-0.2, rel=2.0**-11)]]
     assert parts[""].shape == (1, 2, 16)
     assert parts[""][0, 0, :3].tolist() == [0x90, 0xFA, 0x88]
     assert (parts[""][0, 1, 0].item(), parts[""][0, 1, 15].item()) == (0x80, 0xF8)
-    assert torch.allclose(INT4.decode(parts), weight)
+    assert torch.allclose(INT4.decode(parts), weight, rtol=2.0**-11)
+    assert sum(part.nbytes for part in parts.values()) * 8 / weight.numel() == 4.5
 
 
 def test_int8_bytes() -> None:
     weight = torch.zeros(1, 32)
     weight[0, :3] = torch.tensor([-2.56, 0.02, 2.0])
     parts = encode(INT8, weight)
-    assert parts["_scale"].tolist() == [[pytest.approx(0.02)]]
+    assert parts["_scale"].tolist() == [[pytest.approx(0.02, rel=2.0**-11)]]
     assert parts[""][0, 0, :4].tolist() == [0, 129, 228, 128]
+
+
+@pytest.mark.parametrize(("bits", "width"), [(4, 16), (8, 32)])
+def test_older_integers(bits: int, width: int) -> None:
+    """Our checkpoints once had scales in fp32: they are read as what they are."""
+    stored = {"w": Part("U8", (3, 2, width)), "w_scale": Part("F32", (3, 2))}
+    format = stored_format("w", stored)
+    assert format is WIDE[bits]
+    assert format.parts((3, 64)) == {"": stored["w"], "_scale": stored["w_scale"]}
+    stored["w_scale"] = Part("F16", (3, 2))
+    assert stored_format("w", stored) is (INT4 if bits == 4 else INT8)
+
+
+def test_blocks_beyond_fp16() -> None:
+    """A block too small for a scale in fp16 is zero, and none becomes infinite."""
+    weight = torch.zeros(2, 32)
+    weight[0, 3], weight[1, 3] = 1e-9, 1e7
+    for format in (INT4, INT8):
+        decoded = format.decode(encode(format, weight))
+        assert decoded.isfinite().all()
+        assert decoded[0].abs().max() <= 1e-9
 
 
 def plain_decode(name: str, parts: dict[str, Tensor], n: int, k: int) -> float:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed
+from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from tests.support.acceptance_cases import (
     BANNED,
@@ -105,3 +106,24 @@ def test_temperature_sharpens() -> None:
 def test_the_margin_is_the_distance_to_the_cell_border() -> None:
     _, margin = draw(torch.tensor([CLOSE]), torch.tensor([0.5]))
     assert float(margin) == pytest.approx(0.1, abs=1e-6)
+
+
+class Judged(torch.nn.Module):
+    """A verdict with the request's wishes in a list, as a step has them."""
+
+    def forward(self, operands: list[torch.Tensor], asked: Asked) -> torch.Tensor:
+        return accept_mixed(*operands, asked).tokens  # type: ignore[call-arg, arg-type]
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_batch_of_one_may_follow(drafts: int) -> None:
+    """Exported for a batch, a verdict is for any batch: nothing checks that it is 2 at least."""
+    *first, asked = operands(Case([A] * drafts, [SURE] * (drafts + 1), [A]))
+    many = [x.repeat_interleave(5, 0) for x in first]
+    wishes = {name: x.repeat_interleave(5, 0) for name, x in asked.items()}
+    batch = {0: torch.export.Dim("batch", min=1, max=8)}
+    shapes = [batch for _ in many], dict.fromkeys(wishes, batch)
+    exported = torch.export.export(Judged(), (many, wishes), dynamic_shapes=shapes)
+    checks = [node for node in exported.graph.nodes if "_assert_scalar" in str(node.target)]
+    assert not checks
+    assert exported.module()(first, asked).shape == (1, drafts + 1)

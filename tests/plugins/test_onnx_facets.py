@@ -17,6 +17,7 @@ from torch.export import Dim
 from mtpbuild.builder.targets.lower_onnxruntime import OPSET
 from mtpbuild.plugins import (
     accept_rewind,
+    experts,
     experts_nbits,
     facets,
     grouped_attention,
@@ -331,6 +332,30 @@ def test_matmul_nbits(bits: int) -> None:
     assert (got - matmul_nbits(rows, values, scales)).norm() < 0.02 * got.norm()
     for i in range(7):
         assert torch.equal(facet.run(rows[:, i : i + 1])[0], got[:, i : i + 1])
+
+
+@pytest.mark.parametrize(("X", "E", "inner"), [(9, 96, 64), (20, 40, 24), (3, 200, 136)])
+def test_experts(X: int, E: int, inner: int) -> None:
+    """One node reads the weights; a row's result is its own, to the bit, however threads share."""
+    N = 37
+    gate_up, down = torch.randn(X, 2 * inner, E) / E**0.5, torch.randn(X, E, inner) / inner**0.5
+    rows, ids = torch.randn(N, E), torch.randint(0, X, (N,))
+    ids[:17], ids[17] = 1, 0  # an expert of many rows
+    ids[18:] += ids[18:] == 0  # and one of a single row
+    example, varying = (rows, ids, gate_up, down), {i: {0: Dim("rows")} for i in range(2)}
+    got = []
+    for threads in (1, 2):
+        facet = Facet(experts, example, varying, threads)
+        weights = {value.name for value in facet.model.graph.input[2:]}
+        assert [n.op_type for n in facet.model.graph.node if weights & {*n.input}] == ["MoE"]
+        got += facet.check(*example)
+        for count in (1, 2, 3, 16, 18, 33):
+            (some,) = facet.run(rows[:count], ids[:count], gate_up, down)
+            assert torch.equal(some, got[0][:count])
+        for i in range(N):
+            (one,) = facet.run(rows[i : i + 1], ids[i : i + 1], gate_up, down)
+            assert torch.equal(one, got[0][i : i + 1])
+    assert torch.equal(*got)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -54,6 +54,20 @@ class EagerPrograms:
         for tensor in self.tensors.values():
             tensor[target] = tensor[source]
 
+    def copy(self, source: int, target: int, rows: int) -> None:
+        for name in self.caches:
+            self.tensors[name][target, :, :rows] = self.tensors[name][source, :, :rows]
+
+    def swap(self, source: int, target: int) -> None:
+        held = {name: self.tensors[name][target].clone() for name in self.caches}
+        self.move(source, target)
+        for name, rows in held.items():
+            self.tensors[name][source] = rows
+
+    @property
+    def caches(self) -> list[str]:
+        return [s.name for s in state_specs(self.plan) if s.kind == "cache"]
+
     @torch.no_grad()
     def step(self, active: Bools, rows: int) -> StepOutput:
         before = self.tensors

@@ -1,42 +1,101 @@
 """Where the caches' rows lie in the host's memory."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mtpbuild.runtime.manifest import StateSpec
 from mtpbuild.runtime.programs.host_slots import ROW_STEP, PackedCaches
+
+SLOTS, CAPACITY = 4, 1000
 
 
 def spec(slots: int, rows: int) -> StateSpec:
     return StateSpec(name="kv.0", kind="cache", dtype="float32", shape=(slots, 1, rows, 4))
 
 
-def test_rows_are_written_to_before_a_step_does() -> None:
-    """Seen by what was there: rows that were never in use are zeroed once, others never."""
-    caches = PackedCaches([spec(1, 1000)])
-    (flat,) = caches._flat.values()
-    flat[:] = 7
-    assert caches.fit(10)
-    assert not flat[:ROW_STEP].any()
-    assert (flat[ROW_STEP:] == 7).all()
+def held(caches: PackedCaches, slot: int) -> NDArray[np.float32]:
+    """Return a slot's rows, wherever they are."""
+    return caches.views(slot, 1)["kv.0"][0, 0, :, 0]
 
-    caches.views()["kv.0"][:] = 1
+
+def fill(caches: PackedCaches, slot: int, rows: int, value: float) -> None:
+    """Do as a prompt does that fills a slot."""
+    caches.park(slot, rows)
+    held(caches, slot)[:rows] = value
+
+
+def test_rows_are_written_to_before_a_step_does() -> None:
+    """What is written is what was there: seen by the zeros, whose sign adding zero takes away."""
+    caches = PackedCaches([spec(1, CAPACITY)])
+    (flat,) = caches._flat.values()
+    flat[:] = -0.0
+    flat[0] = 7
+    assert caches.fit(10)
+    caches.pack(1)
+    assert (flat[0] == 7).all()
+    assert not np.signbit(flat[:ROW_STEP]).any()
+    assert np.signbit(flat[ROW_STEP:]).all()
     assert not caches.fit(ROW_STEP)
     assert caches.fit(ROW_STEP + 1)
-    assert (flat[:ROW_STEP] == 1).all()
-    assert not flat[ROW_STEP : 2 * ROW_STEP].any()
-
-    flat[: 2 * ROW_STEP] = 2
-    assert caches.fit(5)
-    assert caches.fit(2 * ROW_STEP)
-    assert (flat[: 2 * ROW_STEP] == 2).all()
+    caches.pack(1)
+    assert not np.signbit(flat[: 2 * ROW_STEP]).any()
+    assert np.signbit(flat[2 * ROW_STEP :]).all()
 
 
 def test_slots_keep_their_rows_when_all_get_more() -> None:
-    caches = PackedCaches([spec(3, 1000)])
+    caches = PackedCaches([spec(3, CAPACITY)])
     caches.fit(ROW_STEP)
+    caches.pack(3)
     held = np.arange(3 * ROW_STEP * 4, dtype=np.float32).reshape(3, 1, ROW_STEP, 4)
-    caches.views()["kv.0"][:] = held
+    caches.views(0, 3)["kv.0"][:] = held
     assert caches.fit(ROW_STEP + 1)
-    grown = caches.views()["kv.0"]
+    caches.pack(3)
+    grown = caches.views(0, 3)["kv.0"]
     assert grown.shape[2] == 2 * ROW_STEP
     assert np.array_equal(grown[:, :, :ROW_STEP], held)
+
+
+def test_parked_slots_are_out_of_reach() -> None:
+    """Steps of fewer slots, of more and fewer rows, and prompts: a parked slot keeps its rows."""
+    caches = PackedCaches([spec(SLOTS, CAPACITY)])
+    for slot in range(SLOTS):
+        fill(caches, slot, 900, slot + 1)
+    for count, rows in ((1, 10), (2, 500), (3, 130), (1, 900), (2, 10), (3, 999)):
+        caches.fit(rows)
+        caches.pack(count)
+        step = caches.views(0, count)["kv.0"]
+        assert step.shape[2] >= rows
+        step[:, :, -4:] = -1  # the garbage of inactive slots
+        for slot in range(3, SLOTS):
+            assert (held(caches, slot)[:900] == slot + 1).all()
+        caches.park(1, 50)
+        held(caches, 1)[:] = 8  # another prompt
+        assert (held(caches, 3)[:900] == 4).all()
+
+
+def test_copies_swaps_and_moves_between_packed_and_parked_slots() -> None:
+    """All pairs of places; a slot that packs later brings its rows along."""
+    for packed in range(SLOTS + 1):
+        for source in range(SLOTS):
+            for target in set(range(SLOTS)) - {source}:
+                for way in ("copy", "swap", "move"):
+                    caches = PackedCaches([spec(SLOTS, CAPACITY)])
+                    for slot in range(SLOTS):
+                        fill(caches, slot, 100, slot + 1)
+                    caches.fit(ROW_STEP)
+                    caches.pack(packed)
+                    wanted = [1.0, 2.0, 3.0, 4.0]
+                    if way == "swap":
+                        caches.swap(source, target)
+                        wanted[source] = target + 1
+                    elif way == "copy":
+                        caches.copy(source, target, 100)
+                    else:
+                        caches.move(source, target, np.full(SLOTS, 100))
+                    wanted[target] = source + 1
+                    for slot, value in enumerate(wanted):
+                        assert (held(caches, slot)[:100] == value).all()
+                    caches.fit(3 * ROW_STEP)
+                    caches.pack(SLOTS)
+                    rows = caches.views(0, SLOTS)["kv.0"][:, 0, :100, 0]
+                    assert (rows == np.array(wanted)[:, None]).all()

@@ -146,9 +146,9 @@ def test_ranks_share_the_requests() -> None:
     prompts = [[n, n] for n in range(5, 13)]
     results = Engine(programs, manifest).generate(prompts, params)
     began = {tokens[0]: slot for slot, _, tokens in programs.chunks}
-    assert began == {5: 0, 6: 2, 7: 4, 8: 1, 9: 3, 10: 5, 11: 2, 12: 5}
-    assert programs.steps == 9
-    assert programs.moves == [(3, 2)]  # its neighbour has ended after 3 + 5 steps
+    assert began == {5: 0, 6: 2, 7: 4, 8: 1, 9: 3, 10: 5, 11: 3, 12: 5}
+    assert programs.steps == 10  # a rank fills in one prompt at a time, and steps in between
+    assert programs.moves == [(3, 2), (1, 0)]  # its neighbours have ended
     for prompt, count, result in zip(prompts, counts, results, strict=True):
         assert result.token_ids == continuation(prompt, count)
 
@@ -162,3 +162,71 @@ def test_a_lone_request_pays_for_itself() -> None:
 
 def test_the_fake_depends_on_all_of_its_history() -> None:
     assert len({mixed([1, 2, 3]), mixed([2, 1, 3]), mixed([1, 2, 4]), mixed([1, 2])}) == 4
+
+
+def turns(programs: FakePrograms) -> str:
+    """Return the order of chunks and steps: cccs is three chunks, then a step."""
+    return "".join(programs.turns)
+
+
+def test_chunks_and_steps_take_turns() -> None:
+    """Prompts come while another request runs: between two of its steps is one chunk at most."""
+    manifest = fake_manifest(max_batch=4, nextn=0)
+    programs = FakePrograms(manifest)
+    engine = Engine(programs, manifest)
+    running = engine.stream([5], SamplingParams(max_tokens=30))
+    next(running)
+    late = [engine.stream([n] * 15, SamplingParams(max_tokens=3)) for n in (6, 7)]
+    assert running.result().token_ids == continuation([5], 30)
+    assert turns(programs).startswith("s" + "cs" * 8 + "ss")
+    for n, stream in zip((6, 7), late, strict=True):
+        assert stream.result().token_ids == continuation([n] * 15, 3)
+
+
+def test_nobody_runs_so_chunks_follow_each_other() -> None:
+    manifest = fake_manifest(max_batch=2, nextn=0)
+    programs = FakePrograms(manifest)
+    Engine(programs, manifest).generate([5] * 13, SamplingParams(max_tokens=2))
+    assert turns(programs) == "cccss"
+
+
+def test_prompts_are_filled_in_as_they_came() -> None:
+    """A long one first: the short ones behind it wait for its chunks, not for its tokens."""
+    manifest = fake_manifest(max_batch=4, nextn=0)
+    programs = FakePrograms(manifest)
+    prompts = [[5] * 17, [6] * 2, [7], [8] * 2]
+    Engine(programs, manifest).generate(prompts, [SamplingParams(max_tokens=9)] * 4)
+    assert [tokens[0] for _, _, tokens in programs.chunks] == [5, 5, 5, 5, 6, 8]
+    # One with nothing to fill in takes nobody's turn.
+    assert turns(programs).startswith("ccccscscs")
+
+
+def test_a_prompt_that_is_cancelled_takes_no_more_turns() -> None:
+    manifest = fake_manifest(max_batch=2, nextn=0)
+    programs = FakePrograms(manifest)
+    engine = Engine(programs, manifest)
+    running = engine.stream([5], SamplingParams(max_tokens=30))
+    next(running)
+    late = engine.stream([6] * 40, SamplingParams(max_tokens=3))
+    next(running)
+    next(running)
+    late.cancel()
+    assert engine.stats.requests_running == 1
+    running.result()
+    assert turns(programs) == "s" + "cs" * 2 + "s" * 27
+    assert [chunk.finish_reason for chunk in late] == ["cancelled"]
+
+
+def test_moves_wait_for_no_prompt() -> None:
+    """Who runs moves down beside a prompt that is being filled in, which moves when it begins."""
+    manifest = fake_manifest(max_batch=3, nextn=0)
+    programs = FakePrograms(manifest)
+    engine = Engine(programs, manifest)
+    first = engine.stream([5], SamplingParams(max_tokens=2))
+    second = engine.stream([6], SamplingParams(max_tokens=20))
+    next(first)
+    third = engine.stream([7] * 20, SamplingParams(max_tokens=20))
+    results = [stream.result().token_ids for stream in (first, second, third)]
+    counts = zip(([5], [6], [7] * 20), (2, 20, 20), strict=True)
+    assert results == [continuation(*each) for each in counts]
+    assert programs.moves == [(1, 0), (2, 1), (1, 0)]

@@ -94,10 +94,10 @@ class FakePrograms:
     """Says what `next_token` says; `draft_is_right` decides per absolute position of a draft.
 
     Checks what the loop promises: chunks in order and of the right size, the tokens behind a chunk,
-    enough rows, no gap below a running slot of a rank, no move to another rank. `steps` counts
-    decode steps, `slots` notes how many slots each computed (on the fullest rank), `moves` who
-    moved where, `told` each nextn that an adaptive engine's loop chose; `fail` raises in the next
-    step.
+    enough rows, no row of a prefix that isn't there, no gap below a running slot of a rank, no move
+    to another rank. `steps` counts decode steps, `turns` has a letter for each chunk and step,
+    `slots` notes how many slots each computed (on the fullest rank), `moves` who moved where,
+    `told` each nextn that an adaptive engine's loop chose; `fail` raises in the next step.
     """
 
     def __init__(
@@ -119,6 +119,8 @@ class FakePrograms:
         self.chunks: list[tuple[int, int, list[int]]] = []  # slot, start, tokens with lookahead
         self.slots: list[int] = []
         self.moves: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
+        self.turns: list[str] = []  # c for a chunk, s for a step
         self.told: list[int] = []
         self.steps = 0
         self.fail: BaseException | None = None
@@ -129,6 +131,7 @@ class FakePrograms:
         assert 1 <= count <= self.build.prefill_chunk
         self.history[slot] = self.history[slot][:start]
         assert len(self.history[slot]) == start, "chunks come in order"
+        self.turns.append("c")
         self.chunks.append((slot, start, tokens.tolist()))
         self.history[slot] += tokens.tolist()[:count]
 
@@ -144,6 +147,16 @@ class FakePrograms:
         self.drafts[target], self.drafts[source] = self.drafts[source], []
         self.controls[target] = self.controls[source]
 
+    def copy(self, source: int, target: int, rows: int) -> None:
+        assert len(self.history[source]) >= rows
+        self.history[target] = self.history[source][:rows]
+        self.copies.append((source, target))
+
+    def swap(self, source: int, target: int) -> None:
+        held = self.history[target]
+        self.move(source, target)
+        self.history[source] = held
+
     def draft(self, nextn: int) -> None:
         self.told.append(nextn)
         self.window = nextn + 1
@@ -154,6 +167,7 @@ class FakePrograms:
             raise self.fail
         time.sleep(self.step_s)
         self.steps += 1
+        self.turns.append("s")
         B, T = len(self.history), self.window
         assert active.shape == (B,)
         ranks = active.reshape(self.build.ranks.serving, -1)

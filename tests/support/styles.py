@@ -2,11 +2,14 @@
 
 from typing import Any
 
+from mtpbuild.builder.models import load_config
+from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.builder.targets import load_target, make_options
 from mtpbuild.builder.targets.style import GraphStyle
 
 
 def style_of(name: str, **options: Any) -> GraphStyle:
-    """The style in which a target traces, given its options as flags have them."""
-    target = load_target(name)
-    return target.style(make_options(target, options))
+    """The style in which a target traces a small model, given its options as flags have them."""
+    target, recipe = load_target(name), find_recipe("deepseek-tiny")
+    assert recipe is not None
+    return target.style(make_options(target, options), load_config(recipe.config_folder))

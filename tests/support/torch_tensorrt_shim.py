@@ -113,7 +113,7 @@ def listing(folder: Path) -> dict[str, Any]:
     plan = Plan(
         config,
         *(nextn, "mtp-vanilla", 2, 1100, 4),
-        TARGET.style(options),
+        TARGET.style(options, config),
         compute_capabilities=("12.0",),
         options=options,
     )
@@ -168,7 +168,7 @@ def r1_listing(name: str) -> dict[str, Any]:
     recipe = find_recipe(name)
     assert recipe is not None
     config = parse_layers("0-3").of(load_config(recipe.config_folder))
-    style = TARGET.style(TARGET.Options())
+    style = TARGET.style(TARGET.Options(), config)
     plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, style, Ranks(8), ("10.0",))
     share, scheme = Share(Ranks(8)), SCHEMES[recipe.layout]
     family = family_of(config)

@@ -11,30 +11,46 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Blocks(nn.Module):
-    """An integer weight [in, out] in blocks of 32 inputs; in it they are stored [out, in / 32]."""
+    """An integer weight [in, out] in blocks of 32 inputs; in it they are stored [out, in / 32].
 
-    def __init__(self, inputs: int, outputs: int, bits: int) -> None:
+    scales: the type in which a block's one is stored.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bits: int, scales: torch.dtype) -> None:
         super().__init__()
         self.values = parameter(outputs, inputs // BLOCK, BLOCK * bits // 8, dtype=torch.uint8)
-        self.scales = parameter(outputs, inputs // BLOCK, dtype=torch.float32)
+        self.scales = parameter(outputs, inputs // BLOCK, dtype=scales)
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return matmul_nbits(x, self.values, self.scales)
 
 
+class HeadBlocks(nn.ModuleList):
+    """int8 weights [H, in, out], one for each head: a product per head, for no op takes a stack."""
+
+    def __init__(self, heads: int, inputs: int, outputs: int, scales: torch.dtype) -> None:
+        super().__init__(Blocks(inputs, outputs, 8, scales) for _ in range(heads))
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        """x [B, H, T, in] -> [B, H, T, out], by one Split and one Concat."""
+        rows = x.transpose(1, 2).flatten(2).split(x.shape[-1], dim=-1)
+        products = [row @ head for row, head in zip(rows, self, strict=True)]
+        return torch.cat(products, dim=-1).unflatten(-1, (len(self), -1)).transpose(1, 2)
+
+
 class EmbeddingBlocks(nn.Module):
     """An int8 embedding [V, E] in blocks of 32; the rows that are asked for are dequantised."""
 
-    def __init__(self, vocabulary: int, width: int) -> None:
+    def __init__(self, vocabulary: int, width: int, scales: torch.dtype) -> None:
         super().__init__()
         self.values = parameter(vocabulary, width // BLOCK, BLOCK, dtype=torch.uint8)
-        self.scales = parameter(vocabulary, width // BLOCK, dtype=torch.float32)
+        self.scales = parameter(vocabulary, width // BLOCK, dtype=scales)
 
     def rows(self, tokens: Tensor) -> Tensor:
         """tokens [..] -> fp32 [.., E]."""
         ids = tokens.flatten()  # index_select is one Gather in ONNX
-        chosen = (part.index_select(0, ids) for part in (self.values, self.scales))
-        return dequantise(*chosen).unflatten(0, tokens.shape)
+        values, scales = (part.index_select(0, ids) for part in (self.values, self.scales))
+        return dequantise(values, scales, bits=8).unflatten(0, tokens.shape)
 
 
 def look_up(weight: Tensor | EmbeddingBlocks, tokens: Tensor) -> Tensor:
@@ -47,10 +63,12 @@ def look_up(weight: Tensor | EmbeddingBlocks, tokens: Tensor) -> Tensor:
 class ExpertBlocks(nn.Module):
     """Integer weights [X, in, out] of experts, in blocks as `experts_nbits` takes them."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int, bits: int) -> None:
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, bits: int, scales: torch.dtype
+    ) -> None:
         super().__init__()
         self.values = parameter(experts, outputs, inputs * bits // 8, dtype=torch.uint8)
-        self.scales = parameter(experts, outputs, inputs // BLOCK, dtype=torch.float32)
+        self.scales = parameter(experts, outputs, inputs // BLOCK, dtype=scales)
 
     def through(self, down: "ExpertBlocks", x: Tensor, ids: Tensor) -> Tensor:
         """x [N, E] through the expert that ids [N] say, of whom these are the gates and ups."""

@@ -14,11 +14,11 @@ from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank
 from mtpbuild.builder.models.common.layers import MLP, Kernels
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
-from mtpbuild.plugins import moe
+from mtpbuild.plugins import experts, moe
 from mtpbuild.plugins.moe.op import MAX_TOKENS
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
-DENSE_EXPERTS = 16  # up to here computing all experts is faster than gathering the chosen ones
+DENSE_EXPERTS = 16  # up to here all experts are computed, chosen or not
 
 
 class Gate(nn.Module):
@@ -104,11 +104,25 @@ class DenseMoE(MoE):
         return cast(inner * every[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
 
 
+class ExpertRows(nn.Module):
+    """Plain weights of experts [X, in, out], stored by outputs as `experts` takes them."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        experts, inputs, outputs = weight.shape
+        self.rows = parameter(experts, outputs, inputs, dtype=weight.dtype)
+
+    def through(self, down: "ExpertRows", x: Tensor, ids: Tensor) -> Tensor:
+        """x [N, E] through the expert that ids [N] say, of whom these are the gates and ups."""
+        return experts(x, ids, self.rows, down.rows)
+
+
 class GatheredMoE(MoE):
     """Many experts: only the chosen ones' weights are read.
 
-    An op reads them if `use_kernels` said so and tokens are few, or a prompt's chunk has a bound;
-    else the weights are gathered for each token.
+    For a CPU an op reads them (`ExpertRows`, or `ExpertBlocks` if they are integers). For a GPU one
+    does if `use_kernels` said so and tokens are few, or a prompt's chunk has a bound; else the
+    weights are gathered for each token.
     """
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
@@ -158,7 +172,7 @@ class GatheredMoE(MoE):
 
     def each(self, x: Tensor, ids: Tensor) -> Tensor:
         """Every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
-        if isinstance(self.gate_up_proj, ExpertBlocks):
+        if isinstance(self.gate_up_proj, ExpertBlocks | ExpertRows):
             return self.gate_up_proj.through(self.down_proj, x.flatten(0, 1), ids)[:, None]
         gate_up = cast(self.gate_up_proj.index_select(0, ids), x.dtype)
         gate, up = (x @ gate_up).chunk(2, dim=-1)

@@ -5,7 +5,7 @@ routed experts.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -78,6 +78,7 @@ class Weight:
     slices: int = 1  # of what is stacked along a first axis
     joined: int | None = None  # of products: the sources' axis along which they are one
     looked_up: bool = False  # its rows are chosen by tokens
+    per_head: bool = False  # a stack of products [H, in, out]
 
     @property
     def groups(self) -> Iterator[tuple[Source, ...]]:
@@ -216,3 +217,12 @@ def _gathered(to: str, gate: Sources, up: Sources, down: Sources) -> Iterator[We
 
     yield Weight(f"{to}.gate_up_proj", pairs, stacked, slices=len(gate), joined=0)
     yield Weight(f"{to}.down_proj", tuple(down), stacked, slices=len(down), joined=0)
+
+
+def by_outputs(weight: Weight) -> Weight:
+    """Experts' weight as `ExpertRows` holds it: a gate's row, its up's, the next gate's."""
+
+    def in_turn(*w: Tensor) -> Tensor:
+        return torch.stack(w, dim=1).flatten(0, 1)[None]
+
+    return replace(weight, name=f"{weight.name}.rows", transform=in_turn)

@@ -56,6 +56,13 @@ def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weig
         yield product(f"{to}.q_b_proj", q_b, rows=by_part)
     yield vector(to, at, "kv_a_layernorm.weight", r)
     kv_b = Source(f"{at}.kv_b_proj.weight", (H * (n + v), r), axis=0)
-    yield Weight(f"{to}.w_uk", (kv_b,), lambda w: w.unflatten(0, (own, n + v))[:, :n])
-    yield Weight(f"{to}.w_uv", (kv_b,), lambda w: w.unflatten(0, (own, n + v))[:, n:].mT)
+
+    def keys(w: Tensor) -> Tensor:
+        return w.unflatten(0, (own, n + v))[:, :n]
+
+    def values(w: Tensor) -> Tensor:
+        return w.unflatten(0, (own, n + v))[:, n:].mT
+
+    yield Weight(f"{to}.w_uk", (kv_b,), keys, per_head=True)
+    yield Weight(f"{to}.w_uv", (kv_b,), values, per_head=True)
     yield product(f"{to}.o_proj", Source(f"{at}.o_proj.weight", (E, H * v), axis=1))

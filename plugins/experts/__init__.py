@@ -1,0 +1,1 @@
+"""Experts whose weights are floats, for the CPU."""

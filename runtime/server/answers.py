@@ -1,0 +1,185 @@
+"""From chunks to the answer that a client gets: its choices, their pieces, its usage."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from mtpbuild.runtime.request import Chunk, TokenLogprobs
+from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.server.reasoning import Piece, ThinkingSplitter
+from mtpbuild.runtime.server.tools import ToolCalls
+from mtpbuild.runtime.stats import RequestMetrics
+from mtpbuild.runtime.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class Choice:
+    """One of a request's answers, as far as it is."""
+
+    index: int
+    ids: list[int]  # the prompt
+    params: SamplingParams
+    splitter: ThinkingSplitter | None = None
+    calls: ToolCalls | None = None
+    end_of_thought: int = -1  # the token
+    said: dict[str, str] = field(default_factory=lambda: {"content": "", "reasoning": ""})
+    names: list[str] = field(default_factory=list)  # of the tools that are called
+    call_ids: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    metrics: RequestMetrics | None = None
+    reason: str | None = None
+    stop_reason: int | None = None
+    reasoning_tokens: int = 0
+
+    def take(self, chunk: Chunk) -> list[Piece]:
+        """Take what a step gave; returns the pieces that are certain."""
+        self._count(chunk.token_ids)
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs or ()
+        last = chunk.finish_reason is not None
+        pieces = [Piece("content", chunk.text)]
+        if self.splitter is not None:
+            pieces = self.splitter.feed(chunk.text, last=last)
+        if self.calls is not None:
+            told = [p for p in pieces if p.kind == "content"]
+            text = "".join(p.text for p in told)
+            pieces = [p for p in pieces if p.kind != "content"]
+            pieces += self.calls.feed(text, last=last)
+        pieces = [piece for piece in pieces if piece.text]
+        for piece in pieces:
+            self._keep(piece)
+        if last:
+            self.metrics = chunk.metrics
+            self.reason = chunk.finish_reason
+            ends = self.params.stop_token_ids
+            newest = self.token_ids[-1] if self.token_ids else -1
+            self.stop_reason = newest if newest in ends and self.reason == "stop" else None
+            if self.names and self.reason == "stop":
+                self.reason = "tool_calls"
+        return pieces
+
+    def _keep(self, piece: Piece) -> None:
+        if piece.kind == "name":
+            self.names.append(piece.text)
+            self.arguments.append("")
+            self.call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
+        elif piece.kind == "arguments":
+            self.arguments[piece.call] += piece.text
+        else:
+            self.said[piece.kind] += piece.text
+
+    def _count(self, ids: Sequence[int]) -> None:
+        """Count what was thought, the token that ends it included."""
+        if self.splitter is None or not self.splitter.thinking:
+            return
+        for number, token in enumerate(ids, 1):
+            if token == self.end_of_thought:
+                self.reasoning_tokens += number
+                return
+        self.reasoning_tokens += len(ids)
+
+
+def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """The settings of each choice: the seed counts up."""
+    if params.seed is None:
+        return [params] * count
+    return [replace(params, seed=(params.seed + i) % 2**64) for i in range(count)]
+
+
+async def merged(
+    streams: Sequence[AsyncIterator[Chunk]],
+) -> AsyncIterator[tuple[int, Chunk]]:
+    """The chunks of several streams as they come, with the stream's number; an error ends all."""
+    if len(streams) == 1:
+        async for chunk in streams[0]:
+            yield 0, chunk
+        return
+    queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue()
+
+    async def forward(number: int, stream: AsyncIterator[Chunk]) -> None:
+        try:
+            async for chunk in stream:
+                queue.put_nowait((number, chunk))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.create_task(forward(*each)) for each in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            number, news = await queue.get()
+            if isinstance(news, BaseException):
+                raise news
+            if news is None:
+                left -= 1
+            else:
+                yield number, news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(eq=False)
+class Answer:
+    """The answer to a request: what all its forms have in common."""
+
+    kind: str  # the prefix of its id
+    model: str
+    choices: list[Choice]
+    n: int  # choices of each prompt
+    tokenizer: Tokenizer | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        self.id = self.id or f"{self.kind}-{uuid.uuid4().hex}"
+
+    def head(self, what: str) -> dict[str, Any]:
+        return {"id": self.id, "object": what, "created": self.created, "model": self.model}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt counts once, however many choices it has."""
+        firsts = self.choices[:: self.n]
+        prompt = sum(len(choice.ids) for choice in firsts)
+        given = sum(len(choice.token_ids) for choice in self.choices)
+        cached = sum(c.metrics.cached_tokens for c in firsts if c.metrics)
+        thought = sum(choice.reasoning_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": given,
+            "total_tokens": prompt + given,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": thought},
+        }
+
+    def metrics(self) -> dict[str, Any] | None:
+        """vLLM's metrics of a request; of several choices there are none."""
+        told = self.choices[0].metrics
+        if len(self.choices) > 1 or told is None or told.ttft_s is None:
+            return None
+        decode = (told.tpot_s or 0.0) * (told.output_tokens - 1)
+        steps = told.speculative_decoding.num_spec_steps
+        return {
+            "time_to_first_token_ms": 1000 * told.ttft_s,
+            "generation_time_ms": 1000 * decode,
+            "queue_time_ms": 1000 * (told.queue_s or 0.0),
+            "mean_itl_ms": 1000 * decode / (steps - 1) if steps > 1 else None,
+            "tokens_per_second": told.tokens_per_s,
+            "speculative_decoding": asdict(told.speculative_decoding),
+        }
+
+    def token_text(self, token: int) -> tuple[str, list[int] | None]:
+        """A token as logprobs show it, and its bytes; a special token has none."""
+        if self.tokenizer is None:
+            return f"token_id:{token}", None
+        raw = self.tokenizer.token_bytes(token)
+        if not raw:
+            return self.tokenizer.special_name(token) or "", None
+        return raw.decode("utf-8", "replace"), list(raw)

@@ -1,0 +1,243 @@
+"""The routes: what OpenAI's clients, vLLM's dashboards and a browser ask for."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.server.answers import merged
+from mtpbuild.runtime.server.chat import ChatAnswer, read_chat
+from mtpbuild.runtime.server.completions import CompletionAnswer, read_completion
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.gate import Gate
+from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
+from mtpbuild.runtime.server.service import Service
+
+T = TypeVar("T")
+Reply = ChatAnswer | CompletionAnswer
+PAGE = Path(__file__).with_name("page.html")
+CLOSED = 499  # nobody is there to read it
+log = logging.getLogger("mtpbuild")
+EVENTS = {
+    "description": "The answer; with `stream` as server-sent events",
+    "content": {"application/json": {}, "text/event-stream": {}},
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": said}
+    for status, said in {
+        400: "The request can't be done, `param` says why",
+        401: "No API key",
+        404: "No such model",
+        408: "It took too long",
+        413: "The body is too long",
+        429: "Too many wait",
+        500: "The engine failed",
+        503: "Loading, or shutting down",
+    }.items()
+}
+
+
+def make_app(service: Service) -> FastAPI:
+    """The server's application; it answers 503 until the service has an engine."""
+    app = FastAPI(title="mtpbuild", version=version("mtpbuild"), docs_url=None, redoc_url=None)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal)
+    _add_generation(app, service)
+    _add_state(app, service)
+    app.add_middleware(Gate, settings=service.settings)
+    if service.settings.cors:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.settings.cors,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    responses: dict[int | str, dict[str, Any]] = {200: EVENTS, **ERRORS}
+
+    @app.post("/v1/chat/completions", responses=responses)
+    async def chat(body: ChatBody, request: Request) -> Response:
+        """Continue a conversation."""
+        engine = service.admit(body.n or 1)
+        return await _answer(service, engine, read_chat(service, engine, body), body, request)
+
+    @app.post("/v1/completions", responses=responses)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continue texts."""
+        engine = service.admit(body.n or 1)
+        answer = read_completion(service, engine, body)
+        service.admit(len(answer.choices))
+        return await _answer(service, engine, answer, body, request)
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models", responses={401: ERRORS[401], 503: ERRORS[503]})
+    async def models() -> dict[str, Any]:
+        """The one model that there is."""
+        if service.engine is None:
+            raise ApiError(503, "the engine is being loaded")
+        card = {
+            "id": service.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "mtpbuild",
+            "max_model_len": service.engine.manifest.build.max_seq_len,
+        }
+        return {"object": "list", "data": [card]}
+
+    @app.get("/health", responses={503: ERRORS[503]})
+    async def health() -> Response:
+        """200 if requests are taken."""
+        return Response(status_code=200 if service.ready else 503)
+
+    @app.get("/version")
+    async def told_version() -> dict[str, str]:
+        return {"version": version("mtpbuild")}
+
+    @app.get("/metrics", responses={401: ERRORS[401], 503: ERRORS[503]})
+    async def metrics() -> Response:
+        """Prometheus's text, with vLLM's names."""
+        if service.engine is None:
+            raise ApiError(503, "the engine is being loaded")
+        text, kind = service.metrics.text()
+        return Response(text, headers={"Content-Type": kind})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+
+async def _answer(
+    service: Service, engine: Engine, answer: Reply, body: Sampled, request: Request
+) -> Response:
+    if service.settings.log_requests:
+        log.info("%s %s", answer.id, body.model_dump_json(exclude_none=True))
+    streams = [service.stream(engine, c.ids, c.params) for c in answer.choices]
+    chunks = merged(streams)
+    if body.stream:
+        options = body.stream_options
+        return EventStream(_events(answer, chunks, bool(options and options.include_usage)))
+    return await _unless_gone(request, _whole(answer, chunks))
+
+
+async def _whole(answer: Reply, chunks: AsyncIterator[Any]) -> Response:
+    async for number, chunk in chunks:
+        answer.choices[number].take(chunk)
+    return JSONResponse(answer.whole())
+
+
+async def _events(
+    answer: Reply, chunks: AsyncIterator[Any], usage: bool
+) -> AsyncIterator[dict[str, Any]]:
+    """What a stream says, each as an object; an error after the beginning is one of them."""
+    for choice in answer.choices:
+        if opening := answer.opening(choice):
+            yield opening
+    async for number, chunk in chunks:
+        choice = answer.choices[number]
+        if event := answer.event(choice, chunk, choice.take(chunk)):
+            yield event | ({"usage": None} if usage else {})
+    trailer = answer.trailer()
+    if not usage:
+        del trailer["usage"]
+    if usage or trailer["metrics"] is not None:
+        yield trailer
+
+
+class EventStream(Response):
+    """Server-sent events; whoever goes away ends them, within a step."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The first event decides on the status: what fails before it is an error's."""
+        await _race(self._send(send), receive)
+
+    async def _send(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for event in events:
+                    await self._say(send, json.dumps(event, ensure_ascii=False))
+                await self._say(send, "[DONE]")
+            except ApiError as error:
+                await self._say(send, json.dumps(error.body()))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _say(self, send: Send, data: str) -> None:
+        body = f"data: {data}\n\n".encode()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The response, unless its client goes away first: then the work is ended."""
+    response = await _race(work, request.receive)
+    return response or Response(status_code=CLOSED)
+
+
+async def _race(work: Coroutine[Any, Any, T], receive: Callable[[], Awaitable[Any]]) -> T | None:
+    """What the work gives; None, and an end to it, once the client has gone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    # A part of the place may be the kind of value that was tried: str, list[int].
+    parts = [str(part) for part in first["loc"][1:]]
+    place = ".".join(p for p in parts if "[" not in p and p not in ("str", "int", "bool"))
+    param = None if first["type"] == "json_invalid" else place or None
+    message = f"{place}: {first['msg']}" if param else f"the body is not JSON: {first['msg']}"
+    return ApiError(400, message, param).response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = ApiError(error.status_code, str(error.detail)).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _internal(request: Request, error: Exception) -> Response:
+    return ApiError(500, "the server failed").response()

@@ -1,0 +1,223 @@
+"""POST /v1/chat/completions: from messages to prompts, from chunks to messages."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mtpbuild.runtime.chat_template import ChatOptions
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.errors import MtpbuildError, RequestError
+from mtpbuild.runtime.request import Chunk, TokenLogprobs
+from mtpbuild.runtime.server.answers import Answer, Choice, seeded
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.protocol import ChatBody
+from mtpbuild.runtime.server.reasoning import Piece, ThinkingSplitter
+from mtpbuild.runtime.server.sampled import read_sampled
+from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, form_of
+
+Json = dict[str, Any]
+
+
+def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
+    """The choices that a body asks for; raises ApiError with the field that is wrong."""
+    form = _form(service, engine, body)
+    ids = _prompt(engine, body)
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    params = read_sampled(service, engine, body, len(ids), most, logprobs=logprobs)
+    marks = engine.manifest.model.thinking_token_ids if service.settings.thinking else None
+    choices = []
+    for index, own in enumerate(seeded(params, body.n or 1)):
+        choice = Choice(index, ids, own)
+        if marks is not None:
+            open_thought = next((t == marks[0] for t in reversed(ids) if t in marks), False)
+            choice.splitter, choice.end_of_thought = ThinkingSplitter(open_thought), marks[1]
+        choice.calls = ToolCalls(form) if form else None
+        choices.append(choice)
+    answer = ChatAnswer("chatcmpl", service.model, choices, len(choices), engine.tokenizer)
+    answer.id = body.request_id or answer.id
+    answer.reasoning = body.include_reasoning is not False
+    answer.with_logprobs, answer.with_ids = bool(body.logprobs), bool(body.return_token_ids)
+    return answer
+
+
+def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
+    """How the model writes calls, if it is to be given tools."""
+    if body.tool_choice not in (None, "none", "auto"):
+        raise ApiError(400, 'tool_choice: only "auto" and "none" are supported', "tool_choice")
+    if not body.tools:
+        if body.tool_choice == "auto" and body.tools is not None:
+            raise ApiError(400, "tool_choice needs tools", "tool_choice")
+        return None
+    if body.tool_choice == "none" or service.settings.tool_parser == "none":
+        return None
+    templates = engine.tokenizer.chat_template if engine.tokenizer else None
+    name = service.settings.tool_parser or form_of(templates.text if templates else "")
+    if name is None:
+        message = "this model's chat template shows no form of tool calls: --tool-call-parser"
+        raise ApiError(400, message, "tools")
+    return FORMS[name]
+
+
+def _prompt(engine: Engine, body: ChatBody) -> list[int]:
+    options: ChatOptions = {"chat_template_kwargs": body.chat_template_kwargs}
+    if body.tools and body.tool_choice != "none":
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if body.documents is not None:
+        options["documents"] = body.documents
+    if body.add_generation_prompt is not None:
+        options["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message is not None:
+        options["continue_final_message"] = body.continue_final_message
+    messages = [_message(number, message) for number, message in enumerate(body.messages)]
+    try:
+        try:
+            return engine.chat_ids([_with_objects(m) for m in messages], **options)
+        except RequestError:
+            if not any("tool_calls" in message for message in messages):
+                raise
+            return engine.chat_ids(messages, **options)  # a template that wants texts
+    except MtpbuildError as error:
+        raise ApiError(400, str(error), "messages") from None
+
+
+def _message(number: int, message: Json) -> Json:
+    """The message with its content as one text, as templates want it."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    where = f"messages.{number}.content"
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where} is a text or a list of parts", where)
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else None
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(text, str) or kind not in ("text", "input_text"):
+            raise ApiError(400, f"{where}: only parts of text are supported", where)
+        texts.append(text)
+    return message | {"content": "\n".join(texts)}
+
+
+def _with_objects(message: Json) -> Json:
+    """The message with the arguments of its calls as objects, as most templates want them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_object_call(call) for call in calls]}
+
+
+def _object_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+class ChatAnswer(Answer):
+    """An answer as messages."""
+
+    reasoning = True
+    with_logprobs = False
+    with_ids = False
+
+    def whole(self) -> Json:
+        """The answer as one object."""
+        return self.head("chat.completion") | {
+            "choices": [self._choice(choice) for choice in self.choices],
+            "usage": self.usage(),
+            "metrics": self.metrics(),
+        }
+
+    def _choice(self, choice: Choice) -> Json:
+        content = choice.said["content"]
+        message: Json = {"role": "assistant", "content": content or None, "refusal": None}
+        if not choice.names and choice.splitter is None:
+            message["content"] = content
+        thought = choice.said["reasoning"] if self.reasoning else ""
+        if thought:
+            message |= {"reasoning_content": thought, "reasoning": thought}
+        if choice.names:
+            calls = zip(choice.call_ids, choice.names, choice.arguments, strict=True)
+            message["tool_calls"] = [
+                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for id, name, arguments in calls
+            ]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs) if self.with_logprobs else None,
+            "finish_reason": choice.reason,
+            "stop_reason": choice.stop_reason,
+        } | ({"token_ids": choice.token_ids} if self.with_ids else {})
+
+    def opening(self, choice: Choice) -> Json:
+        """The first thing that a stream says of a choice."""
+        return self._event(choice, {"role": "assistant", "content": ""})
+
+    def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
+        """What a stream says of a step; None if nothing of it is certain yet."""
+        delta: Json = {}
+        for piece in pieces:
+            if piece.kind in ("name", "arguments"):
+                self._add_call(delta.setdefault("tool_calls", []), choice, piece)
+            elif piece.kind == "content":
+                delta["content"] = delta.get("content", "") + piece.text
+            elif self.reasoning:
+                for name in ("reasoning_content", "reasoning"):
+                    delta[name] = delta.get(name, "") + piece.text
+        logprobs = self._logprobs(chunk.logprobs or ()) if self.with_logprobs else None
+        if not (delta or chunk.finish_reason or logprobs or self.with_ids):
+            return None
+        event = self._event(choice, delta)
+        (told,) = event["choices"]
+        told["logprobs"] = logprobs
+        if chunk.finish_reason is not None:
+            told |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
+        if self.with_ids:
+            told |= {
+                "token_ids": list(chunk.token_ids),
+                "spans": [[span.text, span.from_draft] for span in chunk.spans],
+            }
+        return event
+
+    def _event(self, choice: Choice, delta: Json) -> Json:
+        told = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.head("chat.completion.chunk") | {"choices": [told]}
+
+    def _add_call(self, calls: list[Json], choice: Choice, piece: Piece) -> None:
+        """Clients concatenate: an id, a name and a type are said once, with empty arguments."""
+        if piece.kind == "name":
+            function = {"name": piece.text, "arguments": ""}
+            id = choice.call_ids[piece.call]
+            calls.append({"index": piece.call, "id": id, "type": "function", "function": function})
+        elif calls and calls[-1]["index"] == piece.call:
+            calls[-1]["function"]["arguments"] += piece.text
+        else:
+            calls.append({"index": piece.call, "function": {"arguments": piece.text}})
+
+    def trailer(self) -> Json:
+        """The event behind the last one, with what the request used."""
+        return self.head("chat.completion.chunk") | {
+            "choices": [],
+            "usage": self.usage(),
+            "metrics": self.metrics(),
+        }
+
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:
+        return {"content": [self._logprob(token) for token in tokens]}
+
+    def _logprob(self, token: TokenLogprobs) -> Json:
+        def entry(id: int, logprob: float) -> Json:
+            text, raw = self.token_text(id)
+            return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
+
+        top = [entry(*pair) for pair in token.top]
+        return entry(token.token_id, token.logprob) | {"top_logprobs": top}

@@ -1,0 +1,79 @@
+"""What every request goes through first: its size, the key, and one error shape for all."""
+
+import asyncio
+import hmac
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.service import Settings
+
+FREE = {"/", "/health", "/ping", "/version"}  # without a key
+
+
+class Gate:
+    """Refuses a request without the key, one that is too long, and one that does not come."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        refusals: list[ApiError] = []
+
+        async def unless_refused(message: Message) -> None:
+            """What the application says, but of a body that it could not read."""
+            if not refusals:
+                await send(message)
+
+        try:
+            self._check(scope, headers)
+            await self._app(scope, self._limited(receive, refusals), unless_refused)
+        except ApiError as error:
+            refusals = refusals or [error]
+        if refusals:
+            await refusals[0].response()(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        key = self._settings.api_key
+        if key is not None and scope["path"] not in FREE and scope["method"] != "OPTIONS":
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+                raise ApiError(401, "this server needs an API key: Authorization: Bearer KEY")
+        size = headers.get(b"content-length", b"0")
+        if not size.isdigit() or int(size) > self._settings.max_body:
+            raise self._too_large()
+
+    def _limited(self, receive: Receive, refusals: list[ApiError]) -> Receive:
+        """`receive`, as long as the body is not too long and does not take too long.
+
+        Else it raises what it also adds to `refusals`.
+        """
+        seen, whole = 0, False
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.body_timeout
+
+        async def limited() -> Message:
+            nonlocal seen, whole
+            if whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                refusals.append(ApiError(408, "the request's body did not come"))
+                raise refusals[0] from None
+            seen += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if seen > self._settings.max_body:
+                refusals.append(self._too_large())
+                raise refusals[0]
+            return message
+
+        return limited
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is longer than {self._settings.max_body} bytes")

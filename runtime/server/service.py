@@ -1,0 +1,151 @@
+"""The engine behind the server: who may ask, how many wait, how it ends."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.errors import EngineError, RequestError
+from mtpbuild.runtime.request import Chunk
+from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the flags of `mtpbuild serve` say of requests."""
+
+    model: str | None = None  # its name to clients; None: the engine's
+    api_key: str | None = None
+    max_queue: int = 256
+    request_timeout: float | None = None
+    max_body: int = 8 * 1024 * 1024
+    body_timeout: float = 60.0
+    cors: tuple[str, ...] = ()
+    thinking: bool = True  # what was thought is a field of its own
+    tool_parser: str | None = None  # None: as the chat template says; "none": calls stay text
+    log_requests: bool = False
+    defaults: dict[str, float | int] = field(default_factory=dict)  # of generation_config.json
+
+
+class Service:
+    """Loads an engine, and lets requests in while it lasts.
+
+    It is ready once the engine is loaded, and no longer when it drains or the engine has failed.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.engine: Engine | None = None
+        self.draining = False
+        self.failed: str | None = None  # why the engine can't go on
+        self.on_failure: Callable[[], None] = lambda: None
+        self.open = 0  # requests that have not been answered
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, engine: Engine) -> None:
+        """The engine is there."""
+        self.model = self.settings.model or engine.manifest.model.name
+        build = engine.manifest.build
+        self.metrics = Metrics(self.model, build.max_seq_len, lambda: engine.stats)
+        self.engine = engine
+
+    @property
+    def ready(self) -> bool:
+        return self.engine is not None and not self.draining and self.failed is None
+
+    def admit(self, count: int) -> Engine:
+        """The engine, for so many more requests; raises ApiError if it takes none now."""
+        if self.engine is None:
+            raise ApiError(503, "the engine is being loaded")
+        if self.failed is not None:
+            raise ApiError(503, f"the engine has failed: {self.failed}")
+        if self.draining:
+            raise ApiError(503, "the server is shutting down")
+        stats, most = self.engine.stats, self.engine.manifest.build.slots + self.settings.max_queue
+        if stats.requests_running + stats.requests_waiting + count > most:
+            raise ApiError(429, f"{stats.requests_waiting} requests wait already (--max-queue)")
+        return self.engine
+
+    async def stream(
+        self, engine: Engine, ids: list[int], params: SamplingParams
+    ) -> AsyncIterator[Chunk]:
+        """The chunks of a request; raises ApiError for what goes wrong. Leaving it ends it."""
+        began, last = time.perf_counter(), 0.0
+        reason, m = "abort", self.metrics
+        self.open += 1
+        try:
+            async with contextlib.aclosing(engine.astream(ids, params)) as chunks:
+                while (chunk := await self._next(chunks, began)) is not None:
+                    now = time.perf_counter()
+                    if chunk.token_ids:
+                        (m.between if last else m.first_token).observe(now - (last or began))
+                        last = now
+                    if chunk.metrics is not None:
+                        reason = chunk.finish_reason or reason
+                        m.whole.observe(now - began)
+                        self._observe(chunk)
+                    yield chunk
+        except TimeoutError:
+            raise ApiError(408, "the request took too long (--request-timeout)") from None
+        except RequestError as error:
+            raise ApiError(400, str(error)) from None
+        except EngineError as error:
+            reason = "error"
+            self._probe()
+            raise ApiError(500, f"the engine failed: {error}") from None
+        finally:
+            self.open -= 1
+            m.ended("abort" if reason == "cancelled" else reason)
+
+    async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
+        """The next chunk, None behind the last; TimeoutError once the request's time is over."""
+        most = self.settings.request_timeout
+        left = None if most is None else began + most - time.perf_counter()
+        async with asyncio.timeout(left):
+            return await anext(chunks, None)
+
+    async def drained(self, timeout: float) -> bool:
+        """Let nobody in; True once all requests are answered, False after the time is over."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.open:
+                    await asyncio.sleep(0.02)
+        return not self.open
+
+    def _observe(self, chunk: Chunk) -> None:
+        m, told = self.metrics, chunk.metrics
+        assert told is not None
+        m.prompt.observe(told.prompt_tokens)
+        m.generated.observe(told.output_tokens)
+        if told.queue_s is None or told.ttft_s is None:
+            return
+        decode = (told.tpot_s or 0) * (told.output_tokens - 1)
+        m.queued.observe(told.queue_s)
+        m.prefill.observe(told.ttft_s - told.queue_s)
+        m.decode.observe(decode)
+        m.inference.observe(told.ttft_s - told.queue_s + decode)
+        if told.tpot_s is not None:
+            m.per_token.observe(told.tpot_s)
+
+    def _probe(self) -> None:
+        """A step has failed: see whether the engine still can, unless that is being done."""
+        if self._tasks or self.failed is not None:
+            return
+        task = asyncio.get_running_loop().create_task(self._try())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _try(self) -> None:
+        assert self.engine is not None
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        try:
+            async for _ in self.engine.astream([0], params):
+                pass
+        except EngineError as error:
+            self.failed = str(error)
+            self.on_failure()

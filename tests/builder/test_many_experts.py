@@ -1,0 +1,107 @@
+"""Models whose experts are too many to compute all: what is read of them, and that it is right."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mtpbuild.builder.checkpoint.generation import GenerationIds
+from mtpbuild.builder.checkpoint.tensors import load_model
+from mtpbuild.builder.engine.engine_weights import EngineWeights
+from mtpbuild.builder.engine.weights_file import WEIGHTS
+from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.models.common.moe import ExpertRows
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.refit import refit
+from mtpbuild.runtime.manifest import read_manifest
+from tests.reference.recompute import greedy
+from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
+from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.transformers_oracle import transformers_greedy, transformers_model
+
+pytestmark = pytest.mark.xdist_group("many-experts")  # another worker would wait for the engines
+EXPERTS, LAYERS, NEXTN = 32, 2, 3
+MANY: dict[str, Any] = {
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": LAYERS,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 1,
+}
+PROMPTS = [[5, 17, 3], [40], [9, 9, 33, 21, 60, 2, 7, 7, 1, 30, 12]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.set_num_threads(1)
+    return make_predictable(**MANY)
+
+
+@pytest.fixture(scope="module")
+def folder(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("many") / "many", model, **MANY)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, build_engine: EngineBuilder) -> Path:
+    return build_engine(folder, NEXTN, "mtp-eagle", prefill_chunk=4)
+
+
+def test_tokens(engine: Path, model: Transformer, folder: Path) -> None:
+    """Whole chunks and parts of one; what is accepted was drafted by a module with experts too."""
+    theirs = transformers_model(folder)
+    wanted = [greedy(model, prompt, 30) for prompt in PROMPTS]
+    assert wanted[0] == transformers_greedy(theirs, PROMPTS[0], 30)
+    assert greedy_ids(engine, PROMPTS, 30) == wanted
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode", "decode_mixed"])
+def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> None:
+    """In each layer one node reads them, whatever the tokens: nothing gathers them for a token."""
+    graph = onnx.load(engine / f"{program}.onnx", load_external_data=False).graph
+    weights = {i.name for i in graph.initializer if len(i.dims) == 3 and i.dims[0] == EXPERTS}
+    readers = [node for node in graph.node if weights & set(node.input)]
+    assert {node.op_type for node in readers} == {"MoE"}
+    read = [name for node in readers for name in node.input if name in weights]
+    # Prompts leave out the module's experts: they need its cache alone. A step drafts three times.
+    trunk, drafts = LAYERS, 0 if program == "prefill" else NEXTN
+    assert set(read) == weights
+    assert len(weights) == 2 * (trunk + bool(drafts))
+    assert len(read) == 2 * (trunk + drafts)
+
+
+def test_the_weights_are_stored_once(engine: Path) -> None:
+    stored = load_file(engine / WEIGHTS)
+    rows = {name: tensor for name, tensor in stored.items() if name.endswith(".rows")}
+    assert len(rows) == 2 * (LAYERS + 1)
+    assert rows["layers.0.mlp.gate_up_proj.rows"].shape == (EXPERTS, 2 * 16, 32)
+    assert rows["layers.0.mlp.down_proj.rows"].shape == (EXPERTS, 32, 16)
+    parameters = read_manifest(engine).model.parameters
+    assert sum(tensor.numel() for tensor in stored.values()) == parameters
+
+
+def test_both_layouts_are_the_same_model(folder: Path, tmp_path: Path) -> None:
+    """By outputs for a CPU, by inputs for a GPU: in both the experts compute the same."""
+    config, ids = load_config(folder), GenerationIds(None, (), None)
+    source = ModelSource("x", folder, config, ids, expert_rows=True)
+    EngineWeights(source).write(tmp_path, siblings=None)
+    source.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
+    by_inputs = load_model(folder, config)
+    kinds = [isinstance(module, ExpertRows) for module in source.model.modules()]
+    assert sum(kinds) == 2 * (LAYERS + 1)
+    x = torch.randn(3, 5, config.hidden_size)
+    for name in (f"layers.{i}.mlp" for i in range(LAYERS)):
+        ours, theirs = (model.get_submodule(name)(x) for model in (source.model, by_inputs))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_new_weights(engine: Path, tmp_path: Path) -> None:
+    other = make_predictable(1, **MANY)
+    refitted = shutil.copytree(engine, tmp_path / "engine")
+    refit(refitted, str(save_checkpoint(tmp_path / "other", other, **MANY)))
+    wanted = [greedy(other, prompt, 20) for prompt in PROMPTS]
+    assert greedy_ids(refitted, PROMPTS, 20) == wanted

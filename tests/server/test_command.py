@@ -1,0 +1,82 @@
+"""What `mtpbuild serve` says before it listens, and which flags it has."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mtpbuild.runtime.server.command import serve
+from mtpbuild.runtime.server.server import generation_defaults, read_key
+from tests.support.engines import write_manifest
+from tests.support.fakes import fake_manifest
+from tests.support.invoke import invoke, options
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--port 99999", "--port 99999 can't be"),
+        ("--max-queue -1", "--max-queue -1 can't be"),
+        ("--request-timeout -1", "--request-timeout -1.0 can't be"),
+        ("--tool-call-parser x", "--tool-call-parser x: one of deepseek_v3, deepseek_v31, hermes"),
+        ("--api-key nowhere", "--api-key nowhere: can't be read"),
+        ("--host 192.0.2.1", "can't listen on 192.0.2.1:8000"),
+        ("", "not an engine"),
+    ],
+)
+def test_one_line(flags: str, says: str, tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    if flags:
+        write_manifest(engine, fake_manifest())
+    code, out, err = invoke("serve", "--engine", engine, *flags.split())
+    assert (code != 0, out) == (True, "")
+    assert re.fullmatch(r"error: .*\n", err), err
+    assert says in err
+
+
+def test_flags() -> None:
+    assert serve.__doc__
+    assert options("serve") == [
+        "--allow-origin",
+        "--api-key",
+        "--drain-timeout",
+        "--engine",
+        "--host",
+        "--log-requests",
+        "--max-body",
+        "--max-queue",
+        "--no-prefix-cache",
+        "--no-thinking-split",
+        "--port",
+        "--provider",
+        "--request-timeout",
+        "--served-model-name",
+        "--threads",
+        "--tool-call-parser",
+        "--verify-hashes",
+    ]
+
+
+def test_the_key_is_a_files_first_line_or_the_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MTPBUILD_API_KEY", raising=False)
+    assert read_key(None) is None
+    monkeypatch.setenv("MTPBUILD_API_KEY", "e")
+    assert read_key(None) == "e"
+    (tmp_path / "key").write_text("s3cret\nmore\n")
+    assert read_key(tmp_path / "key") == "s3cret"
+    for text in ("", "\n", "ключ\n"):
+        (tmp_path / "key").write_text(text, encoding="utf-8")
+        with pytest.raises(Exception, match="the first line is the key"):
+            read_key(tmp_path / "key")
+
+
+def test_what_the_model_says_of_sampling(tmp_path: Path) -> None:
+    assert generation_defaults(tmp_path) == {}
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"temperature": 0.6, "top_p": 0.95, "top_k": true, "do_sample": true}')
+    assert generation_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.95}
+    path.write_text("[")
+    assert generation_defaults(tmp_path) == {}

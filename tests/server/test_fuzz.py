@@ -1,0 +1,105 @@
+"""Requests made up from the OpenAPI schema: no 500, no hang, every error has the one shape."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.generation import GenerationMode
+
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.app import make_app
+from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.live_server import Live, live
+
+CASES = [pytest.param(200), pytest.param(2000, marks=pytest.mark.full)]
+MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    manifest = fake_manifest(max_batch=2, max_seq_len=64)
+    with (
+        Engine(FakePrograms(manifest), manifest, fake_tokenizer(), prefix_cache=True) as engine,
+        live(engine) as running,
+    ):
+        yield running
+
+
+@pytest.mark.parametrize("count", CASES)
+def test_no_request_makes_the_server_fail(server: Live, count: int) -> None:
+    schema = schemathesis.openapi.from_dict(make_app(server.service).openapi())
+    cases = [
+        operation.as_strategy(generation_mode=mode)
+        for operation in operations(schema)
+        for mode in (MODES if operation.method == "post" else MODES[:1])
+    ]
+    assert len(cases) > 6
+    posts = st.tuples(st.one_of(*cases), st.booleans(), st.integers(0, 2**30)).map(tamed)
+    seen: dict[int, int] = {}
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        phases=[Phase.generate],
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=posts)
+    def ask(case: Any) -> None:
+        response = case.call(base_url=server.url, timeout=20)
+        seen[response.status_code] = seen.get(response.status_code, 0) + 1
+        check(response)
+
+    ask()
+    assert seen.keys() <= {200, 400, 404, 405, 413}, seen
+    assert seen[200] > count / 10 < seen[400], seen
+    assert server.service.open == 0
+
+
+def operations(schema: Any) -> Iterator[Any]:
+    """Yield each route with its method."""
+    for result in schema.get_all_operations():
+        yield result.ok()
+
+
+def tamed(drawn: tuple[Any, bool, int]) -> Any:
+    """Half of the cases as they are; else a good prompt, and some three of the body's fields.
+
+    A body in which all is made up says little: its first wrong field is all that is looked at.
+    """
+    case, wild, number = drawn
+    if wild or not isinstance(case.body, dict):
+        return case
+    chosen = [name for i, name in enumerate(sorted(case.body)) if number >> (i % 30) & 7 == 0]
+    good: dict[str, Any] = {"prompt": "hello"}
+    if "chat" in case.operation.path:
+        good = {"messages": [{"role": "user", "content": "hi"}]}
+    kept = {name: case.body[name] for name in chosen if name not in ("model", "prompt", "messages")}
+    case.body = kept | good
+    return case
+
+
+def check(response: Any) -> None:
+    assert response.status_code < 500, response.text
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["code"] == response.status_code
+        assert error["message"]
+
+
+def test_the_schema_names_what_is_there(server: Live) -> None:
+    paths = make_app(server.service).openapi()["paths"]
+    assert sorted(paths) == [
+        "/health",
+        "/metrics",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/version",
+    ]
+    body = paths["/v1/chat/completions"]["post"]
+    assert "text/event-stream" in body["responses"]["200"]["content"]

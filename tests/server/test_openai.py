@@ -1,0 +1,245 @@
+"""The `openai` package against a live server with deepseek-tiny: what it gets is the engine's."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.server.service import Settings
+from tests.support.live_server import Live, live
+
+pytestmark = pytest.mark.xdist_group("server")
+SUM: Any = [{"role": "user", "content": "What is 47 + 85?"}]
+MODEL = "deepseek-tiny"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_engine: Callable[..., Path]) -> Iterator[Engine]:
+    folder = tiny_engine(3, max_batch=4)
+    with Engine.load(folder, threads=1, prefix_cache=True) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Live]:
+    with live(engine, Settings(api_key="k")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=server.client()
+    ) as made:
+        yield made
+
+
+def greedy(engine: Engine, prompt: Any, count: int = 200, **settings: Any) -> Any:
+    return engine.generate(prompt, SamplingParams(max_tokens=count, **settings))
+
+
+def test_a_chat(client: openai.OpenAI, engine: Engine) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=SUM, temperature=0)
+    ids = engine.chat_ids(SUM)
+    wanted = greedy(engine, ids)
+    (choice,) = answer.choices
+    thought, said = wanted.text.split("</think>")
+    assert (choice.message.content, choice.finish_reason) == (said, "stop")
+    assert "132" in said
+    extra = choice.message.model_extra
+    assert extra is not None
+    assert extra["reasoning_content"] == extra["reasoning"] == thought
+    usage = answer.usage
+    assert usage is not None
+    assert usage.prompt_tokens == len(ids)
+    assert usage.completion_tokens == len(wanted.token_ids)
+    details = usage.completion_tokens_details
+    assert details is not None
+    assert details.reasoning_tokens == wanted.token_ids.index(3) + 1
+    told = answer.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+    assert told["num_spec_tokens"] == 3
+    assert told["mean_acceptance_length"] > 1.5
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(
+        model=MODEL, messages=SUM, temperature=0, logprobs=True, top_logprobs=2
+    )
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=SUM,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    events = list(stream)
+    assert len({event.id for event in events}) == 1
+    assert events[0].choices[0].delta.role == "assistant"
+    told = [event.choices[0] for event in events if event.choices]
+    (choice,) = whole.choices
+    assert "".join(c.delta.content or "" for c in told) == choice.message.content
+    thought = "".join((c.delta.model_extra or {}).get("reasoning", "") for c in told)
+    assert thought == choice.message.model_extra["reasoning"]  # type: ignore[index]
+    assert [c.finish_reason for c in told if c.finish_reason] == [choice.finish_reason]
+    streamed = [e for c in told if c.logprobs for e in c.logprobs.content or []]
+    assert choice.logprobs is not None
+    assert [e.token for e in streamed] == [e.token for e in choice.logprobs.content or []]
+    assert all(len(entry.top_logprobs) == 2 for entry in streamed)
+    assert events[-1].choices == []
+    assert events[-1].usage is not None
+    assert whole.usage is not None
+    assert events[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert events[-1].model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+    assert all(event.usage is None for event in events[:-1])
+
+
+def test_a_conversation_fills_in_its_new_turns(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Sort these numbers: 42, 7, 19, 88"}]
+    cached = []
+    for _ in range(3):
+        answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+        said = answer.choices[0].message.content
+        assert answer.usage is not None
+        details = answer.usage.prompt_tokens_details
+        assert details is not None
+        cached.append(details.cached_tokens or 0)
+        messages += [{"role": "assistant", "content": said}, *SUM]
+    assert cached[0] < cached[1] < cached[2]
+
+
+def test_choices_and_seeds(client: openai.OpenAI, engine: Engine) -> None:
+    """More choices than slots; choice i is what seed + i gives."""
+    answer = client.completions.create(
+        model=MODEL, prompt="def f(", n=6, seed=5, temperature=0.8, max_tokens=12
+    )
+    texts = [choice.text for choice in answer.choices]
+    defaults: Any = {"temperature": 0.8, "top_p": 1.0, "max_tokens": 12}
+    for i, text in enumerate(texts):
+        wanted = engine.generate("def f(", SamplingParams(seed=5 + i, **defaults))
+        assert text == wanted.text
+    assert len(set(texts)) > 1
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 72
+    stream = client.completions.create(
+        model=MODEL, prompt="def f(", n=3, seed=5, temperature=0.8, max_tokens=12, stream=True
+    )
+    streamed = ["", "", ""]
+    for event in stream:
+        for choice in event.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts[:3]
+
+
+def test_completions(client: openai.OpenAI, engine: Engine) -> None:
+    text, ids = "import os\nimport sys\n\n", engine.encode("def f(")
+    prompts: list[Any] = [[text, "def f("], [ids, [5, 6]]]
+    for prompt in prompts:
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, temperature=0, max_tokens=9, logprobs=1
+        )
+        for one, choice in zip(prompt, answer.choices, strict=True):
+            assert choice.text == greedy(engine, one, 9).text
+            assert choice.logprobs is not None
+            tokens = choice.logprobs.tokens or []
+            assert "".join(tokens).startswith(choice.text)
+            assert (choice.logprobs.text_offset or [])[1] == len(tokens[0])
+    stopped = client.completions.create(
+        model=MODEL, prompt=text, temperature=0, max_tokens=40, stop=["\n\n", "def"]
+    )
+    wanted = greedy(engine, text, 40, stop=["\n\n", "def"])
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (
+        wanted.text,
+        wanted.finish_reason,
+    )
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+
+
+def test_what_vllm_adds(client: openai.OpenAI, engine: Engine) -> None:
+    extra = {"top_k": 3, "min_p": 0.1, "min_tokens": 9, "acceptance": "rejection", "new": 1}
+    answer = client.completions.create(
+        model=MODEL, prompt="def f(", seed=3, temperature=0.7, max_tokens=9, extra_body=extra
+    )
+    wanted = engine.generate(
+        "def f(",
+        SamplingParams(
+            temperature=0.7,
+            top_k=3,
+            min_p=0.1,
+            min_tokens=9,
+            max_tokens=9,
+            seed=3,
+            acceptance="rejection",
+        ),
+    )
+    assert answer.choices[0].text == wanted.text
+
+
+def test_errors_are_the_packages_own(client: openai.OpenAI, server: Live) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model=MODEL, prompt="x", max_tokens=99999)
+    assert error.value.param == "max_tokens"
+    wrong = client.with_options(api_key="wrong")
+    with pytest.raises(openai.AuthenticationError):
+        wrong.completions.create(model=MODEL, prompt="x")
+
+
+def test_asyncio(server: Live, engine: Engine) -> None:
+    async def ask(client: openai.AsyncOpenAI, question: str) -> str:
+        messages: Any = [{"role": "user", "content": question}]
+        stream: Any = await client.chat.completions.create(
+            model=MODEL, messages=messages, temperature=0, stream=True
+        )
+        return "".join([e.choices[0].delta.content or "" async for e in stream if e.choices])
+
+    async def main() -> list[str]:
+        transport = httpx2.AsyncClient(trust_env=False)
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="k", http_client=transport
+        ) as client:
+            return await asyncio.gather(*(ask(client, f"What is {n} + 5?") for n in range(10, 18)))
+
+    answers = asyncio.run(main())
+    for n, answer in zip(range(10, 18), answers, strict=True):
+        ids = engine.chat_ids([{"role": "user", "content": f"What is {n} + 5?"}])
+        assert answer == greedy(engine, ids).text.split("</think>")[1]
+
+
+def test_the_process(tiny_engine: Callable[..., Path]) -> None:
+    """SIGTERM: who streams gets all tokens, then the process ends with 0; another one ends it."""
+    folder = tiny_engine(3, max_batch=4)
+    command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(folder), "--port", "0"]
+    body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    for signals, code, ends in ((1, 0, {"data: [DONE]"}), (2, 130, set[str]())):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            url = process.stderr.readline().split()[-1]
+            with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+                lines = response.iter_lines()
+                first = json.loads(next(lines).removeprefix("data: "))
+                assert first["choices"]
+                for _ in range(signals):
+                    process.send_signal(signal.SIGTERM)
+                    time.sleep(0.05)  # one signal, not two that the system makes one of
+                seen = set[str]()
+                with contextlib.suppress(httpx2.RemoteProtocolError):
+                    for line in lines:
+                        seen.add(line)
+                assert {line for line in seen if line == "data: [DONE]"} == ends
+            assert process.wait(20) == code
+            assert process.stderr.read() == ""

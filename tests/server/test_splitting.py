@@ -1,0 +1,146 @@
+"""Thoughts and tool calls are told from what is said, however the text is cut."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtpbuild.runtime.server.reasoning import Piece, ThinkingSplitter
+from mtpbuild.runtime.server.tools import FORMS, ToolCalls, form_of
+
+V3 = (
+    "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    '```json\n{"city": "Ulm"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>'
+    "time\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+V31 = (
+    "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>"
+    '{"city": "Ulm"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>"
+)
+HERMES = (
+    'I look.<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
+    '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+)
+TEXTS = {"deepseek_v3": V3, "deepseek_v31": V31, "hermes": HERMES}
+ODD = (
+    "no call, 1 < 2 <tool",
+    "<tool_call>not JSON</tool_call> after",
+    '<tool_call>{"name": "f"',
+    '<tool_call>{"arguments": {"x": "</tool_call>"}, "name": "f"}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": "</tool_call> {\\"", "y": [1, {}]}}</tool_call>  ',
+    '  <tool_call>{"name": "f", "arguments": null}</tool_call> said  behind  ',
+    '<tool_call>{"name": "f"}</tool_call>',
+)
+
+
+def joined(pieces: list[Piece]) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """Return texts by kind, and the calls with their arguments."""
+    texts = {"content": "", "reasoning": ""}
+    calls: list[list[str]] = []
+    for piece in pieces:
+        if piece.kind == "name":
+            assert piece.call == len(calls), "calls are numbered from 0"
+            calls.append([piece.text, ""])
+        elif piece.kind == "arguments":
+            calls[piece.call][1] += piece.text
+        else:
+            texts[piece.kind] += piece.text
+    return texts, [(name, arguments) for name, arguments in calls]
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    places = data.draw(st.sets(st.integers(1, max(1, len(text) - 1))))
+    ends = [0, *sorted(places), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def fed(machine: ThinkingSplitter | ToolCalls, parts: list[str]) -> list[Piece]:
+    pieces = [p for part in parts for p in machine.feed(part)]
+    return pieces + machine.feed("", last=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_calls(form: str) -> None:
+    texts, calls = joined(fed(ToolCalls(FORMS[form]), [TEXTS[form]]))
+    assert texts["content"] == "I look."
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("weather", {"city": "Ulm"}),
+        ("time", {}),
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=st.sampled_from([*TEXTS.items(), *(("hermes", text) for text in ODD)]), data=st.data())
+def test_no_cut_changes_the_calls(case: tuple[str, str], data: st.DataObject) -> None:
+    form, text = case
+    whole = joined(fed(ToolCalls(FORMS[form]), [text]))
+    assert joined(fed(ToolCalls(FORMS[form]), cut(text, data))) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (ODD[0], ODD[0], []),
+        (ODD[1], ODD[1], []),
+        (ODD[2], ODD[2], []),
+        (ODD[4], "", [("f", '{"x": "</tool_call> {\\"", "y": [1, {}]}')]),
+        (ODD[5], "   said  behind", [("f", "null")]),
+        (ODD[6], "", [("f", "{}")]),
+    ],
+)
+def test_what_is_no_call_stays_text(text: str, content: str, calls: object) -> None:
+    texts, found = joined(fed(ToolCalls(FORMS["hermes"]), [text]))
+    assert (texts["content"], found) == (content, calls)
+
+
+def test_arguments_come_in_pieces() -> None:
+    """Each piece of the arguments is told as soon as it is there."""
+    calls = ToolCalls(FORMS["hermes"])
+    assert calls.feed('<tool_call>{"name": "f", "arguments": {"te') == [
+        Piece("name", "f"),
+        Piece("arguments", '{"te'),
+    ]
+    assert calls.feed('xt": "ab') == [Piece("arguments", 'xt": "ab')]
+    assert calls.feed('c"}') == [Piece("arguments", 'c"}')]
+    assert calls.feed("}</tool_call>") == []
+
+
+def test_the_template_tells_the_form() -> None:
+    assert form_of("{{ '<tool_call>' }}") == "hermes"
+    assert form_of("<｜tool▁call▁begin｜>function ```json") == "deepseek_v3"
+    assert form_of("<｜tool▁call▁begin｜>") == "deepseek_v31"
+    assert form_of("{{ messages }}") is None
+
+
+THOUGHTS = [
+    (True, "I add.</think>\n132", ("I add.", "\n132")),
+    (True, "never ends </thin", ("never ends </thin", "")),
+    (False, "<think>\nI add.</think>132", ("\nI add.", "132")),
+    (False, " \n<think>I</think>", ("I", "")),
+    (False, "132, and <think> is a tag", ("", "132, and <think> is a tag")),
+    (False, "<thi", ("", "<thi")),
+    (False, "", ("", "")),
+    (True, "a</think>b</think>c", ("a", "b</think>c")),
+    (True, "<think>a</think>b", ("a", "b")),
+]
+
+
+@pytest.mark.parametrize(("open_thought", "text", "wanted"), THOUGHTS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_thoughts(
+    open_thought: bool, text: str, wanted: tuple[str, str], data: st.DataObject
+) -> None:
+    texts, _ = joined(fed(ThinkingSplitter(open_thought), cut(text, data)))
+    assert (texts["reasoning"], texts["content"]) == wanted
+
+
+def test_a_marker_in_the_middle_of_a_step() -> None:
+    splitter = ThinkingSplitter(True)
+    assert splitter.feed("so it is 5.</think>The ans") == [
+        Piece("reasoning", "so it is 5."),
+        Piece("content", "The ans"),
+    ]

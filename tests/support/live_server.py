@@ -1,0 +1,50 @@
+"""A server on the loopback, in a thread of the test's process, over any engine."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx2
+import uvicorn
+
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.app import make_app
+from mtpbuild.runtime.server.server import Address, Listener, listen
+from mtpbuild.runtime.server.service import Service, Settings
+
+
+@dataclass(frozen=True)
+class Live:
+    """A server that runs: where it is, and what is behind it."""
+
+    url: str
+    service: Service
+    loop: asyncio.AbstractEventLoop
+
+    def client(self, **settings: object) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=30, trust_env=False, **settings)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def live(engine: Engine | None, settings: Settings | None = None) -> Iterator[Live]:
+    """Serve until the block ends. engine: None is one that is still being loaded."""
+    service = Service(settings or Settings())
+    if engine is not None:
+        service.start(engine)
+    own = listen(Address("127.0.0.1", 0, 0.0))
+    config = uvicorn.Config(
+        make_app(service), http="h11", lifespan="off", log_config=None, timeout_graceful_shutdown=1
+    )
+    listener, loop = Listener(config), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=(listener.serve([own]),))
+    thread.start()
+    try:
+        yield Live(f"http://127.0.0.1:{own.getsockname()[1]}", service, loop)
+    finally:
+        listener.should_exit = True
+        thread.join(20)
+        own.close()
+        loop.close()
+        assert not thread.is_alive(), "the server did not end"
