@@ -72,6 +72,7 @@ def test_frozen_flags() -> None:
         "--strip-weights",
         "--target",
         "--tp",
+        "--trunk",
         "--weights",
     ]
     assert options("diff") == ["--engine", "--json"]
@@ -89,7 +90,7 @@ def test_frozen_flags() -> None:
     ]
     group = typer.main.get_command(app)
     commands: dict[str, object] = group.commands  # type: ignore[attr-defined]
-    names = "bench build diff eval inspect plan quantize recipes refit run verify"
+    names = "bench build diff eval inspect plan quantize recipes refit run serve verify"
     assert " ".join(sorted(commands)) == names
 
 
