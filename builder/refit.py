@@ -27,7 +27,7 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.manifest import MANIFEST, Manifest, check_files, read_manifest
-from mtpbuild.runtime.programs.base import TRUNK
+from mtpbuild.runtime.programs.base import is_trunk
 
 SHOWN = 6  # differences in one line
 
@@ -101,7 +101,7 @@ def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]
         dtype=old.build.dtype,
         drafts=old.build.nextn > 0,
         draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),
-        absorbed=TRUNK in old.programs,
+        absorbed=any(map(is_trunk, old.programs)),
         scheme=engine_scheme(old.build.quantised_to, old.build.head_weights),
         expert_rows=not old.target.compute_capabilities,
     )

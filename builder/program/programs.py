@@ -19,10 +19,13 @@ from mtpbuild.builder.program.step import (
     TrunkProgram,
 )
 from mtpbuild.runtime.controls import CONTROLS, control_shapes
-from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, TRUNK, program_name
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, program_name, trunk_name
 
 DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
+# A program's weights are prepared on one core when an engine is loaded, so several load sooner.
+TRUNK_PROGRAMS = 4
+HIDDEN_OUT = "hidden.out"
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,24 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     rest = tuple(name for name in names if name not in trunk)
     counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
     return (
-        *_trunk(plan, model, trunk, B),
+        *_trunk(plan, model, B),
         *_prefill(plan, model, rest),
         *chain.from_iterable(_steps(plan, model, rest, nextn, B) for nextn in counts),
     )
 
 
-def _trunk(plan: Plan, model: CausalLM, state: tuple[str, ...], B: int) -> Iterator[Program]:
-    if plan.style.shared_trunk:
-        tokens = {"tokens": _ints(B, EXAMPLE_CHUNK), "start": _ints(B)}
-        yield Program(TRUNK, TrunkProgram(model).eval(), state, tokens, ("hidden",), B)
+def _trunk(plan: Plan, model: CausalLM, B: int) -> Iterator[Program]:
+    """The main model in a few programs, of about as many layers each."""
+    count = len(model.layers)
+    programs = min(TRUNK_PROGRAMS, count) if plan.style.shared_trunk else 0
+    for i in range(programs):
+        layers = range(count * i // programs, count * (i + 1) // programs)
+        hidden = torch.zeros(B, EXAMPLE_CHUNK, model.config.hidden_size)
+        given = {"hidden": hidden} if i else {"tokens": _ints(B, EXAMPLE_CHUNK)}
+        state = tuple(f"kv.{layer}" for layer in layers)
+        module = TrunkProgram(model, layers).eval()
+        arguments = given | {"start": _ints(B)}
+        yield Program(trunk_name(i), module, state, arguments, (HIDDEN_OUT,), B)
 
 
 def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Program]:

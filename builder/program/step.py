@@ -125,21 +125,29 @@ class MixedStepProgram(StepProgram):
 
 
 class TrunkProgram(nn.Module):
-    """The main model over a chunk of a prompt or the windows of a step, which share its weights.
+    """Some of the main model's layers over a chunk of a prompt or the windows of a step.
 
-    Attention takes the absorbed form for both, as it does in llama.cpp: keys and values that are
-    expanded would pay in a long prompt, but then its weights would have to be there in fp32.
+    Both share its weights. Attention takes the absorbed form for both, as it does in llama.cpp:
+    keys and values that are expanded would pay in a long prompt, but then its weights would have to
+    be there in fp32.
     """
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, layers: range) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.layers = model, layers
 
-    def forward(self, state: State, tokens: Tensor, start: Tensor) -> tuple[State, Tensor]:
-        """tokens [B, T] at positions start [B] .. -> new caches, and hidden states [B, T, E]."""
-        rows = self.model.rope(start, tokens.shape[1])
-        hidden, caches = self.model(tokens, main_caches(state), rows)
-        return {f"kv.{i}": cache for i, cache in enumerate(caches)}, hidden
+    def forward(self, state: State, given: Tensor, start: Tensor) -> tuple[State, Tensor]:
+        """given: tokens [B, T] for the first layers, else the hidden states [B, T, E] before these.
+
+        start [B]: the position of each slot's first token. Returns the layers' new caches, and
+        hidden states [B, T, E].
+        """
+        rows = self.model.rope(start, given.shape[1])
+        x = given if self.layers.start else self.model.embed(given)
+        x, caches = self.model.through(self.layers, x, list(state.values()), rows)
+        if self.layers.stop == len(self.model.layers):
+            x = self.model.handed_on(x)
+        return dict(zip(state, caches, strict=True)), x
 
 
 class PrefillProgram(nn.Module):

@@ -6,12 +6,12 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.program.programs import EXAMPLE_BATCH, Program, most_tokens
+from mtpbuild.builder.program.programs import EXAMPLE_BATCH, HIDDEN_OUT, Program, most_tokens
 from mtpbuild.runtime.manifest import ProgramSpec, TensorSpec
-from mtpbuild.runtime.programs.base import PREFILL, TRUNK
+from mtpbuild.runtime.programs.base import PREFILL, is_trunk
 
 Specs = tuple[TensorSpec, ...]
-CHUNKED = ("tokens", "hidden")  # what has a row for each token of a prompt's chunk
+CHUNKED = ("tokens", "hidden", HIDDEN_OUT)  # what has a row for each token of a prompt's chunk
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def trace(program: Program, plan: Plan) -> Traced:
         state[name] = torch.zeros(size, dtype=getattr(torch, spec.dtype))
         shapes[name] = slots | ({2: rows} if varies else {})
     slots_of = dict.fromkeys(program.arguments, slots)
-    if program.name in (PREFILL, TRUNK):
+    if program.name == PREFILL or is_trunk(program.name):
         slots_of |= {name: slots | {1: chunk} for name in CHUNKED}
     with torch.no_grad():
         exported = torch.export.export(

@@ -15,7 +15,15 @@ Bools = NDArray[np.bool_]
 
 PREFILL = "prefill"  # the program of a prompt's chunk
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
-TRUNK = "trunk"  # the main model, where it is a program of its own that prompts and steps run first
+
+
+def trunk_name(index: int) -> str:
+    """The main model's programs, where it has its own, which prompts and steps run one by one."""
+    return f"trunk_{index}" if index else "trunk"
+
+
+def is_trunk(program: str) -> bool:
+    return program.partition("_")[0] == "trunk"
 
 
 def host_type(dtype: str) -> np.dtype[Any]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.manifest import Manifest, StateSpec
-from mtpbuild.runtime.programs.base import PREFILL, TRUNK, Bools, host_type
+from mtpbuild.runtime.programs.base import PREFILL, Bools, host_type, is_trunk
 from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows
@@ -37,7 +37,7 @@ class HostSlots(Slots):
         self._outputs = {
             name: self._zeros(own_outputs(program))
             for name, program in manifest.programs.items()
-            if name not in (PREFILL, TRUNK)
+            if name != PREFILL and not is_trunk(name)
         }
 
     def _activate(self, active: Bools) -> tuple[str, int]:

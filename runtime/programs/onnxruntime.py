@@ -21,11 +21,11 @@ from mtpbuild.runtime.manifest import Manifest, StateSpec
 from mtpbuild.runtime.programs.base import (
     MIXED,
     PREFILL,
-    TRUNK,
     Bools,
     Ints,
     StepOutput,
     host_type,
+    is_trunk,
 )
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.slots import reported
@@ -96,18 +96,20 @@ class OnnxPrograms(HostSlots):
         super().__init__(manifest, caches, copies=2)
         self._folder, self._threads, self._provider = folder, threads, provider
         names = [name for name in self._programs if not name.startswith(MIXED)]
+        self._trunk = [name for name in names if is_trunk(name)]
         with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
             self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
         self._slots = 0  # of the last step; from there on both copies are equal
         self._start = np.zeros(self._batch, np.int64)  # of each slot's window in a step
-        self._windows = dict[int, Carries]()  # what the trunk takes and gives in a step, by T
+        self._windows = dict[int, NDArray[Any]]()  # of a step, as the trunk takes them, by T
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self._caches.park(slot, start + len(tokens) - self.lookahead)
         given = self._prompt_inputs(start, tokens)
-        if TRUNK in self._programs:
-            given["hidden"] = self._hidden(*given["tokens"].shape)
-            self._run(self._bind(TRUNK, slot, 1, given, {}), TRUNK)
+        if self._trunk:
+            bindings, hidden = self._bind_trunk(slot, 1, given)
+            self._run_trunk(bindings)
+            given["hidden"] = hidden
         if PREFILL not in self._programs:
             return
         names = {t.name for t in self._programs[PREFILL].inputs} & self._carries[0].keys()
@@ -115,7 +117,7 @@ class OnnxPrograms(HostSlots):
             {name: self._carries[i][name][slot : slot + 1] for name in names}
             for i in (self._now, 1 - self._now)
         )
-        self._run(self._bind(PREFILL, slot, 1, before | given, after), PREFILL)
+        self._run(self._bind(PREFILL, slot, 1, before | given, new_state(after)), PREFILL)
         for name, array in after.items():
             before[name][:] = array
 
@@ -130,11 +132,12 @@ class OnnxPrograms(HostSlots):
         self._slots = slots
         outputs = self._outputs[program]
         T = outputs["tokens"].shape[1]
-        verified = self._verify(before, T, slots) if TRUNK in self._programs else {}
+        verified = self._verify(before, T, slots) if self._trunk else {}
         key = program, self._now, slots
         if key not in self._bindings:
             given = before | self._controls | {"active": self._active} | verified
-            self._bindings[key] = self._bind(program, 0, slots, given, after)
+            results = new_state(after) | outputs
+            self._bindings[key] = self._bind(program, 0, slots, given, results)
         self._run(self._bindings[key], program)
         self._now = 1 - self._now
         judged = {"num_drafts": np.minimum(before["num_drafts"], T - 1)}
@@ -145,21 +148,31 @@ class OnnxPrograms(HostSlots):
         end = self._caches.rows - T  # an inactive slot's rows go there
         self._start[:] = np.where(self._active, before["lengths"], end)
         if T not in self._windows:
-            tokens = np.zeros((self._batch, T), np.int64)
-            self._windows[T] = {"tokens": tokens, "hidden": self._hidden(self._batch, T)}
-        window = self._windows[T]
-        window["tokens"][:] = before["window"][:, :T]
-        given = window | {"start": self._start}
-        key = TRUNK, T, slots
+            self._windows[T] = np.zeros((self._batch, T), np.int64)
+        tokens = self._windows[T]
+        tokens[:] = before["window"][:, :T]
+        key = "trunk", T, slots
         if key not in self._bindings:
-            self._bindings[key] = self._bind(TRUNK, 0, slots, given, {})
-        self._run(self._bindings[key], TRUNK)
-        return given
+            given = {"tokens": tokens, "start": self._start}
+            self._bindings[key] = self._bind_trunk(0, slots, given)
+        bindings, hidden = self._bindings[key]
+        self._run_trunk(bindings)
+        return {"start": self._start, "hidden": hidden}
 
-    def _hidden(self, slots: int, tokens: int) -> NDArray[Any]:
-        """Room for the trunk's hidden states [slots, tokens, E]."""
-        spec = next(t for t in self._programs[TRUNK].outputs if t.name == "hidden")
-        return np.empty((slots, tokens, int(spec.shape[2])), host_type(spec.dtype))
+    def _bind_trunk(self, first: int, count: int, given: Carries) -> tuple[list[Any], NDArray[Any]]:
+        """The main model's programs one behind the other; returns where the last one writes to."""
+        bindings = []
+        for program in self._trunk:
+            spec = self._programs[program].outputs[-1]
+            shape = (*given["tokens"].shape, int(spec.shape[2]))
+            hidden = np.empty(shape, host_type(spec.dtype))
+            bindings.append(self._bind(program, first, count, given, {spec.name: hidden}))
+            given = given | {"hidden": hidden}
+        return bindings, hidden
+
+    def _run_trunk(self, bindings: Sequence[Any]) -> None:
+        for binding, program in zip(bindings, self._trunk, strict=True):
+            self._run(binding, program)
 
     def _run(self, binding: Any, program: str) -> None:
         self._sessions[program].run_with_iobinding(binding)
@@ -170,9 +183,9 @@ class OnnxPrograms(HostSlots):
         first: int,
         count: int,
         given: dict[str, NDArray[Any]],
-        after: dict[str, NDArray[Any]],
+        results: dict[str, NDArray[Any]],
     ) -> Any:
-        """Some slots' caches, what their program reads of `given`, where it writes new carries."""
+        """Some slots' caches, what their program reads of `given`, where it writes its results."""
         if program not in self._sessions:  # a mixed program is loaded by who first needs it
             self._sessions[program] = self._session(program)
         binding = self._sessions[program].io_binding()
@@ -180,10 +193,7 @@ class OnnxPrograms(HostSlots):
         for name in given.keys() & held:
             value = ort.OrtValue.ortvalue_from_numpy(given[name][:count])
             binding.bind_ortvalue_input(name, value)
-        outputs = {f"{k}.out": v for k, v in after.items()} | self._outputs.get(program, {})
-        if program == TRUNK:
-            outputs["hidden"] = given["hidden"]
-        for name, array in outputs.items():
+        for name, array in results.items():
             binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array[:count]))
         # Rows in use are bound where they are: the graph writes over what it reads.
         pointers, device = self._caches.pointers(), self._caches.device
@@ -219,6 +229,11 @@ class OnnxPrograms(HostSlots):
                 "NVIDIA driver, CUDA and cuDNN that its release names"
             )
         return session
+
+
+def new_state(carries: Carries) -> Carries:
+    """Under the names that programs give what they return of their state."""
+    return {f"{name}.out": array for name, array in carries.items()}
 
 
 def load(

@@ -19,7 +19,7 @@ from mtpbuild.builder.targets import load_target, make_options
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import MIXED, TRUNK
+from mtpbuild.runtime.programs.base import MIXED, is_trunk
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
@@ -48,7 +48,7 @@ def test_every_step_equals_recomputation(
     """Drafts and tokens, of one request after the other, and of a batch in any mode."""
     engine = build_engine(predictable_folder, nextn, drafter, max_batch=3, **SHARED)
     manifest = read_manifest(engine)
-    assert TRUNK in manifest.programs
+    assert trunk_of(engine)
     assert ("prefill" in manifest.programs) == bool(nextn)  # nothing else is filled
     programs = load_programs(engine, manifest, threads=1)
     assert isinstance(programs, OnnxPrograms)
@@ -78,6 +78,11 @@ def test_an_adaptive_engine(
     assert list(result.token_ids) == greedy(predictable, prompt, 40)
 
 
+def trunk_of(engine: Path) -> list[str]:
+    """The main model's programs, in the order in which they run."""
+    return [name for name in read_manifest(engine).programs if is_trunk(name)]
+
+
 def products(engine: Path, program: str) -> Iterator[tuple[int, str]]:
     """Where a weight lies that a product reads, and the product's type; branches count too."""
     graph = onnx.load(engine / f"{program}.onnx", load_external_data=False).graph
@@ -99,11 +104,22 @@ def copies(engine: Path) -> Counter[int]:
     )
 
 
+def test_layers_of_the_programs(predictable_folder: Path, build_engine: EngineBuilder) -> None:
+    """Each layer is in one program, in order; hidden states go from one to the next."""
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", max_batch=3, **SHARED)
+    programs = read_manifest(engine).programs
+    given = [[t.name for t in programs[name].inputs] for name in trunk_of(engine)]
+    layers = load_config(predictable_folder).num_hidden_layers
+    assert trunk_of(engine) == ["trunk", *(f"trunk_{i}" for i in range(1, layers))]
+    assert given[0] == ["kv.0", "tokens", "start"]
+    assert given[1:] == [[f"kv.{i}", "hidden", "start"] for i in range(1, layers)]
+
+
 def test_one_copy_of_the_weights(predictable_folder: Path, build_engine: EngineBuilder) -> None:
     """Each session packs what its products read: of the main model's weights there is one copy."""
     shared = build_engine(predictable_folder, 3, "mtp-vanilla", max_batch=3, **SHARED)
     inline = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
-    trunk = {place for place, _ in products(shared, TRUNK)}
+    trunk = {place for name in trunk_of(shared) for place, _ in products(shared, name)}
     assert len(trunk) > 10
     assert all(copies(shared)[place] == 1 for place in trunk)
     assert max(copies(inline).values()) == 2  # prompts and steps
@@ -114,6 +130,7 @@ def test_one_copy_of_the_weights(predictable_folder: Path, build_engine: EngineB
 def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     shape = QUANTIZABLE | {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    shape |= {"num_hidden_layers": 1}
     model = make_predictable(0, **shape)
     return save_checkpoint(tmp_path_factory.mktemp("trunk") / "model", model, **shape)
 
@@ -122,12 +139,14 @@ def test_projections_by_head(quantizable: Path, build_engine: EngineBuilder) -> 
     """With integer products `kv_b_proj` is int8 too, in blocks along what each head reads."""
     engine = build_engine(quantizable, 1, weights="int4", **SHARED)
     assert read_manifest(engine).build.block_size == 32
-    graph = onnx.load(engine / "trunk.onnx", load_external_data=False).graph
     config = load_config(quantizable)
     assert isinstance(config, DeepseekV3Config)
-    found = [i.name for i in graph.initializer if ".w_uk." in i.name and "values" in i.name]
+    found = list[str]()
+    for name in trunk_of(engine):
+        graph = onnx.load(engine / f"{name}.onnx", load_external_data=False).graph
+        found += [i.name for i in graph.initializer if ".w_uk." in i.name and "values" in i.name]
+        assert not any(node.op_type == "If" for node in graph.node)
     assert len(found) == config.num_attention_heads * config.num_hidden_layers
-    assert not any(node.op_type == "If" for node in graph.node)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, 7).tolist() for _ in range(20)]
     params = SamplingParams(max_tokens=1, ignore_eos=True)

@@ -71,23 +71,28 @@ class CausalLM(nn.Module):
         self, tokens: Tensor, caches: list[Tensor], rows: Rows
     ) -> tuple[Tensor, list[Tensor]]:
         """tokens [B, T] -> hidden states as modules are given them [B, T, E], and new caches."""
-        x, updated = self.through(len(self.layers), tokens, caches, rows)
-        return (self.norm(x) if self.config.mtp.trunk_normed else x), updated
+        x, updated = self.through(range(len(self.layers)), self.embed(tokens), caches, rows)
+        return self.handed_on(x), updated
+
+    def handed_on(self, x: Tensor) -> Tensor:
+        """What the last layer returned, as modules and `logits` take it."""
+        return self.norm(x) if self.config.mtp.trunk_normed else x
 
     def fill(self, tokens: Tensor, caches: list[Tensor], rows: Rows) -> list[Tensor]:
         """Write only the caches, for an engine without drafts."""
-        x, updated = self.through(len(self.layers) - 1, tokens, caches, rows)
+        before = range(len(self.layers) - 1)
+        x, updated = self.through(before, self.embed(tokens), caches[:-1], rows)
         last = self.layers[-1]
         assert isinstance(last, DecoderLayer)
         return [*updated, last.fill(x, caches[-1], rows)]
 
     def through(
-        self, count: int, tokens: Tensor, caches: list[Tensor], rows: Rows
+        self, layers: range, x: Tensor, caches: list[Tensor], rows: Rows
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the first `count` layers: the hidden states, and these layers' new caches."""
-        x, updated = self.embed(tokens), list[Tensor]()
-        for layer, cache in zip(self.layers[:count], caches[:count], strict=True):
-            x, cache = layer(x, cache, rows)
+        """Run some layers on hidden states x [B, T, E]: what they make of it, and new caches."""
+        updated = list[Tensor]()
+        for i, cache in zip(layers, caches, strict=True):
+            x, cache = self.layers[i](x, cache, rows)
             updated.append(cache)
         return x, updated
 
