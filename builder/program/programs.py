@@ -36,6 +36,7 @@ class Program:
     results: tuple[str, ...] = ()  # names of the outputs behind the new state
     batch: int = 1  # slots of the example
     whole: bool = False  # takes the caches whole, not just the rows in use
+    most: int | None = None  # tokens that a pass may have, where their number varies
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """
     style = plan.style
     if style.step_kernels:
-        use_kernels(model, most_tokens(plan) if style.all_kernels else None)
+        use_kernels(model)
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     names = tuple(s.name for s in state_specs(plan))
     trunk = tuple(name for name in names if name.startswith("kv.")) if style.shared_trunk else ()
@@ -93,9 +94,9 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
         if style.shared_trunk:
             prompt["hidden"] = torch.zeros(1, EXAMPLE_CHUNK, model.config.hidden_size)
     if filled:  # with a shared trunk and no drafts nothing is left to fill
-        yield Program(
-            PREFILL, PrefillProgram(model, drafter).eval(), filled, prompt, whole=style.fixed
-        )
+        module = PrefillProgram(model, drafter).eval()
+        most = most_tokens(plan)
+        yield Program(PREFILL, module, filled, prompt, whole=style.fixed, most=most)
 
 
 def _steps(
@@ -104,6 +105,7 @@ def _steps(
     """The two programs of a step that makes so many drafts."""
     style, drafter = plan.style, make_drafter(plan, nextn)
     active = {"active": torch.ones(B, dtype=torch.bool)}
+    B_most = max(B, plan.max_batch)
     verified = dict[str, Tensor]()
     if style.shared_trunk:
         hidden = torch.zeros(B, nextn + 1, model.config.hidden_size)
@@ -115,8 +117,10 @@ def _steps(
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | _controls(plan, B), MIXED_OUTPUTS),
     ):
-        name = program_name(kind, nextn, plan.nextn)
-        yield Program(name, module.eval(), state, asked | verified, outputs, B, style.whole_caches)
+        name, given = program_name(kind, nextn, plan.nextn), asked | verified
+        yield Program(
+            name, module.eval(), state, given, outputs, B, style.whole_caches, B_most * (nextn + 1)
+        )
 
 
 def _controls(plan: Plan, B: int) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -355,3 +356,20 @@ def test_the_same_tokens_as_onnxruntime(tiny_engine: Callable[..., Path]) -> Non
             )
             texts.append([result.token_ids for result in results])
     assert texts[0] == texts[1]
+
+
+def test_options_that_a_torch_lacks() -> None:
+    """Older versions don't know all; what is for a CPU means nothing to a GPU's code."""
+    old = SimpleNamespace(
+        aot_inductor=SimpleNamespace(package=False, package_constants_in_so=True),
+        cpp=SimpleNamespace(simdlen=None),
+        always_keep_tensor_constants=False,
+    )
+    common = {
+        "aot_inductor.package": True,
+        "aot_inductor.package_constants_in_so": False,
+        "always_keep_tensor_constants": True,
+    }
+    assert target.options(True, old) == common
+    assert target.options(False, old) == common | {"cpp.simdlen": 256}
+    assert len(target.options(False)) == len(target.options(True)) + 4
