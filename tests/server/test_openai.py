@@ -19,14 +19,14 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.server.service import Settings
 from tests.support.live_server import Live, live
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("tiny")
 SUM: Any = [{"role": "user", "content": "What is 47 + 85?"}]
 MODEL = "deepseek-tiny"
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_engine: Callable[..., Path]) -> Iterator[Engine]:
-    folder = tiny_engine(3, max_batch=4)
+    folder = tiny_engine(3)
     with Engine.load(folder, threads=1, prefix_cache=True) as loaded:
         yield loaded
 
@@ -222,7 +222,7 @@ def test_asyncio(server: Live, engine: Engine) -> None:
 
 def test_the_process(tiny_engine: Callable[..., Path]) -> None:
     """SIGTERM: who streams gets all tokens, then the process ends with 0; another one ends it."""
-    folder = tiny_engine(3, max_batch=4)
+    folder = tiny_engine(3)
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(folder), "--port", "0"]
     body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     for signals, code, ends in ((1, 0, {"data: [DONE]"}), (2, 130, set[str]())):
