@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LONGEST = 256 * 1024  # characters of a grammar
+LEXER_STATES = 50_000  # of 1 to 2 kB each
 KEPT = 16  # compiled grammars that wait for another request like theirs
 
 
@@ -152,7 +153,7 @@ class Grammars:
             self._vocabulary = llguidance.LLTokenizer(
                 self._tokenizer.to_json(), model.vocab_size, list(model.eos_token_ids)
             )
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+        limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
         source = _source(asked)
         matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
         if matcher.is_error():

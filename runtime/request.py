@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from mtpbuild.runtime.errors import EngineError, MtpbuildError, RequestError
+from mtpbuild.runtime.errors import MtpbuildError, RequestError
 from mtpbuild.runtime.grammar import Grammar
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import StepOutput

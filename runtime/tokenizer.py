@@ -54,6 +54,12 @@ class Tokenizer:
         """The tokenizer.json that it is, with the tokens that other files add."""
         return self._backend.to_str()
 
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of tokens that were added to the vocabulary, special or not, by their texts."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items()}
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to the text: none for a special or unknown one."""
         found = self._bytes.get(token)
