@@ -3,8 +3,8 @@
 python benchmarks/structured.py engines/tiny_n0 engines/tiny_n3
 
 Each engine answers the same prompts at temperature 0 on the schema TICKET, in turn, request by
-request; the texts must be equal. The first engine's rate is 1. Beside the rates stand the tokens per
-step, and the share of tokens that the grammar had made certain before they were judged.
+request; the texts must be equal. The first engine's rate is 1. Beside the rates stand the tokens
+per step, and the share of tokens that the grammar had made certain before they were judged.
 """
 
 import argparse

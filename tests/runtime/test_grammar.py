@@ -65,7 +65,7 @@ def grammars(backend: tokenizers.Tokenizer) -> Grammars:
 
 def bits(allowed: NDArray[np.int32]) -> list[int]:
     """The tokens of a mask."""
-    found: list[int] = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+    found = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
     return [int(token) for token in found]
 
 
@@ -80,9 +80,17 @@ def follow(matcher: LLMatcher, tokens: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_masks_follow_the_drafts(form: str, grammars: Grammars) -> None:
-    """A walk to the end of the grammar, whose steps judge good, bad and missing drafts."""
+    """Walks to the end of the grammar, whose steps judge good, bad and missing drafts."""
     rng = np.random.default_rng(len(form))
-    grammar, oracle = grammars.matcher(FORMS[form], GREEDY), grammars._compile(FORMS[form])
+    found = [walk(FORMS[form], grammars, rng) for _ in range(8)]
+    forced, replaced = (sum(counts) for counts in zip(*found, strict=True))
+    assert forced or form in ("regex", "gbnf")
+    assert replaced or form in ("regex", "gbnf")
+
+
+def walk(form: StructuredOutputs, grammars: Grammars, rng: np.random.Generator) -> tuple[int, int]:
+    """How many tokens were forced, and in how many steps drafts were replaced."""
+    grammar, oracle = grammars.matcher(form, GREEDY), grammars._compile(form)
     said: list[int] = []
     forced = replaced = 0
     while EOS not in said and len(said) < 60:
@@ -112,8 +120,7 @@ def test_masks_follow_the_drafts(form: str, grammars: Grammars) -> None:
         said.append(token)
         if token != EOS:
             grammar.take(token)
-    assert replaced
-    assert forced or form in ("object", "regex", "gbnf")
+    return forced, replaced
 
 
 def test_ids_beyond_the_tokenizer(backend: tokenizers.Tokenizer) -> None:
@@ -163,7 +170,7 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-WIDE = {"enum": [f"{i:x}" * 9 for i in range(9000)]}
+WIDE = {"enum": [f"{i:x}" * 9 for i in range(6000)]}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Structured output of deepseek-tiny: what requests with a grammar say, alone and beside others."""
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +23,7 @@ from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from mtpbuild.runtime.server.service import Settings
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from tests.support.invoke import invoke
-from tests.support.live_server import Live, live
+from tests.support.live_server import live
 
 pytestmark = pytest.mark.xdist_group("server")
 MODEL = "deepseek-tiny"
@@ -58,17 +59,18 @@ def engine(folder: Path) -> Iterator[Engine]:
         yield loaded
 
 
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[Live]:
-    with live(engine, Settings(tool_parser="hermes")) as running:
-        yield running
+@contextlib.contextmanager
+def asking(engine: Engine, parser: str) -> Iterator[openai.OpenAI]:
+    """A client of a server that writes tool calls in a form."""
+    with live(engine, Settings(tool_parser=parser)) as server, server.client() as http:
+        yield openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=http
+        )
 
 
 @pytest.fixture(scope="module")
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=server.client()
-    ) as made:
+def client(engine: Engine) -> Iterator[openai.OpenAI]:
+    with asking(engine, "hermes") as made:
         yield made
 
 
@@ -128,7 +130,7 @@ def schemas(rng: np.random.Generator, depth: int) -> Any:
 
 
 def test_what_ends_fits_its_schema(engine: Engine) -> None:
-    """Schemas and seeds at random, at temperature 1, four at a time; free ones keep their tokens."""
+    """Random schemas and seeds at temperature 1; free requests beside them keep their tokens."""
     rng = np.random.default_rng(3)
     asked = [schemas(rng, 3) for _ in range(36)]
     free = SamplingParams(max_tokens=40, temperature=1.0, seed=7)
@@ -314,29 +316,25 @@ NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 @pytest.mark.parametrize("parser", ["hermes", "deepseek_v3", "deepseek_v31"])
 def test_forced_calls(parser: str, engine: Engine) -> None:
-    with live(engine, Settings(tool_parser=parser)) as server, server.client() as http:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", http_client=http) as client:
-            for choice, seed in ((NAMED, 1), ("required", 2), ("required", 3)):
-                answer = client.chat.completions.create(
-                    model=MODEL,
-                    messages=SUM,
-                    tools=TOOLS,
-                    tool_choice=choice,
-                    parallel_tool_calls=False,
-                    seed=seed,
-                )
-                (said,) = answer.choices
-                (call,) = said.message.tool_calls or []
-                assert call.type == "function"
-                arguments = call.function.arguments
-                assert said.finish_reason == "tool_calls"
-                assert not said.message.content
-                schemas = {
-                    "weather": TOOLS[0]["function"]["parameters"],
-                    'now "here"': {"const": {}},
-                }
-                assert fits(arguments, schemas[call.function.name])
-                assert choice == "required" or call.function.name == "weather"
+    schemas = {"weather": TOOLS[0]["function"]["parameters"], 'now "here"': {"const": {}}}
+    asked: list[tuple[Any, int]] = [(NAMED, 1), ("required", 2), ("required", 3)]
+    with asking(engine, parser) as client:
+        for choice, seed in asked:
+            answer = client.chat.completions.create(
+                model=MODEL,
+                messages=SUM,
+                tools=TOOLS,
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                seed=seed,
+            )
+            (said,) = answer.choices
+            (call,) = said.message.tool_calls or []
+            assert call.type == "function"
+            assert said.finish_reason == "tool_calls"
+            assert not said.message.content
+            assert fits(call.function.arguments, schemas[call.function.name])
+            assert choice == "required" or call.function.name == "weather"
 
 
 @pytest.mark.parametrize(
@@ -389,7 +387,7 @@ def test_refusals(body: dict[str, Any], says: str, param: str, client: openai.Op
 def test_the_command_line(folder: Path, tmp_path: Path, engine: Engine) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(SCHEMA), encoding="utf-8")
-    run = ["run", "--engine", folder, "--threads", "1", "--json-schema"]
+    run: list[str | Path] = ["run", "--engine", folder, "--threads", "1", "--json-schema"]
     code, out, _ = invoke(*run, schema, "--prompt", CODE)
     assert code == 0
     assert out.strip() == engine.generate(CODE, GREEDY).text
