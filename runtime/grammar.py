@@ -113,7 +113,7 @@ class Grammars:
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer | None, *, able: bool) -> None:
         """able: whether the programs take constraints."""
         self._manifest, self._tokenizer, self._able = manifest, tokenizer, able
-        self._turn = threading.Lock()  # a matcher has one user at a time, also while it is copied
+        self._copying = threading.Lock()  # a matcher has one user at a time
         self._vocabulary: LLTokenizer | None = None
         self._compiled = lru_cache(KEPT)(self._compile)
 
@@ -125,8 +125,9 @@ class Grammars:
         """
         model = self._manifest.model
         self._check_engine()
-        with self._turn:
-            copy = self._compiled(asked).deep_copy()
+        compiled = self._compiled(asked)  # without the lock: it may take a second
+        with self._copying:
+            copy = compiled.deep_copy()
         words = -(-model.vocab_size // WORD)
         return Matcher(copy, model.eos_token_ids, self._manifest.window, words, controls)
 
@@ -163,19 +164,22 @@ class Grammars:
 
 def _source(asked: StructuredOutputs) -> str:
     """The form in llguidance's own words; raises RequestError."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import GrammarFormat, LLMatcher, grammar_from
 
-    if asked.choice is not None:
-        return grammar_from("choice", dumps(asked.choice))
-    schema = '{"type": "object"}' if asked.json_object else asked.json
-    text = schema if schema is not None else asked.regex or asked.grammar or ""
+    given: dict[GrammarFormat, object] = {
+        "json": '{"type": "object"}' if asked.json_object else asked.json,
+        "regex": asked.regex,
+        "choice": None if asked.choice is None else dumps(asked.choice),
+        "grammar": asked.grammar,
+    }
+    ((kind, text),) = ((kind, text) for kind, text in given.items() if text is not None)
     assert isinstance(text, str)
     if len(text) > LONGEST:
         raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
     try:
-        if schema is None:
-            return grammar_from("grammar" if asked.regex is None else "regex", text)
-        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        if kind == "json":
+            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        return grammar_from(kind, text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs: {_line(str(error))}") from None
 

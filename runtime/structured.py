@@ -33,6 +33,8 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise RequestError(f"structured_outputs: {name} must be a text")
+        if not isinstance(self.json_object, bool | None):
+            raise RequestError("structured_outputs: json_object must be true or false")
         if not isinstance(self.json, str | None):
             try:
                 object.__setattr__(self, "json", dumps(self.json, ensure_ascii=False))

@@ -120,9 +120,9 @@ class MixedStepProgram(StepProgram):
         verified = others[len(self.constraints) :]
         asked = named(controls)
         grammar = {c.name: x for c, x in zip(self.constraints, others, strict=False)}
-        for of_rows, name in ((asked, "synthetic"), (grammar, ALLOWED)):
-            if name in of_rows:  # the state may have places for more drafts
-                of_rows[name] = of_rows[name][:, : self.nextn + 1]
+        for inputs, name in ((asked, "synthetic"), (grammar, ALLOWED)):
+            if name in inputs and inputs[name].shape[1] > self.nextn + 1:
+                inputs[name] = inputs[name][:, : self.nextn + 1]  # the state has places for more
         return self.step(state, active, self.acceptance(asked, grammar), *verified)
 
     # To torch.export, each control is a parameter.

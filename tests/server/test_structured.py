@@ -17,7 +17,7 @@ from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOut
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import Constraint, Programs
+from mtpbuild.runtime.programs.base import Constraint
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from mtpbuild.runtime.server.service import Settings
@@ -177,18 +177,13 @@ def test_other_forms(engine: Engine) -> None:
     assert say(grammar='root ::= "x" ("+" [0-9]){2}').count("+") == 2
 
 
-class Spoiling:
-    """An engine's programs, whose constraints go through `spoil` on their way."""
+class Spoiling(OnnxPrograms):
+    """Programs whose constraints go through `spoil` on their way."""
 
-    def __init__(self, own: OnnxPrograms, spoil: Callable[[Constraint], Constraint]) -> None:
-        self.own, self.spoil, self.lookahead = own, spoil, own.lookahead
-        self.constrainable = True
+    spoil: Callable[[Constraint], Constraint]
 
     def constrain(self, slot: int, constraint: Constraint) -> None:
-        self.own.constrain(slot, self.spoil(constraint))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
+        super().constrain(slot, self.spoil(constraint))
 
 
 def first_mask(constraint: Constraint) -> Constraint:
@@ -208,8 +203,8 @@ def test_planted_bugs_break_the_form(
 ) -> None:
     """A token that the grammar does not take ends its request with an error, and no other one."""
     manifest = read_manifest(folder)
-    own: Any = load_programs(folder, manifest, threads=1)
-    programs: Programs = Spoiling(own, bug)
+    programs = Spoiling(folder, manifest, PackedCaches(manifest.state), 1)
+    programs.spoil = bug
     free = SamplingParams(max_tokens=20)
     with Engine(programs, manifest, load_tokenizer(folder, manifest)) as spoilt:
         with pytest.raises(RequestError, match="structured_outputs: "):
