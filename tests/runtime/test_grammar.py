@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
@@ -295,3 +297,35 @@ def test_json_has_no_white_space(grammars: Grammars, backend: tokenizers.Tokeniz
         grammar.take(token)
     text = backend.decode(said)
     assert text == json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["type", "enum", "properties", "items", "$ref", "pattern", "anyOf", "a"]),
+        inner | st.sampled_from(["object", "string", "array", "#/a", "a+", "^(a|b)$"]),
+        max_size=4,
+    ),
+    max_leaves=12,
+)
+WORDS = st.text(alphabet="start:= ()[]{}|\"'/ab\\+*?<>^$%\n\ud800é0", max_size=40)
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(kind=st.sampled_from(["json", "regex", "grammar", "choice"]), value=VALUES, text=WORDS)
+def test_anything_is_followed_or_refused(
+    kind: str, value: Any, text: str, grammars: Grammars
+) -> None:
+    asked = {"json": value, "choice": [text, text]}.get(kind, text)
+    try:
+        window = grammars.matcher(StructuredOutputs(**{kind: asked}), GREEDY).ahead([7, 8])
+    except RequestError as error:
+        assert "\n" not in str(error)
+    else:
+        assert bits(window.allowed[0]), "a token is allowed"
