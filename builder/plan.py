@@ -61,6 +61,15 @@ class Plan:
         return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.style.whole_caches else rows
 
     @property
+    def constrained(self) -> bool:
+        """Whether steps take masks of the tokens that a grammar allows.
+
+        The host writes masks between two steps, from what it has read of the window. So programs
+        for a GPU, whose kernels and CUDA graphs have no place for them, and ranks go without.
+        """
+        return not self.style.for_gpu and self.ranks.tp == 1
+
+    @property
     def lookahead(self) -> int:
         """Tokens behind a prompt chunk that its last slots need: module k reads t_{p+k}."""
         return modules_in_use(self.drafter, self.nextn)

@@ -27,7 +27,7 @@ class Control:
     """One input of the mixed program: [B, *shape], where a named size is the engine's."""
 
     name: str
-    dtype: Literal["float32", "int64", "bool"]
+    dtype: Literal["float32", "int64", "int32", "bool"]
     shape: tuple[int | str, ...]
 
 
@@ -57,13 +57,14 @@ class Controls:
     # The host keeps these: they are no input of a program.
     thinking: bool = False  # whether the prompt ends inside the phase
     alternatives: bool = False  # whether top_ids and top_logprobs are wanted
+    constrained: bool = False  # by a grammar, whose masks each step is given anew
     seed: int = 0
 
     @property
     def plain(self) -> bool:
         """Strict and greedy, nothing more: the decode program without sampling will do."""
         special = self.relaxed_topk > 1 or self.synthetic or self.banned_ids or self.alternatives
-        return self.temperature == 0 and not special
+        return self.temperature == 0 and not special and not self.constrained
 
     def uniforms(self, count: int, streams: int = BLOCK_DRAFT) -> NDArray[np.float32]:
         """[streams, count] in [0, 1): a function of seed, stream and position alone.
@@ -96,6 +97,22 @@ CONTROLS: tuple[Control, ...] = (
     *(Control(f.name, **f.metadata) for f in fields(Controls) if f.metadata),
     Control(UNIFORMS, "float32", ("streams", "positions")),
 )
+
+# What a grammar lets a step emit. They are no controls: engines for a GPU or of several ranks, and
+# those that were built before, have no such inputs.
+CONSTRAINED, ALLOWED = "constrained", "allowed"
+WORD = 32  # tokens that one word of `allowed` is about
+CONSTRAINTS: tuple[Control, ...] = (
+    Control(CONSTRAINED, "bool", ()),  # whether `allowed` counts
+    # Bit t % 32 of word t // 32 says whether row j may emit token t; bits beyond the vocabulary
+    # mean nothing.
+    Control(ALLOWED, "int32", ("window", "words")),
+)
+
+
+def constraint_shapes(nextn: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """Shape of a slot's place in each input of `CONSTRAINTS`."""
+    return {CONSTRAINED: (), ALLOWED: (nextn + 1, -(-vocabulary // WORD))}
 
 
 def control_shapes(nextn: int, positions: int) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from mtpbuild.runtime.checks import SETTINGS, whole_number
 from mtpbuild.runtime.controls import MAX_BANNED, MAX_LOGPROBS, Controls
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.synthetic import check_synthetic, conditional, synthetic_rates
 
 
@@ -31,6 +32,9 @@ class SamplingParams:
     string is cut off the text. Before `min_tokens` tokens the former are not emitted and the latter
     do not end the request. `logprobs` N reports each token's log-probability, before temperature
     and filters, and the N most probable tokens (0: none of them).
+
+    `structured_outputs` holds the answer to a form; where the prompt has opened a thought, from the
+    thought's end on.
     """
 
     max_tokens: int = 256
@@ -53,6 +57,7 @@ class SamplingParams:
     begin_thinking_phase_token: int | None = None
     end_thinking_phase_token: int | None = None
     logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name, read in CHECKS.items():
@@ -74,7 +79,18 @@ class SamplingParams:
         method = self.rejection_sample_method
         if method != "standard" and self.acceptance != "rejection":
             raise RequestError(f'rejection_sample_method {method} needs acceptance "rejection"')
+        if self.structured_outputs is not None:
+            self._check_structured()
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
+
+    def _check_structured(self) -> None:
+        """Raise RequestError for what would emit tokens that the form forbids, or go beyond it."""
+        if not isinstance(self.structured_outputs, StructuredOutputs):
+            raise RequestError("structured_outputs must be a StructuredOutputs")
+        against = {"min_tokens": self.min_tokens > 0, "ignore_eos": self.ignore_eos}
+        for name, given in (against | {"synthetic acceptance": self.synthetic}).items():
+            if given:
+                raise RequestError(f"structured_outputs can't go with {name}")
 
     @property
     def synthetic(self) -> bool:
@@ -115,6 +131,7 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
         banned_ids=banned,
         banned_until=len(prompt) + params.min_tokens if banned else 0,
         alternatives=params.logprobs is not None,
+        constrained=params.structured_outputs is not None,
         seed=secrets.randbits(32) if params.seed is None else params.seed,
     )
 

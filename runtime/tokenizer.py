@@ -50,6 +50,16 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
 
+    def to_json(self) -> str:
+        """The tokenizer.json that it is, with the tokens that other files add."""
+        return self._backend.to_str()
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of tokens that were added to the vocabulary, special or not, by their texts."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items()}
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to the text: none for a special or unknown one."""
         found = self._bytes.get(token)

@@ -1,5 +1,6 @@
 """What a step asks of its acceptance, and the kinds: greedy alone, and every mode mixed."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,17 +41,20 @@ class MixedAcceptance(Acceptance):
     """Judge and draft in each slot as its request asks.
 
     Drafts are drawn from their distribution where `sampled_drafts` says so and the target is drawn.
+    They are made without a grammar, which the host corrects before the next step.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, asked: Asked, grammar: Mapping[str, Tensor] | None = None) -> None:
+        """grammar: the inputs of `CONSTRAINTS` by name; nothing if the program has none."""
+        self.asked, self.grammar = asked, grammar or {}
         self.lengths: Tensor | None = None
         self.probs: list[Tensor] = []
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         B, T, V = logits.shape
         probs = state.get("draft_probs", logits.new_zeros(B, T - 1, V))
-        verdict = accept_mixed(logits, *slots_of(state, active), probs, self.asked)
+        slots = slots_of(state, active)
+        verdict = accept_mixed(logits, *slots, probs, self.asked, self.grammar)
         self.lengths = verdict.lengths
         return verdict
 

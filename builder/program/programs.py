@@ -13,12 +13,18 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
 from mtpbuild.builder.program.step import (
+    ConstrainedStepProgram,
     MixedStepProgram,
     PrefillProgram,
     StepProgram,
     TrunkProgram,
 )
-from mtpbuild.runtime.controls import CONTROLS, control_shapes
+from mtpbuild.runtime.controls import (
+    CONSTRAINTS,
+    CONTROLS,
+    constraint_shapes,
+    control_shapes,
+)
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, TRUNK, program_name
 
 DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
@@ -110,10 +116,11 @@ def _steps(
         verified = {"hidden": hidden, "start": _ints(B)}
     acceptance = KernelAcceptance if style.all_kernels else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
-    mixed = MixedStepProgram(model, drafter, nextn, acceptance)
+    kind_of_mixed = ConstrainedStepProgram if plan.constrained else MixedStepProgram
+    mixed = kind_of_mixed(model, drafter, nextn, acceptance)
     for kind, module, asked, outputs in (
         (PLAIN, step, active, OUTPUTS),
-        (MIXED, mixed, active | _controls(plan, B), MIXED_OUTPUTS),
+        (MIXED, mixed, active | _controls(plan, B) | _constraints(plan, B), MIXED_OUTPUTS),
     ):
         name = program_name(kind, nextn, plan.nextn)
         yield Program(name, module.eval(), state, asked | verified, outputs, B, style.whole_caches)
@@ -124,6 +131,16 @@ def _controls(plan: Plan, B: int) -> dict[str, Tensor]:
     shapes = control_shapes(plan.nextn, plan.capacity + plan.window)
     return {
         c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in CONTROLS
+    }
+
+
+def _constraints(plan: Plan, B: int) -> dict[str, Tensor]:
+    """Example values of what a grammar lets the step emit, for an engine that takes it."""
+    shapes = constraint_shapes(plan.nextn, plan.config.vocab_size)
+    return {
+        c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype))
+        for c in CONSTRAINTS
+        if plan.constrained
     }
 
 

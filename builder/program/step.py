@@ -15,7 +15,7 @@ from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance, State
 from mtpbuild.builder.program.draft import Accepted, Drafter
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins.asked import named
-from mtpbuild.runtime.controls import CONTROLS
+from mtpbuild.runtime.controls import ALLOWED, CONSTRAINTS, CONTROLS, Control
 
 
 def signature(*controls: str) -> Signature:
@@ -100,6 +100,8 @@ class StepProgram(nn.Module):
 class MixedStepProgram(StepProgram):
     """The same step for slots that sample, reject or relax; the host picks the program per step."""
 
+    constraints: tuple[Control, ...] = ()  # inputs behind the controls
+
     def __init__(
         self,
         model: CausalLM,
@@ -111,17 +113,33 @@ class MixedStepProgram(StepProgram):
         self.acceptance = acceptance
 
     def forward(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
-        """given: what each slot's request asks for, in the order of the table `CONTROLS`; behind
-        it what `StepProgram` calls `verified`.
+        """given: what each slot's request asks for, in the order of the table `CONTROLS`; what a
+        grammar allows it, in that of `constraints`; then what `StepProgram` calls `verified`.
         """
-        controls, verified = given[: len(CONTROLS)], given[len(CONTROLS) :]
+        controls, others = given[: len(CONTROLS)], given[len(CONTROLS) :]
+        verified = others[len(self.constraints) :]
         asked = named(controls)
-        if asked["synthetic"].shape[1] > self.nextn + 1:  # the state has places for more drafts
-            asked["synthetic"] = asked["synthetic"][:, : self.nextn + 1]
-        return self.step(state, active, self.acceptance(asked), *verified)
+        grammar = {c.name: x for c, x in zip(self.constraints, others, strict=False)}
+        for inputs, name in ((asked, "synthetic"), (grammar, ALLOWED)):
+            if name in inputs and inputs[name].shape[1] > self.nextn + 1:
+                inputs[name] = inputs[name][:, : self.nextn + 1]  # the state has places for more
+        return self.step(state, active, self.acceptance(asked, grammar), *verified)
 
     # To torch.export, each control is a parameter.
     forward.__signature__ = signature(*(c.name for c in CONTROLS))  # type: ignore[attr-defined]
+
+
+class ConstrainedStepProgram(MixedStepProgram):
+    """The mixed step of an engine whose slots may be held to a grammar."""
+
+    constraints = CONSTRAINTS
+
+    def forward(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
+        return super().forward(state, active, *given)
+
+    forward.__signature__ = signature(  # type: ignore[attr-defined]
+        *(c.name for c in (*CONTROLS, *CONSTRAINTS))
+    )
 
 
 class TrunkProgram(nn.Module):

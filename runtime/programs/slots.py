@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.controls import CONTROLS, GREEDY, Controls
+from mtpbuild.runtime.controls import CONSTRAINED, CONSTRAINTS, CONTROLS, GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, ProgramSpec, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
@@ -89,6 +89,8 @@ class Slots:
         self._now = 0  # the copy that is read next
         inputs = {(t.name, t.dtype): t for t in manifest.programs[MIXED].inputs}
         self._controls = self._zeros(inputs[control.name, control.dtype] for control in CONTROLS)
+        given = ((c.name, c.dtype) for c in CONSTRAINTS)  # some engines have none
+        self._controls |= self._zeros(inputs[each] for each in given if each in inputs)
         self._active = memory.zeros((self._batch,), "bool")
         self._mixed = np.zeros(self._batch, np.bool_)  # slots that the plain program can't serve
         self._bindings: dict[Any, Any] = {}  # what programs were given; forgotten with the layout
@@ -110,6 +112,9 @@ class Slots:
         shapes = {name: tuple(array.shape[1:]) for name, array in self._controls.items()}
         for name, row in controls.rows(shapes):  # a plain slot may share a mixed step
             self._memory.copy(row[None], self._controls[name][slot : slot + 1])
+        if CONSTRAINED in self._controls:
+            constrained = np.array([controls.constrained])
+            self._memory.copy(constrained, self._controls[CONSTRAINED][slot : slot + 1])
         self._mixed[slot] = not controls.plain
 
     def move(self, source: int, target: int) -> None:

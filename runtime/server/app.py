@@ -26,6 +26,8 @@ from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
 from mtpbuild.runtime.server.service import Service
 
 T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B", ChatBody, CompletionBody)
 Reply = ChatAnswer | CompletionAnswer
 PAGE = Path(__file__).with_name("page.html")
 CLOSED = 499  # nobody is there to read it
@@ -76,13 +78,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat(body: ChatBody, request: Request) -> Response:
         """Continue a conversation."""
         engine = service.admit(body.n or 1)
-        return await _answer(service, engine, read_chat(service, engine, body), body, request)
+        answer = await _read(read_chat, service, engine, body)
+        return await _answer(service, engine, answer, body, request)
 
     @app.post("/v1/completions", responses=responses)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
         engine = service.admit(body.n or 1)
-        answer = read_completion(service, engine, body)
+        answer = await _read(read_completion, service, engine, body)
         service.admit(len(answer.choices))
         return await _answer(service, engine, answer, body, request)
 
@@ -122,6 +125,16 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+
+async def _read(
+    read: Callable[[Service, Engine, B], A], service: Service, engine: Engine, body: B
+) -> A:
+    """What a body asks for; in a thread if it brings a grammar, which may take a while."""
+    grammars = (body.response_format, body.structured_outputs, getattr(body, "tool_choice", None))
+    if any(grammars):
+        return await asyncio.to_thread(read, service, engine, body)
+    return read(service, engine, body)
 
 
 async def _answer(

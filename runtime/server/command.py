@@ -1,5 +1,6 @@
 """The command `serve`."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import typer
 from typer import Option
 
 from mtpbuild.runtime.cli import error_line
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import MissingDependencyError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 
 
@@ -42,6 +43,7 @@ def serve(
     except ImportError as error:
         missing = f"`mtpbuild serve` needs {error.name}: pip install 'mtpbuild[serve]'"
         raise MissingDependencyError(missing) from None
+    from mtpbuild.runtime import SamplingParams, StructuredOutputs
     from mtpbuild.runtime.engine import Engine
     from mtpbuild.runtime.manifest import read_manifest
     from mtpbuild.runtime.server.service import Settings
@@ -68,13 +70,17 @@ def serve(
     )
 
     def load() -> Engine:
-        return Engine.load(
+        loaded = Engine.load(
             engine,
             threads=threads,
             provider=provider,
             verify_hashes=verify_hashes,
             prefix_cache=not no_prefix_cache,
         )
+        # The first grammar reads the vocabulary, a second of a large one: no request waits for it.
+        with contextlib.suppress(MtpbuildError):
+            loaded.check(SamplingParams(structured_outputs=StructuredOutputs(choice=("yes",))))
+        return loaded
 
     address = server.Address(host, port, drain_timeout)
     if code := server.serve(engine, load, settings, address):

@@ -3,11 +3,13 @@
 from typing import Any
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.errors import MissingDependencyError, RequestError
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
 from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.structured import read_structured
+from mtpbuild.runtime.structured import StructuredOutputs
 
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 PLAIN = (
@@ -22,8 +24,6 @@ MISSING = {
     "repetition_penalty": 1,
     "logit_bias": {},
     "skip_special_tokens": True,
-    "response_format": {"type": "text"},
-    "structured_outputs": {},
 }
 
 
@@ -35,8 +35,12 @@ def read_sampled(
     most: int | None,
     *,
     logprobs: int | None,
+    calls: StructuredOutputs | None = None,
 ) -> SamplingParams:
-    """A request's settings for a prompt of so many tokens; raises ApiError."""
+    """A request's settings for a prompt of so many tokens; raises ApiError.
+
+    calls: the form of an answer that must be tool calls.
+    """
     assert isinstance(body, ChatBody | CompletionBody)
     if body.model is not None and body.model != service.model:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
@@ -58,6 +62,10 @@ def read_sampled(
     asked["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if asked["stop"] and engine.tokenizer is None:
         raise ApiError(400, "this engine was built without a tokenizer", "stop")
+    form = read_structured(body)
+    if form is not None and calls is not None:
+        raise ApiError(400, f"{form[0]} can't go with a forced tool call", form[0])
+    field, asked["structured_outputs"] = form or ("tool_choice", calls)
     if asked.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     if asked.get("rejection_sample_method") is not None:
@@ -67,6 +75,9 @@ def read_sampled(
             max_tokens=room if most is None else most, logprobs=logprobs, **asked
         )
         engine.check(params)
-    except RequestError as error:
-        raise ApiError(400, str(error), str(error).partition(" ")[0].rstrip(":")) from None
+    except (RequestError, MissingDependencyError) as error:
+        message = str(error)
+        if message.startswith("structured_outputs"):
+            message = field + message.removeprefix("structured_outputs")
+        raise ApiError(400, message, message.partition(" ")[0].rstrip(":")) from None
     return params

@@ -32,6 +32,7 @@ from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.reference.recompute import cache_rows, greedy
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.constrained import check_masks
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_gpu import FakeGpu, torch_finds
 from tests.support.forced import Run, Seen
@@ -116,6 +117,10 @@ def test_the_gpus_run_time_runs_it(engine: Path, params: SamplingParams) -> None
         got, wanted = (e.generate(asked, params) for e in (pretended, loaded))
     assert [r.token_ids for r in got] == [r.token_ids for r in wanted]
     assert gpu.replays > 0
+
+
+def test_masks(programs: InductorPrograms, engine: Path) -> None:
+    check_masks(programs, read_manifest(engine))
 
 
 def test_new_weights(engine: Path, tmp_path: Path) -> None:

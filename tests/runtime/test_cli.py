@@ -36,7 +36,7 @@ def test_json(engine_dir: Path) -> None:
     metrics = answer["metrics"]
     drafting = metrics.pop("speculative_decoding")
     names = "prompt_tokens output_tokens ttft_s tpot_s tokens_per_s cached_tokens queue_s"
-    assert list(metrics) == names.split()
+    assert list(metrics) == [*names.split(), "forced_tokens"]
     assert drafting == {
         "mean_acceptance_length": 3.0,
         "draft_acceptance_rate": 1.0,
