@@ -14,7 +14,12 @@ from typer import Argument, Option
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
-from mtpbuild.runtime.sampling_flags import EndFlags, SamplingFlags, sampling_params
+from mtpbuild.runtime.sampling_flags import (
+    EndFlags,
+    PenaltyFlags,
+    SamplingFlags,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.chat_template import ChatOptions
@@ -48,6 +53,7 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 def run(
     engine: Annotated[Path, Option(help="Engine directory.")],
     sampling: SamplingFlags,
+    penalties: PenaltyFlags,
     ending: EndFlags,
     compat: CompatFlags,
     relaxed: RelaxedFlags,
@@ -91,7 +97,7 @@ def run(
         raise UsageError("--trace needs a prompt: a conversation is not traced")
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
-    params = sampling_params(sampling, settings, **vars(ending))
+    params = sampling_params(sampling, settings, **penalties.asked(), **vars(ending))
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:

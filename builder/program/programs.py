@@ -1,6 +1,6 @@
 """From a plan to the two programs of an engine: modules, state and example inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -14,11 +14,12 @@ from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
 from mtpbuild.builder.program.step import (
     MixedStepProgram,
+    PenalisingStepProgram,
     PrefillProgram,
     StepProgram,
     TrunkProgram,
 )
-from mtpbuild.runtime.controls import CONTROLS, control_shapes
+from mtpbuild.runtime.controls import HISTORY, Control, control_shapes
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, TRUNK, program_name
 
 DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
@@ -52,7 +53,7 @@ def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
 
 
 # What the host and the step keep to themselves; prefill fills the rest of the state.
-OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs"}
+OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs", HISTORY}
 OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
 MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
@@ -110,21 +111,20 @@ def _steps(
         verified = {"hidden": hidden, "start": _ints(B)}
     acceptance = KernelAcceptance if style.all_kernels else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
-    mixed = MixedStepProgram(model, drafter, nextn, acceptance)
+    kind_of_mixed = PenalisingStepProgram if style.penalties else MixedStepProgram
+    mixed = kind_of_mixed(model, drafter, nextn, acceptance)
     for kind, module, asked, outputs in (
         (PLAIN, step, active, OUTPUTS),
-        (MIXED, mixed, active | _controls(plan, B), MIXED_OUTPUTS),
+        (MIXED, mixed, active | _controls(plan, mixed.controls, B), MIXED_OUTPUTS),
     ):
         name = program_name(kind, nextn, plan.nextn)
         yield Program(name, module.eval(), state, asked | verified, outputs, B, style.whole_caches)
 
 
-def _controls(plan: Plan, B: int) -> dict[str, Tensor]:
+def _controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
     """Example values of what a request asks for, in the order of the table."""
-    shapes = control_shapes(plan.nextn, plan.capacity + plan.window)
-    return {
-        c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in CONTROLS
-    }
+    shapes = control_shapes(plan.nextn, plan.positions)
+    return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
 
 
 def _ints(*shape: int) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.accept_mixed.penalties import penalised
 from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
@@ -41,17 +42,21 @@ def accept_mixed(
     thinking: Tensor,
     draft_probs: Tensor,
     asked: Asked,
+    history: Tensor | None = None,
 ) -> Verdict:
     """Judge a window [B, T], the newest token and then drafts, by its logits [B, T, V] fp32.
 
     draft_probs [B, K, V] is what each draft was drawn from. A draft that was an argmax has a point
-    mass there, so that one rule covers both. The other operands are [B].
+    mass there, so that one rule covers both. history [B, S]: the tokens before the window; without
+    it nothing is penalised. The other operands are [B].
     """
     _, T, V = logits.shape
     row = torch.arange(T, device=window.device)
     at = lengths[:, None] + 1 + row  # the position that row j decides
     logprobs = logits.log_softmax(-1)  # as the model says it, whatever is banned
     logits = _without_banned(logits, at, asked)
+    if history is not None:
+        logits = penalised(logits, history, lengths, window, asked)
     p = shaped_probs(logits, asked)  # [B, T, V]
     numbers = asked["uniforms"][:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
     real = row < num_drafts[:, None]  # [B, T]; the last row has no draft

@@ -19,8 +19,9 @@ from mtpbuild.plugins.accept_mixed import op as mixed
 from mtpbuild.plugins.accept_mixed.op import verify_block
 from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
-from mtpbuild.runtime.controls import ACCEPT, DRAFT
-from tests.support.kernels import asked_of
+from mtpbuild.runtime.controls import ACCEPT, DRAFT, GREEDY, HISTORY, Controls
+from tests.reference.sampling import edited
+from tests.support.kernels import asked_of, asked_of_penalties
 
 V, K, FIRST, SLOTS = 3, 2, 0, 40_000
 P = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.45, 0.1, 0.45]])
@@ -35,26 +36,40 @@ NUMBERS = torch.rand(SLOTS, 6, 4 * COUNT, generator=torch.Generator().manual_see
 
 
 def decode(
-    *, rejection: bool | Tensor, sampled: bool, nextn: int = K, block: bool | Tensor = False
+    *,
+    rejection: bool | Tensor,
+    sampled: bool,
+    nextn: int = K,
+    block: bool | Tensor = False,
+    penalties: Controls | None = None,
+    slots: int = SLOTS,
 ) -> Tensor:
-    """The first COUNT tokens of every slot, [SLOTS, COUNT], decoded with nextn drafts a step."""
+    """The first COUNT tokens of every slot, [slots, COUNT], decoded with nextn drafts a step.
+
+    penalties: what edits the logits of all slots, whose prompt is the token FIRST.
+    """
     asked = asked_of(
-        SLOTS,
+        slots,
         nextn,
-        temperature=torch.ones(SLOTS),
-        rejection=torch.full((SLOTS,), rejection) if isinstance(rejection, bool) else rejection,
-        block=torch.full((SLOTS,), block) if isinstance(block, bool) else block,
-        sampled_drafts=torch.full((SLOTS,), sampled),
-        uniforms=NUMBERS,
+        temperature=torch.ones(slots),
+        rejection=torch.full((slots,), rejection) if isinstance(rejection, bool) else rejection,
+        block=torch.full((slots,), block) if isinstance(block, bool) else block,
+        sampled_drafts=torch.full((slots,), sampled),
+        uniforms=NUMBERS[:slots],
     )
     state = {
-        "window": torch.full((SLOTS, nextn + 1), FIRST),
-        "num_drafts": torch.zeros(SLOTS, dtype=torch.int64),
-        "lengths": torch.zeros(SLOTS, dtype=torch.int64),
-        "thinking": torch.zeros(SLOTS, dtype=torch.bool),
-        "draft_probs": torch.zeros(SLOTS, nextn, V),
+        "window": torch.full((slots, nextn + 1), FIRST),
+        "num_drafts": torch.zeros(slots, dtype=torch.int64),
+        "lengths": torch.zeros(slots, dtype=torch.int64),
+        "thinking": torch.zeros(slots, dtype=torch.bool),
+        "draft_probs": torch.zeros(slots, nextn, V),
     }
-    tokens = torch.full((SLOTS, COUNT + nextn + 1), -1)
+    if penalties is not None:
+        asked |= asked_of_penalties(slots, penalties)
+        # The prompt is in the window; what a slot's last request left is random.
+        left = torch.Generator().manual_seed(2)
+        state[HISTORY] = torch.randint(0, V, (slots, 4 * COUNT), generator=left)
+    tokens = torch.full((slots, COUNT + nextn + 1), -1)
     while True:
         active = state["lengths"] < COUNT
         if not active.any():
@@ -73,22 +88,25 @@ def decode(
             "num_drafts": torch.full_like(state["num_drafts"], nextn),
             "lengths": verdict.lengths,
             **mode.draft_probs(state),
+            **mode.history(state),
         }
 
 
-def chi_square(tokens: Tensor) -> float:
+def chi_square(tokens: Tensor, penalties: Controls = GREEDY) -> float:
     places = [V**i for i in reversed(range(COUNT))]
     counts = np.bincount((tokens.numpy() * places).sum(1), minlength=V**COUNT)
-    law = [chain(path) for path in product(range(V), repeat=COUNT)]
+    law = [chain(path, penalties) for path in product(range(V), repeat=COUNT)]
     expected = np.array(law) * len(tokens)
     return float(((counts - expected) ** 2 / expected).sum())
 
 
-def chain(path: tuple[int, ...]) -> float:
-    probability, last = 1.0, FIRST
+def chain(path: tuple[int, ...], penalties: Controls = GREEDY) -> float:
+    """Exact probability of the tokens behind the prompt."""
+    probability, tokens = 1.0, [FIRST]
     for token in path:
-        probability *= float(P[last, token])
-        last = token
+        logits = edited(P[tokens[-1]].log().double().numpy(), tokens, 1, penalties)
+        probability *= float(np.exp(logits[token]) / np.exp(logits).sum())
+        tokens.append(token)
     return probability
 
 
