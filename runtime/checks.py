@@ -3,6 +3,7 @@
 A reader takes a value and gives it as it is kept; its ValueError says what the value must be.
 """
 
+import contextlib
 import itertools
 import math
 import re
@@ -59,11 +60,11 @@ def list_of(kind: type) -> Reader:
 
 
 def above(least: int) -> Reader:
-    def read(value: Any) -> float:
-        found = number(least)(value)
-        if found == least:
-            raise ValueError(f"must be a number above {least}, not {value}")
-        return found
+    def read(value: object) -> float:
+        with contextlib.suppress(ValueError):
+            if (found := number(least)(value)) > least:
+                return float(found)
+        raise ValueError(f"must be a number above {least}, not {reprlib.repr(value)}")
 
     return read
 

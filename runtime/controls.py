@@ -114,6 +114,7 @@ GREEDY = Controls()
 UNIFORMS = "uniforms"
 CONTROLS: tuple[Control, ...] = (
     *(Control(f.name, **f.metadata) for f in fields(Controls) if f.metadata),
+    Control("penalised", "bool", (), core=False),
     Control(UNIFORMS, "float32", ("streams", "positions")),
 )
 CORE_CONTROLS = tuple(control for control in CONTROLS if control.core)

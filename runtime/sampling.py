@@ -146,7 +146,8 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
     )
 
 
-PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}  # that are off
+# Each penalty, and its value that asks for nothing.
+PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 
 
 def penalties_of(params: SamplingParams) -> list[str]:

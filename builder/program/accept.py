@@ -8,7 +8,7 @@ from torch import Tensor
 from mtpbuild.builder.program.window import State, Window
 from mtpbuild.plugins import accept_mixed_op, accept_rewind, shaped_probs_op
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed, draft_number
-from mtpbuild.plugins.accept_mixed.penalties import READ, asks, penalised, recorded
+from mtpbuild.plugins.accept_mixed.penalties import READ, penalised, recorded
 from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
@@ -79,9 +79,9 @@ class MixedAcceptance(Acceptance):
         special = self.asked["temperature"] > 0
         operands: tuple[Any, ...] = (logits, number, self.asked["sampled_drafts"], shaping)
         if self._history is not None:
-            special = special | asks(self.asked)
+            special = special | self.asked["penalised"]
             edits = {name: self.asked[name] for name in READ}
-            operands += (self._history, self.lengths, torch.cat(self._ahead, dim=1), edits)
+            operands += (self._history, self.lengths, tuple(self._ahead), edits)
         draft, probs = when(special.any(), _sampled_draft, _greedy_draft, operands)
         self.probs.append(probs)
         self._ahead.append(draft)

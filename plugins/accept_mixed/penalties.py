@@ -16,38 +16,35 @@ from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.branch import when
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-READ = (*PENALTIES, "prompt_length", "bias_ids", "bias_values")  # the controls that edit logits
+# What is read of the controls.
+READ = (*PENALTIES, "prompt_length", "bias_ids", "bias_values", "penalised")
 
 
 def penalised(
-    logits: Tensor, history: Tensor, lengths: Tensor, ahead: Tensor, asked: Asked
+    logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], asked: Asked
 ) -> Tensor:
     """Edit logits [B, R, V] as the slots' requests ask; nothing is computed if none asks.
 
-    history [B, S]: each slot's tokens, of which the first `lengths` [B] count; ahead [B, A]: the
-    tokens behind them, the newest and drafts, with A >= R. The last row has seen all of `ahead`,
-    each row before it one token less.
+    history [B, S]: each slot's tokens, of which the first `lengths` [B] count; ahead: the tokens
+    behind them, the newest and drafts, in pieces of together [B, A], A >= R. The last row has seen
+    them all, each row before it one less.
     """
     edits = {name: asked[name] for name in READ}
     operands = (logits, history, lengths, ahead, edits)
-    return when(asks(asked).any(), _edited, _unedited, operands)[0]
+    return when(asked["penalised"].any(), _penalised, unchanged, operands)[0]
 
 
-def asks(asked: Asked) -> Tensor:
-    """Say of each slot [B] whether its request edits logits."""
-    presence, frequency, repetition = (asked[name] for name in PENALTIES)
-    return (presence != 0) | (frequency != 0) | (repetition != 1) | (asked["bias_ids"][:, 0] >= 0)
-
-
-def _unedited(logits: Tensor, *others: object) -> tuple[Tensor, ...]:
+def unchanged(logits: Tensor, *others: object) -> tuple[Tensor, ...]:
+    """The branch in which nobody asks for an edit."""
     return (logits.clone(),)
 
 
-def _edited(
-    logits: Tensor, history: Tensor, lengths: Tensor, ahead: Tensor, edits: Asked
+def _penalised(
+    logits: Tensor, history: Tensor, lengths: Tensor, ahead: tuple[Tensor, ...], edits: Asked
 ) -> tuple[Tensor, ...]:
     presence, frequency, repetition = (edits[name][:, None, None] for name in PENALTIES)
-    contained, counts = _seen(logits, history, lengths, ahead, edits["prompt_length"])
+    behind = torch.cat(ahead, dim=1)
+    contained, counts = _seen(logits, history, lengths, behind, edits["prompt_length"])
     logits = logits + _bias(logits[:, 0], edits["bias_ids"], edits["bias_values"])[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(contained > 0, repeated, logits)

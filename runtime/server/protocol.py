@@ -32,7 +32,7 @@ class Sampled(Body):
     max_tokens: int | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, float] | None = None
     user: str | None = None
     # vLLM's:
     top_k: int | None = None

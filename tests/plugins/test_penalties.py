@@ -1,6 +1,6 @@
 """Penalties and biases: rows by hand, texts for any nextn, and laws (oracles O2, O4, O5).
 
-The chain and its drafters are those of `test_rejection.py`.
+The language of the laws is that of `tests/support/chain.py`.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from mtpbuild.plugins.accept_mixed import penalties as module
 from mtpbuild.plugins.accept_mixed.op import accept_mixed
 from mtpbuild.plugins.accept_mixed.penalties import penalised, recorded
 from mtpbuild.runtime.controls import GREEDY, Controls
-from tests.plugins.test_rejection import COUNT, FIRST, LIMIT, NUMBERS, P, chi_square, decode
 from tests.reference.sampling import edited
 from tests.support.acceptance_cases import BEGIN, CLOSE, END, SURE, A, B, Case, D, operands
+from tests.support.chain import COUNT, FIRST, LIMIT, NUMBERS, P, chi_square, decode
 from tests.support.kernels import asked_of_penalties
 
 PENALTIES = Controls(
@@ -49,7 +49,9 @@ def rows(controls: Controls, logits: Tensor, tokens: list[int], lengths: int) ->
     ahead = torch.tensor([tokens[lengths:]])
     assert ahead.shape[1] >= R
     asked = asked_of_penalties(1, controls)
-    return penalised(logits[None], history, torch.tensor([lengths]), ahead, asked)[0]
+    return penalised(logits[None], history, torch.tensor([lengths]), ahead.split(1, dim=1), asked)[
+        0
+    ]
 
 
 @pytest.mark.parametrize("controls", ONE_EACH)
@@ -72,11 +74,12 @@ def test_a_row_sees_the_tokens_before_it(controls: Controls, lengths: int) -> No
 def test_who_asks_for_nothing_is_left_alone() -> None:
     """Beside a request that is penalised, to the bit; and without one."""
     logits = torch.randn(2, 3, 11)
-    history, lengths, ahead = torch.zeros(2, 9).long(), torch.tensor([4, 4]), torch.ones(2, 3)
+    history, lengths = torch.zeros(2, 9).long(), torch.tensor([4, 4])
+    ahead = (torch.ones(2, 3).long(),)
     mixed, plain = asked_of_penalties(2, PENALTIES), asked_of_penalties(1, GREEDY)
     for name, tensor in mixed.items():
         tensor[1] = plain[name][0]
-    got = penalised(logits, history, lengths, ahead.long(), mixed)
+    got = penalised(logits, history, lengths, ahead, mixed)
     assert torch.equal(got[1], logits[1])
     assert not torch.equal(got[0], logits[0])
 
@@ -166,13 +169,16 @@ HAND = [
     ("controls", "case"), [pytest.param(*given, id=name) for name, *given in HAND]
 )
 def test_by_hand(controls: Controls, case: Case) -> None:
-    *slots, asked = operands(case)
-    asked = dict(asked) | asked_of_penalties(1, controls)
+    *_, raw = given = operands(case)
+    asked = dict(raw) | asked_of_penalties(1, controls)
     history = torch.tensor([[BEGIN, B, END, END, BEGIN, BEGIN, B, *[D] * 9]])
-    verdict = accept_mixed(*slots, asked, history)
+    verdict = accept_mixed(*given[:-1], asked, history)
     assert verdict.tokens[0, : int(verdict.n)].tolist() == case.emitted
-    plain = accept_mixed(*slots, asked)
-    assert torch.equal(verdict.top_logprobs, plain.top_logprobs), "log-probabilities stay raw"
+    # Log-probabilities stay raw.
+    assert verdict.top_logprobs is not None
+    probabilities = torch.tensor(case.rows)
+    wanted = (probabilities / probabilities.sum(-1, keepdim=True)).log().topk(5).values
+    torch.testing.assert_close(verdict.top_logprobs[0], wanted)
 
 
 Seen = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -124,6 +124,7 @@ def test_prompts_that_can_not_be(prompt: object, message: str) -> None:
         ({"min_p": -1}, "min_p must be a number in 0..1"),
         ({"presence_penalty": 2.1}, "presence_penalty must be a number in -2..2"),
         ({"frequency_penalty": -3}, "frequency_penalty must be a number in -2..2"),
+        ({"repetition_penalty": -1}, "repetition_penalty must be a number above 0, not -1"),
         ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0, not 0"),
         ({"logit_bias": {5: 101}}, "logit_bias of token 5 must be a number in -100..100"),
         ({"logit_bias": {"x": 1}}, "logit_bias must map token ids to numbers, and 'x' is no id"),
