@@ -35,6 +35,7 @@ from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_gpu import FakeGpu, torch_finds
 from tests.support.forced import Run, Seen
+from tests.reference.sampling import sample
 from tests.support.inductor_engines import (
     CHUNK,
     ENGINES,
@@ -44,6 +45,7 @@ from tests.support.inductor_engines import (
     SHAPE,
     SLOTS,
     check_texts,
+    controls,
     compiled_soon,
     compiled_with,
     prompts,
@@ -133,6 +135,16 @@ def test_alternatives(engine: Path) -> None:
         result = loaded.generate(prompts(5)[0], replace(GREEDY, logprobs=2))
     assert result.logprobs is not None
     assert [entry.top[0][0] for entry in result.logprobs] == result.token_ids
+
+
+def test_penalties(engine: Path, model: Transformer) -> None:
+    (asked,) = prompts(11)
+    penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
+    drawn = replace(controls(HOT), bias_ids=(9,), bias_values=(2.0,), **penalties)
+    with Engine.load(engine, threads=1) as loaded:
+        result = loaded.generate(asked, replace(HOT, logit_bias={9: 2.0}, **penalties))
+    assert result.token_ids == sample(model, asked, HOT.max_tokens, drawn)
+    assert result.token_ids != sample(model, asked, HOT.max_tokens, controls(HOT))
 
 
 @pytest.mark.parametrize("controls", [Controls(), Controls(temperature=0.8, seed=1)])
