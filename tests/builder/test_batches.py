@@ -161,7 +161,10 @@ def after_a_move(
 
     forgotten: a state tensor that the move leaves as it was.
     """
-    other = Controls(temperature=0.5, top_k=3, seed=9)
+    held = tuple(prompt(6, 40))
+    other = Controls(
+        temperature=0.5, top_k=3, seed=9, repetition_penalty=1.1, prompt_length=40, history=held
+    )
     start(programs, 0, prompt(6, 40), other)
     start(programs, 2, prompt(7, 10), controls)
     got = [seen(step(programs, 0, 2), 2) for _ in range(4)]

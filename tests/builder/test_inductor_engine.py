@@ -31,11 +31,11 @@ from mtpbuild.runtime.programs.aot_package import Package, open_packages
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.reference.recompute import cache_rows, greedy
+from tests.reference.sampling import sample
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_gpu import FakeGpu, torch_finds
 from tests.support.forced import Run, Seen
-from tests.reference.sampling import sample
 from tests.support.inductor_engines import (
     CHUNK,
     ENGINES,
@@ -45,9 +45,9 @@ from tests.support.inductor_engines import (
     SHAPE,
     SLOTS,
     check_texts,
-    controls,
     compiled_soon,
     compiled_with,
+    controls,
     prompts,
 )
 from tests.support.requests import altered
