@@ -14,7 +14,12 @@ from typer import Argument, Option
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
-from mtpbuild.runtime.sampling_flags import EndFlags, SamplingFlags, sampling_params
+from mtpbuild.runtime.sampling_flags import (
+    EndFlags,
+    PenaltyFlags,
+    SamplingFlags,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.chat_template import ChatOptions
@@ -49,6 +54,7 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 def run(
     engine: Annotated[Path, Option(help="Engine directory.")],
     sampling: SamplingFlags,
+    penalties: PenaltyFlags,
     ending: EndFlags,
     compat: CompatFlags,
     relaxed: RelaxedFlags,
@@ -94,7 +100,8 @@ def run(
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
     form = None if json_schema is None else _form(json_schema)
-    params = sampling_params(sampling, settings, **vars(ending), structured_outputs=form)
+    asked = penalties.asked() | vars(ending) | {"structured_outputs": form}
+    params = sampling_params(sampling, settings, **asked)
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:

@@ -1,12 +1,12 @@
 """SamplingParams is what a caller asks of a request; here it becomes what programs are told."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from mtpbuild.runtime.checks import SETTINGS, whole_number
-from mtpbuild.runtime.controls import MAX_BANNED, MAX_LOGPROBS, Controls
+from mtpbuild.runtime.checks import SETTINGS, biases, whole_number
+from mtpbuild.runtime.controls import HISTORY, MAX_BANNED, MAX_BIASES, MAX_LOGPROBS, Controls
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.structured import StructuredOutputs
@@ -28,6 +28,11 @@ class SamplingParams:
     for benchmarks only and accepts by chance, with one rate per draft position (unconditional,
     non-increasing) or with a mean acceptance length: its text is meaningless.
 
+    `presence_penalty` and `frequency_penalty` (-2..2, 0: off) count the output's tokens,
+    `repetition_penalty` (above 0, 1: off) those of prompt and output; `logit_bias` adds -100..100
+    to the logits of token ids. They are vLLM's, act before temperature and filters, and act on
+    each token as if those before it had been decoded one by one, whatever nextn is.
+
     A stop token or end of sequence is part of the result's token ids but not of its text; a stop
     string is cut off the text. Before `min_tokens` tokens the former are not emitted and the latter
     do not end the request. `logprobs` N reports each token's log-probability, before temperature
@@ -46,6 +51,10 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
     acceptance: Literal["strict", "rejection"] = "strict"
     rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
@@ -98,7 +107,7 @@ class SamplingParams:
         return self.rejection_sample_method == "synthetic"
 
 
-CHECKS = SETTINGS | {"logprobs": whole_number(0, MAX_LOGPROBS)}
+CHECKS = SETTINGS | {"logprobs": whole_number(0, MAX_LOGPROBS), "logit_bias": biases(MAX_BIASES)}
 OPTIONAL = {param.name for param in fields(SamplingParams) if param.default is None}
 
 
@@ -115,6 +124,17 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
     banned = tuple(sorted(end_ids(params, manifest))) if params.min_tokens else ()
     if len(banned) > MAX_BANNED:
         raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
+    asked_for = penalties_of(params)
+    if asked_for and not can_penalise(manifest):
+        raise RequestError(
+            f"{asked_for[0]} is not supported by this engine: target {manifest.target.name} has no "
+            "penalties, or the engine was built before there were any; rebuild it, or leave it out"
+        )
+    bias = params.logit_bias or {}
+    for id in bias:
+        if id >= manifest.model.vocab_size:
+            last = manifest.model.vocab_size - 1
+            raise RequestError(f"logit_bias: token id {id} is outside the vocabulary 0..{last}")
     return Controls(
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
@@ -130,10 +150,32 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
         thinking=next((t == marks[0] for t in reversed(prompt) if t in marks), False),
         banned_ids=banned,
         banned_until=len(prompt) + params.min_tokens if banned else 0,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        prompt_length=len(prompt) if asked_for else 0,
+        bias_ids=tuple(bias),
+        bias_values=tuple(bias.values()),
+        history=tuple(prompt) if params.repetition_penalty != 1 else (),
         alternatives=params.logprobs is not None,
         constrained=params.structured_outputs is not None,
         seed=secrets.randbits(32) if params.seed is None else params.seed,
     )
+
+
+# Each penalty, and its value that asks for nothing.
+PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+
+
+def penalties_of(params: SamplingParams) -> list[str]:
+    """The fields by which a request edits the model's logits."""
+    on = [name for name, off in PENALTIES.items() if getattr(params, name) != off]
+    return on + ["logit_bias"] * bool(params.logit_bias)
+
+
+def can_penalise(manifest: Manifest) -> bool:
+    """Whether an engine has penalties and `logit_bias`."""
+    return any(spec.name == HISTORY for spec in manifest.state)
 
 
 def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.accept_mixed.penalties import READ, penalised, unchanged
 from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
@@ -50,19 +51,21 @@ def accept_mixed(
     thinking: Tensor,
     draft_probs: Tensor,
     asked: Asked,
+    history: Tensor | None = None,
     grammar: Mapping[str, Tensor] | None = None,
 ) -> Verdict:
     """Judge a window [B, T], the newest token and then drafts, by its logits [B, T, V] fp32.
 
     draft_probs [B, K, V] is what each draft was drawn from. A draft that was an argmax has a point
-    mass there, so that one rule covers both. The other operands are [B]. grammar: the inputs of
-    `CONSTRAINTS` by name, `allowed` [B, T, words]; nothing if no slot can be held to one.
+    mass there, so that one rule covers both. The other operands are [B]. history [B, S]: the tokens
+    before the window; without it nothing is penalised. grammar: the inputs of `CONSTRAINTS` by
+    name, `allowed` [B, T, words]; nothing if no slot can be held to one.
     """
     _, T, V = logits.shape
     row = torch.arange(T, device=window.device)
     at = lengths[:, None] + 1 + row  # the position that row j decides
     logprobs = logits.log_softmax(-1)  # as the model says it, whatever is banned
-    logits = _without_banned(logits, at, asked)
+    logits = _edited(logits, at, window, lengths, asked, history)
     if grammar:
         logits = without_forbidden(logits, grammar[CONSTRAINED], grammar[ALLOWED])
     p = shaped_probs(logits, asked)  # [B, T, V]
@@ -128,6 +131,33 @@ def empty_results(
     """Make tensors like the op's results."""
     like, floats = torch.empty_like, logits.new_empty(window.shape)
     return like(window), like(lengths), like(lengths), floats, like(active), like(floats)
+
+
+def _edited(
+    logits: Tensor,
+    at: Tensor,
+    window: Tensor,
+    lengths: Tensor,
+    asked: Asked,
+    history: Tensor | None,
+) -> Tensor:
+    """Edit logits [B, T, V] as requests ask, whatever the mode: bans, biases, penalties.
+
+    Without a history there are bans alone, and no branch.
+    """
+    if history is None:
+        return _without_banned(logits, at, asked)
+    edits = {name: asked[name] for name in (*READ, "banned_ids", "banned_until")}
+    wanted = (at[:, 0] < asked["banned_until"]) | asked["penalised"]
+    operands = (logits, at, window, lengths, edits, history)
+    return when(wanted.any(), _banned_and_penalised, unchanged, operands)[0]
+
+
+def _banned_and_penalised(
+    logits: Tensor, at: Tensor, window: Tensor, lengths: Tensor, edits: Asked, history: Tensor
+) -> tuple[Tensor, ...]:
+    left = _without_banned(logits, at, edits)
+    return (penalised(left, history, lengths, (window,), edits),)
 
 
 def _without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:

@@ -37,7 +37,7 @@ class Sampled(Body):
     # vLLM's:
     top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None

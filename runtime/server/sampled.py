@@ -15,14 +15,11 @@ DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 PLAIN = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "acceptance"),
     *("rejection_sample_method", "draft_sample_method", "relaxed_topk", "relaxed_delta"),
-    "stop_token_ids",
+    *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    "logit_bias",
 )
 # What the engine can't do, and the value that asks for nothing.
 MISSING = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
     "skip_special_tokens": True,
 }
 

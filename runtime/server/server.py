@@ -16,6 +16,8 @@ import uvicorn
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.sampling import can_penalise
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.service import Service, Settings
 
@@ -61,7 +63,7 @@ def generation_defaults(folder: Path) -> dict[str, float | int]:
     except (OSError, ValueError):
         return {}
     found: dict[str, float | int] = {}
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = said.get(name) if isinstance(said, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[name] = value
@@ -70,8 +72,11 @@ def generation_defaults(folder: Path) -> dict[str, float | int]:
 
 def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> int:
     """Serve until a signal; returns the process's exit code. Raises what loading raises."""
-    own = listen(address)
-    settings = replace(settings, defaults=generation_defaults(folder))
+    defaults = generation_defaults(folder)
+    if not can_penalise(read_manifest(folder)) and defaults.pop("repetition_penalty", 1) != 1:
+        what = "generation_config.json's repetition_penalty is not applied"
+        print(f"warning: {what}, as this engine has no penalties", file=sys.stderr, flush=True)
+    settings, own = replace(settings, defaults=defaults), listen(address)
     try:
         return asyncio.run(_serve(load, settings, address, own))
     finally:

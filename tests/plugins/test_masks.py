@@ -69,7 +69,7 @@ def test_nothing_forbidden_is_emitted(seed: int) -> None:
     everyone = torch.ones(slots, dtype=torch.bool)
     grammar = {"constrained": everyone, "allowed": words_of(allowed)}
     operands: list[Any] = [*vars(case).values()]
-    verdict = accept_mixed(*[*operands, grammar])
+    verdict = accept_mixed(*operands, grammar=grammar)
     plain = case.logits.log_softmax(-1)
     for b in range(slots):
         for row in range(int(verdict.n[b])):
@@ -78,7 +78,7 @@ def test_nothing_forbidden_is_emitted(seed: int) -> None:
             assert verdict.logprobs[b, row] == plain[b, row, token]
     free = grammar | {"constrained": ~everyone}
     for got, wanted in zip(
-        vars(accept_mixed(*[*operands, free])).values(),
+        vars(accept_mixed(*operands, grammar=free)).values(),
         vars(accept_mixed(*operands)).values(),
         strict=True,
     ):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,33 @@ def test_what_vllm_adds(client: openai.OpenAI, engine: Engine) -> None:
         ),
     )
     assert answer.choices[0].text == wanted.text
+
+
+def test_penalties(client: openai.OpenAI, engine: Engine) -> None:
+    asked: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=SUM,
+        temperature=0,
+        max_tokens=30,
+        logit_bias={"56": -100, "7": 1},
+        extra_body={"repetition_penalty": 1.1},
+        logprobs=True,
+        **asked,
+    )
+    params = SamplingParams(
+        max_tokens=30, repetition_penalty=1.1, logit_bias={56: -100, 7: 1}, **asked
+    )
+    wanted = engine.generate(engine.chat_ids(SUM), replace(params, logprobs=0))
+    plain = engine.generate(engine.chat_ids(SUM), SamplingParams(max_tokens=30))
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    said = [entry.logprob for entry in choice.logprobs.content or []]
+    assert said == [entry.logprob for entry in wanted.logprobs or []]
+    assert (plain.token_ids[0], 56 in wanted.token_ids) == (56, False)
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary") as error:
+        client.completions.create(model=MODEL, prompt="x", logit_bias={"99999999": 1})
+    assert error.value.param == "logit_bias"
 
 
 def test_errors_are_the_packages_own(client: openai.OpenAI, server: Live) -> None:

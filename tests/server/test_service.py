@@ -119,6 +119,13 @@ def test_it_loads_serves_and_drains() -> None:
         ({"prompt": [5], "seed": -1}, "seed must be", "seed"),
         ({"prompt": [5], "stream_options": {}}, "needs stream", "stream_options"),
         ({"prompt": [5], "echo": True}, "echo is not supported", "echo"),
+        ({"prompt": [5], "presence_penalty": 2.5}, "presence_penalty", "presence_penalty"),
+        ({"prompt": [5], "frequency_penalty": "1"}, "frequency_penalty", "frequency_penalty"),
+        ({"prompt": [5], "repetition_penalty": 0}, "repetition_penalty", "repetition_penalty"),
+        ({"prompt": [5], "logit_bias": {"5": 101}}, "logit_bias", "logit_bias"),
+        ({"prompt": [5], "logit_bias": {"a": 1}}, "'a' is no id", "logit_bias"),
+        # An engine that has none:
+        ({"prompt": [5], "presence_penalty": 1}, "not supported by this eng", "presence_penalty"),
         ({"prompt": "\ud800"}, "not valid Unicode", "prompt"),
     ],
 )
