@@ -30,7 +30,8 @@ class SamplingParams:
     A stop token or end of sequence is part of the result's token ids but not of its text; a stop
     string is cut off the text. Before `min_tokens` tokens the former are not emitted and the latter
     do not end the request. `logprobs` N reports each token's log-probability, before temperature
-    and filters, and the N most probable tokens (0: none of them).
+    and filters, and the N most probable tokens (0: none of them). A special token adds nothing to
+    the text, unless it is one of `shown_tokens`: then its name is text.
     """
 
     max_tokens: int = 256
@@ -53,6 +54,7 @@ class SamplingParams:
     begin_thinking_phase_token: int | None = None
     end_thinking_phase_token: int | None = None
     logprobs: int | None = None
+    shown_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         for name, read in CHECKS.items():

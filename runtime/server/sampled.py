@@ -1,5 +1,6 @@
 """From a body's fields to SamplingParams; what is missing comes from the model, then from vLLM."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from mtpbuild.runtime.engine import Engine
@@ -21,7 +22,6 @@ MISSING = {
     "frequency_penalty": 0,
     "repetition_penalty": 1,
     "logit_bias": {},
-    "skip_special_tokens": True,
     "response_format": {"type": "text"},
     "structured_outputs": {},
 }
@@ -35,8 +35,12 @@ def read_sampled(
     most: int | None,
     *,
     logprobs: int | None,
+    markers: Sequence[str] = (),
 ) -> SamplingParams:
-    """A request's settings for a prompt of so many tokens; raises ApiError."""
+    """A request's settings for a prompt of so many tokens; raises ApiError.
+
+    markers: what is looked for in the text, also where they are special tokens.
+    """
     assert isinstance(body, ChatBody | CompletionBody)
     if body.model is not None and body.model != service.model:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
@@ -58,6 +62,9 @@ def read_sampled(
     asked["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if asked["stop"] and engine.tokenizer is None:
         raise ApiError(400, "this engine was built without a tokenizer", "stop")
+    special = engine.tokenizer.special_ids if engine.tokenizer else {}
+    every = body.skip_special_tokens is False
+    asked["shown_tokens"] = [id for name, id in special.items() if every or name in markers]
     if asked.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     if asked.get("rejection_sample_method") is not None:
