@@ -1,11 +1,14 @@
 """Replicas by Ray Serve: `serve run examples/serve/ray.yaml`, the dependency group `ray`."""
 
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from ray import serve
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.server.app import make_app
@@ -30,6 +33,21 @@ class Arguments(BaseModel):
     tool_call_parser: str | None = None
     threads: int | None = None
     provider: str | None = None
+
+
+class Named:
+    """Says in a header of each answer which replica gave it: host and process."""
+
+    def __init__(self, app: ASGIApp, name: str) -> None:
+        self._app, self._header = app, (b"x-replica", name.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], self._header]}
+            await send(message)
+
+        await self._app(scope, receive, named)
 
 
 @serve.deployment(
@@ -66,7 +84,9 @@ class Replica:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self._service)
+        made = make_app(self._service)
+        made.add_middleware(Named, name=f"{socket.gethostname()}:{os.getpid()}")
+        return made
 
     def check_health(self) -> None:
         """Ray Serve replaces a replica whose engine can't go on."""
