@@ -124,4 +124,5 @@ SETTINGS: dict[str, Reader] = {
     "relaxed_delta": number(0, 1),
     "begin_thinking_phase_token": whole_number(0),
     "end_thinking_phase_token": whole_number(0),
+    "shown_tokens": list_of(int),
 }

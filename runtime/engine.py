@@ -15,7 +15,7 @@ from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import Constraining, Programs
+from mtpbuild.runtime.programs.base import Constraining, Programs, Shared
 from mtpbuild.runtime.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling import SamplingParams, controls_of
 from mtpbuild.runtime.stats import EngineStats
@@ -206,6 +206,12 @@ class Engine:
             num_drafts=acceptance.drafts,
             cache_usage=sum(request.length for request in admitted) / rows,
         )
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can't go on, if that is known before a step fails: a rank is gone."""
+        programs = self._loop.programs
+        return programs.failure if isinstance(programs, Shared) else None
 
     def close(self) -> None:
         """End all requests (who waits for one gets an EngineError); drop programs and weights."""

@@ -100,7 +100,7 @@ class Request:
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = end_ids(params, manifest)
-        self._text = TextStream(tokenizer, params.stop)
+        self._text = TextStream(tokenizer, params.stop, params.shown_tokens)
         self._pieces: list[str] = []
         self.cached_tokens = 0  # of the prompt, whose rows were there already
         self._submitted = time.perf_counter()

@@ -36,7 +36,8 @@ class SamplingParams:
     A stop token or end of sequence is part of the result's token ids but not of its text; a stop
     string is cut off the text. Before `min_tokens` tokens the former are not emitted and the latter
     do not end the request. `logprobs` N reports each token's log-probability, before temperature
-    and filters, and the N most probable tokens (0: none of them).
+    and filters, and the N most probable tokens (0: none of them). A special token adds nothing to
+    the text, unless it is one of `shown_tokens`: then its name is text.
 
     `structured_outputs` holds the answer to a form; where the prompt has opened a thought, from the
     thought's end on.
@@ -67,6 +68,7 @@ class SamplingParams:
     end_thinking_phase_token: int | None = None
     logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    shown_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         for name, read in CHECKS.items():

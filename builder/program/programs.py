@@ -21,7 +21,6 @@ from mtpbuild.builder.program.step import (
     TrunkProgram,
 )
 from mtpbuild.runtime.controls import (
-    CONSTRAINTS,
     HISTORY,
     Control,
     constraint_shapes,

@@ -143,6 +143,16 @@ class Closing(Programs, Protocol):
 
 
 @runtime_checkable
+class Shared(Programs, Protocol):
+    """Programs that others run too, who may be gone before the next call finds out."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be called any more; None while all are there, as far as is known."""
+        ...
+
+
+@runtime_checkable
 class Overlapping(Programs, Protocol):
     """Programs that can be given the next step before the last one's tokens were read."""
 

@@ -11,7 +11,7 @@ from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, Choice, seeded
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody
-from mtpbuild.runtime.server.reasoning import Piece, ThinkingSplitter
+from mtpbuild.runtime.server.reasoning import BEGIN, END, Piece, ThinkingSplitter
 from mtpbuild.runtime.server.sampled import read_sampled
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import forced_calls
@@ -29,8 +29,11 @@ def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     calls = forced_calls(body, form, engine.tokenizer)
-    params = read_sampled(service, engine, body, len(ids), most, logprobs=logprobs, calls=calls)
     marks = engine.manifest.model.thinking_token_ids if service.settings.thinking else None
+    markers: tuple[str, ...] = (BEGIN, END) if marks else ()
+    markers += form.tokens if form else ()
+    given = {"logprobs": logprobs, "calls": calls, "markers": markers}
+    params = read_sampled(service, engine, body, len(ids), most, **given)
     choices = []
     for index, own in enumerate(seeded(params, body.n or 1)):
         choice = Choice(index, ids, own)

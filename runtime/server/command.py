@@ -4,7 +4,6 @@ import contextlib
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
 from mtpbuild.runtime.cli import error_line
@@ -45,6 +44,8 @@ def serve(
         raise MissingDependencyError(missing) from None
     from mtpbuild.runtime import SamplingParams, StructuredOutputs
     from mtpbuild.runtime.engine import Engine
+    from mtpbuild.runtime.follow import follow
+    from mtpbuild.runtime.group import start as ranks
     from mtpbuild.runtime.manifest import read_manifest
     from mtpbuild.runtime.server.service import Settings
     from mtpbuild.runtime.server.tools import FORMS
@@ -55,8 +56,7 @@ def serve(
     _check(65535, port=port)
     _check(10**9, max_queue=max_queue, max_body=max_body)
     _check(10**9, request_timeout=request_timeout, drain_timeout=drain_timeout)
-    if read_manifest(engine).split:  # what is no engine is said before anything listens
-        raise UsageError(f"{engine}: engines of several ranks can't be served yet")
+    manifest = read_manifest(engine)  # what is no engine is said before anything listens
     settings = Settings(
         model=served_model_name,
         api_key=server.read_key(api_key),
@@ -83,8 +83,14 @@ def serve(
         return loaded
 
     address = server.Address(host, port, drain_timeout)
-    if code := server.serve(engine, load, settings, address):
-        raise typer.Exit(code)
+    with contextlib.ExitStack() as stack:
+        if manifest.split and not ranks.in_group():
+            stack.enter_context(ranks.started(engine, manifest, threads))
+        elif manifest.split and ranks.own_rank(engine, manifest):
+            server.outlive_signals()
+            follow(engine, threads)
+            return
+        server.serve(engine, load, settings, address)
 
 
 def _check(most: int, **given: float | None) -> None:

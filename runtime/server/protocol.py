@@ -43,7 +43,7 @@ class Sampled(Body):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    request_id: str | None = None
+    request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
     # How drafts are accepted, as in SamplingParams:
     acceptance: str | None = None
     rejection_sample_method: str | None = None

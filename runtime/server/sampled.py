@@ -1,5 +1,6 @@
 """From a body's fields to SamplingParams; what is missing comes from the model, then from vLLM."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from mtpbuild.runtime.engine import Engine
@@ -18,10 +19,6 @@ PLAIN = (
     *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     "logit_bias",
 )
-# What the engine can't do, and the value that asks for nothing.
-MISSING = {
-    "skip_special_tokens": True,
-}
 
 
 def read_sampled(
@@ -33,17 +30,16 @@ def read_sampled(
     *,
     logprobs: int | None,
     calls: StructuredOutputs | None = None,
+    markers: Sequence[str] = (),
 ) -> SamplingParams:
     """A request's settings for a prompt of so many tokens; raises ApiError.
 
-    calls: the form of an answer that must be tool calls.
+    calls: the form of an answer that must be tool calls. markers: what is looked for in the text,
+    also where they are special tokens.
     """
     assert isinstance(body, ChatBody | CompletionBody)
     if body.model is not None and body.model != service.model:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
-    for name, nothing in MISSING.items():
-        if getattr(body, name) not in (None, nothing):
-            raise ApiError(400, f"{name} is not supported by this server", name)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     room = engine.manifest.build.max_seq_len - prompt
@@ -63,6 +59,9 @@ def read_sampled(
     if form is not None and calls is not None:
         raise ApiError(400, f"{form[0]} can't go with a forced tool call", form[0])
     field, asked["structured_outputs"] = form or ("tool_choice", calls)
+    special = engine.tokenizer.special_ids if engine.tokenizer else {}
+    every = body.skip_special_tokens is False
+    asked["shown_tokens"] = [id for name, id in special.items() if every or name in markers]
     if asked.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
     if asked.get("rejection_sample_method") is not None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from mtpbuild.runtime.server.reasoning import Piece, held_back
 
+SEPARATOR = "<｜tool▁sep｜>"
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -28,6 +30,11 @@ class Form:
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.begin, *self.outer)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """What of a call may be a token, and a special one."""
+        return (*self.markers, self.end, SEPARATOR)
 
 
 CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
