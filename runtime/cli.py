@@ -100,8 +100,8 @@ def run(
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
     form = None if json_schema is None else _form(json_schema)
-    asked = penalties.asked() | vars(ending) | {"structured_outputs": form}
-    params = sampling_params(sampling, settings, **asked)
+    others = penalties.asked() | vars(ending) | {"structured_outputs": form}
+    params = sampling_params(sampling, settings, **others)
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ from mtpbuild.runtime.server.chat import ChatAnswer, read_chat
 from mtpbuild.runtime.server.completions import CompletionAnswer, read_completion
 from mtpbuild.runtime.server.errors import ApiError, Told, as_json
 from mtpbuild.runtime.server.gate import Gate
-from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
+from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody
 from mtpbuild.runtime.server.service import Service
 
 Reply = ChatAnswer | CompletionAnswer
@@ -121,7 +121,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
-def _takes_long(body: Sampled, request: Request) -> bool:
+def _takes_long(body: ChatBody | CompletionBody, request: Request) -> bool:
     """Whether a body is read beside the others: it brings a grammar, or a prompt of any length."""
     size = request.headers.get("content-length", "")
     forms = (body.response_format, body.structured_outputs, getattr(body, "tool_choice", None))
@@ -131,7 +131,7 @@ def _takes_long(body: Sampled, request: Request) -> bool:
 async def _answer(
     service: Service,
     read: Callable[[Service, Engine, Any], Reply],
-    body: Sampled,
+    body: ChatBody | CompletionBody,
     request: Request,
 ) -> Response:
     engine = service.admit(1)

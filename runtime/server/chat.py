@@ -32,8 +32,9 @@ def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
     marks = engine.manifest.model.thinking_token_ids if service.settings.thinking else None
     markers: tuple[str, ...] = (BEGIN, END) if marks else ()
     markers += form.tokens if form else ()
-    given = {"logprobs": logprobs, "calls": calls, "markers": markers}
-    params = read_sampled(service, engine, body, len(ids), most, **given)
+    params = read_sampled(
+        service, engine, body, len(ids), most, logprobs=logprobs, calls=calls, markers=markers
+    )
     choices = []
     for index, own in enumerate(seeded(params, body.n or 1)):
         choice = Choice(index, ids, own)
