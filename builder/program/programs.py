@@ -1,6 +1,6 @@
 """From a plan to the two programs of an engine: modules, state and example inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,12 +13,19 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
 from mtpbuild.builder.program.step import (
+    ConstrainedStepProgram,
     MixedStepProgram,
+    PenalisingStepProgram,
     PrefillProgram,
     StepProgram,
     TrunkProgram,
 )
-from mtpbuild.runtime.controls import CONTROLS, control_shapes
+from mtpbuild.runtime.controls import (
+    HISTORY,
+    Control,
+    constraint_shapes,
+    control_shapes,
+)
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, TRUNK, program_name
 
 DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
@@ -53,7 +60,7 @@ def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
 
 
 # What the host and the step keep to themselves; prefill fills the rest of the state.
-OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs"}
+OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs", HISTORY}
 OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
 MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
@@ -112,10 +119,14 @@ def _steps(
         verified = {"hidden": hidden, "start": _ints(B)}
     acceptance = KernelAcceptance if style.all_kernels else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
-    mixed = MixedStepProgram(model, drafter, nextn, acceptance)
+    kind_of_mixed = MixedStepProgram
+    if style.penalties:
+        kind_of_mixed = ConstrainedStepProgram if plan.constrained else PenalisingStepProgram
+    mixed = kind_of_mixed(model, drafter, nextn, acceptance)
+    wishes = _controls(plan, mixed.controls, B) | _constraints(plan, mixed.constraints, B)
     for kind, module, asked, outputs in (
         (PLAIN, step, active, OUTPUTS),
-        (MIXED, mixed, active | _controls(plan, B), MIXED_OUTPUTS),
+        (MIXED, mixed, active | wishes, MIXED_OUTPUTS),
     ):
         name, given = program_name(kind, nextn, plan.nextn), asked | verified
         yield Program(
@@ -123,12 +134,16 @@ def _steps(
         )
 
 
-def _controls(plan: Plan, B: int) -> dict[str, Tensor]:
+def _controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
     """Example values of what a request asks for, in the order of the table."""
-    shapes = control_shapes(plan.nextn, plan.capacity + plan.window)
-    return {
-        c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in CONTROLS
-    }
+    shapes = control_shapes(plan.nextn, plan.positions)
+    return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
+
+
+def _constraints(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
+    """Example values of what a grammar lets the step emit."""
+    shapes = constraint_shapes(plan.nextn, plan.config.vocab_size)
+    return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
 
 
 def _ints(*shape: int) -> Tensor:

@@ -32,7 +32,9 @@ from mtpbuild.runtime.programs.aot_package import Package, open_packages
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.reference.recompute import cache_rows, greedy
+from tests.reference.sampling import sample
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.constrained import check_masks
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_gpu import FakeGpu, torch_finds
 from tests.support.forced import Run, Seen
@@ -47,6 +49,7 @@ from tests.support.inductor_engines import (
     check_texts,
     compiled_soon,
     compiled_with,
+    controls,
     prompts,
 )
 from tests.support.requests import altered
@@ -119,6 +122,10 @@ def test_the_gpus_run_time_runs_it(engine: Path, params: SamplingParams) -> None
     assert gpu.replays > 0
 
 
+def test_masks(programs: InductorPrograms, engine: Path) -> None:
+    check_masks(programs, read_manifest(engine))
+
+
 def test_new_weights(engine: Path, tmp_path: Path) -> None:
     other = make_predictable(seed=1, **SHAPE)
     copy = shutil.copytree(engine, tmp_path / "engine")
@@ -134,6 +141,16 @@ def test_alternatives(engine: Path) -> None:
         result = loaded.generate(prompts(5)[0], replace(GREEDY, logprobs=2))
     assert result.logprobs is not None
     assert [entry.top[0][0] for entry in result.logprobs] == result.token_ids
+
+
+def test_penalties(engine: Path, model: Transformer) -> None:
+    (asked,) = prompts(11)
+    penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
+    drawn = replace(controls(HOT), bias_ids=(9,), bias_values=(2.0,), **penalties)
+    with Engine.load(engine, threads=1) as loaded:
+        result = loaded.generate(asked, replace(HOT, logit_bias={9: 2.0}, **penalties))
+    assert result.token_ids == sample(model, asked, HOT.max_tokens, drawn)
+    assert result.token_ids != sample(model, asked, HOT.max_tokens, controls(HOT))
 
 
 @pytest.mark.parametrize("controls", [Controls(), Controls(temperature=0.8, seed=1)])

@@ -5,7 +5,7 @@ Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/con
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -29,7 +29,14 @@ from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.launch import AOT_SHARED
 from mtpbuild.plugins.moe.op import NOBODY
 from mtpbuild.plugins.shaped_probs.op import shaped_probs
-from mtpbuild.runtime.controls import GREEDY, control_shapes
+from mtpbuild.runtime.controls import (
+    CONTROLS,
+    CORE_CONTROLS,
+    GREEDY,
+    Control,
+    Controls,
+    control_shapes,
+)
 
 FP8 = torch.float8_e4m3fn
 Draw = Callable[..., Any]
@@ -172,10 +179,24 @@ class Mixed:
 
 
 def asked_of(slots: int, nextn: int = 0, **own: Tensor) -> dict[str, Tensor]:
-    """What plain requests ask, strict and greedy, but for the controls in `own`."""
-    rows = GREEDY.rows(control_shapes(nextn, positions=1))
+    """What plain requests ask, strict and greedy, but for penalties and the controls in `own`."""
+    return _asked(slots, GREEDY, CORE_CONTROLS, nextn) | own
+
+
+def asked_of_penalties(slots: int, controls: Controls) -> dict[str, Tensor]:
+    """The penalties and biases of a request, for each of so many slots; no room for more biases."""
+    asked = _asked(slots, controls, [control for control in CONTROLS if not control.core])
+    room = max(len(controls.bias_ids), 1)
+    return asked | {name: asked[name][:, :room] for name in ("bias_ids", "bias_values")}
+
+
+def _asked(
+    slots: int, controls: Controls, table: Sequence[Control], nextn: int = 0
+) -> dict[str, Tensor]:
+    shapes = control_shapes(nextn, positions=1)
+    rows = controls.rows({control.name: shapes[control.name] for control in table})
     every = {name: torch.from_numpy(row).expand(slots, *row.shape) for name, row in rows}
-    return {name: tensor.clone() for name, tensor in every.items()} | own
+    return {name: tensor.clone() for name, tensor in every.items()}
 
 
 def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
