@@ -5,10 +5,14 @@
     python benchmarks/gpu.py --smoke          # no GPU: tiny shapes in Triton's interpreter
     python benchmarks/gpu.py --only engine --engine engines/tiny_n3_cuda      # not built anew
     python benchmarks/gpu.py --smoke --only engine --engine engines/tiny_n3   # no GPU: any target
+    python benchmarks/gpu.py --rows rows.jsonl
 
-One table. `error` is the largest difference from the op's reference. `bound` is the longer of bytes
-over measured copy bandwidth and operations over measured bf16 matrix rate, `share` is bound over
-time. Each timed call has operands of its own, in one CUDA graph, so that nothing stays in a cache
+Each row is printed as soon as it is measured, and appended to the file that --rows names, so a run
+that is cut short has left what it measured; at the end all rows are one table.
+
+`error` is the largest difference from the op's reference. `bound` is the longer of bytes over
+measured copy bandwidth and operations over measured bf16 matrix rate, `share` is bound over time.
+Each timed call has operands of its own, in one CUDA graph, so that nothing stays in a cache
 from the call before. Beside the attention: the variant within an AOT plugin's 48 KB, PyTorch's
 SDPA, and FlashMLA and FlashInfer where they can be imported.
 
@@ -23,9 +27,11 @@ that differ from the eager ones.
 """
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -91,6 +97,7 @@ def main() -> None:
     sections = "attention, acceptance, experts, slice, engine"
     parser.add_argument("--only", help=f"of {sections}; default: all")
     parser.add_argument("--engine", type=Path, help="of deepseek-tiny; default: built for this GPU")
+    parser.add_argument("--rows", type=Path, help="a file that each row is appended to, as JSON")
     parser.add_argument("--tp", type=int, default=8, help="ranks that share R1; default: 8")
     compiled = "with --smoke: the slice's programs too, for the CPU; minutes"
     parser.add_argument("--compiled", action="store_true", help=compiled)
@@ -119,6 +126,10 @@ def main() -> None:
                 if not row.error < limit:
                     off.append(f"{row.kernel} is off by {row.error:.2g}, more than {limit:g}")
                 table.add_row(*cells(row))
+                print(*cells(row), sep=" | ", file=sys.stderr, flush=True)
+                if arguments.rows:
+                    with arguments.rows.open("a") as file:
+                        print(json.dumps({"device": table.title} | asdict(row)), file=file)
     except UsageError as error:
         sys.exit(f"--only slice: {error}")
     finally:  # what was measured before something failed

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.runtime.controls import HISTORY
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.manifest import FloatType, HeadType, QuantisedType, StateSpec
 from mtpbuild.runtime.ranks import Ranks
@@ -59,6 +60,20 @@ class Plan:
         """
         rows = self.max_seq_len + self.window * self.style.spare_windows
         return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.style.whole_caches else rows
+
+    @property
+    def constrained(self) -> bool:
+        """Whether steps take masks of the tokens that a grammar allows.
+
+        The host writes masks between two steps, from what it has read of the window. So programs
+        for a GPU, whose kernels and CUDA graphs have no place for them, and ranks go without.
+        """
+        return not self.style.for_gpu and self.ranks.tp == 1
+
+    @property
+    def positions(self) -> int:
+        """Places of a slot's tokens, drafts included, and of the numbers that draw them."""
+        return self.capacity + self.window
 
     @property
     def lookahead(self) -> int:
@@ -123,6 +138,8 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
         StateSpec(name="num_drafts", kind="carry", dtype="int64", shape=(B,)),
         StateSpec(name="thinking", kind="carry", dtype="bool", shape=(B,)),
     ]
+    if plan.style.penalties:
+        carries += [StateSpec(name=HISTORY, kind="carry", dtype="int64", shape=(B, plan.positions))]
     if K:
         probs = (B, K, c.vocab_size)
         carries += [StateSpec(name="draft_probs", kind="carry", dtype="float32", shape=probs)]

@@ -1,7 +1,7 @@
 """What the requests in a step's slots ask for, as tensors; `CONTROLS` is the one list of them.
 
-In Python they go by name. An op's schema has no mappings: there they are one list of tensors in
-the table's order, which only the two functions here make and read.
+In Python they go by name. An op's schema has no mappings: there the `CORE_CONTROLS` are one list of
+tensors in the table's order, which only the two functions here make and read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,24 +9,27 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mtpbuild.runtime.controls import CONTROLS
+from mtpbuild.runtime.controls import CORE_CONTROLS, Control
 
 Asked = Mapping[str, Tensor]  # a control's name -> [B, *its shape]
 
 
 def in_order(asked: Asked) -> list[Tensor]:
     """The list that an op takes. Raises ValueError if a control is missing, unknown or wrong."""
-    if unknown := asked.keys() ^ {control.name for control in CONTROLS}:
+    if unknown := asked.keys() ^ {control.name for control in CORE_CONTROLS}:
         raise ValueError(f"not the table's controls: {', '.join(sorted(unknown))}")
-    tensors = [asked[control.name] for control in CONTROLS]
+    tensors = [asked[control.name] for control in CORE_CONTROLS]
     named(tensors)
     return tensors
 
 
-def named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The mapping behind such a list. Raises ValueError if number, dtypes or ranks are wrong."""
+def named(tensors: Sequence[Tensor], table: Sequence[Control] = CORE_CONTROLS) -> dict[str, Tensor]:
+    """The mapping behind such a list. Raises ValueError if number, dtypes or ranks are wrong.
+
+    table: the controls that the tensors stand for, in order; by default an op's.
+    """
     asked = {}
-    for control, tensor in zip(CONTROLS, tensors, strict=True):
+    for control, tensor in zip(table, tensors, strict=True):
         kinds = {getattr(torch, control.dtype)}
         if control.dtype == "bool":
             kinds.add(torch.int32)  # how TensorRT gives a kernel its flags

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 Branch = Callable[..., tuple[Tensor, ...]]
 
@@ -16,6 +17,13 @@ def when(
 
     Both give tensors of the same shapes and types, none of which is an operand itself.
     """
-    if torch.compiler.is_exporting():
-        return torch.cond(predicate, yes, no, operands)
-    return (yes if bool(predicate) else no)(*operands)
+    if not torch.compiler.is_exporting():
+        return (yes if bool(predicate) else no)(*operands)
+    tensors, form = tree_flatten(operands)
+
+    def flat(branch: Branch) -> Branch:
+        return lambda *given: branch(*tree_unflatten(given, form))
+
+    # torch.cond would have Dynamo look for what a branch takes besides its operands. Nothing: and
+    # looking for it takes longer than tracing both.
+    return torch.ops.higher_order.cond(predicate, flat(yes), flat(no), tuple(tensors))

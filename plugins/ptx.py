@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
-from mtpbuild.runtime.controls import CONTROLS, control_shapes
+from mtpbuild.runtime.controls import CORE_CONTROLS, control_shapes
 
 ARCHITECTURES = (80, 90, 100, 120)
 PTX_VERSION = 87  # Triton's own is newer than what drivers of CUDA 12.8 take
@@ -167,7 +167,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     flags = {"bool": torch.int32}  # plugins take no bool
     asked = [
         empty(B, *shapes[c.name], dtype=flags.get(c.dtype) or getattr(torch, c.dtype))
-        for c in CONTROLS
+        for c in CORE_CONTROLS
     ]
     logits, probs = empty(B, T, V), empty(B, T - 1, V)
     N, X = B * T, s.experts

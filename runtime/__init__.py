@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.stats import EngineStats as EngineStats
     from mtpbuild.runtime.stats import RequestMetrics as RequestMetrics
     from mtpbuild.runtime.stats import SpeculativeDecoding as SpeculativeDecoding
+    from mtpbuild.runtime.structured import StructuredOutputs as StructuredOutputs
     from mtpbuild.runtime.tokenizer import Tokenizer as Tokenizer
     from mtpbuild.runtime.trace.recorder import Trace as Trace
 
@@ -39,6 +40,7 @@ _MODULES = {
     "request": ("Chunk", "Result", "TokenLogprobs"),
     "sampling": ("SamplingParams",),
     "stats": ("EngineStats", "RequestMetrics", "SpeculativeDecoding"),
+    "structured": ("StructuredOutputs",),
     "tokenizer": ("Tokenizer",),
     "trace.recorder": ("Trace",),
 }

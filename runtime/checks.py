@@ -3,10 +3,12 @@
 A reader takes a value and gives it as it is kept; its ValueError says what the value must be.
 """
 
+import contextlib
 import itertools
 import math
+import re
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Reader = Callable[[object], Any]
@@ -57,6 +59,37 @@ def list_of(kind: type) -> Reader:
     return read
 
 
+def above(least: int) -> Reader:
+    def read(value: object) -> float:
+        with contextlib.suppress(ValueError):
+            if (found := number(least)(value)) > least:
+                return float(found)
+        raise ValueError(f"must be a number above {least}, not {reprlib.repr(value)}")
+
+    return read
+
+
+def biases(most: int) -> Reader:
+    """What is added to the logits of at most so many token ids, which may be texts, as in JSON."""
+
+    def read(values: object) -> dict[int, float]:
+        if not isinstance(values, Mapping):
+            raise ValueError(f"must map token ids to numbers, not {reprlib.repr(values)}")
+        if len(values) > most:
+            raise ValueError(f"must be of {most} tokens at most, not of {len(values)}")
+        return dict(bias(*item) for item in values.items())
+
+    def bias(id: object, value: object) -> tuple[int, float]:
+        if isinstance(id, bool) or not re.fullmatch("[0-9]{1,9}", str(id)):
+            raise ValueError(f"must map token ids to numbers, and {reprlib.repr(id)} is no id")
+        try:
+            return int(str(id)), number(-100, 100)(value)
+        except ValueError as error:
+            raise ValueError(f"of token {id} {error}") from None
+
+    return read
+
+
 def rates(values: object) -> tuple[float, ...]:
     """Entry i is the share of steps whose first i + 1 drafts are all accepted."""
     if not isinstance(values, list | tuple) or not values:
@@ -78,6 +111,9 @@ SETTINGS: dict[str, Reader] = {
     "top_k": whole_number(-1),
     "top_p": number(0, 1),
     "min_p": number(0, 1),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "repetition_penalty": above(0),
     "seed": whole_number(0, 2**64 - 1),
     "acceptance": choice("strict", "rejection"),
     "rejection_sample_method": choice("standard", "block", "synthetic"),
@@ -88,4 +124,5 @@ SETTINGS: dict[str, Reader] = {
     "relaxed_delta": number(0, 1),
     "begin_thinking_phase_token": whole_number(0),
     "end_thinking_phase_token": whole_number(0),
+    "shown_tokens": list_of(int),
 }

@@ -14,11 +14,17 @@ from typer import Argument, Option
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
-from mtpbuild.runtime.sampling_flags import EndFlags, SamplingFlags, sampling_params
+from mtpbuild.runtime.sampling_flags import (
+    EndFlags,
+    PenaltyFlags,
+    SamplingFlags,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.chat_template import ChatOptions
     from mtpbuild.runtime.engine import Engine
+    from mtpbuild.runtime.structured import StructuredOutputs
 
 INTERRUPTED = 130  # as shells report SIGINT
 DIFFERENT = 1  # exit code, as of diff(1)
@@ -48,6 +54,7 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 def run(
     engine: Annotated[Path, Option(help="Engine directory.")],
     sampling: SamplingFlags,
+    penalties: PenaltyFlags,
     ending: EndFlags,
     compat: CompatFlags,
     relaxed: RelaxedFlags,
@@ -63,6 +70,7 @@ def run(
     trace: list[Path] | None = flag(
         None, "Write every step to FILE.jsonl or FILE.html; may be repeated."
     ),
+    json_schema: Path | None = flag(None, "File with a JSON schema that answers must fit."),
     threads: int | None = flag(None, "CPU threads; default: all cores."),
     provider: str | None = flag(None, "Where onnxruntime computes: cpu (default) or cuda."),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
@@ -91,7 +99,9 @@ def run(
         raise UsageError("--trace needs a prompt: a conversation is not traced")
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
-    params = sampling_params(sampling, settings, **vars(ending))
+    form = None if json_schema is None else _form(json_schema)
+    others = penalties.asked() | vars(ending) | {"structured_outputs": form}
+    params = sampling_params(sampling, settings, **others)
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:
@@ -185,6 +195,17 @@ def _chat_options(kwargs: str | None, *, alone: bool) -> "ChatOptions":
         raise UsageError(f"--chat-template-kwargs: not JSON ({error})") from None
 
 
+def _form(schema: Path) -> "StructuredOutputs":
+    """What --json-schema says of the answers."""
+    from mtpbuild.runtime.structured import StructuredOutputs
+
+    text = _read_text(schema, "--json-schema")
+    try:
+        return StructuredOutputs(json=loads(text))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {schema}: not JSON ({error})") from None
+
+
 def _ids(
     engine: "Engine", prompt_ids: str | None, chat: str | None, options: "ChatOptions"
 ) -> list[int]:
@@ -196,8 +217,8 @@ def _ids(
     return [*parse_list("--prompt-ids", prompt_ids, int, "5,7,9")] if prompt_ids else []
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, flag: str = "--prompt-file") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompt-file {path}: can't be read ({error})") from None
+        raise UsageError(f"{flag} {path}: can't be read ({error})") from None

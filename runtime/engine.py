@@ -10,11 +10,12 @@ from typing import Any, Self, TypeAlias, Unpack, overload
 from mtpbuild.runtime.chat_template import ChatOptions, Message
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
+from mtpbuild.runtime.grammar import Grammars
 from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import Programs
+from mtpbuild.runtime.programs.base import Constraining, Programs, Shared
 from mtpbuild.runtime.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling import SamplingParams, controls_of
 from mtpbuild.runtime.stats import EngineStats
@@ -38,6 +39,8 @@ class Engine:
     ) -> None:
         self.manifest = manifest
         self.tokenizer = tokenizer
+        able = isinstance(programs, Constraining) and programs.constrainable
+        self._grammars = Grammars(manifest, tokenizer, able=able)
         self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache)
         self._driver = Driver(self._loop)
 
@@ -176,8 +179,13 @@ class Engine:
         return self.token_ids(self.encode(prompt, add_special_tokens=False))
 
     def check(self, params: SamplingParams) -> None:
-        """Raise RequestError for settings that this engine can't do, whatever the prompt."""
-        controls_of([0], params, self.manifest)
+        """Raise RequestError for settings that this engine can't do, whatever the prompt.
+
+        MissingDependencyError for a grammar, if nothing is installed that could follow it.
+        """
+        controls = controls_of([0], params, self.manifest)
+        if params.structured_outputs is not None:
+            self._grammars.matcher(params.structured_outputs, controls)
 
     @property
     def stats(self) -> EngineStats:
@@ -199,6 +207,12 @@ class Engine:
             cache_usage=sum(request.length for request in admitted) / rows,
         )
 
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can't go on, if that is known before a step fails: a rank is gone."""
+        programs = self._loop.programs
+        return programs.failure if isinstance(programs, Shared) else None
+
     def close(self) -> None:
         """End all requests (who waits for one gets an EngineError); drop programs and weights."""
         self._driver.close()
@@ -219,7 +233,10 @@ class Engine:
         ids, params = self.token_ids(prompt), params or SamplingParams()
         if params.stop and self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
-        return Request(ids, params, self.manifest, self.tokenizer, listener, observer)
+        request = Request(ids, params, self.manifest, self.tokenizer, listener, observer)
+        if params.structured_outputs is not None:
+            request.grammar = self._grammars.matcher(params.structured_outputs, request.controls)
+        return request
 
     def _text_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -17,7 +17,7 @@ from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.manifest import first_error
 from mtpbuild.runtime.request import Observer, Result
-from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.sampling import PENALTIES, SamplingParams
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.trace.recorder import Trace
@@ -114,6 +114,10 @@ class Line(AskingLine):
     input_ids: list[int] | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,8 @@ def read_requests(
 
     def take(line: Line, index: int) -> FileRequest:
         ids = line.token_ids(engine) if line.input_ids is None else engine.token_ids(line.input_ids)
-        changes = {"max_tokens": line.output_tokens, "stop": line.stop, "seed": line.seed}
+        changes = {name: getattr(line, name) for name in ("stop", "seed", *PENALTIES, "logit_bias")}
+        changes["max_tokens"] = line.output_tokens
         given: dict[str, Any] = {n: value for n, value in changes.items() if value is not None}
         params = replace(defaults, **given)
         if params.stop and engine.tokenizer is None:

@@ -6,11 +6,18 @@ from typing import cast
 import numpy as np
 
 from mtpbuild.runtime.adaptive import AdaptiveNextn
-from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.errors import EngineError, RequestError
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.pace import Land, OverlappingPace, Pace, Running
 from mtpbuild.runtime.prefixes import Prefixes
-from mtpbuild.runtime.programs.base import Ints, Keeping, Overlapping, Programs, StepOutput
+from mtpbuild.runtime.programs.base import (
+    Constraining,
+    Ints,
+    Keeping,
+    Overlapping,
+    Programs,
+    StepOutput,
+)
 from mtpbuild.runtime.request import Request, TokenLogprobs
 from mtpbuild.runtime.scheduler import Filling, Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
@@ -83,9 +90,21 @@ class Loop:
     def _launch(self, running: Running, last: Flight | None) -> Flight:
         """Begin a step. `last` is the step before it, if its tokens are still unknown."""
         unknown = {request for _, request in last.requests} if last else set[Request]()
+        self._constrain(running)
         lengths = (r.length + (self._window if r in unknown else 0) for _, r in running)
         active, rows = self.scheduler.active, max(lengths) + self._window
         return Flight(running, self._pace.launch(self.programs, running, active, rows))
+
+    def _constrain(self, running: Running) -> None:
+        """Say what the step may emit in the slots of requests that are held to a grammar."""
+        for slot, request in running:
+            if request.grammar is None:
+                continue
+            programs = cast(Constraining, self.programs)
+            try:
+                programs.constrain(slot, request.grammar.ahead(programs.drafts(slot)))
+            except RequestError as error:  # what the step gives the slot is dropped
+                request.fail(error)
 
     def _hand_out(self, flight: Flight) -> None:
         """Wait for a step, and give its tokens to those of its requests that have not ended."""

@@ -34,7 +34,7 @@ class TensorSpec(_Record):
     """One input or output of a program."""
 
     name: str
-    dtype: Literal["int64", "bool", "float32", "bfloat16"]
+    dtype: Literal["int64", "int32", "bool", "float32", "bfloat16"]
     shape: tuple[Dimension, ...]
 
 

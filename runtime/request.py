@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.errors import MtpbuildError, RequestError
+from mtpbuild.runtime.grammar import Grammar
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.base import StepOutput
 from mtpbuild.runtime.sampling import SamplingParams, controls_of, end_ids, rates_of
@@ -87,7 +88,9 @@ class Request:
         self.token_ids: list[int] = []
         self.from_draft: list[bool] = []
         self.finish_reason: FinishReason | None = None
-        self.error: EngineError | None = None
+        self.error: MtpbuildError | None = None
+        self.grammar: Grammar | None = None  # that its tokens are held to
+        self.forced = 0  # tokens that the grammar made certain before they were judged
         self.cancelled = False  # asked for; the loop ends the request before its next step
         self.outbox: deque[Chunk] = deque()
         self.acceptance = Acceptance(manifest.build.nextn)
@@ -97,7 +100,7 @@ class Request:
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = end_ids(params, manifest)
-        self._text = TextStream(tokenizer, params.stop)
+        self._text = TextStream(tokenizer, params.stop, params.shown_tokens)
         self._pieces: list[str] = []
         self.cached_tokens = 0  # of the prompt, whose rows were there already
         self._submitted = time.perf_counter()
@@ -133,9 +136,12 @@ class Request:
         for i, token in enumerate(tokens):
             self.token_ids.append(token)
             self.from_draft.append(i < accepted)
+            self.forced += self.grammar is not None and self.grammar.kept <= i < accepted
             reason = self._read(token, i < accepted)
             if reason:
                 break
+            if self.grammar and not self._follow(token):
+                return
         self.logprobs += logprobs[: len(self.token_ids) - had]
         self._publish(had, reason)
 
@@ -143,7 +149,7 @@ class Request:
         """End the request as it is."""
         self._publish(len(self.token_ids), "cancelled")
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: MtpbuildError) -> None:
         self.error = error
         self.listener()
 
@@ -172,7 +178,17 @@ class Request:
             speculative_decoding=self.acceptance.report(),
             cached_tokens=self.cached_tokens,
             queue_s=None if self.started is None else self.started - self._submitted,
+            forced_tokens=self.forced,
         )
+
+    def _follow(self, token: int) -> bool:
+        """Let the grammar take a token that does not end the request; False: it can't go on."""
+        assert self.grammar is not None
+        try:
+            self.grammar.take(token)
+        except RequestError as error:
+            self.fail(error)
+        return self.error is None
 
     def _read(self, token: int, from_draft: bool) -> FinishReason | None:
         """Append the newest token's text; tells whether the request ends with this token."""

@@ -1,6 +1,7 @@
 """The flags that say how a request is sampled and accepted, the same on run, bench and eval."""
 
 from dataclasses import dataclass
+from json import loads
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.compat.settings import Settings, sampling_settings
@@ -41,6 +42,31 @@ class EndFlags:
     logprobs: int | None = flag(
         None, "With --json: log-probabilities, and of the N most probable (to 5)."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PenaltyFlags:
+    """Say what a request of `run` adds to the model's logits."""
+
+    presence_penalty: float = flag(0.0, "Subtract it of tokens that the output has; -2..2.")
+    frequency_penalty: float = flag(0.0, "Subtract it each time that the output has them; -2..2.")
+    repetition_penalty: float = flag(
+        1.0, "Above 1: tokens of prompt and output become less probable."
+    )
+    logit_bias: str | None = flag(None, """Add to logits of token ids: '{"5": -100, "7": 2.5}'.""")
+
+    def asked(self) -> dict[str, Any]:
+        """The same as fields of SamplingParams; raises UsageError if the bias is no JSON object."""
+        if self.logit_bias is None:
+            return vars(self)
+        try:
+            found = loads(self.logit_bias)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            example = """'{"5": -100}'"""
+            raise UsageError(f"--logit-bias {self.logit_bias!r:.60} is no JSON object: {example}")
+        return vars(self) | {"logit_bias": found}
 
 
 def sampling_params(flags: SamplingFlags, settings: Settings, **others: Any) -> "SamplingParams":

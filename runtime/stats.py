@@ -48,6 +48,8 @@ class RequestMetrics:
     speculative_decoding: SpeculativeDecoding
     cached_tokens: int = 0  # of the prompt, whose rows were there from an earlier one
     queue_s: float | None = None  # until it got a slot; None if it never did
+    # Of the output, the accepted drafts that a grammar made certain, in place of the modules'.
+    forced_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

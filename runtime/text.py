@@ -21,8 +21,11 @@ class TextStream:
     until the rest is there. What could be the beginning of a stop string is kept back too.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop: Sequence[str], shown: Sequence[int] = ()
+    ) -> None:
+        """shown: special tokens whose names are text all the same."""
+        self._tokenizer, self._shown = tokenizer, frozenset(shown)
         self._stop = stop
         self._longest = max(map(len, stop), default=0)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -33,7 +36,10 @@ class TextStream:
         """Append a token; True if it completes a stop string, whose text is then dropped."""
         if self._tokenizer is None:
             return False
-        if text := self._utf8.decode(self._tokenizer.token_bytes(token)):
+        raw = self._tokenizer.token_bytes(token)
+        if token in self._shown:
+            raw = (self._tokenizer.special_name(token) or "").encode() or raw
+        if text := self._utf8.decode(raw):
             self._held.append(Span(text, from_draft))
         if self._stop and may_stop:
             return self._scan()

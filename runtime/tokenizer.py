@@ -14,6 +14,7 @@ from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.tokenizer_files import CHAT_TEMPLATE
 
 TOKENIZER = "tokenizer.json"
+LONG = 16 * 1024  # characters
 
 
 class Tokenizer:
@@ -47,8 +48,28 @@ class Tokenizer:
                 raise RequestError(f"the prompt is not valid Unicode text ({error})") from None
         if self.bos_token and text.startswith(self.bos_token):
             add_special_tokens = False
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        (found,) = self._encoded(text, add_special_tokens)
+        ids: list[int] = found.ids
         return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """A long text takes a while, in which other threads go on: `encode` would let none."""
+        if len(text) < LONG:
+            return [self._backend.encode(text, add_special_tokens=add_special_tokens)]
+        found: list[tokenizers.Encoding] = self._backend.encode_batch(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return found
+
+    def to_json(self) -> str:
+        """The tokenizer.json that it is, with the tokens that other files add."""
+        return self._backend.to_str()
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of tokens that were added to the vocabulary, special or not, by their texts."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items()}
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to the text: none for a special or unknown one."""
@@ -62,6 +83,18 @@ class Tokenizer:
         if self.token_bytes(token):
             return None
         return self._backend.id_to_token(token) or f"<{token}>"
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens that were added to the vocabulary, by their names."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if token.special}
+
+    def text(self, ids: Sequence[int], shown: Sequence[int] = ()) -> str:
+        """The text of tokens; of special ones the names of those that are `shown`."""
+        names = {id: (self.special_name(id) or "").encode() for id in shown}
+        raw = b"".join(self.token_bytes(id) or names.get(id, b"") for id in ids)
+        return raw.decode("utf-8", "replace")
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
         """The text that asks for the next answer in a conversation; `ChatOptions` has the options.

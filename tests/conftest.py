@@ -52,8 +52,8 @@ def build_engine(shared_folder: Path) -> EngineBuilder:
 def tiny_engine(build_engine: EngineBuilder) -> Callable[..., Path]:
     """Return tiny_engine(nextn, drafter=None), which builds the model that the repository ships.
 
-    All have chunks of 32 tokens: prompts get beyond one, and a build serves many tests. No drafter
-    means the one that the build would choose, by name: one engine, not two.
+    All have chunks of 32 tokens: prompts get beyond one, and a build serves many tests, those of
+    the server too. No drafter means the one that the build would choose, by name: one engine.
     """
 
     def build(nextn: int, drafter: str | None = None, **flags: Any) -> Path:
@@ -63,6 +63,7 @@ def tiny_engine(build_engine: EngineBuilder) -> Callable[..., Path]:
 
         config = load_config(find_model("deepseek-tiny").folder)
         chosen = drafter or choose_drafter(config, nextn, None)
-        return build_engine("deepseek-tiny", nextn, chosen, prefill_chunk=32, **flags)
+        flags = {"max_batch": 4, "prefill_chunk": 32} | flags
+        return build_engine("deepseek-tiny", nextn, chosen, **flags)
 
     return build

@@ -64,7 +64,8 @@ ONLY_HERE = {
     )
 }
 SERVER = "mtpbuild.runtime.server"
-IN_THE_SERVER = {"fastapi", "prometheus_client", "starlette", "uvicorn"}
+IN_THE_SERVER = {"fastapi", "h11", "prometheus_client", "starlette", "uvicorn"}
+ONLY_HERE[f"{SERVER}.ray"] = {"ray", *IN_THE_SERVER}
 TARGETS = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 
 
@@ -332,7 +333,9 @@ def test_dependencies_are_declared() -> None:
     (torch,) = groups["inductor"]
     assert torch in groups["build"]  # an engine runs with the torch that built it
     server = {dependency.partition(">")[0].replace("-", "_") for dependency in groups["serve"]}
-    assert server == IN_THE_SERVER - {"starlette"}  # FastAPI's own
+    server -= {"llguidance"}  # the run time's, imported for who asks for a grammar
+    assert server == IN_THE_SERVER - {"h11", "starlette"}  # uvicorn's own, and FastAPI's
+    assert groups["ray"][0].startswith("ray[serve]")
     build = {dependency.partition(">")[0].partition("=")[0] for dependency in groups["build"]}
     extra = (OUTSIDE["builder"] | OUTSIDE["plugins"]) - base
     build |= {dependency.partition(">")[0] for dependency in groups["triton"]}

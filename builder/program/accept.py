@@ -1,18 +1,19 @@
 """What a step asks of its acceptance, and the kinds: greedy alone, and every mode mixed."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.program.window import State, Window
 from mtpbuild.plugins import accept_mixed_op, accept_rewind, shaped_probs_op
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed, draft_number
+from mtpbuild.plugins.accept_mixed.penalties import READ, penalised, recorded
 from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
-from mtpbuild.runtime.controls import MAX_LOGPROBS
-
-State = dict[str, Tensor]
+from mtpbuild.runtime.controls import HISTORY, MAX_LOGPROBS
 
 
 class Acceptance:
@@ -35,23 +36,36 @@ class Acceptance:
         """What the drafts were drawn from, if the state has a place for it."""
         return {name: state[name].clone() for name in ("draft_probs",) if name in state}
 
+    def history(self, state: State) -> State:
+        """The tokens that later steps' penalties count, if the state has a place for them."""
+        return {name: state[name].clone() for name in (HISTORY,) if name in state}
+
 
 class MixedAcceptance(Acceptance):
     """Judge and draft in each slot as its request asks.
 
     Drafts are drawn from their distribution where `sampled_drafts` says so and the target is drawn.
+    They are made without a grammar, which the host corrects before the next step. Penalties are of
+    the state that has a history.
     """
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, asked: Asked, grammar: Mapping[str, Tensor] | None = None) -> None:
+        """grammar: the inputs of `CONSTRAINTS` by name; nothing if the program has none."""
+        self.asked, self.grammar = asked, grammar or {}
         self.lengths: Tensor | None = None
         self.probs: list[Tensor] = []
+        self._history: Tensor | None = None  # with the window
+        self._ahead: list[Tensor] = []  # the newest token, then the drafts that have been chosen
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         B, T, V = logits.shape
         probs = state.get("draft_probs", logits.new_zeros(B, T - 1, V))
-        verdict = accept_mixed(logits, *slots_of(state, active), probs, self.asked)
+        operands = (*slots_of(state, active), probs, self.asked, state.get(HISTORY), self.grammar)
+        verdict = accept_mixed(logits, *operands)
         self.lengths = verdict.lengths
+        if HISTORY in state:
+            self._history = recorded(state[HISTORY], state["window"], state["lengths"])
+            self._ahead = [Window.newest(verdict.tokens, verdict.n)]
         return verdict
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
@@ -59,14 +73,21 @@ class MixedAcceptance(Acceptance):
 
         So a draft that the target agrees with in distribution is mostly the target's token
         (DESIGN 5): accepted more often than an argmax, or than one drawn at a number of its own.
+        Penalties edit drafts as they will edit the target: any drafts give a correct text, but a
+        drafter that does not know them goes on proposing what they forbid.
         """
         assert self.lengths is not None, "drafts are chosen after judging"
         number = draft_number(self.asked, self.lengths, k)
         shaping = {name: self.asked[name] for name in SHAPING}
-        operands = (logits, number, self.asked["sampled_drafts"], shaping)
-        sampled = (self.asked["temperature"] > 0).any()
-        draft, probs = when(sampled, _sampled_draft, _greedy_draft, operands)
+        special = self.asked["temperature"] > 0
+        operands: tuple[Any, ...] = (logits, number, self.asked["sampled_drafts"], shaping)
+        if self._history is not None:
+            special = special | self.asked["penalised"]
+            edits = {name: self.asked[name] for name in READ}
+            operands += (self._history, self.lengths, tuple(self._ahead), edits)
+        draft, probs = when(special.any(), _sampled_draft, _greedy_draft, operands)
         self.probs.append(probs)
+        self._ahead.append(draft)
         return draft
 
     def draft_probs(self, state: State) -> State:
@@ -75,6 +96,9 @@ class MixedAcceptance(Acceptance):
         unused = state["draft_probs"][:, len(self.probs) :]  # of an adaptive engine
         probs = [*self.probs, unused] if unused.shape[1] else self.probs
         return {"draft_probs": torch.cat(probs, dim=1)} if probs else {}
+
+    def history(self, state: State) -> State:
+        return {} if self._history is None else {HISTORY: self._history}
 
 
 class KernelAcceptance(MixedAcceptance):
@@ -108,9 +132,14 @@ def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _sampled_draft(
-    logits: Tensor, number: Tensor, drawn: Tensor, shaping: Asked
+    logits: Tensor, number: Tensor, drawn: Tensor, shaping: Asked, *counted: Any
 ) -> tuple[Tensor, ...]:
-    """A draft [B, 1] and what it was drawn from [B, 1, V]: a point mass if it is an argmax."""
+    """A draft [B, 1] and what it was drawn from [B, 1, V]: a point mass if it is an argmax.
+
+    counted: what `penalised` takes beside the logits, if there are penalties.
+    """
+    if counted:
+        logits = penalised(logits, *counted)
     best, chosen = logits.argmax(-1), drawn & (shaping["temperature"] > 0)
     q = shaped_probs(logits, shaping)
     point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Rows, pick
 from mtpbuild.builder.models.common.precision import cast
+from mtpbuild.builder.program.window import rows_of
 
 State = dict[str, Tensor]
 
@@ -70,8 +71,9 @@ class Eagle(Drafter):
         hidden = module.hand_on(x)
         drafts = [step.choose(model.draft_logits(0, hidden), 1)]
         side = None
+        base = torch.where(step.active, step.lengths, 0)
         for k in range(1, self.nextn):
-            rows = model.rope(step.lengths + (k - 1), 1, base=step.lengths)
+            rows = model.rope(step.lengths + (k - 1), 1, base=base)
             x = model.draft_input(0, drafts[-1], hidden, rows)
             x, side = module.ahead(x, cache, side, rows)
             hidden = module.hand_on(x)
@@ -108,8 +110,7 @@ class Vanilla(Drafter):
         last = (M - 1 - first).clamp(min=0)  # the newest slot's place in the window
         hidden = take(hiddens, offset, T)
         tokens = torch.nn.functional.pad(take(following[..., None], offset, T)[..., 0], (0, K))
-        end = torch.full_like(M, state["mtp_kv.0"].shape[2] - T)
-        rows = model.rope(torch.where(step.active, first, end), T)
+        rows = rows_of(model, first, T, step.active, state["mtp_kv.0"])
 
         drafts, caches = [], {}
         place = torch.arange(T + K, device=M.device)

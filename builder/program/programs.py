@@ -1,6 +1,6 @@
 """From a plan to the two programs of an engine: modules, state and example inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,12 +13,14 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
 from mtpbuild.builder.program.step import (
+    ConstrainedStepProgram,
     MixedStepProgram,
+    PenalisingStepProgram,
     PrefillProgram,
     StepProgram,
     TrunkProgram,
 )
-from mtpbuild.runtime.controls import CONTROLS, control_shapes
+from mtpbuild.runtime.controls import HISTORY, Control, constraint_shapes, control_shapes
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, program_name, trunk_name
 
 DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
@@ -39,6 +41,7 @@ class Program:
     results: tuple[str, ...] = ()  # names of the outputs behind the new state
     batch: int = 1  # slots of the example
     whole: bool = False  # takes the caches whole, not just the rows in use
+    most: int | None = None  # tokens that a pass may have, where their number varies
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -55,7 +58,7 @@ def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
 
 
 # What the host and the step keep to themselves; prefill fills the rest of the state.
-OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs"}
+OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs", HISTORY}
 OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
 MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
@@ -68,7 +71,7 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """
     style = plan.style
     if style.step_kernels:
-        use_kernels(model, most_tokens(plan) if style.all_kernels else None)
+        use_kernels(model)
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     names = tuple(s.name for s in state_specs(plan))
     trunk = tuple(name for name in names if name.startswith("kv.")) if style.shared_trunk else ()
@@ -104,9 +107,9 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
         if style.shared_trunk:
             prompt["hidden"] = torch.zeros(1, EXAMPLE_CHUNK, model.config.hidden_size)
     if filled:  # with a shared trunk and no drafts nothing is left to fill
-        yield Program(
-            PREFILL, PrefillProgram(model, drafter).eval(), filled, prompt, whole=style.fixed
-        )
+        module = PrefillProgram(model, drafter).eval()
+        most = most_tokens(plan)
+        yield Program(PREFILL, module, filled, prompt, whole=style.fixed, most=most)
 
 
 def _steps(
@@ -115,27 +118,38 @@ def _steps(
     """The two programs of a step that makes so many drafts."""
     style, drafter = plan.style, make_drafter(plan, nextn)
     active = {"active": torch.ones(B, dtype=torch.bool)}
+    B_most = max(B, plan.max_batch)
     verified = dict[str, Tensor]()
     if style.shared_trunk:
         hidden = torch.zeros(B, nextn + 1, model.config.hidden_size)
         verified = {"hidden": hidden, "start": _ints(B)}
     acceptance = KernelAcceptance if style.all_kernels else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
-    mixed = MixedStepProgram(model, drafter, nextn, acceptance)
+    kind_of_mixed = MixedStepProgram
+    if style.penalties:
+        kind_of_mixed = ConstrainedStepProgram if plan.constrained else PenalisingStepProgram
+    mixed = kind_of_mixed(model, drafter, nextn, acceptance)
+    wishes = _controls(plan, mixed.controls, B) | _constraints(plan, mixed.constraints, B)
     for kind, module, asked, outputs in (
         (PLAIN, step, active, OUTPUTS),
-        (MIXED, mixed, active | _controls(plan, B), MIXED_OUTPUTS),
+        (MIXED, mixed, active | wishes, MIXED_OUTPUTS),
     ):
-        name = program_name(kind, nextn, plan.nextn)
-        yield Program(name, module.eval(), state, asked | verified, outputs, B, style.whole_caches)
+        name, given = program_name(kind, nextn, plan.nextn), asked | verified
+        yield Program(
+            name, module.eval(), state, given, outputs, B, style.whole_caches, B_most * (nextn + 1)
+        )
 
 
-def _controls(plan: Plan, B: int) -> dict[str, Tensor]:
+def _controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
     """Example values of what a request asks for, in the order of the table."""
-    shapes = control_shapes(plan.nextn, plan.capacity + plan.window)
-    return {
-        c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in CONTROLS
-    }
+    shapes = control_shapes(plan.nextn, plan.positions)
+    return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
+
+
+def _constraints(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
+    """Example values of what a grammar lets the step emit."""
+    shapes = constraint_shapes(plan.nextn, plan.config.vocab_size)
+    return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
 
 
 def _ints(*shape: int) -> Tensor:

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance, State
+from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
-from mtpbuild.builder.program.window import Window
+from mtpbuild.builder.program.window import State, Window
 from mtpbuild.plugins.asked import named
-from mtpbuild.runtime.controls import CONTROLS
+from mtpbuild.runtime.controls import ALLOWED, CONSTRAINTS, CONTROLS, CORE_CONTROLS, Control
 
 
-def signature(*controls: str) -> Signature:
+def signature(*controls: Control) -> Signature:
     """A step's parameters: its state, what is asked of it, what was verified before."""
     kind, verified = Parameter.POSITIONAL_OR_KEYWORD, ("hidden", "start")
-    needed = [Parameter(name, kind) for name in ("self", "state", "active", *controls)]
+    asked = (control.name for control in controls)
+    needed = [Parameter(name, kind) for name in ("self", "state", "active", *asked)]
     return Signature([*needed, *(Parameter(name, kind, default=None) for name in verified)])
 
 
@@ -78,7 +79,7 @@ class StepProgram(nn.Module):
                 Accepted(hidden, tokens.clamp(min=0), n, lengths, active, rows, acceptance.choose),
             )
             new |= updates | acceptance.draft_probs(state)
-        new |= {
+        new |= acceptance.history(state) | {
             "lengths": lengths,
             "window": torch.where(
                 active[:, None], window.followed_by(newest, drafts), state["window"]
@@ -100,6 +101,9 @@ class StepProgram(nn.Module):
 class MixedStepProgram(StepProgram):
     """The same step for slots that sample, reject or relax; the host picks the program per step."""
 
+    controls = CORE_CONTROLS  # what requests may ask of it
+    constraints: tuple[Control, ...] = ()  # inputs behind the controls
+
     def __init__(
         self,
         model: CausalLM,
@@ -111,17 +115,42 @@ class MixedStepProgram(StepProgram):
         self.acceptance = acceptance
 
     def forward(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
-        """given: what each slot's request asks for, in the order of the table `CONTROLS`; behind
-        it what `StepProgram` calls `verified`.
+        """given: what each slot's request asks for, in the order of `controls`; what a grammar
+        allows it, in that of `constraints`; then what `StepProgram` calls `verified`.
         """
-        controls, verified = given[: len(CONTROLS)], given[len(CONTROLS) :]
-        asked = named(controls)
-        if asked["synthetic"].shape[1] > self.nextn + 1:  # the state has places for more drafts
-            asked["synthetic"] = asked["synthetic"][:, : self.nextn + 1]
-        return self.step(state, active, self.acceptance(asked), *verified)
+        controls, others = given[: len(self.controls)], given[len(self.controls) :]
+        verified = others[len(self.constraints) :]
+        asked = named(controls, self.controls)
+        grammar = {c.name: x for c, x in zip(self.constraints, others, strict=False)}
+        for inputs, name in ((asked, "synthetic"), (grammar, ALLOWED)):
+            if name in inputs and inputs[name].shape[1] > self.nextn + 1:
+                inputs[name] = inputs[name][:, : self.nextn + 1]  # the state has places for more
+        return self.step(state, active, self.acceptance(asked, grammar), *verified)
 
     # To torch.export, each control is a parameter.
-    forward.__signature__ = signature(*(c.name for c in CONTROLS))  # type: ignore[attr-defined]
+    forward.__signature__ = signature(*CORE_CONTROLS)  # type: ignore[attr-defined]
+
+
+class PenalisingStepProgram(MixedStepProgram):
+    """The mixed step where requests may also have penalties and biases."""
+
+    controls = CONTROLS
+
+    def forward(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
+        return super().forward(state, active, *given)
+
+    forward.__signature__ = signature(*CONTROLS)  # type: ignore[attr-defined]
+
+
+class ConstrainedStepProgram(PenalisingStepProgram):
+    """The same where slots may also be held to a grammar."""
+
+    constraints = CONSTRAINTS
+
+    def forward(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
+        return super().forward(state, active, *given)
+
+    forward.__signature__ = signature(*CONTROLS, *CONSTRAINTS)  # type: ignore[attr-defined]
 
 
 class TrunkProgram(nn.Module):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.export import Dim, ExportedProgram
 
+from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, HIDDEN_OUT, Program, most_tokens
 from mtpbuild.runtime.manifest import ProgramSpec, TensorSpec
@@ -51,6 +52,8 @@ def trace(program: Program, plan: Plan) -> Traced:
     slots_of = dict.fromkeys(program.arguments, slots)
     if program.name == PREFILL or is_trunk(program.name):
         slots_of |= {name: slots | {1: chunk} for name in CHUNKED}
+    if plan.style.step_kernels:
+        use_kernels(program.module, program.most)
     with torch.no_grad():
         exported = torch.export.export(
             program.module,

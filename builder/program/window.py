@@ -17,6 +17,17 @@ from mtpbuild.builder.models.common.layers import Rows
 State = dict[str, Tensor]
 
 
+def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, cache: Tensor) -> Rows:
+    """Place so many tokens of each active slot from position start [B] on.
+
+    An inactive slot computes too: its rows go to the end of the cache [B, 1, S, C], which no
+    occupied slot has reached, and it reads none.
+    """
+    end = torch.full_like(start, cache.shape[2] - tokens)
+    place = torch.where(active, start, end)
+    return model.rope(place, tokens, base=torch.where(active, start, 0))
+
+
 @dataclass(frozen=True)
 class Window:
     """The newest token of each slot and the nextn drafts behind it; T = nextn + 1.
@@ -49,14 +60,8 @@ class Window:
         return self.tokens.shape[1]
 
     def rows(self, model: CausalLM, active: Tensor) -> Rows:
-        """Positions M .. M + nextn, each of which attends to those up to itself.
-
-        An inactive slot computes too: its rows go to the end of the cache, which no occupied slot
-        has reached.
-        """
-        lengths = self.state["lengths"]
-        end = torch.full_like(lengths, self.state["kv.0"].shape[2] - self.size)
-        return model.rope(torch.where(active, lengths, end), self.size)
+        """Positions M .. M + nextn, each of which attends to those up to itself."""
+        return rows_of(model, self.state["lengths"], self.size, active, self.state["kv.0"])
 
     @staticmethod
     def newest(tokens: Tensor, n: Tensor) -> Tensor:

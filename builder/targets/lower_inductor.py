@@ -15,6 +15,7 @@ import torch
 import torch._inductor
 from safetensors.torch import save
 from torch._C import _distributed_c10d as c10d
+from torch._inductor import config as inductor_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.decomposition import fast_random_decomps, register_decomposition
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
@@ -41,11 +42,14 @@ OPTIONS: dict[str, Any] = {
     "always_keep_tensor_constants": True,  # small ones too: weights have no values yet
     "aot_inductor.enable_line_tables": False,  # would hold the build machine's paths
     "aot_inductor.precompile_headers": False,  # would stay in the temporary folder
-    "cpp.march": "x86-64-v3",  # not `native`: an engine runs where HARDWARE says
+    "compile_threads": 1,  # one C++ file per program: nothing to do in parallel
+}
+MARCH = "cpp.march"
+CPU_OPTIONS: dict[str, Any] = {
+    MARCH: "x86-64-v3",  # not `native`: an engine runs where HARDWARE says
     "cpp.simdlen": 256,
     "cpp.vec_isa_ok": True,  # `check` has asked
     "cpp.dynamic_threads": True,  # their number is chosen when the engine is loaded
-    "compile_threads": 1,  # one C++ file per program: nothing to do in parallel
 }
 
 for op, facet in facets("inductor").items():
@@ -58,6 +62,11 @@ def check(plan: Plan) -> None:
     on_gpu = bool(plan.compute_capabilities)
     if not on_gpu and this_machine() != HARDWARE:
         raise BuildError(f"target inductor builds on an {HARDWARE}, this is an {this_machine()}")
+    if MARCH not in options(on_gpu) and not on_gpu:
+        raise BuildError(
+            f"torch {torch.__version__} compiles for this very CPU alone: target inductor on a CPU "
+            "needs torch 2.13"
+        )
     try:
         compiler = get_cpp_compiler()
     except InvalidCxxCompiler:
@@ -68,6 +77,17 @@ def check(plan: Plan) -> None:
         )
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
+
+
+def options(on_gpu: bool, known: Any = inductor_config) -> dict[str, Any]:
+    """What AOTInductor is asked for; not every version of torch knows every option."""
+    asked = OPTIONS if on_gpu else CPU_OPTIONS | OPTIONS
+    return {name: value for name, value in asked.items() if _has(known, name)}
+
+
+def _has(config: Any, name: str) -> bool:
+    group, _, option = name.rpartition(".")
+    return hasattr(getattr(config, group, None) if group else config, option)
 
 
 def info(plan: Plan) -> TargetInfo:
@@ -91,7 +111,8 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         tempfile.TemporaryDirectory(dir=folder) as scratch,  # goes where a dead build goes
         _pretended_group(traced.plan.ranks.tp),
     ):
-        package_aoti(str(folder / file), _compile(program, tuple(examples), scratch))
+        asked = options(bool(traced.plan.compute_capabilities))
+        package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, asked))
     _write_constants(traced, weights, folder)
     return file
 
@@ -133,13 +154,15 @@ def _pretended_group(ranks: int) -> Iterator[None]:
         c10d._unregister_process_group(GroupName(GROUP))
 
 
-def _compile(program: GraphModule, examples: tuple[Any, ...], scratch: str) -> list[Any]:
+def _compile(
+    program: GraphModule, examples: tuple[Any, ...], scratch: str, asked: dict[str, Any]
+) -> list[Any]:
     """Paths in `scratch`: the shared library and its metadata."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
     with warnings.catch_warnings(), fresh_cache(dir=scratch, delete=False):
         warnings.simplefilter("ignore")
         try:
-            parts = torch._inductor.aot_compile(program, examples, options=OPTIONS)
+            parts = torch._inductor.aot_compile(program, examples, options=asked)
             assert isinstance(parts, list)
         except InductorError as error:
             cause = error.inner_exception

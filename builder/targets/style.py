@@ -27,3 +27,8 @@ class GraphStyle:
     def for_gpu(self) -> bool:
         """Whether graphs are for a GPU: the CPU's alone take the rows in use, not whole caches."""
         return self.whole_caches
+
+    @property
+    def penalties(self) -> bool:
+        """Whether requests may have penalties: without branches all would pay for them."""
+        return not self.for_gpu

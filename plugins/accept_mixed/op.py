@@ -5,17 +5,27 @@ DESIGN 5 define them. The reference is plain PyTorch that every target can trace
 is the case that all slots are strict and greedy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.accept_mixed.penalties import READ, penalised, unchanged
 from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
-from mtpbuild.runtime.controls import ACCEPT, BLOCK_DRAFT, DRAFT, MAX_LOGPROBS, RECOVER
+from mtpbuild.runtime.controls import (
+    ACCEPT,
+    ALLOWED,
+    BLOCK_DRAFT,
+    CONSTRAINED,
+    DRAFT,
+    MAX_LOGPROBS,
+    RECOVER,
+    WORD,
+)
 
 
 @dataclass(frozen=True)
@@ -41,17 +51,23 @@ def accept_mixed(
     thinking: Tensor,
     draft_probs: Tensor,
     asked: Asked,
+    history: Tensor | None = None,
+    grammar: Mapping[str, Tensor] | None = None,
 ) -> Verdict:
     """Judge a window [B, T], the newest token and then drafts, by its logits [B, T, V] fp32.
 
     draft_probs [B, K, V] is what each draft was drawn from. A draft that was an argmax has a point
-    mass there, so that one rule covers both. The other operands are [B].
+    mass there, so that one rule covers both. The other operands are [B]. history [B, S]: the tokens
+    before the window; without it nothing is penalised. grammar: the inputs of `CONSTRAINTS` by
+    name, `allowed` [B, T, words]; nothing if no slot can be held to one.
     """
     _, T, V = logits.shape
     row = torch.arange(T, device=window.device)
     at = lengths[:, None] + 1 + row  # the position that row j decides
     logprobs = logits.log_softmax(-1)  # as the model says it, whatever is banned
-    logits = _without_banned(logits, at, asked)
+    logits = _edited(logits, at, window, lengths, asked, history)
+    if grammar:
+        logits = without_forbidden(logits, grammar[CONSTRAINED], grammar[ALLOWED])
     p = shaped_probs(logits, asked)  # [B, T, V]
     numbers = asked["uniforms"][:, :3].gather(2, at[:, None].expand(-1, 3, -1))  # [B, 3, T]
     real = row < num_drafts[:, None]  # [B, T]; the last row has no draft
@@ -117,12 +133,61 @@ def empty_results(
     return like(window), like(lengths), like(lengths), floats, like(active), like(floats)
 
 
+def _edited(
+    logits: Tensor,
+    at: Tensor,
+    window: Tensor,
+    lengths: Tensor,
+    asked: Asked,
+    history: Tensor | None,
+) -> Tensor:
+    """Edit logits [B, T, V] as requests ask, whatever the mode: bans, biases, penalties.
+
+    Without a history there are bans alone, and no branch.
+    """
+    if history is None:
+        return _without_banned(logits, at, asked)
+    edits = {name: asked[name] for name in (*READ, "banned_ids", "banned_until")}
+    wanted = (at[:, 0] < asked["banned_until"]) | asked["penalised"]
+    operands = (logits, at, window, lengths, edits, history)
+    return when(wanted.any(), _banned_and_penalised, unchanged, operands)[0]
+
+
+def _banned_and_penalised(
+    logits: Tensor, at: Tensor, window: Tensor, lengths: Tensor, edits: Asked, history: Tensor
+) -> tuple[Tensor, ...]:
+    left = _without_banned(logits, at, edits)
+    return (penalised(left, history, lengths, (window,), edits),)
+
+
 def _without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
     """Put -inf into the logits [B, T, V] of tokens that may not be emitted yet (min_tokens)."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     banned = (ids == asked["banned_ids"][..., None]).any(1)  # [B, V]
     early = at < asked["banned_until"][:, None]  # [B, T]
     return logits.masked_fill(early[..., None] & banned[:, None], -torch.inf)
+
+
+def without_forbidden(logits: Tensor, constrained: Tensor, allowed: Tensor) -> Tensor:
+    """Put -inf into the logits [B, T, V] of tokens that a slot's grammar forbids in their row.
+
+    constrained [B] says which slots have a grammar, allowed [B, T, ceil(V / 32)] int32 what it
+    allows. Nothing is unpacked in a step where no slot has one.
+    """
+    operands = (logits, constrained, allowed)
+    return when(constrained.any(), _masked, _unmasked, operands)[0]
+
+
+def _masked(logits: Tensor, constrained: Tensor, allowed: Tensor) -> tuple[Tensor, ...]:
+    place = torch.arange(WORD, dtype=torch.int32, device=logits.device)
+    bits = torch.bitwise_left_shift(torch.ones_like(place), place)  # the last is the sign
+    free = (allowed[..., None] & bits) != 0
+    free = free.flatten(-2)[..., : logits.shape[-1]] | ~constrained[:, None, None]
+    return (torch.where(free, logits, -torch.inf),)
+
+
+def _unmasked(logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    return (logits.clone(),)
 
 
 def _drawn(

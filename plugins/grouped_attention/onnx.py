@@ -12,8 +12,8 @@ def grouped_attention_onnx(
 ) -> Any:
     """Make the heads of a group rows [B, G, H / G * T, D], so that its keys are read once.
 
-    If the cache given is the one that the fresh rows were just written to, at `base`, one score
-    block over it does; else two under one softmax.
+    If the cache given is the one that the fresh rows were just written to, one score block over it
+    does; else two under one softmax.
     """
     heads, width = int(q.shape[1]), int(q.shape[3])
     per_group, tokens = heads // groups, op.Shape(q, start=2, end=3)
@@ -21,7 +21,7 @@ def grouped_attention_onnx(
     rows = op.Mul(rows, op.Constant(value_float=scale))
     keys, values = _heads(cache, groups, width)
     border = count(cache)
-    if holds(cache, fresh, base):
+    if holds(cache, fresh):
         seen = mask(border, op.Add(base, first), per_group, tokens)
         mixed = op.MatMul(softmax(op.Add(scores(rows, keys), seen)), values)
     else:

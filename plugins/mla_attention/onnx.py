@@ -14,14 +14,14 @@ def mla_attention_onnx(
 ) -> Any:
     """Make heads rows [B, 1, H * T, C], so that the cache is read once for all of them.
 
-    If the cache given is the one that the fresh rows were just written to, at `base`, one score
-    block over it does; else two under one softmax.
+    If the cache given is the one that the fresh rows were just written to, one score block over it
+    does; else two under one softmax.
     """
     heads, width = int(q.shape[1]), int(q.shape[3])
     tokens = op.Shape(q, start=2, end=3)
     rows = op.Reshape(q, ints(0, 1, -1, width))
     rows = op.Mul(rows, op.Constant(value_float=scale))
-    if holds(cache, fresh, base):
+    if holds(cache, fresh):
         seen = mask(count(cache), op.Add(base, first), heads, tokens)
         mixed = op.MatMul(softmax(op.Add(scores(rows, cache), seen)), cache)
     else:
@@ -38,15 +38,14 @@ def mla_attention_onnx(
     return op.Reshape(latents, ints(0, heads, -1, kv_lora_rank))
 
 
-def holds(cache: ir.Value, fresh: ir.Value, base: ir.Value) -> bool:
-    """Whether the cache is the one that the fresh rows were just written to, at `base`."""
+def holds(cache: ir.Value, fresh: ir.Value) -> bool:
+    """Whether the cache is the one that the fresh rows were just written to.
+
+    They are at the slot's base. A slot that idles has them elsewhere, and sees rows of its own past
+    instead: nobody reads its result.
+    """
     writer = cache.producer()
-    return (
-        writer is not None
-        and writer.op_type == "TensorScatter"
-        and writer.inputs[1] is fresh
-        and writer.inputs[2] is base
-    )
+    return writer is not None and writer.op_type == "TensorScatter" and writer.inputs[1] is fresh
 
 
 def softmax(*masked: Any) -> Any:

@@ -11,7 +11,8 @@ from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, sh
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
-SPLIT_ROWS = 512  # a split of fewer rows costs more than it saves
+SPLIT_ROWS = 512  # of the capacity, for each split that there may be
+LEAST_ROWS = 64  # of what a slot holds: fewer cost more in partial sums than they save
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -22,12 +23,13 @@ def mla_partial(
     out, lse,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
-    ROTARY: tl.constexpr, CHUNK: tl.constexpr,
+    ROTARY: tl.constexpr, CHUNK: tl.constexpr, WANTED: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Program (b, m, s) has BLOCK_M of slot b's HEADS * TOKENS query rows and split s of its cache.
 
-    A slot's committed rows are dealt evenly to the splits, so its length alone decides its cost.
-    The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is normalised
+    A slot's committed rows are dealt evenly to as many splits as WANTED programs of the whole call
+    need, of LEAST rows or more. So what a slot holds decides its cost, not what it could hold. The
+    last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is normalised
     within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the weights' sum.
     A split without rows writes only its lse, -inf.
     """
@@ -47,7 +49,9 @@ def mla_partial(
     weight = tl.zeros((BLOCK_M,), tl.float32)
     mixed = tl.zeros((BLOCK_M, LATENT), tl.float32)
     length = tl.load(base + b).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    used = tl.cdiv(WANTED, tl.num_programs(0) * tl.num_programs(1))
+    used = tl.maximum(tl.minimum(tl.minimum(used, splits), length // LEAST), 1)
+    share = tl.cdiv(tl.cdiv(length, used), BLOCK_N) * BLOCK_N
     begin = split * share
     end = tl.minimum(begin + share, length)
     last = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
@@ -154,17 +158,18 @@ def tiles(rows: int, rank: int, rope: int, each: int, shared: int) -> tuple[dict
 
 
 def split_count(slots: int, blocks: int, capacity: int) -> int:
-    """Count the splits; an open batch (export traces it as a symbol) has those of one slot."""
+    """Count the splits that there may be; an open batch (a symbol) has those of one slot."""
     known = slots if isinstance(slots, int) else 1
     return max(1, min(PROGRAMS // (known * blocks), cdiv(capacity, SPLIT_ROWS)))
 
 
 def mla_attention_launches(
-    *operands: Any, splits: int | None = None, shared: int | None = None
+    *operands: Any, splits: int | None = None, shared: int | None = None, least: int = LEAST_ROWS
 ) -> Launches:
     """Make the launches for the op's operands.
 
-    The splits and the bytes of shared memory are those that fit, if they are not given.
+    The splits and the bytes of shared memory are those that fit, if they are not given. least: rows
+    of a split.
     """
     known = bind(mla_attention, operands)
     q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
@@ -182,6 +187,7 @@ def mla_attention_launches(
     known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2]}
     known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "SCALE": known["scale"]}
     known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
+    known |= {"WANTED": PROGRAMS, "LEAST": least}
     made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
     first = Launch.by_name(mla_partial, grid, known, made, warps)
     if splits == 1:

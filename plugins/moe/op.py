@@ -7,6 +7,7 @@ from torch import Tensor
 from mtpbuild.plugins.matmul_scaled.op import dequantise
 
 MAX_TOKENS = 64
+NOBODY = -1
 
 
 @torch.library.custom_op("mtpbuild::moe_route", mutates_args=())
@@ -63,11 +64,12 @@ def moe(
 ) -> Tensor:
     """Sum the chosen experts' outputs for x [N, E], with their weights and ids [N, k]: [N, E].
 
-    gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]; an id occurs once per token.
-    With scales they are what `matmul_scaled` takes, and are rounded to x's type. Shared experts are
-    not its business. The kernel takes up to `MAX_TOKENS` tokens.
+    gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. An id of `NOBODY` adds
+    nothing, and on a GPU reads no weights: another rank has that expert. With scales the weights
+    are what `matmul_scaled` takes, and are rounded to x's type. Shared experts are not its
+    business. The kernel takes up to `MAX_TOKENS` tokens.
     """
-    chosen = ids.flatten()
+    chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
     rows = x.repeat_interleave(ids.shape[1], dim=0)[:, None]  # [N k, 1, E]
     gate, up = (rows @ gate_up.type_as(x)).chunk(2, dim=-1)

@@ -1,8 +1,9 @@
 """moe in Triton: routing, then two products over the tokens of each expert that any token chose.
 
 Every pair of a token and its expert has its programs; the expert's first pair does all of its
-tokens, the others leave at once. So a chosen expert's weights are read once, by whoever needs them,
-and nothing is sorted or gathered.
+tokens, the others leave at once. So a chosen expert's weights are read once, by whoever needs
+them, and nothing is sorted or gathered. A pair whose expert is nobody, or that the token has named
+before, is a row of zeros.
 """
 
 from typing import Any
@@ -87,7 +88,7 @@ def gate_and_up(
     every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
     same = tl.load(ids + every, every < count, -1) == expert
     pairs = tl.min(tl.where(same, every, count), 1)  # each token's with this expert, or count
-    if tl.min(pairs, 0) == pair:
+    if (expert >= 0) & (tl.min(pairs, 0) == pair):
         some = (pairs < count)[:, None]
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         right = n < INNER
@@ -132,10 +133,14 @@ def down(
     every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
     same = tl.load(ids + every, every < count, -1) == expert
     pairs = tl.min(tl.where(same, every, count), 1)
-    if tl.min(pairs, 0) == pair:
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    right = n < HIDDEN
+    before = tl.arange(0, WIDE)
+    earlier = tl.load(ids + pair // CHOSEN * CHOSEN + before, before < pair % CHOSEN, -1)
+    if (expert < 0) | (tl.max((earlier == expert).to(tl.int32), 0) > 0):
+        tl.store(parts + pair * HIDDEN + n, tl.zeros((BLOCK_N,), tl.float32), right)
+    elif tl.min(pairs, 0) == pair:
         some = pairs < count
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        right = n < HIDDEN
         value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for begin in range(0, INNER, BLOCK_K):
             k = begin + tl.arange(0, BLOCK_K)
@@ -151,7 +156,8 @@ def down(
                     INNER, HIDDEN, BLOCK, False, BLOCK_K,
                 ).to(rows.dtype)  # fmt: skip
             value = tl.dot(rows, columns, value, input_precision="ieee")
-        value = value * tl.load(weights + pairs, some, 0.0)[:, None]
+        all_weights = tl.load(weights + every, same & (every < count), 0.0)
+        value = value * tl.sum(all_weights, 1)[:, None]
         to = parts + pairs[:, None] * HIDDEN + n[None, :]
         tl.store(to, value, some[:, None] & right[None, :])
 

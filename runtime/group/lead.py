@@ -24,6 +24,10 @@ class LeadingPrograms:
         channel.ready()
         self.close = weakref.finalize(self, channel.close)  # at the latest when this is dropped
 
+    @property
+    def failure(self) -> str | None:
+        return self._channel.failure
+
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self._call("prefill", slot, start, tokens)
 

@@ -12,6 +12,7 @@ from mtpbuild.runtime.controls import GREEDY, Controls
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Words = NDArray[np.int32]
 
 PREFILL = "prefill"  # the program of a prompt's chunk
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
@@ -52,6 +53,15 @@ class StepOutput:
     # The mixed program alone gives these:
     top_ids: Ints | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Floats | None = None  # [B, T, MAX_LOGPROBS]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a slot may emit in its next step, by the grammar of its request; T = nextn + 1."""
+
+    drafts: list[int]  # that are judged, up to T - 1
+    kept: int  # how many of them the slot has already; those behind are certain to be accepted
+    allowed: Words  # [T, ceil(V / 32)]: bit t % 32 of word t // 32 allows token t in the row
 
 
 class Programs(Protocol):
@@ -98,6 +108,26 @@ class Adaptive(Programs, Protocol):
 
 
 @runtime_checkable
+class Constraining(Programs, Protocol):
+    """Programs whose steps can be held to a grammar, for requests whose controls say so.
+
+    What a step has drafted is read before the next one is launched, so they are not `Overlapping`.
+    """
+
+    @property
+    def constrainable(self) -> bool:
+        """Whether the engine's steps take constraints: those of older ones don't."""
+        ...
+
+    def drafts(self, slot: int) -> list[int]:
+        """The drafts that the slot's next step will judge, behind the newest token."""
+        ...
+
+    def constrain(self, slot: int, constraint: Constraint) -> None:
+        """Hold the slot's next step to a constraint; each step of such a slot has its own."""
+
+
+@runtime_checkable
 class Keeping(Programs, Protocol):
     """Programs whose slots keep their cache rows behind the last active slot, for other prompts.
 
@@ -117,6 +147,16 @@ class Closing(Programs, Protocol):
 
     def close(self) -> None:
         """Nothing will be called again."""
+        ...
+
+
+@runtime_checkable
+class Shared(Programs, Protocol):
+    """Programs that others run too, who may be gone before the next call finds out."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be called any more; None while all are there, as far as is known."""
         ...
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mtpbuild.runtime.controls import ALLOWED
 from mtpbuild.runtime.manifest import Manifest, StateSpec
-from mtpbuild.runtime.programs.base import PREFILL, Bools, host_type, is_trunk
+from mtpbuild.runtime.programs.base import PREFILL, Bools, Constraint, host_type, is_trunk
 from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows
@@ -39,6 +40,25 @@ class HostSlots(Slots):
             for name, program in manifest.programs.items()
             if name != PREFILL and not is_trunk(name)
         }
+
+    @property
+    def constrainable(self) -> bool:
+        return ALLOWED in self._controls
+
+    def drafts(self, slot: int) -> list[int]:
+        carries = self._carries[self._now]
+        drafts: list[int] = carries["window"][slot, 1 : 1 + carries["num_drafts"][slot]].tolist()
+        return drafts
+
+    def constrain(self, slot: int, constraint: Constraint) -> None:
+        """A draft that is certain has all of its row's probability, as one that was drawn so."""
+        self._controls[ALLOWED][slot] = constraint.allowed
+        carries, kept, count = self._carries[self._now], constraint.kept, len(constraint.drafts)
+        carries["num_drafts"][slot] = count
+        carries["window"][slot, 1 + kept : 1 + count] = constraint.drafts[kept:]
+        for place in range(kept, count):
+            carries["draft_probs"][slot, place] = 0
+            carries["draft_probs"][slot, place, constraint.drafts[place]] = 1
 
     def _activate(self, active: Bools) -> tuple[str, int]:
         """The program of this step, and how many slots it computes."""

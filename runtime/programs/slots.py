@@ -6,7 +6,15 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.controls import CONTROLS, GREEDY, Controls
+from mtpbuild.runtime.controls import (
+    CONSTRAINED,
+    CONSTRAINTS,
+    CONTROLS,
+    CORE_CONTROLS,
+    GREEDY,
+    HISTORY,
+    Controls,
+)
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.manifest import Manifest, ProgramSpec, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
@@ -88,7 +96,11 @@ class Slots:
         ]
         self._now = 0  # the copy that is read next
         inputs = {(t.name, t.dtype): t for t in manifest.programs[MIXED].inputs}
-        self._controls = self._zeros(inputs[control.name, control.dtype] for control in CONTROLS)
+        # A GPU's programs have no penalties, nor have engines from before there were any.
+        table = CONTROLS if HISTORY in self._carries[0] else CORE_CONTROLS
+        self._controls = self._zeros(inputs[control.name, control.dtype] for control in table)
+        given = ((c.name, c.dtype) for c in CONSTRAINTS)  # some engines have none
+        self._controls |= self._zeros(inputs[each] for each in given if each in inputs)
         self._active = memory.zeros((self._batch,), "bool")
         self._mixed = np.zeros(self._batch, np.bool_)  # slots that the plain program can't serve
         self._bindings: dict[Any, Any] = {}  # what programs were given; forgotten with the layout
@@ -101,15 +113,22 @@ class Slots:
         return self._caches.arrays() | {name: self._memory.host(array) for name, array in carries}
 
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        first: dict[str, int | tuple[int, ...]]
         first = {"lengths": length, "window": newest, "num_drafts": 0}
-        for name, value in (first | {"thinking": controls.thinking}).items():
-            row = np.zeros((1, *self._carries[0][name].shape[1:]), type(value))
-            row.flat[0] = value
+        first |= {"thinking": controls.thinking}
+        if controls.history:
+            first |= {HISTORY: controls.history}
+        for name, value in first.items():
+            row = np.zeros((1, *self._carries[0][name].shape[1:]), np.asarray(value).dtype)
+            row.flat[: np.size(value)] = value
             for copy in self._carries:
                 self._memory.copy(row, copy[name][slot : slot + 1])
         shapes = {name: tuple(array.shape[1:]) for name, array in self._controls.items()}
         for name, row in controls.rows(shapes):  # a plain slot may share a mixed step
             self._memory.copy(row[None], self._controls[name][slot : slot + 1])
+        if CONSTRAINED in self._controls:
+            constrained = np.array([controls.constrained])
+            self._memory.copy(constrained, self._controls[CONSTRAINED][slot : slot + 1])
         self._mixed[slot] = not controls.plain
 
     def move(self, source: int, target: int) -> None:

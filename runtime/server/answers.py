@@ -1,9 +1,10 @@
 """From chunks to the answer that a client gets: its choices, their pieces, its usage."""
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ class Choice:
     splitter: ThinkingSplitter | None = None
     calls: ToolCalls | None = None
     end_of_thought: int = -1  # the token
+    echo: str = ""  # the prompt, where the answer repeats it
     said: dict[str, str] = field(default_factory=lambda: {"content": "", "reasoning": ""})
     names: list[str] = field(default_factory=list)  # of the tools that are called
     call_ids: list[str] = field(default_factory=list)
@@ -92,16 +94,20 @@ def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
 
 
 async def merged(
-    streams: Sequence[AsyncIterator[Chunk]],
-) -> AsyncIterator[tuple[int, Chunk]]:
-    """The chunks of several streams as they come, with the stream's number; an error ends all."""
+    streams: Sequence[AsyncGenerator[Chunk, None]],
+) -> AsyncGenerator[tuple[int, Chunk], None]:
+    """The chunks of several streams as they come, with the stream's number; an error ends all.
+
+    Who closes it has closed the streams.
+    """
     if len(streams) == 1:
-        async for chunk in streams[0]:
-            yield 0, chunk
+        async with contextlib.aclosing(streams[0]) as stream:
+            async for chunk in stream:
+                yield 0, chunk
         return
     queue: asyncio.Queue[tuple[int, Chunk | BaseException | None]] = asyncio.Queue()
 
-    async def forward(number: int, stream: AsyncIterator[Chunk]) -> None:
+    async def forward(number: int, stream: AsyncGenerator[Chunk, None]) -> None:
         try:
             async for chunk in stream:
                 queue.put_nowait((number, chunk))

@@ -4,31 +4,31 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.server.answers import merged
 from mtpbuild.runtime.server.chat import ChatAnswer, read_chat
 from mtpbuild.runtime.server.completions import CompletionAnswer, read_completion
-from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.errors import ApiError, Told, as_json
 from mtpbuild.runtime.server.gate import Gate
-from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
+from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody
 from mtpbuild.runtime.server.service import Service
 
-T = TypeVar("T")
 Reply = ChatAnswer | CompletionAnswer
 PAGE = Path(__file__).with_name("page.html")
-CLOSED = 499  # nobody is there to read it
+LONG = 16 * 1024  # bytes of a body that is read beside the others, as its prompt takes time
+NOT_KEPT = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 log = logging.getLogger("mtpbuild")
 EVENTS = {
     "description": "The answer; with `stream` as server-sent events",
@@ -39,6 +39,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, said in {
         400: "The request can't be done, `param` says why",
         401: "No API key",
+        403: "A page of another origin asks",
         404: "No such model",
         408: "It took too long",
         413: "The body is too long",
@@ -75,16 +76,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=responses)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Continue a conversation."""
-        engine = service.admit(body.n or 1)
-        return await _answer(service, engine, read_chat(service, engine, body), body, request)
+        return await _answer(service, read_chat, body, request)
 
     @app.post("/v1/completions", responses=responses)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
-        engine = service.admit(body.n or 1)
-        answer = read_completion(service, engine, body)
-        service.admit(len(answer.choices))
-        return await _answer(service, engine, answer, body, request)
+        return await _answer(service, read_completion, body, request)
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -124,81 +121,111 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
+def _takes_long(body: ChatBody | CompletionBody, request: Request) -> bool:
+    """Whether a body is read beside the others: it brings a grammar, or a prompt of any length."""
+    size = request.headers.get("content-length", "")
+    forms = (body.response_format, body.structured_outputs, getattr(body, "tool_choice", None))
+    return any(forms) or not size or int(size) > LONG
+
+
 async def _answer(
-    service: Service, engine: Engine, answer: Reply, body: Sampled, request: Request
+    service: Service,
+    read: Callable[[Service, Engine, Any], Reply],
+    body: ChatBody | CompletionBody,
+    request: Request,
 ) -> Response:
+    engine = service.admit(1)
+    if _takes_long(body, request):
+        answer = await asyncio.to_thread(read, service, engine, body)
+    else:
+        answer = read(service, engine, body)
+    service.admit(len(answer.choices))  # nothing else runs from here until it holds its places
     if service.settings.log_requests:
-        log.info("%s %s", answer.id, body.model_dump_json(exclude_none=True))
+        log.info("%s", json.dumps({"id": answer.id} | body.model_dump(exclude_none=True)))
     streams = [service.stream(engine, c.ids, c.params) for c in answer.choices]
-    chunks = merged(streams)
-    if body.stream:
-        options = body.stream_options
-        return EventStream(_events(answer, chunks, bool(options and options.include_usage)))
-    return await _unless_gone(request, _whole(answer, chunks))
-
-
-async def _whole(answer: Reply, chunks: AsyncIterator[Any]) -> Response:
-    async for number, chunk in chunks:
-        answer.choices[number].take(chunk)
-    return JSONResponse(answer.whole())
+    options = body.stream_options
+    if not body.stream:
+        return Whole(service, answer, merged(streams))
+    return Events(service, answer, merged(streams), bool(options and options.include_usage))
 
 
 async def _events(
-    answer: Reply, chunks: AsyncIterator[Any], usage: bool
-) -> AsyncIterator[dict[str, Any]]:
-    """What a stream says, each as an object; an error after the beginning is one of them."""
+    answer: Reply, chunks: AsyncGenerator[Any, None], usage: bool
+) -> AsyncGenerator[dict[str, Any], None]:
+    """What a stream says, each as an object."""
     for choice in answer.choices:
         if opening := answer.opening(choice):
-            yield opening
-    async for number, chunk in chunks:
-        choice = answer.choices[number]
-        if event := answer.event(choice, chunk, choice.take(chunk)):
-            yield event | ({"usage": None} if usage else {})
-    trailer = answer.trailer()
-    if not usage:
-        del trailer["usage"]
-    if usage or trailer["metrics"] is not None:
-        yield trailer
+            yield opening | ({"usage": None} if usage else {})
+    async with contextlib.aclosing(chunks):
+        async for number, chunk in chunks:
+            choice = answer.choices[number]
+            if event := answer.event(choice, chunk, choice.take(chunk)):
+                if chunk.finish_reason and not usage:
+                    event["metrics"] = answer.metrics()
+                yield event | ({"usage": None} if usage else {})
+    if usage:
+        yield answer.trailer()
 
 
-class EventStream(Response):
-    """Server-sent events; whoever goes away ends them, within a step."""
+class Held(Response):
+    """A response that holds the places of its choices until it is sent or its client goes away."""
+
+    def __init__(self, service: Service, choices: int, **headers: str) -> None:
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
+        self._service, self._choices = service, choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.held(self._choices):
+            await _race(self._send(scope, receive, send), receive)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class Whole(Held):
+    """The answer as one object; what fails decides on the status."""
+
+    def __init__(self, service: Service, answer: Reply, chunks: AsyncGenerator[Any, None]) -> None:
+        super().__init__(service, len(answer.choices))
+        self._answer, self._chunks = answer, chunks
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._chunks) as chunks:
+            async for number, chunk in chunks:
+                self._answer.choices[number].take(chunk)
+        await Told(self._answer.whole())(scope, receive, send)
+
+
+class Events(Held):
+    """The answer as server-sent events; an error is the last of them, its status is 200."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
+    def __init__(
+        self, service: Service, answer: Reply, chunks: AsyncGenerator[Any, None], usage: bool
+    ) -> None:
+        super().__init__(service, len(answer.choices), **NOT_KEPT)
+        self._events = _events(answer, chunks, usage)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The first event decides on the status: what fails before it is an error's."""
-        await _race(self._send(send), receive)
-
-    async def _send(self, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for event in events:
-                    await self._say(send, json.dumps(event, ensure_ascii=False))
-                await self._say(send, "[DONE]")
+                    await self._say(send, as_json(event))
+                await self._say(send, b"[DONE]")
             except ApiError as error:
-                await self._say(send, json.dumps(error.body()))
+                await self._say(send, as_json(error.body()))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _say(self, send: Send, data: str) -> None:
-        body = f"data: {data}\n\n".encode()
+    async def _say(self, send: Send, data: bytes) -> None:
+        body = b"data: " + data + b"\n\n"
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The response, unless its client goes away first: then the work is ended."""
-    response = await _race(work, request.receive)
-    return response or Response(status_code=CLOSED)
-
-
-async def _race(work: Coroutine[Any, Any, T], receive: Callable[[], Awaitable[Any]]) -> T | None:
-    """What the work gives; None, and an end to it, once the client has gone."""
+async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:
+    """Do the work, and end it once the client has gone."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -208,8 +235,7 @@ async def _race(work: Coroutine[Any, Any, T], receive: Callable[[], Awaitable[An
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            return task.result()
-        return None
+            task.result()
     finally:
         for each in (task, watch):
             each.cancel()

@@ -11,9 +11,10 @@ from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, Choice, seeded
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody
-from mtpbuild.runtime.server.reasoning import Piece, ThinkingSplitter
+from mtpbuild.runtime.server.reasoning import BEGIN, END, Piece, ThinkingSplitter
 from mtpbuild.runtime.server.sampled import read_sampled
 from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.structured import forced_calls
 from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, form_of
 
 Json = dict[str, Any]
@@ -27,8 +28,13 @@ def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    params = read_sampled(service, engine, body, len(ids), most, logprobs=logprobs)
+    calls = forced_calls(body, form, engine.tokenizer)
     marks = engine.manifest.model.thinking_token_ids if service.settings.thinking else None
+    markers: tuple[str, ...] = (BEGIN, END) if marks else ()
+    markers += form.tokens if form else ()
+    params = read_sampled(
+        service, engine, body, len(ids), most, logprobs=logprobs, calls=calls, markers=markers
+    )
     choices = []
     for index, own in enumerate(seeded(params, body.n or 1)):
         choice = Choice(index, ids, own)
@@ -46,8 +52,6 @@ def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
 
 def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
     """How the model writes calls, if it is to be given tools."""
-    if body.tool_choice not in (None, "none", "auto"):
-        raise ApiError(400, 'tool_choice: only "auto" and "none" are supported', "tool_choice")
     if not body.tools:
         if body.tool_choice == "auto" and body.tools is not None:
             raise ApiError(400, "tool_choice needs tools", "tool_choice")

@@ -1,13 +1,13 @@
 """The command `serve`."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
 from mtpbuild.runtime.cli import error_line
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import MissingDependencyError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 
 
@@ -42,7 +42,10 @@ def serve(
     except ImportError as error:
         missing = f"`mtpbuild serve` needs {error.name}: pip install 'mtpbuild[serve]'"
         raise MissingDependencyError(missing) from None
+    from mtpbuild.runtime import SamplingParams, StructuredOutputs
     from mtpbuild.runtime.engine import Engine
+    from mtpbuild.runtime.follow import follow
+    from mtpbuild.runtime.group import start as ranks
     from mtpbuild.runtime.manifest import read_manifest
     from mtpbuild.runtime.server.service import Settings
     from mtpbuild.runtime.server.tools import FORMS
@@ -53,8 +56,7 @@ def serve(
     _check(65535, port=port)
     _check(10**9, max_queue=max_queue, max_body=max_body)
     _check(10**9, request_timeout=request_timeout, drain_timeout=drain_timeout)
-    if read_manifest(engine).split:  # what is no engine is said before anything listens
-        raise UsageError(f"{engine}: engines of several ranks can't be served yet")
+    manifest = read_manifest(engine)  # what is no engine is said before anything listens
     settings = Settings(
         model=served_model_name,
         api_key=server.read_key(api_key),
@@ -68,17 +70,27 @@ def serve(
     )
 
     def load() -> Engine:
-        return Engine.load(
+        loaded = Engine.load(
             engine,
             threads=threads,
             provider=provider,
             verify_hashes=verify_hashes,
             prefix_cache=not no_prefix_cache,
         )
+        # The first grammar reads the vocabulary, a second of a large one: no request waits for it.
+        with contextlib.suppress(MtpbuildError):
+            loaded.check(SamplingParams(structured_outputs=StructuredOutputs(choice=("yes",))))
+        return loaded
 
     address = server.Address(host, port, drain_timeout)
-    if code := server.serve(engine, load, settings, address):
-        raise typer.Exit(code)
+    with contextlib.ExitStack() as stack:
+        if manifest.split and not ranks.in_group():
+            stack.enter_context(ranks.started(engine, manifest, threads))
+        elif manifest.split and ranks.own_rank(engine, manifest):
+            server.outlive_signals()
+            follow(engine, threads)
+            return
+        server.serve(engine, load, settings, address)
 
 
 def _check(most: int, **given: float | None) -> None:

@@ -19,9 +19,10 @@ DEFAULT_TOKENS = 16
 
 def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "CompletionAnswer":
     """The choices that a body asks for; raises ApiError with the field that is wrong."""
-    for name in ("echo", "suffix"):
-        if getattr(body, name):
-            raise ApiError(400, f"{name} is not supported", name)
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported", "suffix")
+    if body.echo and body.logprobs is not None:
+        raise ApiError(400, "echo with logprobs: a prompt's tokens have none here", "echo")
     if body.best_of not in (None, 1, body.n):
         raise ApiError(400, "best_of above n is not supported", "best_of")
     choices: list[Choice] = []
@@ -34,10 +35,21 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
         params = read_sampled(service, engine, body, len(ids), most, logprobs=body.logprobs)
         for own in seeded(params, body.n or 1):
             choices.append(Choice(len(choices), ids, own))
+            if body.echo:
+                choices[-1].echo = _echo(engine, prompt, choices[-1])
     answer = CompletionAnswer("cmpl", service.model, choices, body.n or 1, engine.tokenizer)
     answer.id = body.request_id or answer.id
     answer.with_logprobs, answer.with_ids = body.logprobs is not None, bool(body.return_token_ids)
     return answer
+
+
+def _echo(engine: Engine, prompt: str | list[int], choice: Choice) -> str:
+    """The prompt as a text; of token ids the text that they would be in an answer."""
+    if isinstance(prompt, str):
+        return prompt
+    if engine.tokenizer is None:
+        raise ApiError(400, "this engine was built without a tokenizer", "echo")
+    return engine.tokenizer.text(prompt, choice.params.shown_tokens)
 
 
 def _prompts(prompt: Any) -> list[str] | list[list[int]]:
@@ -58,7 +70,7 @@ class CompletionAnswer(Answer):
         """The answer as one object."""
         told = []
         for choice in self.choices:
-            text = choice.said["content"]
+            text = choice.echo + choice.said["content"]
             logprobs = self._logprobs(choice.logprobs, 0) if self.with_logprobs else None
             told.append(self._told(choice, text, logprobs, choice.token_ids))
             told[-1] |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
@@ -66,8 +78,11 @@ class CompletionAnswer(Answer):
         return self.head("text_completion") | {"choices": told} | extra
 
     def opening(self, choice: Choice) -> Json | None:
-        """A stream of texts begins with the first of them."""
-        return None
+        """The prompt, if it is asked for; else a stream begins with the first text."""
+        if not choice.echo:
+            return None
+        told = [self._told(choice, choice.echo, None, [])]
+        return self.head("text_completion") | {"choices": told}
 
     def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
         """What a stream says of a step; None if nothing of it is certain yet."""

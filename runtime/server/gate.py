@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.service import Settings
 
-FREE = {"/", "/health", "/ping", "/version"}  # without a key
+FREE = {"/", "/health", "/version"}  # without a key
 
 
 class Gate:
@@ -40,12 +40,24 @@ class Gate:
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         key = self._settings.api_key
         if key is not None and scope["path"] not in FREE and scope["method"] != "OPTIONS":
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            right = hmac.compare_digest(given.strip(), key.encode())
+            if scheme.lower() != b"bearer" or not right:
                 raise ApiError(401, "this server needs an API key: Authorization: Bearer KEY")
+        self._check_page(scope, headers)
         size = headers.get(b"content-length", b"0")
         if not size.isdigit() or int(size) > self._settings.max_body:
             raise self._too_large()
+
+    def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """CORS keeps pages from reading answers; this keeps them from asking at all."""
+        site, origin = (
+            headers.get(b"sec-fetch-site", b""),
+            headers.get(b"origin", b"").decode("latin-1"),
+        )
+        foreign = site in (b"cross-site", b"same-site") and scope["method"] == "POST"
+        if foreign and not {origin, "*"} & set(self._settings.cors):
+            raise ApiError(403, "a page of another origin asks (--allow-origin)")
 
     def _limited(self, receive: Receive, refusals: list[ApiError]) -> Receive:
         """`receive`, as long as the body is not too long and does not take too long.

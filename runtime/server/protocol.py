@@ -37,13 +37,13 @@ class Sampled(Body):
     # vLLM's:
     top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    request_id: str | None = None
+    request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
     # How drafts are accepted, as in SamplingParams:
     acceptance: str | None = None
     rejection_sample_method: str | None = None

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +17,15 @@ from typing import Any
 import uvicorn
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import MtpbuildError, UsageError
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.sampling import can_penalise
 from mtpbuild.runtime.server.app import make_app
+from mtpbuild.runtime.server.connection import HEADERS, limited
 from mtpbuild.runtime.server.service import Service, Settings
 
-HEADERS = 64 * 1024  # bytes of a request's headers
-FAILED, ENDED_AT_ONCE = 1, 130
+BACKLOG = 2048
+ENDED_AT_ONCE = 130
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ def listen(address: Address) -> socket.socket:
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         own.bind((address.host, address.port))
+        own.listen(BACKLOG)  # who comes from now on waits, and is not refused
     except OSError as error:
         own.close()
         where = f"{address.host}:{address.port}"
@@ -61,30 +67,36 @@ def generation_defaults(folder: Path) -> dict[str, float | int]:
     except (OSError, ValueError):
         return {}
     found: dict[str, float | int] = {}
-    for name in ("temperature", "top_p", "top_k", "min_p"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
         value = said.get(name) if isinstance(said, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[name] = value
     return found
 
 
-def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> int:
-    """Serve until a signal; returns the process's exit code. Raises what loading raises."""
-    own = listen(address)
-    settings = replace(settings, defaults=generation_defaults(folder))
+def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> None:
+    """Serve until a signal. Raises what loading raises, and EngineError if the engine fails."""
+    defaults = generation_defaults(folder)
+    if not can_penalise(read_manifest(folder)) and defaults.pop("repetition_penalty", 1) != 1:
+        what = "generation_config.json's repetition_penalty is not applied"
+        print(f"warning: {what}, as this engine has no penalties", file=sys.stderr, flush=True)
+    settings, own = replace(settings, defaults=defaults), listen(address)
+    if settings.log_requests:
+        log = logging.getLogger("mtpbuild")
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
     try:
-        return asyncio.run(_serve(load, settings, address, own))
+        asyncio.run(_serve(load, settings, address, own))
     finally:
         own.close()
 
 
-async def _serve(
-    load: Callable[[], Engine], settings: Settings, address: Address, own: socket.socket
-) -> int:
-    service = Service(settings)
-    config = uvicorn.Config(
+def configuration(service: Service) -> uvicorn.Config:
+    """uvicorn, with this server's limits; what it warns of goes to standard error."""
+    return uvicorn.Config(
         make_app(service),
-        http="h11",
+        http=limited(service.settings),
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -93,39 +105,74 @@ async def _serve(
         timeout_graceful_shutdown=5,
         server_header=False,
     )
-    listener, code = Listener(config), [0]
-    ending = _Ending(service, listener, address.drain, code)
+
+
+async def _serve(
+    load: Callable[[], Engine], settings: Settings, address: Address, own: socket.socket
+) -> None:
+    service = Service(settings)
+    listener = Listener(configuration(service))
+    ending = _Ending(service, listener, address.drain)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.ask)
 
     def failed() -> None:
-        print(f"error: the engine has failed: {service.failed}", file=sys.stderr, flush=True)
-        code[0] = FAILED
         listener.should_exit = True
 
     service.on_failure = failed
     serving = asyncio.create_task(listener.serve([own]))
-    try:
-        engine = await asyncio.to_thread(load)
-    except MtpbuildError:
+    loading = _in_a_thread(load)
+    await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():  # a signal: there is nobody to wait for
+        await serving
+        return
+    if loading.exception():
         listener.should_exit = True
         await serving
-        raise
-    with engine:
+    with loading.result() as engine:
         service.start(engine)
-        host, port = own.getsockname()[:2]
-        print(f"serving {service.model} on http://{host}:{port}", file=sys.stderr, flush=True)
+        print(f"serving {service.model} on {_url(own)}", file=sys.stderr, flush=True)
+        watching = asyncio.create_task(service.watch())
         await serving
-    return code[0]
+        watching.cancel()
+    if service.failed is not None:
+        raise service.failed
+
+
+def _in_a_thread(load: Callable[[], Engine]) -> asyncio.Future[Engine]:
+    """Load while the server answers; a process that ends does not wait for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Engine] = loop.create_future()
+
+    def told(engine: Engine | None, error: BaseException | None) -> None:
+        if engine is not None:
+            future.set_result(engine)
+        elif error is not None:
+            future.set_exception(error)
+
+    def run() -> None:
+        engine, error = None, None
+        try:
+            engine = load()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(told, engine, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _url(own: socket.socket) -> str:
+    host, port = own.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Ending:
     """The first signal lets running requests end, the second ends at once."""
 
-    def __init__(
-        self, service: Service, listener: uvicorn.Server, drain: float, code: list[int]
-    ) -> None:
-        self._service, self._listener, self._drain, self._code = service, listener, drain, code
+    def __init__(self, service: Service, listener: uvicorn.Server, drain: float) -> None:
+        self._service, self._listener, self._drain = service, listener, drain
         self._task: asyncio.Task[None] | None = None
 
     def ask(self) -> None:
@@ -137,6 +184,12 @@ class _Ending:
     async def _end(self) -> None:
         await self._service.drained(self._drain)
         self._listener.should_exit = True
+
+
+def outlive_signals() -> None:
+    """Let this process, a rank that follows, go on until rank 0 ends: a launcher tells all."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def read_key(file: Path | None) -> str | None:

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.errors import EngineError, RequestError
+from mtpbuild.runtime.errors import EngineError, RankError, RequestError
 from mtpbuild.runtime.request import Chunk
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.metrics import Metrics
+
+log = logging.getLogger("mtpbuild")
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,9 @@ class Settings:
     max_queue: int = 256
     request_timeout: float | None = None
     max_body: int = 8 * 1024 * 1024
+    header_timeout: float = 30.0  # seconds, as are those below
     body_timeout: float = 60.0
+    send_timeout: float = 60.0
     cors: tuple[str, ...] = ()
     thinking: bool = True  # what was thought is a field of its own
     tool_parser: str | None = None  # None: as the chat template says; "none": calls stay text
@@ -41,9 +46,9 @@ class Service:
         self.settings = settings
         self.engine: Engine | None = None
         self.draining = False
-        self.failed: str | None = None  # why the engine can't go on
+        self.failed: EngineError | None = None  # why the engine can't go on
         self.on_failure: Callable[[], None] = lambda: None
-        self.open = 0  # requests that have not been answered
+        self.open = 0  # choices that were let in and have not been answered
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, engine: Engine) -> None:
@@ -65,18 +70,27 @@ class Service:
             raise ApiError(503, f"the engine has failed: {self.failed}")
         if self.draining:
             raise ApiError(503, "the server is shutting down")
-        stats, most = self.engine.stats, self.engine.manifest.build.slots + self.settings.max_queue
-        if stats.requests_running + stats.requests_waiting + count > most:
-            raise ApiError(429, f"{stats.requests_waiting} requests wait already (--max-queue)")
+        slots = self.engine.manifest.build.slots
+        if self.open + count > slots + self.settings.max_queue:
+            waiting = max(0, self.open - slots)
+            raise ApiError(429, f"{waiting} requests wait already (--max-queue)")
         return self.engine
+
+    @contextlib.contextmanager
+    def held(self, count: int) -> Iterator[None]:
+        """So many choices are being answered while the block runs; `admit` let them in."""
+        self.open += count
+        try:
+            yield
+        finally:
+            self.open -= count
 
     async def stream(
         self, engine: Engine, ids: list[int], params: SamplingParams
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """The chunks of a request; raises ApiError for what goes wrong. Leaving it ends it."""
         began, last = time.perf_counter(), 0.0
         reason, m = "abort", self.metrics
-        self.open += 1
         try:
             async with contextlib.aclosing(engine.astream(ids, params)) as chunks:
                 while (chunk := await self._next(chunks, began)) is not None:
@@ -90,15 +104,15 @@ class Service:
                         self._observe(chunk)
                     yield chunk
         except TimeoutError:
-            raise ApiError(408, "the request took too long (--request-timeout)") from None
+            late = "the request took too long (--request-timeout)"
+            raise ApiError(408, late, retry=False) from None
         except RequestError as error:
             raise ApiError(400, str(error)) from None
         except EngineError as error:
             reason = "error"
-            self._probe()
+            self._probe(error)
             raise ApiError(500, f"the engine failed: {error}") from None
         finally:
-            self.open -= 1
             m.ended("abort" if reason == "cancelled" else reason)
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
@@ -132,20 +146,34 @@ class Service:
         if told.tpot_s is not None:
             m.per_token.observe(told.tpot_s)
 
-    def _probe(self) -> None:
+    def _probe(self, failure: EngineError) -> None:
         """A step has failed: see whether the engine still can, unless that is being done."""
         if self._tasks or self.failed is not None:
             return
-        task = asyncio.get_running_loop().create_task(self._try())
+        task = asyncio.get_running_loop().create_task(self._try(failure))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _try(self) -> None:
+    async def _try(self, failure: EngineError) -> None:
         assert self.engine is not None
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         try:
             async for _ in self.engine.astream([0], params):
                 pass
         except EngineError as error:
-            self.failed = str(error)
-            self.on_failure()
+            self.fail(error)
+        else:
+            log.warning("the engine goes on: %s", failure)
+
+    async def watch(self, every: float = 1.0) -> None:
+        """Look every so many seconds whether the engine has failed while nobody asked."""
+        assert self.engine is not None
+        while self.failed is None:
+            if reason := self.engine.failure:
+                self.fail(RankError(reason))
+            await asyncio.sleep(every)
+
+    def fail(self, error: EngineError) -> None:
+        """The engine can't go on."""
+        self.failed = error
+        self.on_failure()

@@ -11,6 +11,8 @@ from typing import Any
 
 from mtpbuild.runtime.server.reasoning import Piece, held_back
 
+SEPARATOR = "<｜tool▁sep｜>"
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -22,10 +24,17 @@ class Form:
     # From the call's beginning to its arguments; group `name` is the function's.
     head: re.Pattern[str] | None = None  # None: the call is JSON with "name" and "arguments"
     tail: str = ""  # what stands between the arguments and the end
+    # How a call is written: before the name, before the arguments, before the end.
+    spelled: tuple[str, str, str] = ("", "", "")
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.begin, *self.outer)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """What of a call may be a token, and a special one."""
+        return (*self.markers, self.end, SEPARATOR)
 
 
 CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -36,9 +45,17 @@ FORMS = {
         CALLS,
         re.compile(r"\s*function<｜tool▁sep｜>(?P<name>[^\n]*)\n```json\n"),
         "\n```",
+        ("function<｜tool▁sep｜>", "\n```json\n", "\n```"),
     ),
-    "deepseek_v31": Form(*CALL, CALLS, re.compile(r"\s*(?P<name>.*?)<｜tool▁sep｜>", re.DOTALL)),
-    "hermes": Form("<tool_call>", "</tool_call>"),
+    "deepseek_v31": Form(
+        *CALL,
+        CALLS,
+        re.compile(r"\s*(?P<name>.*?)<｜tool▁sep｜>", re.DOTALL),
+        spelled=("", "<｜tool▁sep｜>", ""),
+    ),
+    "hermes": Form(
+        "<tool_call>", "</tool_call>", spelled=('\n{"name": "', '", "arguments": ', "}\n")
+    ),
 }
 JSON_HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'

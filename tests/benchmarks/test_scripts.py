@@ -11,6 +11,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from mtpbuild.runtime import EngineError, RequestMetrics, Result, SpeculativeDecoding
+
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 PEER = """
 import sys
@@ -161,3 +163,22 @@ def test_a_users_mistake_is_one_line(name: str, tmp_path: Path) -> None:
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert "no such engine directory" in line
+
+
+def test_structured_wants_equal_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    structured = script("structured")
+
+    def result(tokens: list[int], forced: int, steps: int) -> Result:
+        drafting = SpeculativeDecoding(2.0, None, [], [], steps, 0, 0, 3)
+        metrics = RequestMetrics(1, len(tokens), 0.1, 0.1, 9.0, drafting, forced_tokens=forced)
+        return Result("", tokens, [], "stop", metrics, None)
+
+    paths = [tmp_path / "n0", tmp_path / "n3"]
+    said = [[result([1, 2, 3, 4], 0, 4)], [result([1, 2, 3, 4], 1, 2)]]
+    structured.report(paths, [2.0, 1.0], said)
+    assert ["n3", "4", "2.00", "2.00", "25%"] in [
+        line.split() for line in capsys.readouterr().out.splitlines()
+    ]
+    said[1][0].token_ids[0] = 9
+    with pytest.raises(EngineError, match="n3 says another text than"):
+        structured.report(paths, [2.0, 1.0], said)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.controls import GREEDY, HISTORY, Controls
 from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.base import StepOutput
@@ -24,7 +24,8 @@ HOT = Controls(temperature=0.8, top_p=0.95, seed=5)
 REJECTING = Controls(temperature=1.3, rejection=True, seed=6)
 RELAXED = Controls(relaxed_topk=9, relaxed_delta=0.9, thinking=True)  # to the end
 MODES = {"greedy": GREEDY, "sampled": HOT, "rejection": REJECTING, "relaxed": RELAXED}
-MODE_OF = {"draft_probs": "rejection", "thinking": "relaxed"}  # state that only one mode reads
+# State that only one mode reads:
+MODE_OF = {"draft_probs": "rejection", "thinking": "relaxed", HISTORY: "penalised"}
 
 
 def load(engine: Path) -> OnnxPrograms:
@@ -160,7 +161,10 @@ def after_a_move(
 
     forgotten: a state tensor that the move leaves as it was.
     """
-    other = Controls(temperature=0.5, top_k=3, seed=9)
+    held = tuple(prompt(6, 40))
+    other = Controls(
+        temperature=0.5, top_k=3, seed=9, repetition_penalty=1.1, prompt_length=40, history=held
+    )
     start(programs, 0, prompt(6, 40), other)
     start(programs, 2, prompt(7, 10), controls)
     got = [seen(step(programs, 0, 2), 2) for _ in range(4)]
@@ -170,6 +174,11 @@ def after_a_move(
     if forgotten is not None:
         programs.state[forgotten][0] = before[forgotten]
     return got + [seen(step(programs, 0), 0) for _ in range(12)]
+
+
+MODES["penalised"] = Controls(
+    frequency_penalty=1.0, repetition_penalty=1.8, prompt_length=10, history=(*prompt(7, 10),)
+)
 
 
 @pytest.mark.parametrize("mode", MODES)

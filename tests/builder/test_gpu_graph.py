@@ -21,6 +21,7 @@ NEXTN, LAYERS, MODULES = 2, 1, 1
 MANY = {"first_k_dense_replace": 0, "n_routed_experts": 24, "num_experts_per_tok": 3}
 TRACE = f"""
 import json
+import sys
 from dataclasses import replace
 
 import torch
@@ -67,6 +68,8 @@ CASES = (
     ("ranks", 4, "float32", {{"vocab_size": 64}}),
 )
 for case, slots, dtype, experts in CASES:
+    if case not in sys.argv:
+        continue
     model = make_model(
         num_hidden_layers={LAYERS}, num_nextn_predict_layers={MODULES}, **experts
     )
@@ -93,19 +96,31 @@ for case, slots, dtype, experts in CASES:
 Node = tuple[str, str, Any, list[str], str]
 
 
+Graphs = dict[str, list[Node]]
+
+
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Node]]:
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
     """List each graph's nodes: kind, callee, what a kernel writes, shape and type of the result."""
+    return traced(tmp_path_factory.mktemp("triton"), "batch", "one", "fp8")
+
+
+@pytest.fixture(scope="module")
+def all_graphs(graphs: Graphs, tmp_path_factory: pytest.TempPathFactory) -> Graphs:
+    return graphs | traced(tmp_path_factory.mktemp("triton"), "fp8-batch", "ranks")
+
+
+def traced(cache: Path, *cases: str) -> Graphs:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "TRITON_CACHE_DIR": str(cache),
         "TORCH_LOGS": "-all",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
-    command = [sys.executable, "-W", "ignore", "-c", TRACE]
+    command = [sys.executable, "-W", "ignore", "-c", TRACE, *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[Node]] = {}
+    found: Graphs = {}
     for line in done.stdout.splitlines():
         case, *node = json.loads(line)
         found.setdefault(case, []).append((*node,))
@@ -117,7 +132,7 @@ def kernels(nodes: list[Node]) -> list[list[str]]:
     return sorted(names for _, target, names, *_ in nodes if "triton_kernel" in target)
 
 
-def test_the_graph_of_a_step(graphs: dict[str, list[Node]]) -> None:
+def test_the_graph_of_a_step(graphs: Graphs) -> None:
     nodes = graphs["batch"]
     calls = Counter(target for _, target, *_ in nodes)
     passes = LAYERS + NEXTN  # one attention each
@@ -141,19 +156,20 @@ def test_the_graph_of_a_step(graphs: dict[str, list[Node]]) -> None:
     assert calls["aten.copy_.default"] == len(caches) + len(changed)
 
 
-def test_a_rank_of_two(graphs: dict[str, list[Node]]) -> None:
+@pytest.mark.full
+def test_a_rank_of_two(all_graphs: Graphs) -> None:
     """A sum behind each attention, feed-forward, embedding, projection of a draft, and head."""
-    nodes = graphs["ranks"]
+    nodes = all_graphs["ranks"]
     calls = Counter(target for _, target, *_ in nodes)
     passes, heads = LAYERS + NEXTN, 1 + NEXTN
     sums = 2 * passes + 2 * heads + NEXTN
     assert calls["_c10d_functional.all_reduce.default"] == sums
     assert calls["_c10d_functional.wait_tensor.default"] == sums
-    assert kernels(nodes) == kernels(graphs["batch"])
+    assert kernels(nodes) == kernels(all_graphs["batch"])
     assert not any("mtpbuild" in target or "cond" in target for target in calls)
 
 
-def test_one_request_in_bfloat16(graphs: dict[str, list[Node]]) -> None:
+def test_one_request_in_bfloat16(graphs: Graphs) -> None:
     """Its experts are kernels too; caches and what goes to the experts stay narrow."""
     nodes = graphs["one"]
     passes = LAYERS + NEXTN
@@ -167,13 +183,19 @@ def test_one_request_in_bfloat16(graphs: dict[str, list[Node]]) -> None:
     assert not [shape for shape in wide if shape[2] == "256"], "no cache is widened"
 
 
-@pytest.mark.parametrize(("case", "products"), [("fp8", 3), ("fp8-batch", 2)])
-def test_fp8_is_dequantised_in_the_kernels(
-    case: str, products: int, graphs: dict[str, list[Node]]
-) -> None:
-    """Experts and products; with an open number of slots products too."""
-    nodes = graphs[case]
-    own = kernels(graphs["one" if case == "fp8" else "batch"])
+def test_fp8_is_dequantised_in_the_kernels(graphs: Graphs) -> None:
+    """Experts and products."""
+    check_fp8(graphs["fp8"], graphs["one"], 3)
+
+
+@pytest.mark.full
+def test_fp8_with_an_open_number_of_slots(all_graphs: Graphs) -> None:
+    check_fp8(all_graphs["fp8-batch"], all_graphs["batch"], 2)
+
+
+def check_fp8(nodes: list[Node], wide: list[Node], products: int) -> None:
+    """Its kernels are those of the same graph with wide weights, and those of fp8's products."""
+    own = kernels(wide)
     passes = LAYERS + NEXTN
     more = products - own.count(["parts"]) // passes
     assert kernels(nodes) == sorted(own + [["parts"]] * more * passes)

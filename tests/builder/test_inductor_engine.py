@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ from mtpbuild.runtime.programs.aot_package import Package, open_packages
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.reference.recompute import cache_rows, greedy
+from tests.reference.sampling import sample
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.constrained import check_masks
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_gpu import FakeGpu, torch_finds
 from tests.support.forced import Run, Seen
@@ -46,6 +49,7 @@ from tests.support.inductor_engines import (
     check_texts,
     compiled_soon,
     compiled_with,
+    controls,
     prompts,
 )
 from tests.support.requests import altered
@@ -118,6 +122,10 @@ def test_the_gpus_run_time_runs_it(engine: Path, params: SamplingParams) -> None
     assert gpu.replays > 0
 
 
+def test_masks(programs: InductorPrograms, engine: Path) -> None:
+    check_masks(programs, read_manifest(engine))
+
+
 def test_new_weights(engine: Path, tmp_path: Path) -> None:
     other = make_predictable(seed=1, **SHAPE)
     copy = shutil.copytree(engine, tmp_path / "engine")
@@ -133,6 +141,16 @@ def test_alternatives(engine: Path) -> None:
         result = loaded.generate(prompts(5)[0], replace(GREEDY, logprobs=2))
     assert result.logprobs is not None
     assert [entry.top[0][0] for entry in result.logprobs] == result.token_ids
+
+
+def test_penalties(engine: Path, model: Transformer) -> None:
+    (asked,) = prompts(11)
+    penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
+    drawn = replace(controls(HOT), bias_ids=(9,), bias_values=(2.0,), **penalties)
+    with Engine.load(engine, threads=1) as loaded:
+        result = loaded.generate(asked, replace(HOT, logit_bias={9: 2.0}, **penalties))
+    assert result.token_ids == sample(model, asked, HOT.max_tokens, drawn)
+    assert result.token_ids != sample(model, asked, HOT.max_tokens, controls(HOT))
 
 
 @pytest.mark.parametrize("controls", [Controls(), Controls(temperature=0.8, seed=1)])
@@ -355,3 +373,20 @@ def test_the_same_tokens_as_onnxruntime(tiny_engine: Callable[..., Path]) -> Non
             )
             texts.append([result.token_ids for result in results])
     assert texts[0] == texts[1]
+
+
+def test_options_that_a_torch_lacks() -> None:
+    """Older versions don't know all; what is for a CPU means nothing to a GPU's code."""
+    old = SimpleNamespace(
+        aot_inductor=SimpleNamespace(package=False, package_constants_in_so=True),
+        cpp=SimpleNamespace(simdlen=None),
+        always_keep_tensor_constants=False,
+    )
+    common = {
+        "aot_inductor.package": True,
+        "aot_inductor.package_constants_in_so": False,
+        "always_keep_tensor_constants": True,
+    }
+    assert target.options(True, old) == common
+    assert target.options(False, old) == common | {"cpp.simdlen": 256}
+    assert len(target.options(False)) == len(target.options(True)) + 4

@@ -53,7 +53,11 @@ def test_every_step_equals_recomputation(
 
 @pytest.mark.parametrize(
     ("nextn", "drafter"),
-    [pytest.param(3, "mtp-eagle", marks=pytest.mark.full), (0, None), (3, "mtp-vanilla")],
+    [
+        pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
+        pytest.param(0, None, marks=pytest.mark.full),
+        (3, "mtp-vanilla"),
+    ],
 )
 def test_batches_equal_single_requests(
     nextn: int,

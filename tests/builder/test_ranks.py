@@ -14,7 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,8 +84,9 @@ def engine(eagerly: None, checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 
 def test_tokens(engine: Path, model: Transformer) -> None:
     """O2, greedy and sampled, one after the other; twice the same, and relaxed runs too."""
-    asked = [PROMPT, [5], PROMPT, PROMPT, PROMPT]
-    params = [GREEDY, GREEDY, HOT, RELAXED, GREEDY]
+    asked = [PROMPT, [5], PROMPT, PROMPT, PROMPT, PROMPT]
+    penalties: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3}
+    params = [GREEDY, GREEDY, HOT, RELAXED, GREEDY, replace(HOT, **penalties)]
     with running(engine) as loaded:
         results = loaded.generate(asked, params)
         (follower,) = followers()
@@ -93,6 +96,7 @@ def test_tokens(engine: Path, model: Transformer) -> None:
     assert results[2].token_ids == sample(model, PROMPT, 16, drawn)
     assert len(results[3].token_ids) == 16
     assert results[4].token_ids == results[0].token_ids
+    assert results[5].token_ids == sample(model, PROMPT, 16, replace(drawn, **penalties))
     drafting = results[0].metrics.speculative_decoding
     assert 0 < drafting.num_accepted_draft_tokens < drafting.num_draft_tokens
     assert not followers(), "no zombie"

@@ -40,6 +40,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.inductor_engines import compiled_soon
+from tests.support.styles import style_of
 
 IDS = GenerationIds(None, (), None)
 BOTH = ("fp8", "nvfp4")
@@ -194,6 +195,19 @@ def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
         results = [each.exported.module()(copy.deepcopy(state), *given) for each in found]
         for a, b in zip(*map(torch.utils._pytree.tree_leaves, results), strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_experts_go_by_kernels_on_a_gpu(slots: int, folder: MakeFolder, tmp_path: Path) -> None:
+    """In prompts and in open batches too: an expert per token would be the model many times."""
+    kept = kept_model(folder("fp8-experts"), tmp_path)
+    style = style_of("inductor", device="cuda")
+    plan = Plan(kept.config, 1, "mtp-eagle", slots, 64, 8, style)
+    for program in make_programs(plan, kept)[:2]:
+        exported = trace(program, plan).exported
+        used = {str(node.target) for node in exported.graph.nodes}
+        assert "mtpbuild.moe.default" in used
+        assert "mtpbuild.dequantise_scaled.default" not in used
 
 
 def test_every_code() -> None:

@@ -23,6 +23,7 @@ from mtpbuild.runtime.programs.base import MIXED, is_trunk
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.constrained import check_masks
 from tests.support.engines import EngineBuilder
 from tests.support.forced import Run, Seen
 from tests.support.inductor_engines import check_texts
@@ -58,6 +59,7 @@ def test_every_step_equals_recomputation(
         _, saw = Run(programs, predictable, nextn, drafter, CHUNK, rng).steps(prompt, 10)
         seen.accepted |= saw.accepted
     assert seen.accepted == set(range(1, nextn + 2))
+    check_masks(programs, manifest)
     check_texts(engine, predictable)
 
 
@@ -72,6 +74,9 @@ def test_an_adaptive_engine(
     rng = np.random.default_rng(1)
     run = Run(programs, predictable, 4, "mtp-eagle", CHUNK, rng, adaptive=True)
     run.steps(rng.integers(0, 61, 9).tolist(), 30)
+    for nextn in (4, 2, 0):
+        programs.draft(nextn)
+        check_masks(programs, read_manifest(engine), nextn)
     prompt = rng.integers(0, 61, 7).tolist()
     with Engine.load(engine, threads=1) as loaded:
         result = loaded.generate(prompt, SamplingParams(max_tokens=40, ignore_eos=True))

@@ -7,6 +7,7 @@ import torch
 from mtpbuild.builder.plan import DrafterName
 from tests.reference.recompute import greedy
 from tests.support.forced import Run
+from tests.support.op_calls import OpCalls
 from tests.support.steps import CHUNK, check_case, eager
 
 CASES: list[tuple[str, int, DrafterName | None]] = [
@@ -70,3 +71,29 @@ def test_slots_do_not_disturb_each_other(nextn: int, drafter: DrafterName | None
         assert (out.num_tokens[~active] == 0).all()
     for prompt, text in zip(prompts, texts, strict=True):
         assert text[len(prompt) :] == greedy(reference, prompt, len(text) - len(prompt))
+
+
+@pytest.mark.parametrize(("nextn", "drafter"), [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")])
+def test_idle_slots_read_no_rows(nextn: int, drafter: DrafterName | None) -> None:
+    """What a slot still holds costs a step nothing, and changes nothing, once its request ended."""
+    torch.set_num_threads(1)
+    programs, reference = eager("yarn-three-modules", nextn, drafter, batch=3)
+    runner = Run(programs, reference, nextn, drafter, CHUNK, np.random.default_rng(7))
+    prompt = [5, 17, 3, 44, 9, 21]
+    for slot in range(3):
+        runner.prefill(prompt, slot)
+    programs.step(np.ones(3, np.bool_), len(prompt) + nextn)
+    for name in programs.caches:
+        programs.state[name][[0, 2]] = 1e30
+    runner.prefill(prompt, 1)
+    text, reads = list(prompt), OpCalls(torch.ops.mtpbuild.mla_attention.default)
+    with reads:
+        for _ in range(5):
+            out = programs.step(np.array([False, True, False]), len(text) + nextn)
+            text += out.tokens[1, : out.num_tokens[1]].tolist()
+    assert text[len(prompt) :] == greedy(reference, prompt, len(text) - len(prompt))
+    passes = reference.config.num_hidden_layers + (nextn if drafter else 0)
+    read = [operands[3].tolist() for operands in reads.seen]
+    assert len(read) == 5 * passes
+    assert all((first, last) == (0, 0) for first, _, last in read)
+    assert any(own for _, own, _ in read)

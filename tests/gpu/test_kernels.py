@@ -45,7 +45,9 @@ def test_deepseeks_attention(heads: int, tokens: int, cache: torch.dtype, shared
     if cache == FP8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton converts fp8 from sm_89 on")
     kernels.check_attention(
-        Attention(3, heads, tokens, tokens, 512, 64, 3000, torch.bfloat16, cache, None, shared, 1),
+        Attention(
+            3, heads, tokens, tokens, 512, 64, 3000, torch.bfloat16, cache, None, shared, 64, 1
+        ),
         "cuda",
     )
 
@@ -146,7 +148,9 @@ def test_the_driver_launches_the_ptx(name: str, portable: bool) -> None:
             tensor.zero_()
         drive(launch, architecture)
         for got, expected in zip(launch.outputs, wanted, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+            # Code for another architecture may sum in another order: a bfloat16 differs in a bit.
+            near = 1e-5 if got.dtype == torch.float32 else 1.6e-2
+            torch.testing.assert_close(got, expected, rtol=near, atol=1e-5, equal_nan=True)
 
 
 def filled(launch: Launch) -> Launch:

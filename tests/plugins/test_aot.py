@@ -15,7 +15,7 @@ import torch
 from mtpbuild.plugins import accept_mixed_op, accept_rewind, aot, facets
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import SHAPES, ContractError, Ptx, launches
-from mtpbuild.runtime.controls import CONTROLS, control_shapes
+from mtpbuild.runtime.controls import CORE_CONTROLS, control_shapes
 from tests.support.stand_ins import failing, importing
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
@@ -112,7 +112,7 @@ def test_a_list_is_an_operand(trtp: Plugins) -> None:
     """What requests ask comes as one list; the network gets casts of flags that a kernel reads."""
     kinds = {"float32": "FLOAT", "int64": "INT64", "bool": "BOOL"}
     shapes = control_shapes(2, 40)
-    asked = [given(c.name, kinds[c.dtype], 2, *shapes[c.name]) for c in CONTROLS]
+    asked = [given(c.name, kinds[c.dtype], 2, *shapes[c.name]) for c in CORE_CONTROLS]
     operands = (
         given("logits", "FLOAT", 2, 3, 99),
         given("window", "INT64", 2, 3),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.plugins.asked import in_order, named
-from mtpbuild.runtime.controls import CONTROLS, UNIFORMS
+from mtpbuild.runtime.controls import CORE_CONTROLS, UNIFORMS
 from tests.support.kernels import asked_of
 
 
@@ -16,7 +16,7 @@ def asked() -> dict[str, Tensor]:
 def test_there_and_back() -> None:
     given = asked()
     back = named(in_order(dict(reversed(given.items()))))
-    assert list(back) == [control.name for control in CONTROLS]
+    assert list(back) == [control.name for control in CORE_CONTROLS]
     assert all(back[name] is tensor for name, tensor in given.items())
 
 

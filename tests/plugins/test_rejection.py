@@ -1,8 +1,6 @@
 """Oracle O4: what is emitted has exactly the target's law, jointly, across a step's border.
 
-A toy language of three tokens in which the next depends on the last: P is the target's table, Q
-the drafter's. Tens of thousands of slots decode side by side with their own numbers; the counts of
-their first K + 2 tokens are held against the chain's exact probabilities.
+The language, its drafter and the exact probabilities are those of `tests/support/chain.py`.
 """
 
 from collections.abc import Callable
@@ -20,76 +18,8 @@ from mtpbuild.plugins.accept_mixed.op import verify_block
 from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.controls import ACCEPT, DRAFT
-from tests.support.kernels import asked_of
-
-V, K, FIRST, SLOTS = 3, 2, 0, 40_000
-P = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.45, 0.1, 0.45]])
-Q = torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.5, 0.1], [0.3, 0.4, 0.3]])
-COUNT = K + 2
-# 81 cells: the 99.99 % point of chi-square with 80 degrees of freedom is 135.
-LIMIT = 135.0
-
-
-# Three purposes, and drafts 2 .. 4 of a block.
-NUMBERS = torch.rand(SLOTS, 6, 4 * COUNT, generator=torch.Generator().manual_seed(0))
-
-
-def decode(
-    *, rejection: bool | Tensor, sampled: bool, nextn: int = K, block: bool | Tensor = False
-) -> Tensor:
-    """The first COUNT tokens of every slot, [SLOTS, COUNT], decoded with nextn drafts a step."""
-    asked = asked_of(
-        SLOTS,
-        nextn,
-        temperature=torch.ones(SLOTS),
-        rejection=torch.full((SLOTS,), rejection) if isinstance(rejection, bool) else rejection,
-        block=torch.full((SLOTS,), block) if isinstance(block, bool) else block,
-        sampled_drafts=torch.full((SLOTS,), sampled),
-        uniforms=NUMBERS,
-    )
-    state = {
-        "window": torch.full((SLOTS, nextn + 1), FIRST),
-        "num_drafts": torch.zeros(SLOTS, dtype=torch.int64),
-        "lengths": torch.zeros(SLOTS, dtype=torch.int64),
-        "thinking": torch.zeros(SLOTS, dtype=torch.bool),
-        "draft_probs": torch.zeros(SLOTS, nextn, V),
-    }
-    tokens = torch.full((SLOTS, COUNT + nextn + 1), -1)
-    while True:
-        active = state["lengths"] < COUNT
-        if not active.any():
-            return tokens[:, :COUNT]
-        mode = MixedAcceptance(asked)
-        verdict = mode.judge(P[state["window"]].log(), state, active)
-        for slot_row in range(nextn + 1):
-            rows = (slot_row < verdict.n).nonzero()[:, 0]
-            tokens[rows, state["lengths"][rows] + slot_row] = verdict.tokens[rows, slot_row]
-        newest = verdict.tokens.gather(1, (verdict.n - 1).clamp(min=0)[:, None])
-        window = [torch.where(active[:, None], newest, state["window"][:, :1])]
-        for k in range(1, nextn + 1):
-            window.append(mode.choose(Q[window[-1][:, 0]].log()[:, None], k))
-        state |= {
-            "window": torch.cat(window, dim=1),
-            "num_drafts": torch.full_like(state["num_drafts"], nextn),
-            "lengths": verdict.lengths,
-            **mode.draft_probs(state),
-        }
-
-
-def chi_square(tokens: Tensor) -> float:
-    places = [V**i for i in reversed(range(COUNT))]
-    counts = np.bincount((tokens.numpy() * places).sum(1), minlength=V**COUNT)
-    law = [chain(path) for path in product(range(V), repeat=COUNT)]
-    expected = np.array(law) * len(tokens)
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-def chain(path: tuple[int, ...]) -> float:
-    probability, last = 1.0, FIRST
-    for token in path:
-        probability *= float(P[last, token])
-        last = token
-    return probability
+from tests.support import chain as language
+from tests.support.chain import FIRST, LIMIT, SLOTS, K, P, V, chi_square, decode
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["argmax", "sampled"])
@@ -181,8 +111,8 @@ def block_residual_without_weight(patch: pytest.MonkeyPatch) -> None:
 
     patch.setitem(vars(mixed), "verify_block", wrong)
     # A drafter so far off that blocks often end at a weight below 1.
-    patch.setitem(
-        globals(), "Q", torch.tensor([[0.04, 0.92, 0.04], [0.92, 0.04, 0.04], [0.04, 0.92, 0.04]])
+    patch.setattr(
+        language, "Q", torch.tensor([[0.04, 0.92, 0.04], [0.92, 0.04, 0.04], [0.04, 0.92, 0.04]])
     )
 
 

@@ -1,6 +1,7 @@
 """Oracle O8: each Triton kernel, run by the interpreter, equals its PyTorch reference."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.config import RopeConfig
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-from mtpbuild.plugins import matmul_scaled, moe, moe_route
+from mtpbuild.plugins import matmul_scaled, mla_attention, moe, moe_route
+from mtpbuild.plugins.moe.op import NOBODY
+from mtpbuild.runtime.ranks import Ranks
 from tests.support import kernels
 from tests.support.acceptance_cases import (
     BANNED,
@@ -25,6 +28,7 @@ from tests.support.acceptance_cases import (
     operands,
 )
 from tests.support.kernels import Attention, Experts, Mixed, Product
+from tests.support.op_calls import OpCalls
 
 triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 if not triton.knobs.runtime.interpret:
@@ -158,6 +162,24 @@ def test_scaled_experts(forms: tuple[str, str], dtype: torch.dtype) -> None:
     kernels.check_scaled_moe(0, forms, dtype, "cpu")
 
 
+@pytest.mark.parametrize(("slots", "held", "used"), [(1, 700, 10), (1, 60, 1), (200, 700, 2)])
+def test_splits_by_what_a_slot_holds(slots: int, held: int, used: int) -> None:
+    """However many splits there may be, partial sums are written for those that have rows."""
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
+
+    g = torch.Generator().manual_seed(1)
+    q, cache = torch.randn(slots, 1, 1, 6, generator=g), torch.randn(slots, 1, 4096, 6, generator=g)
+    base = torch.full((slots,), held)
+    operands = (q, cache, cache[:, :, :1].contiguous(), base, torch.zeros_like(base), 0.2, 4)
+    launches = mla_attention_launches(*operands, splits=128)
+    torch.testing.assert_close(launches.run(), mla_attention(*operands))
+    partial, sums = launches.each[0].outputs
+    assert partial.shape[1] == 128
+    filled = set(torch.isfinite(sums[:, :-1, 0]).sum(1).tolist())  # the last one has fresh rows
+    assert len(filled) == 1
+    assert used / 2 <= filled.pop() <= used  # of whole tiles
+
+
 def test_splits_of_the_inputs() -> None:
     """A weight this wide has several programs per column block; a row's sum is its own."""
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
@@ -205,7 +227,7 @@ def test_many_tokens_go_in_pieces() -> None:
         parameter.normal_(std=0.3)
     x = torch.randn(1, 150, 12)
     wanted = model(x)
-    use_kernels(model, chunk=150)
+    use_kernels(model, most=150)
     torch.testing.assert_close(model(x), wanted)
     sizes = {1: torch.export.Dim("tokens", min=1, max=150)}
     opened = torch.export.export(model, (x[:, :7],), dynamic_shapes=(sizes,))
@@ -214,6 +236,36 @@ def test_many_tokens_go_in_pieces() -> None:
     for tokens in (1, 64, 65, 150):
         part = x[:, :tokens]
         torch.testing.assert_close(opened.module()(part), wanted[:, :tokens])
+
+
+@pytest.mark.parametrize("tokens", [7, 70])
+def test_experts_of_two_ranks(tokens: int) -> None:
+    """Each sums its own experts; the other's are nobody to its kernels."""
+    torch.manual_seed(0)
+    config = replace(tiny_experts(), n_routed_experts=24, topk_group=4)
+    whole = GatheredMoE(config)
+    for parameter in whole.parameters():
+        parameter.normal_(std=0.3)
+    x = torch.randn(1, tokens, 12)
+    total, calls = torch.zeros_like(x), OpCalls(torch.ops.mtpbuild.moe.default)
+    for rank in range(2):
+        part = GatheredMoE(config, Ranks(2, ep=2))
+        part.gate, part.rank = whole.gate, torch.nn.Parameter(torch.tensor([rank]), False)
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(part, name, torch.nn.Parameter(getattr(whole, name)[12 * rank :][:12], False))
+        plain = part.routed(x)
+        use_kernels(part)
+        with calls:
+            torch.testing.assert_close(part.routed(x), plain)
+        total += plain
+    torch.testing.assert_close(total, whole.routed(x))
+    assert len(calls.seen) == 2 * -(-tokens // 64)
+    for _, _, ids, *_ in calls.seen:
+        assert (ids == NOBODY).any()
+        assert int(ids.max()) < 12
+        for row in ids.tolist():
+            own = [i for i in row if i != NOBODY]
+            assert len(own) == len(set(own))
 
 
 def tiny_experts() -> DeepseekV3Config:

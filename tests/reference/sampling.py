@@ -27,12 +27,39 @@ def distribution(logits: NDArray[np.float64], controls: Controls) -> NDArray[np.
     return p / p.sum()
 
 
+def edited(
+    logits: NDArray[np.float64], tokens: list[int], prompt: int, controls: Controls
+) -> NDArray[np.float64]:
+    """Logits [V] of the token behind `tokens`, of which the first `prompt` are the prompt.
+
+    As vLLM edits them: bias, repetition (prompt and output), frequency and presence (output).
+    """
+    logits = logits.copy()
+    for token, bias in zip(controls.bias_ids, controls.bias_values, strict=True):
+        logits[token] += bias
+    for token in set(tokens):
+        up = logits[token] > 0
+        logits[token] *= 1 / controls.repetition_penalty if up else controls.repetition_penalty
+    for token in tokens[prompt:]:
+        logits[token] -= controls.frequency_penalty
+    for token in set(tokens[prompt:]):
+        logits[token] -= controls.presence_penalty
+    return logits
+
+
 @torch.no_grad()
 def sample(model: Reference, tokens: list[int], count: int, controls: Controls) -> list[int]:
-    """The next `count` tokens: at each position the inverse CDF of p at that position's number."""
-    tokens = list(tokens)
+    """The next `count` tokens: the argmax if greedy, else the inverse CDF of p at each position's
+    number.
+    """
+    tokens, prompt = list(tokens), len(tokens)
     numbers = controls.uniforms(len(tokens) + count)[0]
     for _ in range(count):
-        p = distribution(next_logits(model, tokens).double().numpy(), controls)
+        found = next_logits(model, tokens).double().numpy()
+        logits = edited(found, tokens, prompt, controls)
+        if controls.temperature == 0:
+            tokens.append(int(logits.argmax()))
+            continue
+        p = distribution(logits, controls)
         tokens.append(int((np.cumsum(p) <= numbers[len(tokens)]).sum()))
     return tokens[-count:]

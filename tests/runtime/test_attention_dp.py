@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.controls import CONTROLS, Controls, control_shapes
+from mtpbuild.runtime.controls import CORE_CONTROLS, Controls, control_shapes
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.manifest import Dimension, Manifest, ProgramSpec, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.base import StepOutput
@@ -42,7 +42,7 @@ OUT = (*COUNTS, floats("logprobs", "batch", 2), floats("margins", "batch", 2))
 TOP = (ints("top_ids", "batch", 2, 5), floats("top_logprobs", "batch", 2, 5))
 SHAPES = control_shapes(1, 66)
 CONTROLLED = tuple(
-    TensorSpec(name=c.name, dtype=c.dtype, shape=("batch", *SHAPES[c.name])) for c in CONTROLS
+    TensorSpec(name=c.name, dtype=c.dtype, shape=("batch", *SHAPES[c.name])) for c in CORE_CONTROLS
 )
 PROMPT = (ints("tokens", 1, "chunk"), ints("start", 1), ints("ahead", 1, 1))
 PROGRAMS: dict[str, tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]] = {

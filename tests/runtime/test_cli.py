@@ -36,7 +36,7 @@ def test_json(engine_dir: Path) -> None:
     metrics = answer["metrics"]
     drafting = metrics.pop("speculative_decoding")
     names = "prompt_tokens output_tokens ttft_s tpot_s tokens_per_s cached_tokens queue_s"
-    assert list(metrics) == names.split()
+    assert list(metrics) == [*names.split(), "forced_tokens"]
     assert drafting == {
         "mean_acceptance_length": 3.0,
         "draft_acceptance_rate": 1.0,
@@ -110,6 +110,17 @@ def test_input_file(engine_dir: Path, tmp_path: Path) -> None:
     assert [line.split()[0] for line in plain.stderr.splitlines()] == ["[a]", "[1]", "[2]"]
 
 
+def test_a_line_has_its_own_penalties(engine_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    line = {"prompt": "a", "presence_penalty": 1, "logit_bias": {"7": -2.5}}
+    path.write_text(json.dumps(line), encoding="utf-8")
+    with Engine.load(engine_dir) as engine:
+        (request,) = read_requests(path, engine, SamplingParams(repetition_penalty=1.5))
+    assert request.params == SamplingParams(
+        presence_penalty=1, repetition_penalty=1.5, logit_bias={7: -2.5}
+    )
+
+
 SHOW = "{{ [messages, tools, documents, add_generation_prompt, enable_thinking] | tojson }}"
 
 
@@ -168,6 +179,8 @@ def test_chat_template_kwargs(engine_dir: Path) -> None:
         ('{"prompt": 5}', r"in\.jsonl:2: prompt: "),
         ('{"input_ids": [999]}', r"in\.jsonl:2: token id 999 is outside"),
         ('{"input_ids": [5], "output_tokens": 0}', r"in\.jsonl:2: max_tokens"),
+        ('{"input_ids": [5], "presence_penalty": 3}', r"in\.jsonl:2: presence_penalty must be"),
+        ('{"input_ids": [5], "logit_bias": {"x": 3}}', r"in\.jsonl:2: logit_bias must map"),
         ('{"prompt": "a", "stop": [""]}', r"in\.jsonl:2: stop"),
         ('{"prompt": "a", "temprature": 1}', r"in\.jsonl:2: temprature"),
         ('{"messages": [{"role": "x", "content": "y"}]}', r"in\.jsonl:2: .*no role x"),
@@ -221,6 +234,9 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--prompt", "a", "--stop", ""], 2, "stop"),
         (["--prompt", "a", "--threads", "0"], 2, "threads"),
         (["--prompt", "a", "--logprobs", "2"], 2, "add --json"),
+        (["--prompt", "a", "--presence-penalty", "3"], 2, "presence_penalty must be a number in"),
+        (["--prompt", "a", "--logit-bias", "5"], 2, "--logit-bias '5' is no JSON object"),
+        (["--prompt", "a", "--repetition-penalty", "1.1"], 2, "not supported by this engine"),
         (
             ["--prompt", "a", "--json", "--logprobs", "6"],
             2,

@@ -77,6 +77,7 @@ def test_exports() -> None:
         "SamplingParams",
         "SpeculativeDecoding",
         "Stream",
+        "StructuredOutputs",
         "TokenLogprobs",
         "Tokenizer",
         "Trace",

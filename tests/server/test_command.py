@@ -78,5 +78,7 @@ def test_what_the_model_says_of_sampling(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6, "top_p": 0.95, "top_k": true, "do_sample": true}')
     assert generation_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.95}
+    path.write_text('{"repetition_penalty": 1.05}')
+    assert generation_defaults(tmp_path) == {"repetition_penalty": 1.05}
     path.write_text("[")
     assert generation_defaults(tmp_path) == {}

@@ -10,14 +10,14 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "marathon.py"
 
 
-@pytest.mark.xdist_group("server")
+@pytest.mark.xdist_group("tiny")
 @pytest.mark.parametrize(
     ("requests", "clients"), [(60, 8), pytest.param(2000, 32, marks=pytest.mark.full)]
 )
 def test_the_server_is_whole_in_the_end(
     requests: int, clients: int, tiny_engine: Callable[..., Path]
 ) -> None:
-    engine = tiny_engine(3, max_batch=4 if requests < 1000 else 8)
+    engine = tiny_engine(3) if requests < 1000 else tiny_engine(3, max_batch=8)
     run = [
         sys.executable,
         str(SCRIPT),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.server.service import Settings
 from tests.support.live_server import Live, live
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("tiny")
 SUM: Any = [{"role": "user", "content": "What is 47 + 85?"}]
 MODEL = "deepseek-tiny"
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_engine: Callable[..., Path]) -> Iterator[Engine]:
-    folder = tiny_engine(3, max_batch=4)
+    folder = tiny_engine(3)
     with Engine.load(folder, threads=1, prefix_cache=True) as loaded:
         yield loaded
 
@@ -188,6 +189,33 @@ def test_what_vllm_adds(client: openai.OpenAI, engine: Engine) -> None:
     assert answer.choices[0].text == wanted.text
 
 
+def test_penalties(client: openai.OpenAI, engine: Engine) -> None:
+    asked: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=SUM,
+        temperature=0,
+        max_tokens=30,
+        logit_bias={"56": -100, "7": 1},
+        extra_body={"repetition_penalty": 1.1},
+        logprobs=True,
+        **asked,
+    )
+    params = SamplingParams(
+        max_tokens=30, repetition_penalty=1.1, logit_bias={56: -100, 7: 1}, **asked
+    )
+    wanted = engine.generate(engine.chat_ids(SUM), replace(params, logprobs=0))
+    plain = engine.generate(engine.chat_ids(SUM), SamplingParams(max_tokens=30))
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    said = [entry.logprob for entry in choice.logprobs.content or []]
+    assert said == [entry.logprob for entry in wanted.logprobs or []]
+    assert (plain.token_ids[0], 56 in wanted.token_ids) == (56, False)
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary") as error:
+        client.completions.create(model=MODEL, prompt="x", logit_bias={"99999999": 1})
+    assert error.value.param == "logit_bias"
+
+
 def test_errors_are_the_packages_own(client: openai.OpenAI, server: Live) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="other", prompt="x")
@@ -222,7 +250,7 @@ def test_asyncio(server: Live, engine: Engine) -> None:
 
 def test_the_process(tiny_engine: Callable[..., Path]) -> None:
     """SIGTERM: who streams gets all tokens, then the process ends with 0; another one ends it."""
-    folder = tiny_engine(3, max_batch=4)
+    folder = tiny_engine(3)
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(folder), "--port", "0"]
     body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     for signals, code, ends in ((1, 0, {"data: [DONE]"}), (2, 130, set[str]())):

@@ -1,17 +1,21 @@
 """The server over fake programs: limits, refusals, failures, clients that go away."""
 
+import asyncio
 import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import httpx2
 import pytest
+import tokenizers
 
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.chat_template import ChatTemplates, Source
+from mtpbuild.runtime.server.answers import merged
 from mtpbuild.runtime.server.service import Settings
 from mtpbuild.runtime.tokenizer import Tokenizer
 from tests.support.fakes import (
@@ -118,7 +122,16 @@ def test_it_loads_serves_and_drains() -> None:
         ({"prompt": [5], "stop": [""]}, "a stop string is empty", "stop"),
         ({"prompt": [5], "seed": -1}, "seed must be", "seed"),
         ({"prompt": [5], "stream_options": {}}, "needs stream", "stream_options"),
-        ({"prompt": [5], "echo": True}, "echo is not supported", "echo"),
+        ({"prompt": [5], "echo": True, "logprobs": 1}, "echo with logprobs", "echo"),
+        ({"prompt": [5], "suffix": "x"}, "suffix is not supported", "suffix"),
+        ({"prompt": [5], "best_of": 2}, "best_of above n is not supported", "best_of"),
+        ({"prompt": [5], "presence_penalty": 2.5}, "presence_penalty", "presence_penalty"),
+        ({"prompt": [5], "frequency_penalty": "1"}, "frequency_penalty", "frequency_penalty"),
+        ({"prompt": [5], "repetition_penalty": 0}, "repetition_penalty", "repetition_penalty"),
+        ({"prompt": [5], "logit_bias": {"5": 101}}, "logit_bias", "logit_bias"),
+        ({"prompt": [5], "logit_bias": {"a": 1}}, "'a' is no id", "logit_bias"),
+        # An engine that has none:
+        ({"prompt": [5], "presence_penalty": 1}, "not supported by this eng", "presence_penalty"),
         ({"prompt": "\ud800"}, "not valid Unicode", "prompt"),
     ],
 )
@@ -150,7 +163,8 @@ def test_messages_that_can_not_be() -> None:
         )
         refused("top_logprobs needs", top_logprobs=2)
         refused("shows no form of tool calls", tools=[{"function": {"name": "f"}}])
-        refused("tool_choice", tool_choice="required", tools=[{"function": {"name": "f"}}])
+        refused("shows no form", tool_choice="required", tools=[{"function": {"name": "f"}}])
+        refused("take no grammar", response_format={"type": "json_object"})
         refused("seed: ", seed="x")
         assert client.post("/v1/chat/completions", content=b"{").status_code == 400
         fails(client.post("/v1/completions", json=ASK | {"model": "x"}), 404, "`x`", "model")
@@ -173,13 +187,15 @@ def test_parts_of_text_are_one_text() -> None:
 
 def test_the_key() -> None:
     with served(settings=Settings(api_key="s3cret")) as (server, _), server.client() as client:
-        for headers in ({}, {"Authorization": "Bearer S3cret"}, {"Authorization": "s3cret"}):
+        for said in ("", "Bearer S3cret", "s3cret", "Basic s3cret", "Bearer"):
+            headers = {"Authorization": said} if said else {}
             fails(client.post("/v1/completions", json=ASK, headers=headers), 401, "API key")
             fails(client.get("/metrics", headers=headers), 401, "API key")
         assert client.get("/health").status_code == client.get("/").status_code == 200
         assert client.get("/version").json()["version"]
-        key = {"Authorization": "Bearer s3cret"}
-        assert client.post("/v1/completions", json=ASK, headers=key).status_code == 200
+        for scheme in ("Bearer", "bearer"):
+            key = {"Authorization": f"{scheme} s3cret"}
+            assert client.post("/v1/completions", json=ASK, headers=key).status_code == 200
 
 
 def test_bodies_that_are_too_long_or_do_not_come() -> None:
@@ -205,10 +221,16 @@ def test_no_page_of_another_origin_may_ask() -> None:
     with served() as (server, _), server.client() as client:
         response = client.options("/v1/completions", headers=asked)
         assert "access-control-allow-origin" not in response.headers
+        page = {"Origin": "http://a.example", "Sec-Fetch-Site": "cross-site"}
+        fails(client.post("/v1/completions", json=ASK, headers=page), 403, "another origin")
+        own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
+        assert client.post("/v1/completions", json=ASK, headers=own).status_code == 200
     settings = Settings(cors=("http://a.example",), api_key="k")
     with served(settings=settings) as (server, _), server.client() as client:
         response = client.options("/v1/completions", headers=asked)
         assert response.headers["access-control-allow-origin"] == "http://a.example"
+        named = page | {"Authorization": "Bearer k"}
+        assert client.post("/v1/completions", json=ASK, headers=named).status_code == 200
 
 
 def test_the_queue_has_an_end() -> None:
@@ -228,10 +250,106 @@ def test_the_queue_has_an_end() -> None:
         fails(client.post("/v1/completions", json=ASK | {"n": 3}), 429, "wait already")
 
 
+def test_many_who_come_at_once() -> None:
+    """No more are let in than there is room for, though all have asked before one has begun."""
+
+    async def ask(client: httpx2.AsyncClient) -> int:
+        body = LONG | {"max_tokens": 400}
+        return (await client.post("/v1/completions", json=body)).status_code
+
+    async def main(url: str) -> list[int]:
+        async with httpx2.AsyncClient(base_url=url, trust_env=False, timeout=30) as client:
+            return await asyncio.gather(*(ask(client) for _ in range(40)))
+
+    with served(settings=Settings(max_queue=3), step_s=0.005) as (server, _):
+        statuses = asyncio.run(main(server.url))
+        assert Counter(statuses) == {200: 5, 429: 35}
+        assert server.service.open == 0
+
+
+def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+    """It takes a while to become tokens; who asks for something short is answered meanwhile."""
+    with served(max_seq_len=100_000) as (server, _), server.client() as client:
+        long = ASK | {"prompt": "hello world " * 500_000}
+        refusals: list[httpx2.Response] = []
+        thread = threading.Thread(
+            target=lambda: refusals.append(client.post("/v1/completions", json=long))
+        )
+        quick = list[float]()
+        with server.client() as other:
+            assert other.get("/health").status_code == 200
+            began = time.monotonic()
+            thread.start()
+            while thread.is_alive():
+                asked = time.monotonic()
+                assert other.get("/health").status_code == 200
+                quick.append(time.monotonic() - asked)
+                time.sleep(0.01)
+        whole = time.monotonic() - began
+        fails(refusals[0], 400, "this engine takes at most 99999", "prompt")
+        assert max(quick) < whole / 3
+
+
+def test_half_a_surrogate_pair_comes_back() -> None:
+    half = "\ud800"
+    with served() as (server, _), server.client() as client:
+
+        def post(**body: Any) -> httpx2.Response:
+            content = json.dumps(ASK | body).encode()
+            kind = {"Content-Type": "application/json"}
+            return client.post("/v1/completions", content=content, headers=kind)
+
+        fails(post(model=half), 404, f"`{half}`", "model")
+        for name in (half, "x" * 257):
+            assert post(request_id=name).json()["error"]["param"] == "request_id"
+        assert post(user=half).status_code == 200
+
+
+def test_closing_what_is_merged_closes_the_streams() -> None:
+    closed: list[int] = []
+
+    async def stream(number: int) -> AsyncGenerator[Any, None]:
+        try:
+            while True:
+                yield number
+                await asyncio.sleep(0)
+        finally:
+            closed.append(number)
+
+    async def main(count: int) -> None:
+        closed.clear()
+        chunks = merged([stream(number) for number in range(count)])
+        await anext(chunks)
+        await asyncio.sleep(0)
+        await chunks.aclose()
+        assert sorted(closed) == list(range(count))
+
+    for count in (1, 3):
+        asyncio.run(main(count))
+
+
+def test_every_event_of_a_stream_has_a_choice() -> None:
+    """But the usage that was asked for: clients look at `choices[0]`."""
+    with served() as (server, _), server.client() as client:
+        for route, body in (("completions", ASK), ("chat/completions", HELLO)):
+            *told, done = events(client.post(f"/v1/{route}", json=body | {"stream": True}))
+            assert done == "[DONE]"
+            assert all(len(event["choices"]) == 1 for event in told)
+            assert [event for event in told if event.get("metrics")] == [told[-1]]
+            asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+            *told, last, done = events(client.post(f"/v1/{route}", json=asked))
+            assert (last["choices"], done) == ([], "[DONE]")
+            assert last["usage"]["completion_tokens"]
+            assert last["metrics"]["speculative_decoding"]
+            assert all(event["usage"] is None for event in told)
+
+
 def test_a_request_that_takes_too_long() -> None:
     settings = Settings(request_timeout=0.1)
     with served(settings=settings, step_s=0.01) as (server, programs), server.client() as client:
-        fails(client.post("/v1/completions", json=LONG), 408, "took too long")
+        late = client.post("/v1/completions", json=LONG)
+        fails(late, 408, "took too long")
+        assert late.headers["x-should-retry"] == "false", "clients would ask twice more"
         told = events(client.post("/v1/completions", json=LONG | {"stream": True}))
         assert "took too long" in told[-1]["error"]["message"]
         until(lambda: server.service.open == 0)
@@ -294,10 +412,12 @@ def test_a_step_that_fails_once() -> None:
         assert client.get("/health").status_code == 200
 
 
-def saying(text: str, template: str = TEMPLATE) -> dict[str, Any]:
+def saying(
+    text: str, template: str = TEMPLATE, backend: tokenizers.Tokenizer | None = None
+) -> dict[str, Any]:
     """An engine whose answer to HELLO is this text, over and over."""
     tokenizer = Tokenizer(
-        backend_tokenizer(),
+        backend or backend_tokenizer(),
         chat_template=ChatTemplates({"default": Source("x", template)}, {"bos_token": "<s>"}),
         bos_token="<s>",
     )
@@ -319,7 +439,7 @@ def test_thoughts_are_apart_at_every_cut() -> None:
             assert message["reasoning_content"] == message["reasoning"] == "x" * lead + "so"
             assert message["content"] == "The answer "
             told = events(client.post("/v1/chat/completions", json=body | {"stream": True}))
-            deltas = [event["choices"][0]["delta"] for event in told[:-2]]
+            deltas = [event["choices"][0]["delta"] for event in told[:-1]]
             assert told[-1] == "[DONE]"
             assert "".join(d.get("reasoning_content", "") for d in deltas) == "x" * lead + "so"
             assert "".join(d.get("content", "") for d in deltas) == "The answer "
@@ -327,6 +447,51 @@ def test_thoughts_are_apart_at_every_cut() -> None:
         with served(settings=whole, **saying(text)) as (server, _), server.client() as client:
             message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
             assert message["content"] == text.removesuffix("｜end｜")
+
+
+def test_markers_that_are_special_tokens() -> None:
+    """They are no part of a text, and yet they tell what is thought and what is called."""
+    backend = backend_tokenizer()
+    backend.add_special_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>", "<x>"])
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+    text = f"<think>so</think>I <x>look.{call}｜end｜"
+    with served(**saying(text, TOOL_TEMPLATE, backend)) as (server, _), server.client() as client:
+        body = HELLO | {"stop": "｜end｜", "max_tokens": 100, "tools": TOOLS}
+        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        message = choice["message"]
+        assert (message["reasoning"], message["content"]) == ("so", "I look.")
+        assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Ulm"}'
+        told = events(client.post("/v1/chat/completions", json=body | {"stream": True}))
+        deltas = [event["choices"][0]["delta"] for event in told[:-1]]
+        assert "".join(d.get("content", "") for d in deltas) == "I look."
+        shown = client.post("/v1/chat/completions", json=body | {"skip_special_tokens": False})
+        assert shown.json()["choices"][0]["message"]["content"] == "I <x>look."
+        prompt = {"prompt": [0, 5, 6], "stop": "｜end｜", "temperature": 0, "max_tokens": 99}
+        for skip in (None, True, False):
+            asked = prompt | {"echo": True, "skip_special_tokens": skip}
+            plain = client.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+            assert plain.startswith("<s>") == ("</tool_call>" in plain) == (skip is False)
+            assert '"city": "Ulm"' in plain
+
+
+def test_a_prompt_that_is_repeated() -> None:
+    """Of each choice, whole or streamed; a text as it was sent, ids as their text."""
+    with served() as (server, _), server.client() as client:
+        ids = fake_tokenizer().encode("größer 🙂", add_special_tokens=False)
+        for prompt, first in (("größer 🙂", "größer 🙂"), ([0, *ids], "größer 🙂")):
+            body = ASK | {"prompt": prompt, "n": 2}
+            plain = client.post("/v1/completions", json=body).json()
+            told = client.post("/v1/completions", json=body | {"echo": True}).json()
+            texts = [first + choice["text"] for choice in plain["choices"]]
+            assert [choice["text"] for choice in told["choices"]] == texts
+            assert told["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+            *streamed, _ = events(
+                client.post("/v1/completions", json=body | {"echo": True, "stream": True})
+            )
+            said = ["", ""]
+            for event in streamed:
+                said[event["choices"][0]["index"]] += event["choices"][0]["text"]
+            assert said == texts
 
 
 TOOL_TEMPLATE = TEMPLATE + "{# <tool_call> #}"
@@ -345,7 +510,7 @@ def test_tools() -> None:
         told = events(client.post("/v1/chat/completions", json=body | {"stream": True}))
         deltas = [
             call
-            for event in told[:-2]
+            for event in told[:-1]
             for call in event["choices"][0]["delta"].get("tool_calls", [])
         ]
         assert deltas[0]["function"]["name"] == "weather"

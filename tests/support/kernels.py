@@ -3,7 +3,9 @@
 Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/conftest.py).
 """
 
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -25,8 +27,16 @@ from mtpbuild.plugins import (
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op
 from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.launch import AOT_SHARED
+from mtpbuild.plugins.moe.op import NOBODY
 from mtpbuild.plugins.shaped_probs.op import shaped_probs
-from mtpbuild.runtime.controls import GREEDY, control_shapes
+from mtpbuild.runtime.controls import (
+    CONTROLS,
+    CORE_CONTROLS,
+    GREEDY,
+    Control,
+    Controls,
+    control_shapes,
+)
 
 FP8 = torch.float8_e4m3fn
 Draw = Callable[..., Any]
@@ -47,6 +57,7 @@ class Attention:
     cache: torch.dtype
     splits: int | None
     shared: int
+    least: int
     seed: int
 
 
@@ -67,6 +78,7 @@ def attentions(draw: Draw) -> Attention:
         cache=cache,
         splits=draw(st.sampled_from([None, 1, 2, 5])),
         shared=draw(st.sampled_from([AOT_SHARED, 1 << 20])),
+        least=draw(st.sampled_from([1, 20, 64])),
         seed=draw(st.integers(0, 1 << 20)),
     )
 
@@ -96,6 +108,7 @@ def check_attention(case: Attention, device: str) -> None:
         *(q, cache, fresh, base, first, 0.2, case.rank, k_scale),
         splits=case.splits,
         shared=case.shared,
+        least=case.least,
     )
     got = launches.run()
     assert got.dtype == case.dtype
@@ -166,10 +179,24 @@ class Mixed:
 
 
 def asked_of(slots: int, nextn: int = 0, **own: Tensor) -> dict[str, Tensor]:
-    """What plain requests ask, strict and greedy, but for the controls in `own`."""
-    rows = GREEDY.rows(control_shapes(nextn, positions=1))
+    """What plain requests ask, strict and greedy, but for penalties and the controls in `own`."""
+    return _asked(slots, GREEDY, CORE_CONTROLS, nextn) | own
+
+
+def asked_of_penalties(slots: int, controls: Controls) -> dict[str, Tensor]:
+    """The penalties and biases of a request, for each of so many slots; no room for more biases."""
+    asked = _asked(slots, controls, [control for control in CONTROLS if not control.core])
+    room = max(len(controls.bias_ids), 1)
+    return asked | {name: asked[name][:, :room] for name in ("bias_ids", "bias_values")}
+
+
+def _asked(
+    slots: int, controls: Controls, table: Sequence[Control], nextn: int = 0
+) -> dict[str, Tensor]:
+    shapes = control_shapes(nextn, positions=1)
+    rows = controls.rows({control.name: shapes[control.name] for control in table})
     every = {name: torch.from_numpy(row).expand(slots, *row.shape) for name, row in rows}
-    return {name: tensor.clone() for name, tensor in every.items()} | own
+    return {name: tensor.clone() for name, tensor in every.items()}
 
 
 def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
@@ -326,6 +353,35 @@ def check_moe(case: Experts, device: str) -> None:
     assert y.dtype == case.dtype
     tolerance = 1e-4 if case.dtype == torch.float32 else 5e-2
     torch.testing.assert_close(y.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+    # Experts of other ranks, and ids that repeat within a token; the kernels write every row.
+    ids = torch.where(torch.rand(ids.shape, generator=g) < 0.3, NOBODY, ids)
+    ids[::2, -1] = ids[::2, 0]
+    wanted = moe_by_hand(x.float(), weights, ids, gate_up.float(), down.float())
+    torch.testing.assert_close(moe(x.float(), weights, ids, gate_up.float(), down.float()), wanted)
+    with uninitialised_memory_is_nan():
+        y = moe_triton(*(t.to(device) for t in (x, weights, ids, gate_up, down)))
+    torch.testing.assert_close(y.float().cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def moe_by_hand(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Sum token by token and expert by expert, as the op's docstring says it."""
+    y = torch.zeros_like(x)
+    for n, k in itertools.product(*map(range, ids.shape)):
+        if (expert := int(ids[n, k])) != NOBODY:
+            gate, up = (x[n] @ gate_up[expert]).chunk(2)
+            y[n] += weights[n, k] * ((torch.nn.functional.silu(gate) * up) @ down[expert])
+    return y
+
+
+@contextlib.contextmanager
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    """Let no test pass because a row that nobody wrote happens to hold zeros."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 Scaled = tuple[Tensor, Tensor, Tensor | None]

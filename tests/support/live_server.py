@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import httpx2
-import uvicorn
 
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.server.app import make_app
-from mtpbuild.runtime.server.server import Address, Listener, listen
+from mtpbuild.runtime.server.server import Address, Listener, configuration, listen
 from mtpbuild.runtime.server.service import Service, Settings
 
 
@@ -34,9 +32,8 @@ def live(engine: Engine | None, settings: Settings | None = None) -> Iterator[Li
     if engine is not None:
         service.start(engine)
     own = listen(Address("127.0.0.1", 0, 0.0))
-    config = uvicorn.Config(
-        make_app(service), http="h11", lifespan="off", log_config=None, timeout_graceful_shutdown=1
-    )
+    config = configuration(service)
+    config.timeout_graceful_shutdown = 1
     listener, loop = Listener(config), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(listener.serve([own]),))
     thread.start()

@@ -23,7 +23,8 @@ class Rows:
 
     cos: Tensor  # [B, T, rotary dim / 2]
     sin: Tensor
-    base: Tensor  # [B] rows before it are seen by all tokens; fresh rows are written from it on
+    base: Tensor  # [B] rows before it are seen by all tokens
+    start: Tensor  # [B] fresh rows are written from it on: the base, but for a slot that idles
     positions: Tensor  # [B, T]
     expand: bool = False  # many tokens: attention may make keys and values of all rows at once
 
@@ -50,21 +51,21 @@ class Rope(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:
             cos, sin = cos * self.scale, sin * self.scale
-        return Rows(cos, sin, start if base is None else base, positions)
+        return Rows(cos, sin, start if base is None else base, start, positions)
 
 
 class Kernels(nn.Module):
     """A module that computes otherwise on a GPU, if `use_kernels` said so."""
 
     kernels = False
-    chunk: int | None = None  # tokens of a prompt's chunk at most, if it goes by kernels too
+    most: int | None = None  # tokens of a pass, where their number varies
 
 
-def use_kernels(model: nn.Module, chunk: int | None = None) -> None:
-    """Let a model compute as a GPU wants it. chunk: tokens of prompts, if these use kernels too."""
+def use_kernels(model: nn.Module, most: int | None = None) -> None:
+    """Let a model compute as a GPU wants it. most: tokens of a pass whose number is a symbol."""
     for module in model.modules():
         if isinstance(module, Kernels):
-            module.kernels, module.chunk = True, chunk
+            module.kernels, module.most = True, most
 
 
 class Attention(Kernels):
@@ -78,7 +79,8 @@ class Attention(Kernels):
         """Query input [B, T, ..] -> [B, T, E].
 
         Query t sees the cache's rows before rows.base [B], and the fresh rows up to first [B] + t,
-        which may be written at the base already; with `rows.expand` they are, and first is 0.
+        which may be written at the base already; with `rows.expand` they are, and first is 0. What
+        it returns for a slot that idles is of no use, but finite.
         """
         raise NotImplementedError
 
@@ -110,22 +112,22 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """All T tokens attend; their rows are written from rows.base on. x [B, T, E]."""
+        """All T tokens attend; their rows are written from rows.start on. x [B, T, E]."""
         q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
-        cache = kv_write(cache, fresh, rows.base)
+        cache = kv_write(cache, fresh, rows.start)
         return self.finish(x, q, rows, cache, fresh, torch.zeros_like(rows.base)), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         """Write only the cache rows: nobody reads the last layer's output in a prompt."""
         _, fresh = self.self_attn.project(self.input_layernorm(x), rows)
-        return kv_write(cache, fresh, rows.base)
+        return kv_write(cache, fresh, rows.start)
 
     def last(self, x: Tensor, cache: Tensor, rows: Rows, at: Tensor) -> tuple[Tensor, Tensor]:
         """Compute as forward does, but only token at[b] of each slot: [B, 1, E], and the cache."""
         q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
-        cache = kv_write(cache, fresh, rows.base)
+        cache = kv_write(cache, fresh, rows.start)
         position = rows.positions.gather(1, at[:, None])
-        own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base, position)
+        own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base, rows.start, position)
         return self.finish(pick(x, at), pick(q, at), own, cache, fresh, at), cache
 
     def ahead(

@@ -15,7 +15,7 @@ from mtpbuild.builder.models.common.layers import MLP, Kernels
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
 from mtpbuild.plugins import experts, moe
-from mtpbuild.plugins.moe.op import MAX_TOKENS
+from mtpbuild.plugins.moe.op import MAX_TOKENS, NOBODY
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 DENSE_EXPERTS = 16  # up to here all experts are computed, chosen or not
@@ -121,7 +121,7 @@ class GatheredMoE(MoE):
     """Many experts: only the chosen ones' weights are read.
 
     For a CPU an op reads them (`ExpertRows`, or `ExpertBlocks` if they are integers). For a GPU one
-    does if `use_kernels` said so and tokens are few, or a prompt's chunk has a bound; else the
+    does if `use_kernels` said so, but for a number of tokens that varies without a bound; else the
     weights are gathered for each token.
     """
 
@@ -135,13 +135,14 @@ class GatheredMoE(MoE):
 
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x)
-        if (ep := self.ranks.ep) > 1:  # another group's expert: any of ours, which weighs 0
+        if (ep := self.ranks.ep) > 1:
             experts = self.config.n_routed_experts // ep
             own = (self.rank - ids // experts) % ep == 0
-            weights, ids = torch.where(own, weights, 0.0), ids % experts
+            ids = torch.where(own, ids % experts, NOBODY)
         tokens = math.prod(x.shape[:-1])  # a prompt's chunk is a symbol while it is traced
-        few = isinstance(tokens, int) and tokens <= MAX_TOKENS
-        if not self.kernels or not (few or self.chunk):
+        known = isinstance(tokens, int)
+        few = known and tokens <= MAX_TOKENS
+        if not self.kernels or not (known or self.most):
             return self.gathered(x, weights, ids)
         flat = [each.flatten(0, -2) for each in (x, weights, ids.int())]
         return (self.chosen(*flat) if few else self.in_pieces(*flat)).reshape(x.shape)
@@ -154,17 +155,19 @@ class GatheredMoE(MoE):
     def in_pieces(self, *operands: Tensor) -> Tensor:
         """Splits many tokens into pieces that the op takes.
 
-        A symbolic number of tokens is padded to `chunk` with copies of the first one.
+        A symbolic number of tokens is padded to `most` with copies of the first one.
         """
         tokens = operands[0].shape[0]
         if not isinstance(tokens, int):
-            assert self.chunk is not None
-            most = self.chunk
+            assert self.most is not None
+            most = self.most
             operands = tuple(torch.cat([x, x[:1].expand(most, -1)])[:most] for x in operands)
         pieces = zip(*(each.split(MAX_TOKENS) for each in operands), strict=True)
         return torch.cat([self.chosen(*piece) for piece in pieces])[:tokens]
 
     def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        if self.ranks.ep > 1:  # another group's expert: any of ours, which weighs 0
+            weights, ids = torch.where(ids == NOBODY, 0.0, weights), ids.clamp(min=0)
         chosen = ids.flatten()
         rows = x.unsqueeze(-2).expand(*x.shape[:-1], ids.shape[-1], -1)
         y = self.each(rows.reshape(-1, 1, x.shape[-1]), chosen).reshape(*ids.shape, -1)

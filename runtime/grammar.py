@@ -1,0 +1,193 @@
+"""Holds a request to its grammar: what its next window may hold, and which tokens are certain.
+
+llguidance parses the grammars. It is imported for the first request that has one.
+"""
+
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from json import dumps
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from mtpbuild.runtime.controls import WORD, Controls
+from mtpbuild.runtime.errors import MissingDependencyError, RequestError
+from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.programs.base import Constraint
+from mtpbuild.runtime.structured import StructuredOutputs
+from mtpbuild.runtime.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+LONGEST = 256 * 1024  # characters of a grammar
+LEXER_STATES = 50_000  # of 1 to 2 kB each
+KEPT = 16  # compiled grammars that wait for another request like theirs
+
+
+class Grammar(Protocol):
+    """What the loop asks of a request's grammar."""
+
+    kept: int  # drafts of the window that `ahead` gave last which are the modules' own
+
+    def ahead(self, drafts: Sequence[int]) -> Constraint:
+        """What the next window may hold, if these drafts are to be judged; changes nothing.
+
+        Raises RequestError if the grammar has become too costly to follow.
+        """
+
+    def take(self, token: int) -> None:
+        """The request has got a token; raises RequestError for one that is not allowed."""
+
+
+class Matcher:
+    """A grammar as far as its request's tokens have come; for one thread at a time.
+
+    Tokens of a thought are free: the grammar begins behind the one that ends it.
+    """
+
+    def __init__(
+        self, matcher: "LLMatcher", ends: Sequence[int], window: int, words: int, controls: Controls
+    ) -> None:
+        self._matcher, self._ends = matcher, ends
+        self._shape = window, words
+        self._thinking, self._end_of_thought = controls.thinking, controls.thinking_ids[1]
+        self.kept = 0
+
+    def ahead(self, drafts: Sequence[int]) -> Constraint:
+        """Masks follow the drafts row by row; certain tokens replace those that can't be.
+
+        From the first draft on that the grammar forbids, and behind the last one, what the grammar
+        forces takes the place. If it forces nothing, a forbidden draft stays, as rejection needs
+        what it was drawn from; it is never accepted, so the rows behind it are left free.
+        """
+        from llguidance.numpy import fill_next_token_bitmask
+
+        matcher, thinking, taken, followed = self._matcher, self._thinking, list(drafts), 0
+        allowed = np.full(self._shape, -1, np.int32)
+        last = len(allowed) - 1
+        self.kept = len(taken)
+        for row in range(len(allowed)):
+            if not thinking:
+                fill_next_token_bitmask(matcher, allowed, row)
+                if row < last and (row == len(taken) or not _has(allowed, row, taken[row])):
+                    forced = self._forced()[: last - row]
+                    if not forced:
+                        break
+                    self.kept = min(self.kept, row)
+                    taken[row:] = forced
+            if row >= len(taken) or taken[row] in self._ends:
+                break
+            if thinking:
+                thinking = taken[row] != self._end_of_thought
+            else:
+                matcher.consume_token(taken[row])
+                followed += 1
+        if followed:
+            matcher.rollback(followed)
+        self._check()
+        return Constraint(taken, self.kept, allowed)
+
+    def take(self, token: int) -> None:
+        if self._thinking:
+            self._thinking = token != self._end_of_thought
+        else:
+            self._matcher.consume_token(token)
+            self._check()
+
+    def _forced(self) -> list[int]:
+        """The tokens that must come next, as far as they are certain."""
+        if self._matcher.is_stopped():
+            return [*self._ends] if len(self._ends) == 1 else []
+        return self._matcher.compute_ff_tokens()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(f"structured_outputs: {_line(self._matcher.get_error())}")
+
+
+class Grammars:
+    """Compiles the grammars that an engine's requests ask for; from any thread."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer | None, *, able: bool) -> None:
+        """able: whether the programs take constraints."""
+        self._manifest, self._tokenizer, self._able = manifest, tokenizer, able
+        self._copying = threading.Lock()  # a matcher has one user at a time
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled = lru_cache(KEPT)(self._compile)
+
+    def matcher(self, asked: StructuredOutputs, controls: Controls) -> Matcher:
+        """A grammar at its beginning.
+
+        Raises RequestError if the engine can't be held to one, or if this one can't be followed;
+        MissingDependencyError without llguidance.
+        """
+        model = self._manifest.model
+        self._check_engine()
+        compiled = self._compiled(asked)  # without the lock: it may take a second
+        with self._copying:
+            copy = compiled.deep_copy()
+        words = -(-model.vocab_size // WORD)
+        return Matcher(copy, model.eos_token_ids, self._manifest.window, words, controls)
+
+    def _check_engine(self) -> None:
+        if not self._able:
+            raise RequestError(
+                "structured_outputs: this engine's steps take no grammar: it was built for a GPU, "
+                "for several ranks or by an older mtpbuild; build it for a CPU"
+            )
+        if self._tokenizer is None:
+            raise RequestError("structured_outputs: this engine was built without a tokenizer")
+        if not self._manifest.model.eos_token_ids:
+            raise RequestError("structured_outputs: the model has no token that ends an answer")
+
+    def _compile(self, asked: StructuredOutputs) -> "LLMatcher":
+        try:
+            import llguidance
+        except ImportError as error:
+            need = f"structured_outputs need {error.name}: pip install 'mtpbuild[serve]'"
+            raise MissingDependencyError(need) from None
+        if self._vocabulary is None:
+            assert self._tokenizer is not None
+            model = self._manifest.model
+            self._vocabulary = llguidance.LLTokenizer(
+                self._tokenizer.to_json(), model.vocab_size, list(model.eos_token_ids)
+            )
+        limits = llguidance.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        source = _source(asked)
+        matcher = llguidance.LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(f"structured_outputs: {_line(matcher.get_error())}")
+        return matcher
+
+
+def _source(asked: StructuredOutputs) -> str:
+    """The form in llguidance's own words; raises RequestError."""
+    from llguidance import GrammarFormat, LLMatcher, grammar_from
+
+    given: dict[GrammarFormat, object] = {
+        "json": '{"type": "object"}' if asked.json_object else asked.json,
+        "regex": asked.regex,
+        "choice": None if asked.choice is None else dumps(asked.choice),
+        "grammar": asked.grammar,
+    }
+    ((kind, text),) = ((kind, text) for kind, text in given.items() if text is not None)
+    assert isinstance(text, str)
+    if len(text) > LONGEST:
+        raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
+    try:
+        if kind == "json":
+            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+        return grammar_from(kind, text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs: {_line(str(error))}") from None
+
+
+def _has(allowed: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", row: int, token: int) -> bool:
+    return bool(allowed[row, token // WORD] >> (token % WORD) & 1)
+
+
+def _line(text: str) -> str:
+    """The first words of a message, which may have pictures of the grammar, in one line."""
+    return " ".join(text.split())[:300]

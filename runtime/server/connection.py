@@ -1,0 +1,110 @@
+"""Connections with time limits, which uvicorn leaves to a proxy, and errors in our one shape."""
+
+import asyncio
+import json
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.service import Settings
+
+HEADERS = 64 * 1024  # bytes of a request's headers
+
+
+def limited(settings: Settings) -> type[H11Protocol]:
+    """uvicorn's protocol for HTTP/1.1, for `uvicorn.Config(http=..)`.
+
+    A request's headers must be whole `header_timeout` seconds after the connection was made, or
+    after the first of their bytes on one that is used again. A client that takes nothing for
+    `send_timeout` seconds, while 64 KiB or the end of an answer wait for it, is gone.
+    """
+
+    class Connection(H11Protocol):
+        _headers: asyncio.TimerHandle | None = None
+        _sending: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._await_headers()
+
+        def data_received(self, data: bytes) -> None:
+            if not self.flow.write_paused:
+                self._stop_sending()  # it reads: it has asked for more
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._stop_headers()
+            elif self._headers is None:
+                self._await_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_headers()
+            self._stop_sending()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._await_reader()
+
+        def resume_writing(self) -> None:
+            self._stop_sending()
+            super().resume_writing()
+
+        def on_response_complete(self) -> None:
+            if self.transport.get_write_buffer_size():
+                self._await_reader()
+            super().on_response_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            """What is no request gets an error as all others do."""
+            if len(self.conn.trailing_data[0]) > HEADERS:
+                self._refuse(ApiError(431, f"the headers are longer than {HEADERS} bytes"))
+            else:
+                self._refuse(ApiError(400, "this is not HTTP"))
+
+        def _await_headers(self) -> None:
+            self._headers = self.loop.call_later(settings.header_timeout, self._no_headers)
+
+        def _no_headers(self) -> None:
+            if not self.transport.is_closing():
+                begun = bool(self.conn.trailing_data[0])
+                late = ApiError(408, "the request's headers did not come")
+                self._refuse(late if begun else None)
+
+        def _stop_headers(self) -> None:
+            if self._headers is not None:
+                self._headers.cancel()
+            self._headers = None
+
+        def _stop_sending(self) -> None:
+            if self._sending is not None:
+                self._sending.cancel()
+            self._sending = None
+
+        def _await_reader(self) -> None:
+            if self._sending is None:
+                left = self.transport.get_write_buffer_size()
+                late = self.loop.call_later(settings.send_timeout, self._look_again, left)
+                self._sending = late
+
+        def _look_again(self, before: int) -> None:
+            """Go on with who has taken some of these bytes, however slowly."""
+            self._sending = None
+            left = self.transport.get_write_buffer_size()
+            if left >= before > 0:
+                self.transport.abort()
+            elif left:
+                self._await_reader()
+
+        def _refuse(self, error: ApiError | None) -> None:
+            """Say why, if it can still be said, and close."""
+            if error and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                body = json.dumps(error.body()).encode()
+                kind = [(b"Content-Type", b"application/json"), (b"Connection", b"close")]
+                size = (b"Content-Length", str(len(body)).encode())
+                head = h11.Response(status_code=error.status, headers=[*kind, size])
+                for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                    self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
+
+    return Connection

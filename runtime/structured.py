@@ -1,0 +1,47 @@
+"""StructuredOutputs says what form an answer must have, under vLLM's names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from json import dumps
+from typing import Any
+
+from mtpbuild.runtime.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """One form that an answer must have; raises RequestError for none, two, or another type.
+
+    json: a JSON schema, as text or as an object. regex: the whole answer matches it. choice: the
+    answer is one of these texts. grammar: in Lark's syntax (llguidance's variant) or in llama.cpp's
+    GBNF. json_object: any JSON object. JSON is written without white space.
+    """
+
+    json: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if self.json is False:  # a schema too: nothing fits it
+            given.append("json")
+        if len(given) != 1:
+            names = ", ".join(f.name for f in fields(self))
+            raise RequestError(f"structured_outputs: give one of {names}, not {len(given)}")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), str | None):
+                raise RequestError(f"structured_outputs: {name} must be a text")
+        if not isinstance(self.json_object, bool | None):
+            raise RequestError("structured_outputs: json_object must be true or false")
+        if not isinstance(self.json, str | None):
+            try:
+                object.__setattr__(self, "json", dumps(self.json, ensure_ascii=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise RequestError(f"structured_outputs: json is no schema ({error})") from None
+        if self.choice is not None:
+            texts = isinstance(self.choice, list | tuple) and self.choice
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise RequestError("structured_outputs: choice must be a list of texts")
+            object.__setattr__(self, "choice", tuple(texts))

@@ -1,0 +1,145 @@
+"""Penalties and biases in built engines, against decoding token by token in numpy (O2, O7)."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.plan import DrafterName
+from mtpbuild.runtime import Engine, RequestError, SamplingParams
+from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.sampling import controls_of
+from tests.reference.recompute import greedy, next_logits
+from tests.reference.sampling import sample
+from tests.support.engines import EngineBuilder
+from tests.support.fakes import fake_manifest
+
+pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
+CHUNK, COUNT = 4, 40
+ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]
+PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
+ALL = replace(
+    PLAIN,
+    presence_penalty=0.8,
+    frequency_penalty=0.3,
+    repetition_penalty=1.2,
+    logit_bias={20: 1.5, 31: -100},
+)
+HOT = replace(ALL, temperature=0.7, top_p=0.95, seed=5)
+SETTINGS = [
+    replace(PLAIN, presence_penalty=2.0),
+    replace(PLAIN, repetition_penalty=1.3),
+    ALL,
+    HOT,
+    replace(HOT, frequency_penalty=-0.5, repetition_penalty=0.9, seed=6),
+]
+PROMPTS = [[20], np.random.default_rng(5).integers(9, 61, 11).tolist()]
+
+
+def wanted(model: Transformer, prompt: list[int], params: SamplingParams) -> list[int]:
+    """Decode without drafts and caches."""
+    controls = Controls(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        bias_ids=tuple(params.logit_bias or {}),
+        bias_values=tuple((params.logit_bias or {}).values()),
+        seed=params.seed or 0,
+    )
+    return sample(model, prompt, params.max_tokens, controls)
+
+
+@pytest.fixture(scope="module")
+def texts(predictable: Transformer) -> list[list[list[int]]]:
+    """What each of SETTINGS says after each of PROMPTS."""
+    return [[wanted(predictable, prompt, params) for prompt in PROMPTS] for params in SETTINGS]
+
+
+@pytest.mark.parametrize(("nextn", "drafter"), ENGINES)
+def test_text_is_what_plain_decoding_gives(
+    nextn: int,
+    drafter: DrafterName | None,
+    predictable_folder: Path,
+    texts: list[list[list[int]]],
+    build_engine: EngineBuilder,
+) -> None:
+    """Greedy and sampled, for every nextn and drafter; drafts are accepted all the same."""
+    engine, accepted = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK), 0
+    with Engine.load(engine, threads=1) as loaded:
+        for params, said in zip(SETTINGS, texts, strict=True):
+            results = loaded.generate(PROMPTS, params)
+            assert [result.token_ids for result in results] == said
+            for result in results:
+                accepted += result.metrics.speculative_decoding.num_accepted_draft_tokens
+    assert bool(accepted) == bool(nextn)
+
+
+def test_an_adaptive_engine(
+    predictable_folder: Path, texts: list[list[list[int]]], build_engine: EngineBuilder
+) -> None:
+    """Steps of any number of drafts write the same history."""
+    engine = build_engine(predictable_folder, "auto", prefill_chunk=CHUNK, max_batch=3)
+    with Engine.load(engine, threads=1) as loaded:
+        for params, said in zip(SETTINGS[2:4], texts[2:4], strict=True):
+            assert [r.token_ids for r in loaded.generate(PROMPTS, params)] == said
+
+
+def test_requests_share_slots(
+    predictable_folder: Path,
+    predictable: Transformer,
+    texts: list[list[list[int]]],
+    build_engine: EngineBuilder,
+) -> None:
+    """In a batch whose slots move, and in slots that others had, cancelled ones too."""
+    rejection = replace(HOT, acceptance="rejection")
+    block = replace(rejection, rejection_sample_method="block")
+    params = [ALL, PLAIN, HOT, rejection, replace(ALL, max_tokens=9), block, HOT, PLAIN]
+    asked = [PROMPTS[i % 2] for i in range(len(params))]
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK, max_batch=3)
+    with Engine.load(engine, threads=1) as loaded:
+        together = loaded.generate(asked, params)
+        alone = [loaded.generate(p, settings) for p, settings in zip(asked, params, strict=True)]
+        with loaded.stream(PROMPTS[1], replace(ALL, max_tokens=80)) as stream:
+            next(iter(stream))  # it ends in the middle
+        again = loaded.generate(PROMPTS[0], replace(PLAIN, presence_penalty=2.0))
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert together[0].token_ids == texts[2][0]
+    assert together[6].token_ids == texts[3][0]
+    assert together[7].token_ids == greedy(predictable, asked[7], COUNT)
+    assert again.token_ids == texts[0][0]
+
+
+def test_log_probabilities_stay_raw(
+    predictable_folder: Path, predictable: Transformer, build_engine: EngineBuilder
+) -> None:
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
+    with Engine.load(engine, threads=1) as loaded:
+        result = loaded.generate(PROMPTS[1], replace(ALL, logprobs=2, max_tokens=12))
+    assert result.logprobs is not None
+    for i, entry in enumerate(result.logprobs):
+        raw = next_logits(predictable, PROMPTS[1] + result.token_ids[:i]).log_softmax(-1)
+        assert entry.logprob == pytest.approx(float(raw[entry.token_id]), abs=1e-4)
+        assert [id for id, _ in entry.top] == raw.topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -2},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {5: 1}},
+    ],
+)
+def test_an_engine_without_them_refuses(asked: dict[str, object]) -> None:
+    """One for a GPU, or one that was built before there were any: its state has no history."""
+    (name,), manifest = asked, fake_manifest()
+    with pytest.raises(RequestError, match=f"{name} is not supported by this engine") as caught:
+        controls_of([1, 2], SamplingParams(**asked), manifest)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    nothing = SamplingParams(presence_penalty=0, repetition_penalty=1, logit_bias={})
+    assert controls_of([1, 2], nothing, manifest).plain

@@ -1,0 +1,162 @@
+"""Connections that are too slow, too long or no HTTP; over sockets, as no client would do it."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.service import Settings
+from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.live_server import Live, live
+
+SETTINGS = Settings(header_timeout=0.4, send_timeout=0.5)
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    manifest = fake_manifest(max_batch=2, max_seq_len=50_000, prefill_chunk=50_000)
+    programs = FakePrograms(manifest, next_token=lambda history: 7)
+    with Engine(programs, manifest, fake_tokenizer()) as engine, live(engine, SETTINGS) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def connected(server: Live, **options: int) -> Iterator[socket.socket]:
+    own = socket.socket()
+    for name, value in options.items():
+        own.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+    own.settimeout(10)
+    address = server.url.removeprefix("http://").split(":")
+    with own:
+        own.connect((address[0], int(address[1])))
+        yield own
+
+
+def rest(own: socket.socket) -> bytes:
+    """Read to the end; a connection that is broken off has ended too."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := own.recv(65536):
+            said += piece
+    return said
+
+
+def refused(said: bytes, status: int) -> str:
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), said
+    error = json.loads(body)["error"]
+    assert error["code"] == status
+    return str(error["message"])
+
+
+def ask(**body: Any) -> bytes:
+    content = json.dumps({"prompt": "hello", "temperature": 0, **body}).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
+def answer(own: socket.socket) -> bytes:
+    """Read one answer that is not streamed."""
+    said = b""
+    while b"\r\n\r\n" not in said:
+        said += own.recv(65536)
+    head, _, body = said.partition(b"\r\n\r\n")
+    (length,) = (line for line in head.lower().splitlines() if line.startswith(b"content-length:"))
+    while len(body) < int(length.split(b":")[1]):
+        body += own.recv(65536)
+    return head
+
+
+def large(stream: bool) -> bytes:
+    """Ask for an answer of some 10 MB: more than sockets hold."""
+    return ask(prompt="hello" * 20_000, n=120, max_tokens=1, echo=True, stream=stream)
+
+
+def test_headers_that_do_not_come(server: Live) -> None:
+    began = time.monotonic()
+    with connected(server) as own:
+        own.sendall(HEAD)
+        assert "headers did not come" in refused(rest(own), 408)
+    with connected(server) as own:
+        assert rest(own) == b"", "who says nothing is told nothing"
+    assert 0.8 <= time.monotonic() - began < 5
+
+
+def test_headers_that_trickle(server: Live) -> None:
+    """Each byte comes in time, the whole does not: the time must not begin anew with each."""
+    began = time.monotonic()
+    with connected(server) as own:
+        with contextlib.suppress(ConnectionError):
+            for byte in HEAD:
+                own.sendall(bytes([byte]))
+                time.sleep(0.02)
+        assert time.monotonic() - began < 1.2
+        assert refused(rest(own), 408)
+
+
+def test_a_connection_that_is_used_again(server: Live) -> None:
+    """Its time begins with the first byte of the second request."""
+    with connected(server) as own:
+        for wait in (0.0, 0.6):  # longer than headers may take
+            time.sleep(wait)
+            own.sendall(ask(max_tokens=1)[:50])
+            time.sleep(0.1)
+            own.sendall(ask(max_tokens=1)[50:])
+            assert answer(own).startswith(b"HTTP/1.1 200 ")
+        own.sendall(HEAD)
+        assert refused(rest(own), 408)
+
+
+def test_a_body_has_its_own_time(server: Live) -> None:
+    with connected(server) as own:
+        said = ask(max_tokens=1)
+        own.sendall(said[:-10])
+        time.sleep(0.6)
+        own.sendall(said[-10:])
+        assert answer(own).startswith(b"HTTP/1.1 200 ")
+
+
+def test_headers_that_are_too_long(server: Live) -> None:
+    with connected(server) as own:
+        own.sendall(HEAD + b"X: " + b"x" * 70_000)
+        assert "longer than 65536 bytes" in refused(rest(own), 431)
+
+
+def test_what_is_no_http(server: Live) -> None:
+    with connected(server) as own:
+        own.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        assert "not HTTP" in refused(rest(own), 400)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_does_not_read(server: Live, stream: bool) -> None:
+    """Its answer is dropped: the server does not keep it for ever."""
+    with connected(server, SO_RCVBUF=4096) as own:
+        own.sendall(large(stream))
+        end = time.monotonic() + 20
+        while not server.service.open:
+            assert time.monotonic() < end
+        while server.service.open:
+            assert time.monotonic() < end, "it is still being answered"
+            time.sleep(0.02)
+        time.sleep(0.7)
+        assert not rest(own).endswith(b"0\r\n\r\n")
+    with server.client() as client:
+        assert client.get("/health").status_code == 200
+
+
+def test_a_client_that_reads_slowly(server: Live) -> None:
+    """It gets all: what counts is that it reads, not how fast."""
+    with connected(server, SO_RCVBUF=262144) as own:
+        own.sendall(large(False).replace(b"Host: x", b"Host: x\r\nConnection: close"))
+        said, began = bytearray(), time.monotonic()
+        while piece := own.recv(65536):
+            said += piece
+            time.sleep(0.02 if time.monotonic() - began < 2 else 0)
+        assert len(json.loads(said.partition(b"\r\n\r\n")[2])["choices"]) == 120
+        assert len(said) > 10_000_000

@@ -1,0 +1,102 @@
+"""A toy language of three tokens in which the next depends on the last, decoded by the program.
+
+P is the target's table, Q the drafter's. Tens of thousands of slots decode side by side with their
+own numbers; the counts of their first K + 2 tokens are held against the exact probabilities.
+"""
+
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.program.accept import MixedAcceptance
+from mtpbuild.runtime.controls import GREEDY, HISTORY, Controls
+from tests.reference.sampling import edited
+from tests.support.kernels import asked_of, asked_of_penalties
+
+V, K, FIRST, SLOTS = 3, 2, 0, 40_000
+P = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.45, 0.1, 0.45]])
+Q = torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.5, 0.1], [0.3, 0.4, 0.3]])
+COUNT = K + 2
+# 81 cells: the 99.99 % point of chi-square with 80 degrees of freedom is 135.
+LIMIT = 135.0
+
+
+# Three purposes, and drafts 2 .. 4 of a block.
+NUMBERS = torch.rand(SLOTS, 6, 4 * COUNT, generator=torch.Generator().manual_seed(0))
+
+
+def decode(
+    *,
+    rejection: bool | Tensor,
+    sampled: bool,
+    nextn: int = K,
+    block: bool | Tensor = False,
+    penalties: Controls | None = None,
+    slots: int = SLOTS,
+) -> Tensor:
+    """The first COUNT tokens of every slot, [slots, COUNT], decoded with nextn drafts a step.
+
+    penalties: what edits the logits of all slots, whose prompt is the token FIRST.
+    """
+    asked = asked_of(
+        slots,
+        nextn,
+        temperature=torch.ones(slots),
+        rejection=torch.full((slots,), rejection) if isinstance(rejection, bool) else rejection,
+        block=torch.full((slots,), block) if isinstance(block, bool) else block,
+        sampled_drafts=torch.full((slots,), sampled),
+        uniforms=NUMBERS[:slots],
+    )
+    state = {
+        "window": torch.full((slots, nextn + 1), FIRST),
+        "num_drafts": torch.zeros(slots, dtype=torch.int64),
+        "lengths": torch.zeros(slots, dtype=torch.int64),
+        "thinking": torch.zeros(slots, dtype=torch.bool),
+        "draft_probs": torch.zeros(slots, nextn, V),
+    }
+    if penalties is not None:
+        asked |= asked_of_penalties(slots, penalties)
+        # The prompt is in the window; what a slot's last request left is random.
+        left = torch.Generator().manual_seed(2)
+        state[HISTORY] = torch.randint(0, V, (slots, 4 * COUNT), generator=left)
+    tokens = torch.full((slots, COUNT + nextn + 1), -1)
+    while True:
+        active = state["lengths"] < COUNT
+        if not active.any():
+            return tokens[:, :COUNT]
+        mode = MixedAcceptance(asked)
+        verdict = mode.judge(P[state["window"]].log(), state, active)
+        for slot_row in range(nextn + 1):
+            rows = (slot_row < verdict.n).nonzero()[:, 0]
+            tokens[rows, state["lengths"][rows] + slot_row] = verdict.tokens[rows, slot_row]
+        newest = verdict.tokens.gather(1, (verdict.n - 1).clamp(min=0)[:, None])
+        window = [torch.where(active[:, None], newest, state["window"][:, :1])]
+        for k in range(1, nextn + 1):
+            window.append(mode.choose(Q[window[-1][:, 0]].log()[:, None], k))
+        state |= {
+            "window": torch.cat(window, dim=1),
+            "num_drafts": torch.full_like(state["num_drafts"], nextn),
+            "lengths": verdict.lengths,
+            **mode.draft_probs(state),
+            **mode.history(state),
+        }
+
+
+def chi_square(tokens: Tensor, penalties: Controls = GREEDY) -> float:
+    places = [V**i for i in reversed(range(COUNT))]
+    counts = np.bincount((tokens.numpy() * places).sum(1), minlength=V**COUNT)
+    law = [chain(path, penalties) for path in product(range(V), repeat=COUNT)]
+    expected = np.array(law) * len(tokens)
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def chain(path: tuple[int, ...], penalties: Controls = GREEDY) -> float:
+    """Exact probability of the tokens behind the prompt."""
+    probability, tokens = 1.0, [FIRST]
+    for token in path:
+        logits = edited(P[tokens[-1]].log().double().numpy(), tokens, 1, penalties)
+        probability *= float(np.exp(logits[token]) / np.exp(logits).sum())
+        tokens.append(token)
+    return probability

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Fetches into wheels/ what a GPU machine without a network needs beside its own PyTorch, Triton and
+# NumPy: tools/gpu_wheels.sh [python version, 3.12]. There: pip install --no-index --no-deps wheels/*
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=${1:-3.12}
+python=.venv/bin/python
+# Everything but PyTorch, which these do not need.
+wanted=$("$python" - <<'PY'
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extra = project["optional-dependencies"]
+named = [*project["dependencies"], *extra["build"], *extra["cpu"], "pytest>=8.3,<9.2", "hypothesis>=6.100", "filelock", "psutil>=6"]
+print("\n".join(name for name in named if not name.startswith(("torch", "numpy"))))
+PY
+)
+mkdir -p wheels
+# shellcheck disable=SC2086
+echo "$wanted" >wheels/requirements.txt
+"$python" -m pip download --quiet --dest wheels --only-binary=:all: \
+    --python-version "$version" --implementation cp --abi "cp${version/./}" --abi abi3 --abi none \
+    --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
+    -r wheels/requirements.txt
+rm -f wheels/torch-* wheels/triton-* wheels/nvidia_* wheels/numpy-*
+du -sh wheels
