@@ -57,7 +57,7 @@ class Controls:
     thinking_ids: tuple[int, int] = _control((-1, -1), "int64", 2)  # begin and end the phase
     banned_ids: tuple[int, ...] = _control((), "int64", MAX_BANNED)  # not emitted at positions ..
     banned_until: int = _control(0, "int64")  # .. before this one
-    # Penalties and bias, as in vLLM: plugins/accept_mixed/penalties.py has the formulas.
+    # Penalties and bias, as in vLLM: plugins/penalties.py has the formulas.
     presence_penalty: float = _control(0.0, "float32", core=False)
     frequency_penalty: float = _control(0.0, "float32", core=False)
     repetition_penalty: float = _control(1.0, "float32", core=False)

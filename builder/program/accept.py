@@ -9,9 +9,9 @@ from torch import Tensor
 from mtpbuild.builder.program.window import State, Window
 from mtpbuild.plugins import accept_mixed_op, accept_rewind, shaped_probs_op
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed, draft_number
-from mtpbuild.plugins.accept_mixed.penalties import READ, penalised, recorded
 from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.penalties import READ, penalised, recorded
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
 from mtpbuild.runtime.controls import HISTORY, MAX_LOGPROBS
 

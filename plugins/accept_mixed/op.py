@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.accept_mixed.penalties import READ, penalised, unchanged
 from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.penalties import READ, penalised, unchanged
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.controls import (
     ACCEPT,

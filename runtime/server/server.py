@@ -77,7 +77,9 @@ def generation_defaults(folder: Path) -> dict[str, float | int]:
 def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> None:
     """Serve until a signal. Raises what loading raises, and EngineError if the engine fails."""
     defaults = generation_defaults(folder)
-    if not can_penalise(read_manifest(folder)) and defaults.pop("repetition_penalty", 1) != 1:
+    repetition = defaults.get("repetition_penalty", 1)
+    if repetition != 1 and not can_penalise(read_manifest(folder)):
+        del defaults["repetition_penalty"]
         what = "generation_config.json's repetition_penalty is not applied"
         print(f"warning: {what}, as this engine has no penalties", file=sys.stderr, flush=True)
     settings, own = replace(settings, defaults=defaults), listen(address)

@@ -78,6 +78,7 @@ def test_text_is_what_plain_decoding_gives(
     assert bool(accepted) == bool(nextn)
 
 
+@pytest.mark.full
 def test_an_adaptive_engine(
     predictable_folder: Path, texts: list[list[list[int]]], build_engine: EngineBuilder
 ) -> None:

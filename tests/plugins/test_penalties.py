@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.accept_mixed import penalties as module
+from mtpbuild.plugins import penalties as module
 from mtpbuild.plugins.accept_mixed.op import accept_mixed
-from mtpbuild.plugins.accept_mixed.penalties import penalised, recorded
+from mtpbuild.plugins.penalties import penalised, recorded
 from mtpbuild.runtime.controls import GREEDY, Controls
 from tests.reference.sampling import edited
 from tests.support.acceptance_cases import BEGIN, CLOSE, END, SURE, A, B, Case, D, operands

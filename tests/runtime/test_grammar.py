@@ -27,7 +27,7 @@ from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 
-pytestmark = pytest.mark.xdist_group("server")  # it has the engine
+pytestmark = pytest.mark.xdist_group("tiny")  # it has the engine
 EOS, THINK, END_OF_THOUGHT, VOCABULARY = 1, 2, 3, 2048
 THINKING = replace(GREEDY, thinking=True, thinking_ids=(THINK, END_OF_THOUGHT), constrained=True)
 SCHEMA = {
@@ -272,7 +272,7 @@ with Engine.load(sys.argv[1]) as engine:
 
 def test_without_llguidance(tiny_engine: Callable[..., Path]) -> None:
     """An engine runs without it; a request that needs it says what to install."""
-    run = [sys.executable, "-c", WITHOUT, str(tiny_engine(3, max_batch=4))]
+    run = [sys.executable, "-c", WITHOUT, str(tiny_engine(3))]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert done.stdout == "structured_outputs need llguidance: pip install 'mtpbuild[serve]'\n"
 

@@ -24,7 +24,7 @@ from mtpbuild.runtime.server.server import Address, listen
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(find_spec("ray") is None, reason="pip install 'mtpbuild[ray]'"),
-    pytest.mark.xdist_group("server"),
+    pytest.mark.xdist_group("tiny"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def folder(tiny_engine: Callable[..., Path]) -> Path:
-    return tiny_engine(3, max_batch=4)
+    return tiny_engine(3)
 
 
 @pytest.fixture(scope="module")

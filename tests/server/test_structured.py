@@ -25,7 +25,7 @@ from mtpbuild.runtime.tokenizer import load_tokenizer
 from tests.support.invoke import invoke
 from tests.support.live_server import live
 
-pytestmark = pytest.mark.xdist_group("server")
+pytestmark = pytest.mark.xdist_group("tiny")
 MODEL = "deepseek-tiny"
 SUM: Any = [{"role": "user", "content": "What is 47 + 85?"}]
 CODE, TEXT = "def f(", "The dog"
@@ -50,7 +50,7 @@ BLOCK = replace(REJECTION, rejection_sample_method="block")
 
 @pytest.fixture(scope="module")
 def folder(tiny_engine: Callable[..., Path]) -> Path:
-    return tiny_engine(3, max_batch=4)
+    return tiny_engine(3)
 
 
 @pytest.fixture(scope="module")
