@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.server.app import make_app
-from mtpbuild.runtime.server.server import generation_defaults, read_key
+from mtpbuild.runtime.server.server import engine_defaults, read_key
 from mtpbuild.runtime.server.service import Service, Settings
 
 
@@ -71,7 +71,7 @@ class Replica:
             cors=arguments.allow_origin,
             thinking=not arguments.no_thinking_split,
             tool_parser=arguments.tool_call_parser,
-            defaults=generation_defaults(folder),
+            defaults=engine_defaults(folder),
         )
         self._service = Service(settings)
         self._service.start(

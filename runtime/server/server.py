@@ -74,15 +74,20 @@ def generation_defaults(folder: Path) -> dict[str, float | int]:
     return found
 
 
-def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> None:
-    """Serve until a signal. Raises what loading raises, and EngineError if the engine fails."""
+def engine_defaults(folder: Path) -> dict[str, float | int]:
+    """The model's settings that its engine can apply; says on standard error what it can't."""
     defaults = generation_defaults(folder)
     repetition = defaults.get("repetition_penalty", 1)
     if repetition != 1 and not can_penalise(read_manifest(folder)):
         del defaults["repetition_penalty"]
         what = "generation_config.json's repetition_penalty is not applied"
         print(f"warning: {what}, as this engine has no penalties", file=sys.stderr, flush=True)
-    settings, own = replace(settings, defaults=defaults), listen(address)
+    return defaults
+
+
+def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> None:
+    """Serve until a signal. Raises what loading raises, and EngineError if the engine fails."""
+    settings, own = replace(settings, defaults=engine_defaults(folder)), listen(address)
     if settings.log_requests:
         log = logging.getLogger("mtpbuild")
         log.addHandler(logging.StreamHandler())
