@@ -128,7 +128,8 @@ def weight_groups(engine: Path, config: ModelConfig) -> Counter[str]:
     routed = {weight.name for weight in table if weight.slices > 1}
     found: Counter[str] = Counter()
     for name, place in read_places(engine / WEIGHTS).items():
-        found[group(weight_of(name), routed)] += place.size
+        stored = name.removesuffix(".rows")  # plain experts of a CPU are stored by outputs
+        found[group(weight_of(stored), routed)] += place.size
     return found
 
 
