@@ -37,7 +37,7 @@ SETTLED, ENOUGH = 200, 1000  # requests until the memory's level is taken; to ju
 
 @dataclass
 class Tally:
-    """What happened."""
+    """Counts how requests ended, and keeps what was wrong."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)

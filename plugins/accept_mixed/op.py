@@ -175,7 +175,7 @@ def without_forbidden(logits: Tensor, constrained: Tensor, allowed: Tensor) -> T
     allows. Nothing is unpacked in a step where no slot has one.
     """
     operands = (logits, constrained, allowed)
-    return when(constrained.any(), _masked, _unmasked, operands)[0]
+    return when(constrained.any(), _masked, unchanged, operands)[0]
 
 
 def _masked(logits: Tensor, constrained: Tensor, allowed: Tensor) -> tuple[Tensor, ...]:
@@ -184,10 +184,6 @@ def _masked(logits: Tensor, constrained: Tensor, allowed: Tensor) -> tuple[Tenso
     free = (allowed[..., None] & bits) != 0
     free = free.flatten(-2)[..., : logits.shape[-1]] | ~constrained[:, None, None]
     return (torch.where(free, logits, -torch.inf),)
-
-
-def _unmasked(logits: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    return (logits.clone(),)
 
 
 def _drawn(
