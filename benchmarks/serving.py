@@ -1,23 +1,29 @@
 """Tokens per second and latencies over HTTP, at 1, 4, 8 and 16 users.
 
-python benchmarks/serving.py engines/tiny_n0_b8 engines/tiny_n3_b8
-python benchmarks/serving.py engines/tiny_n3_b8 --peer llama.cpp=http://127.0.0.1:8080
+python benchmarks/serving.py engines/tiny_n0_b8 engines/tiny_n3_b8 --llama-server f32
+python benchmarks/serving.py engines/tiny_n3_b8 --peer other=http://127.0.0.1:8080
 
 Each engine is served by `mtpbuild serve`; beside it stands what `Engine.stream` gives to one user.
-A peer is any server of OpenAI's API that runs already (`llama-server -np 8` of the same weights).
-All get the same greedy completions, streamed, a user's next one as soon as the last has ended.
+--llama-server runs llama.cpp's (tools/peers_env.sh compiles it) with --model's weights in that type
+and 8 slots. A peer is any server of OpenAI's API that runs already. All get the same greedy
+completions, streamed, a user's next one as soon as the last has ended. Servers take turns, round
+after round, each behind eight requests that are not counted; figures are the rounds' medians.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import os
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -25,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from script import run
 
+from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
 
 PROMPTS = (
@@ -38,6 +45,8 @@ PROMPTS = (
     "async def main():\n    await ",
 )
 PATIENCE = 300
+LLAMA, PEERS = "llama-server", Path(".venv-peers/bin")
+SLOTS, LENGTH = 8, 1024  # of llama-server; tokens of each slot
 
 
 @dataclass
@@ -68,6 +77,48 @@ def served(engine: Path) -> Iterator[str]:
             yield line.split()[-1]
         finally:
             process.terminate()
+
+
+def running(url: str) -> contextlib.AbstractContextManager[str]:
+    return contextlib.nullcontext(url)
+
+
+@contextlib.contextmanager
+def llama_server(weights: Path, slots: int, length: int) -> Iterator[str]:
+    """Start llama.cpp's server on a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command: list[str] = [str(PEERS / "llama-server"), "--model", str(weights), "--port", str(port)]
+    command += ["-np", str(slots), "--ctx-size", str(slots * length), "--threads", str(cores())]
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(10 * PATIENCE):
+                with contextlib.suppress(httpx2.HTTPError):
+                    if httpx2.get(f"{url}/health", trust_env=False).status_code == 200:
+                        break
+                if process.poll() is not None:
+                    sys.exit(f"llama-server ended with {process.returncode}")
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+
+
+def convert(model: str, kind: str, folder: Path) -> Path:
+    """A checkpoint as GGUF, with its tokenizer."""
+    if not (PEERS / "llama-server").exists():
+        sys.exit(f"no {PEERS / 'llama-server'}: run tools/peers_env.sh")
+    out = folder / f"{kind}.gguf"
+    script = Path(__file__).parent / "peer" / "gguf_file.py"
+    command = [PEERS / "python", script, find_model(model).folder, out, "--type", kind]
+    subprocess.run([*map(str, command), "--tokenizer"], check=True)
+    return out
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) -> None:
@@ -101,8 +152,11 @@ async def measure(url: str, users: int, requests: int, tokens: int) -> Load:
         for i in range(requests):
             await one(http, PROMPTS[(number + i) % len(PROMPTS)], tokens, load)
 
-    async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False) as http:
-        await one(http, PROMPTS[0], 8, Load(1))
+    # A connection for each request: llama-server closes some that it said it would keep.
+    limits = httpx2.Limits(max_keepalive_connections=0)
+    asking = httpx2.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False, limits=limits)
+    async with asking as http:
+        await asyncio.gather(*(one(http, prompt, 8, Load(1)) for prompt in PROMPTS))
         began = time.perf_counter()
         await asyncio.gather(*(user(http, number) for number in range(users)))
         load.seconds = time.perf_counter() - began
@@ -127,33 +181,85 @@ def quantile(values: list[float], share: float) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
 
 
+@dataclass
+class Server:
+    """One of those that take turns. direct: tokens per second of `Engine.stream`, per round."""
+
+    name: str
+    start: Callable[[], contextlib.AbstractContextManager[str]]
+    engine: Path | None = None
+    loads: dict[int, list[Load]] = field(default_factory=dict)  # by users
+    direct: list[float] = field(default_factory=list)
+
+    def rate(self, users: int) -> float:
+        return statistics.median(load.rate for load in self.loads[users])
+
+    def cells(self, users: int) -> Iterator[str]:
+        yield f"{self.rate(users):.0f}"
+        for kind in ("first", "between"):
+            for share in (0.5, 0.99):
+                seconds = (quantile(getattr(load, kind), share) for load in self.loads[users])
+                yield f"{1000 * statistics.median(seconds):.1f}"
+
+
+def table(servers: list[Server], users: list[int]) -> Table:
+    columns = ("server", "users", "tokens/s", "first token, ms: median", "p99")
+    grid = Table(*columns, "between pieces, ms: median", "p99")
+    for server in servers:
+        if server.direct:
+            rate = statistics.median(server.direct)
+            grid.add_row(f"{server.name}, Engine.stream", "1", f"{rate:.0f}")
+        for count in users:
+            grid.add_row(server.name, str(count), *server.cells(count))
+    return grid
+
+
+def ratios(servers: list[Server], users: list[int]) -> Iterator[str]:
+    """The aims' ratios: one user over `Engine.stream`, and every server over llama-server."""
+    for server in servers:
+        if server.direct and 1 in users:
+            share = server.rate(1) / statistics.median(server.direct)
+            yield f"{server.name}, one user over Engine.stream: {share:.2f} (aim 0.9)"
+    others = [server for server in servers if server.name.startswith(LLAMA)]
+    for other in others:
+        for server in (s for s in servers if s.engine):
+            told = ", ".join(f"{n}: {server.rate(n) / other.rate(n):.2f}" for n in users)
+            yield f"{server.name} over {other.name}, by users: {told} (aim 1.5 at 8)"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engines", nargs="*", type=Path)
     parser.add_argument("--peer", action="append", default=[], help="NAME=URL")
+    parser.add_argument("--llama-server", action="append", default=[], choices=("f32", "q8_0"))
+    parser.add_argument("--model", default="deepseek-tiny", help="weights of --llama-server")
     parser.add_argument("--users", default="1,4,8,16")
     parser.add_argument("--requests", type=int, default=4, help="of each user")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    columns = ("server", "users", "tokens/s", "first token, ms: median", "p99")
-    table = Table(*columns, "between pieces, ms: median", "p99")
-
-    def add(name: str, url: str) -> None:
-        for users in map(int, arguments.users.split(",")):
-            load = asyncio.run(measure(url, users, arguments.requests, arguments.tokens))
-            times = [quantile(v, q) for v in (load.first, load.between) for q in (0.5, 0.99)]
-            row = (f"{load.rate:.0f}", *(f"{1000 * seconds:.1f}" for seconds in times))
-            table.add_row(name, str(users), *row)
-
-    for engine in arguments.engines:
-        rate = direct(engine, arguments.requests, arguments.tokens)
-        table.add_row(f"{engine.name}, Engine.stream", "1", f"{rate:.0f}")
-        with served(engine) as url:
-            add(engine.name, url)
-    for peer in arguments.peer:
-        name, _, url = peer.partition("=")
-        add(name, url)
-    Console().print(table)
+    users = [int(count) for count in arguments.users.split(",")]
+    servers = [Server(path.name, partial(served, path), path) for path in arguments.engines]
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in arguments.llama_server:
+            weights = convert(arguments.model, kind, Path(folder))
+            servers.append(Server(f"{LLAMA} {kind}", partial(llama_server, weights, SLOTS, LENGTH)))
+        for peer in arguments.peer:
+            name, _, url = peer.partition("=")
+            servers.append(Server(name, partial(running, url)))
+        for _ in range(arguments.rounds):
+            for server in servers:
+                if server.engine:
+                    rate = direct(server.engine, arguments.requests, arguments.tokens)
+                    server.direct.append(rate)
+                with server.start() as url:
+                    for count in users:
+                        work = measure(url, count, arguments.requests, arguments.tokens)
+                        server.loads.setdefault(count, []).append(asyncio.run(work))
+    console = Console()
+    console.print(table(servers, users))
+    for line in ratios(servers, users):
+        console.print(line)
 
 
 if __name__ == "__main__":

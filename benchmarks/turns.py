@@ -3,8 +3,9 @@
 python benchmarks/turns.py engines/tiny_n3_b8
 
 Prompts of 1,500 tokens arrive one behind the other, beside one request that runs all the time. The
-99th percentile of the time between two of its steps must stay under the time of one chunk and 1.5
-steps of the full batch; both are measured in the same run, by their medians. Exit code 1 if not.
+99th percentile of the time between two of its steps must stay under that of one chunk, and 1.5
+median steps of the full batch; all are measured in the same run. Exit code 1 if not. A prompt's
+last chunks attend to all that came before, so they take longer than the median one.
 """
 
 import argparse
@@ -81,13 +82,19 @@ def main() -> None:
             next(running)
         between = [after - before for before, after in itertools.pairwise(gaps.at)]
     chunk, step = (statistics.median(timed.seconds[name]) for name in ("prefill", "step"))
-    late = statistics.quantiles(between, n=100)[98]
+    longest, late = (last_percent(values) for values in (timed.seconds["prefill"], between))
+    bound = longest + 1.5 * step
+    median = 1000 * statistics.median(between)
     print(
-        f"chunk {1000 * chunk:.1f} ms, step {1000 * step:.1f} ms, between two steps: median "
-        f"{1000 * statistics.median(between):.1f} ms, p99 {1000 * late:.1f} ms, "
-        f"bound {1000 * (chunk + 1.5 * step):.1f} ms"
+        f"chunk: median {1000 * chunk:.1f} ms, p99 {1000 * longest:.1f} ms; step {1000 * step:.1f} "
+        f"ms; between two steps: median {median:.1f} ms, p99 {1000 * late:.1f} ms, "
+        f"bound {1000 * bound:.1f} ms"
     )
-    sys.exit(late > chunk + 1.5 * step)
+    sys.exit(late > bound)
+
+
+def last_percent(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Writes a DeepSeek-V3-class checkpoint as GGUF, for llama.cpp's `deepseek2` architecture.
 
-    python gguf_file.py CHECKPOINT OUT [--type f32|q8_0]
+    python gguf_file.py CHECKPOINT OUT [--type f32|q8_0] [--tokenizer]
 
-Needs `gguf` and `safetensors`; no torch, no mtpbuild. Without the vocabulary: token ids only.
+Needs `gguf`; no torch, no mtpbuild. Without --tokenizer the file knows token ids only; with it a
+server can read and write text, cut up by GPT-2's pattern, which is not quite the model's own.
 Without the MTP modules: llama.cpp runs one of them at most, and only in its server.
 """
 
@@ -92,11 +93,35 @@ def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
             )
 
 
-def convert(folder: Path, out: Path, kind: str) -> None:
+def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """The byte-level BPE of tokenizer.json."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+    ids = vocabulary | {token["content"]: token["id"] for token in added}
+    special = {token["id"] for token in added if token["special"]}
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(ids, key=ids.__getitem__))
+    writer.add_token_types(
+        [kinds.CONTROL if i in special else kinds.NORMAL for i in sorted(ids.values())]
+    )
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(True)
+
+
+def convert(folder: Path, out: Path, kind: str, *, tokenizer: bool = False) -> None:
     """Matrices in `kind`; norms, biases and the router in fp32, as llama.cpp wants them."""
     c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(out, "deepseek2")
     write_keys(writer, c)
+    if tokenizer:
+        write_tokenizer(writer, folder)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     wanted = gguf.GGMLQuantizationType[kind.upper()]
     for name, values in tensors(c, open_tensors(folder)):
         values = np.ascontiguousarray(values, np.float32)
@@ -116,8 +141,9 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--type", choices=("f32", "q8_0"), default="f32")
+    parser.add_argument("--tokenizer", action="store_true")
     arguments = parser.parse_args()
-    convert(arguments.checkpoint, arguments.out, arguments.type)
+    convert(arguments.checkpoint, arguments.out, arguments.type, tokenizer=arguments.tokenizer)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What llama.cpp asks of a GGUF file for a model: its architecture, keys, tensors and shapes.
 
-`deepseek2` is DeepSeek-V3's class, `qwen2` the trunk of MiMo. No vocabulary: token ids only. No MTP
-modules: llama.cpp runs one of them at most, and only in its server. Shapes are NumPy's, the reverse
-of ggml's. Nothing here needs `gguf`.
+`deepseek2` is DeepSeek-V3's class, `qwen2` the trunk of MiMo. No MTP modules: llama.cpp runs one of
+them at most, and only in its server. Shapes are NumPy's, the reverse of ggml's. Nothing here needs
+`gguf`.
 """
 
 from typing import Any
@@ -25,7 +25,6 @@ def architecture(c: Config) -> str:
 def write_keys(writer: Any, c: Config) -> None:
     """writer: a gguf.GGUFWriter."""
     writer.add_vocab_size(c["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
     writer.add_block_count(c["num_hidden_layers"])

@@ -71,6 +71,7 @@ def write(c: dict[str, Any], out: Path, wanted: str) -> dict[str, int]:
     """Bytes of each tensor."""
     writer = gguf.GGUFWriter(out, architecture(c))
     write_keys(writer, c)
+    writer.add_tokenizer_model("no_vocab")
     wanted_shapes = shapes(c)
     kinds = {name: kind_of(name, shape, wanted) for name, shape in wanted_shapes.items()}
     sizes = {name: nbytes(shape, kinds[name]) for name, shape in wanted_shapes.items()}

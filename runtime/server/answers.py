@@ -178,6 +178,7 @@ class Answer:
             "queue_time_ms": 1000 * (told.queue_s or 0.0),
             "mean_itl_ms": 1000 * decode / (steps - 1) if steps > 1 else None,
             "tokens_per_second": told.tokens_per_s,
+            "forced_tokens": told.forced_tokens,
             "speculative_decoding": asdict(told.speculative_decoding),
         }
 

@@ -48,7 +48,9 @@ class Listener(uvicorn.Server):
 def listen(address: Address) -> socket.socket:
     """The socket; raises UsageError if it can't be had."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    own = socket.socket(family)
+    # asyncio switches off delays of small writes only for sockets that say TCP here; those that are
+    # accepted take it over.
+    own = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         own.bind((address.host, address.port))

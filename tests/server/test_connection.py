@@ -1,5 +1,6 @@
 """Connections that are too slow, too long or no HTTP; over sockets, as no client would do it."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.server.server import Address, listen
 from mtpbuild.runtime.server.service import Settings
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 from tests.support.live_server import Live, live
@@ -110,6 +112,27 @@ def test_a_connection_that_is_used_again(server: Live) -> None:
             assert answer(own).startswith(b"HTTP/1.1 200 ")
         own.sendall(HEAD)
         assert refused(rest(own), 408)
+
+
+def test_small_pieces_are_not_held_back() -> None:
+    """Else a stream's next piece waits until the client has confirmed the last one, up to 40 ms."""
+
+    async def accepted() -> int:
+        told = asyncio.get_running_loop().create_future()
+
+        class Asked(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                own = transport.get_extra_info("socket")
+                told.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+        with listen(Address("127.0.0.1", 0, 0.0)) as own:
+            listener = await asyncio.get_running_loop().create_server(Asked, sock=own)
+            async with listener:
+                _, writer = await asyncio.open_connection(*own.getsockname())
+                with contextlib.closing(writer):
+                    return int(await told)
+
+    assert asyncio.run(accepted()) == 1
 
 
 def test_a_body_has_its_own_time(server: Live) -> None:

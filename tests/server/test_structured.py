@@ -248,6 +248,8 @@ def test_parse(client: openai.OpenAI) -> None:
         assert isinstance(choice.message.parsed, Animal)
         assert choice.message.model_extra is not None
         assert choice.message.model_extra["reasoning"], "it has thought before"
+        assert answer.model_extra is not None
+        assert answer.model_extra["metrics"]["forced_tokens"] > 0
 
 
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
