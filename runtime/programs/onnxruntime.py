@@ -97,8 +97,13 @@ class OnnxPrograms(HostSlots):
         self._folder, self._threads, self._provider = folder, threads, provider
         names = [name for name in self._programs if not name.startswith(MIXED)]
         self._trunk = [name for name in names if is_trunk(name)]
+        # Heads take twice their memory while they are packed: they go before the main model, so
+        # that this is no peak on top of everything.
+        first = [name for name in names if name not in self._trunk]
+        self._sessions = dict[str, Any]()
         with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
-            self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
+            for some in (first, self._trunk):
+                self._sessions |= zip(some, pool.map(self._session, some), strict=True)
         self._slots = 0  # of the last step; from there on both copies are equal
         self._start = np.zeros(self._batch, np.int64)  # of each slot's window in a step
         self._windows = dict[int, NDArray[Any]]()  # of a step, as the trunk takes them, by T

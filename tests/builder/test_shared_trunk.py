@@ -131,6 +131,25 @@ def test_one_copy_of_the_weights(predictable_folder: Path, build_engine: EngineB
     assert sum(count == 2 for count in copies(inline).values()) >= len(trunk) - 3
 
 
+def test_heads_are_loaded_before_the_main_model(
+    predictable_folder: Path, build_engine: EngineBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What packs most for a moment does it while little else is in memory."""
+    engine = build_engine(predictable_folder, 3, "mtp-vanilla", max_batch=3, **SHARED)
+    begun, load = list[str](), OnnxPrograms._session
+
+    def noted(programs: OnnxPrograms, program: str) -> object:
+        begun.append(program)
+        return load(programs, program)
+
+    monkeypatch.setattr(OnnxPrograms, "_session", noted)
+    Engine.load(engine).close()
+    trunk = trunk_of(engine)
+    assert len(trunk) > 1
+    assert set(begun[: -len(trunk)]) == {"prefill", "decode"}
+    assert set(begun[-len(trunk) :]) == set(trunk)
+
+
 @pytest.fixture(scope="module")
 def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
