@@ -107,13 +107,24 @@ Rewrite = Callable[[torch.fx.Node], tuple[tuple[Any, ...], dict[str, Any]]]
 def _reshape(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the `reshape` that a node amounts to.
 
-    Of the sizes that vary, the last is left to the operator; the others are the operand's own.
+    Of the sizes that vary, the last is left to the operator. The others are said by `unflatten`, or
+    are the operand's own.
     """
     operand, sizes = node.args[0], [*node.meta["val"].shape]
     assert isinstance(operand, torch.fx.Node)
     own = [*operand.meta["val"].shape]
     varying = [axis for axis, size in enumerate(sizes) if not isinstance(size, int)]
+    said = dict[int, torch.fx.Node]()
+    if node.target is aten.unflatten.int:
+        _, first, parts = node.args
+        assert isinstance(first, int)
+        assert isinstance(parts, list)
+        places = enumerate(parts, first % len(own))
+        said = {axis: size for axis, size in places if isinstance(size, torch.fx.Node)}
     for axis in varying[:-1]:
+        if axis in said:
+            sizes[axis] = said[axis]
+            continue
         with node.graph.inserting_before(node):
             place = operand, own.index(sizes[axis])
             size = node.graph.call_function(aten.sym_size.int, place)

@@ -161,7 +161,7 @@ def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_projections_by_head(quantizable: Path, build_engine: EngineBuilder) -> None:
     """With integer products `kv_b_proj` is int8 too, in blocks along what each head reads."""
-    engine = build_engine(quantizable, 1, weights="int4", **SHARED)
+    engine = build_engine(quantizable, 1, weights="int4", max_batch=3, **SHARED)
     assert read_manifest(engine).build.block_size == 32
     config = load_config(quantizable)
     assert isinstance(config, DeepseekV3Config)
