@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.targets import load_target
 from on_gpu.machine import Machine, Row, difference, microseconds
 from on_gpu.parts import (
     MTP_CACHE,
@@ -33,7 +34,7 @@ SETS = 4  # of operands: other tokens choose other experts
 
 def r1_slice(case: Slice, machine: Machine, compiled: bool) -> Iterator[Row]:
     """Parts, then steps of the whole model that they add up to, then the slice's own step."""
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, load_target("inductor").compiling():
         bench = Bench(case, machine, compiled, Path(scratch))
         found: dict[tuple[str, int], Row] = {}
         for part in needed(bench):
