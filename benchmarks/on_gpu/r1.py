@@ -5,6 +5,7 @@ There is no other rank here: all-reduces and the gathering of logits are in no f
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,8 @@ SETS = 4  # of operands: other tokens choose other experts
 
 def r1_slice(case: Slice, machine: Machine, compiled: bool) -> Iterator[Row]:
     """Parts, then steps of the whole model that they add up to, then the slice's own step."""
-    with tempfile.TemporaryDirectory() as scratch, load_target("inductor").compiling():
+    sharing = load_target("inductor").compiling() if compiled else nullcontext()
+    with tempfile.TemporaryDirectory() as scratch, sharing:
         bench = Bench(case, machine, compiled, Path(scratch))
         found: dict[tuple[str, int], Row] = {}
         for part in needed(bench):
