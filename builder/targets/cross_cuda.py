@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +31,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.targets.capability import GPUS, CudaGpu, architecture
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, MtpbuildError
 from mtpbuild.runtime.manifest import CrossCompiled
 
 # What would measure on the GPU, or compute there while compiling.
@@ -94,8 +95,8 @@ def headers() -> Path:
     )
 
 
-def without_values(exported: ExportedProgram) -> dict[str, Any]:
-    """Turn weights, constants and examples into fake tensors, in place; returns what they were."""
+def without_values(exported: ExportedProgram) -> None:
+    """Turn weights, constants and examples into fake tensors, in place."""
     nodes = (node.meta.get("val") for node in exported.graph.nodes)
     mode = next(value.fake_mode for value in nodes if isinstance(value, FakeTensor))
 
@@ -103,27 +104,35 @@ def without_values(exported: ExportedProgram) -> dict[str, Any]:
         known = isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor)
         return value if known else mode.from_tensor(value, static_shapes=True)
 
-    before = {**exported.constants, **exported.state_dict}
     for values in (exported.state_dict, exported.constants):
         values.update({name: fake(value) for name, value in values.items()})
     exported._example_inputs = pytree.tree_map(fake, exported.example_inputs)
-    return before
 
 
 @contextlib.contextmanager
 def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
     """Let AOTInductor compile for a GPU of that compute capability; all is undone behind it.
 
-    scratch: where the headers and the libraries to link with are put; it must live as long.
+    scratch: where the headers and the libraries to link with are put; it must live as long. Raises
+    BuildError for what goes wrong in the compiler: another version may ask a GPU other things.
     """
     gpu = GPUS[capability]
     with contextlib.ExitStack() as undo:
-        _no_device_guard(scratch)
+        _no_device_guard()
         undo.callback(_forget_answers)
         for owner, name, value in _answers(gpu, capability, _cuda_home(scratch)):
             _replace(undo, owner, name, value)
         _forget_answers()
-        yield
+        try:
+            yield
+        except MtpbuildError:
+            raise
+        except Exception as error:
+            what = str(error).strip().partition("\n")[0]
+            raise BuildError(
+                f"torch {torch.__version__} can't compile for {info(capability).architecture} "
+                f"without a GPU ({type(error).__name__}: {what}); build on the GPU's machine"
+            ) from error
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -300,20 +309,21 @@ def _forget_answers() -> None:
                 function.cache_clear()
 
 
-def _no_device_guard(scratch: Path) -> None:
+@functools.cache
+def _no_device_guard() -> None:
     """Let operators on fake CUDA tensors switch to their device: there is nothing to switch.
 
     It stays for the process. PyTorch with CUDA has a guard, and does this itself without a GPU.
     """
-    if torch.backends.cuda.is_built() or getattr(_no_device_guard, "loaded", False):
+    if torch.backends.cuda.is_built():
         return
-    source, library = scratch / "guard.cpp", scratch / "guard.so"
-    source.write_text(GUARD)
-    torch_folder = Path(torch.__file__).parent
-    options = ("-shared", "-fPIC", "-std=c++20", "-w", f"-I{torch_folder / 'include'}")
-    _run(*options, str(source), "-o", str(library), f"-L{torch_folder / 'lib'}", "-lc10")
-    ctypes.CDLL(str(library))
-    _no_device_guard.loaded = True  # type: ignore[attr-defined]
+    place = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as scratch:
+        source, library = Path(scratch) / "guard.cpp", Path(scratch) / "guard.so"
+        source.write_text(GUARD)
+        options = ("-shared", "-fPIC", "-std=c++20", "-w", f"-I{place / 'include'}")
+        _run(*options, str(source), "-o", str(library), f"-L{place / 'lib'}", "-lc10")
+        ctypes.CDLL(str(library))
 
 
 def _cuda_home(scratch: Path) -> Path:

@@ -32,7 +32,8 @@ class Compiled:
 
     case: str
     program: str
-    calls: dict[str, int] = field(default_factory=dict)  # of a step, by kernel or operator
+    kernels: dict[str, int] = field(default_factory=dict)  # launches of a call of the program
+    operators: dict[str, int] = field(default_factory=dict)  # PyTorch's, that it calls: cuBLAS ..
     architectures: dict[str, int] = field(default_factory=dict)  # cubins by what they are for
     needed: list[str] = field(default_factory=list)  # libraries that the program names
     unresolved: list[str] = field(default_factory=list)  # symbols that this PyTorch does not have
@@ -40,13 +41,17 @@ class Compiled:
     fresh: list[str] = field(default_factory=list)  # kernels that Triton compiled
     known: list[str] = field(default_factory=list)  # that it found compiled
 
+    @property
+    def calls(self) -> int:
+        return sum(self.kernels.values()) + sum(self.operators.values())
 
-def calls_of(wrapper: str) -> Counter[str]:
+
+def count_calls(wrapper: str, into: Compiled) -> None:
     """Count launches and operators in a program's C++: there are no branches and no loops in it."""
     body = wrapper[wrapper.index("::run_impl(") :]
-    calls = re.findall(r"^\s*call_(\w+)\(", body, re.M)
-    operators = re.findall(r"\baoti_torch_(?:cpu|cuda)_(\w+)\(", body)
-    return Counter([re.sub(r"_\d+$", "", call) for call in calls] + operators)
+    kernels = re.findall(r"^\s*call_(\w+)\(", body, re.M)
+    into.kernels = dict(Counter(re.sub(r"_\d+$", "", kernel) for kernel in kernels))
+    into.operators = dict(Counter(re.findall(r"\baoti_torch_(?:cpu|cuda)_(\w+)\(", body)))
 
 
 def read_package(path: Path, into: Compiled) -> None:
@@ -189,7 +194,8 @@ def main(folder: Path, *cases: str) -> None:
     knobs.compilation.listener = listen
 
     def tell(case: str, path: Path) -> None:
-        found = Compiled(case, path.stem, dict(calls_of(wrappers.pop(0))))
+        found = Compiled(case, path.stem)
+        count_calls(wrappers.pop(0), found)
         found.fresh = sorted(name for name, hit in triton if not hit)
         found.known = sorted(name for name, hit in triton if hit)
         if path.exists():
