@@ -63,10 +63,8 @@ fast_random_decomps.cache_clear()  # the table that compiling takes, if somethin
 
 def check(plan: Plan) -> None:
     """Raise BuildError unless this machine can compile the plan."""
-    on_gpu = bool(plan.compute_capabilities)
-    if crosses(plan):
-        cross_cuda.check()
-    if not on_gpu and this_machine() != HARDWARE:
+    on_gpu, cross = bool(plan.compute_capabilities), crosses(plan)
+    if (cross or not on_gpu) and this_machine() != HARDWARE:
         raise BuildError(f"target inductor builds on an {HARDWARE}, this is an {this_machine()}")
     if MARCH not in options(on_gpu) and not on_gpu:
         raise BuildError(
@@ -83,6 +81,8 @@ def check(plan: Plan) -> None:
         )
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
+    if cross:
+        cross_cuda.check()
 
 
 def options(on_gpu: bool, known: Any = inductor_config) -> dict[str, Any]:
@@ -225,10 +225,9 @@ def _write_constants(
     values: as they were before the program was moved to its device.
     """
     exported = traced.exported
-    named = {**exported.constants, **exported.state_dict} | values
     own = {
-        name: value
-        for name, value in named.items()
+        name: values.get(name, value)
+        for name, value in {**exported.constants, **exported.state_dict}.items()
         if isinstance(value, torch.Tensor) and name.removeprefix("model.") not in weights
     }
     assert not any(isinstance(value, FakeTensor) for value in own.values()), "they have values"
