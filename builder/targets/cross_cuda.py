@@ -6,7 +6,7 @@ the compile-time run of each kernel, which here only compiles it. Weights and ex
 tensors (`without_values`). The library is linked with stand-ins for NVIDIA's driver and for
 PyTorch's CUDA library, which hold the names that their headers declare and no code.
 
-Tried with torch 2.13 and Triton 3.9; names that another version lacks are left alone.
+Tried with torch 2.13 and Triton 3.9. PyTorch 2.11 asks by the same names (they were read, not run).
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
@@ -168,6 +169,7 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
 
     # As on a machine without a GPU: nothing is put onto one while tracing.
     yield FakeTensorMode, "avoid_device_init", True
+    yield fake_tensor, "init_gpu_context", functools.partial(_answer, None)
     # Fake weights have no address, by which equal ones are told.
     yield graph, "is_same_tensor", lambda a, b: a is b
     yield select_algorithm.AlgorithmSelectorCache, "generate_example_value", staticmethod(_on_meta)
@@ -267,12 +269,11 @@ def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
 
     class Absent(CudaDriver):  # type: ignore[misc]
         def __init__(self) -> None:  # the driver's own opens libcuda
-            # A loaded kernel: module, function, registers, spills, threads of a block.
-            loaded = object(), object(), None, 0, 1024
+            # Module (none is there to unload), function, registers, spills, threads of a block.
+            loaded = None, object(), None, 0, 1024
             self.utils = SimpleNamespace(
                 get_device_properties=lambda device: properties,
                 load_binary=lambda *kernel: loaded,
-                unload_module=lambda module: None,
             )
             self.launcher_cls = lambda source, metadata: _never
 

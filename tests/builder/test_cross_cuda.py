@@ -57,6 +57,7 @@ def compiled(folder: Path, *cases: str) -> list[Compiled]:
         [*command, *cases], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "Exception" not in done.stderr, "nothing is unloaded from a GPU at the end"
     return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
