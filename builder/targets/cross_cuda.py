@@ -6,7 +6,8 @@ the compile-time run of each kernel, which here only compiles it. Weights and ex
 tensors (`without_values`). The library is linked with stand-ins for NVIDIA's driver and for
 PyTorch's CUDA library, which hold the names that their headers declare and no code.
 
-Tried with torch 2.13 and Triton 3.9. PyTorch 2.11 asks by the same names (they were read, not run).
+Tried with torch 2.13 and Triton 3.9. PyTorch 2.11, 2.12 and 2.14 have the same names; they were
+read, not run.
 """
 
 import contextlib

@@ -15,6 +15,7 @@ import pytest
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.targets import cross_cuda, lower_inductor
+from mtpbuild.builder.targets.capability import GPUS
 from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.manifest import read_manifest
@@ -189,7 +190,7 @@ def plan(capability: str | None) -> Plan:
     config = make_model(num_hidden_layers=1, num_nextn_predict_layers=1).config
     return Plan(
         config,
-        *(1, "mtp-eagle", 1, 64, 8),  # type: ignore[arg-type]
+        *(1, "mtp-eagle", 1, 64, 8),
         TARGET.style(options, config),
         compute_capabilities=("9.0",),
         options=options,
@@ -211,6 +212,15 @@ def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         lower_inductor.check(plan("sm90"))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     lower_inductor.check(plan("sm90"))
+
+
+def test_this_torch_asks_by_these_names(tmp_path: Path) -> None:
+    """A name that is gone would be answered to nobody; some are in PyTorch with CUDA alone."""
+    with_cuda = {"_cuda_getCurrentRawStream", "_empty_strided_cuda"}
+    answers = list(cross_cuda._answers(GPUS["9.0"], "9.0", tmp_path))
+    assert len(answers) > 25
+    absent = {name for owner, name, _ in answers if not hasattr(owner, name)}
+    assert absent <= with_cuda
 
 
 def test_what_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

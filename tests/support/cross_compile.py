@@ -18,6 +18,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((program, plan) for program in make_programs(plan, lowered)[1:2])
         return
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from on_gpu import parts as on_gpu
-    from on_gpu import slices
-
+    on_gpu, slices = import_module("on_gpu.parts"), import_module("on_gpu.slices")
     case = slices.r1_share(8, (3,)) if model == "r1" else slices.small((3,))
     few = {"num_hidden_layers": 2, "moe_layers": (False, True, True)}
     config = replace(case.config, **few)
@@ -173,7 +172,7 @@ def main(folder: Path, *cases: str) -> None:
     torch.set_num_threads(1)
     lower_inductor.OPTIONS["aot_inductor.compile_wrapper_opt_level"] = "O0"  # soon
     wrappers, triton = list[str](), list[tuple[str, bool]]()
-    whole = torch._inductor.aot_compile
+    whole: Any = torch._inductor.aot_compile
 
     def keep(*given: Any, **more: Any) -> Any:
         files = whole(*given, **more)
@@ -188,7 +187,7 @@ def main(folder: Path, *cases: str) -> None:
         raise EnoughError
 
     if kernels_only := "--kernels-only" in cases:
-        AotCodeCompiler.compile = write
+        AotCodeCompiler.compile = write  # type: ignore[method-assign, assignment]
         os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")  # to look into
     torch._inductor.aot_compile = keep
     knobs.compilation.listener = listen
