@@ -147,7 +147,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
         if crosses(plan):  # the host that has the GPU is not this machine either
             asked |= options(on_gpu=False) | known_options(cross_cuda.OPTIONS)
         package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, asked))
-    _write_constants(traced, values, weights, folder)
+    _write_constants(traced, weights, folder, values)
     return file
 
 
@@ -218,12 +218,16 @@ def _compile(
 
 
 def _write_constants(
-    traced: Traced, values: Mapping[str, Any], weights: Mapping[str, Placed], folder: Path
+    traced: Traced,
+    weights: Mapping[str, Placed],
+    folder: Path,
+    values: Mapping[str, Any] | None = None,
 ) -> None:
     """What a program reads and no checkpoint holds, such as the rotary frequencies.
 
-    values: as they were before the program was moved to its device.
+    values: as they were before the program was moved to its device, if it was.
     """
+    values = values or {}
     exported = traced.exported
     own = {
         name: values.get(name, value)
