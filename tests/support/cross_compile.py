@@ -55,7 +55,7 @@ def count_calls(wrapper: str, into: Compiled) -> None:
     into.operators = dict(Counter(re.findall(r"\baoti_torch_(?:cpu|cuda)_(\w+)\(", body)))
 
 
-def read_package(path: Path, into: Compiled) -> None:
+def read_package(path: Path, into: Compiled, scratch: Path) -> None:
     """Look into a .pt2 file: the kernels' architectures, what the library wants of others."""
     with zipfile.ZipFile(path) as package:
         names = package.namelist()
@@ -63,7 +63,7 @@ def read_package(path: Path, into: Compiled) -> None:
         (library,) = (name for name in names if name.endswith(".so"))
         (metadata,) = (name for name in names if name.endswith("wrapper_metadata.json"))
         into.isa = json.loads(package.read(metadata))["AOTI_CPU_ISA"]
-        extracted = Path(package.extract(library, path.parent / "extracted"))
+        extracted = Path(package.extract(library, scratch))
     into.architectures = dict(Counter(map(architecture, cubins)))
     dynamic = subprocess.check_output(["readelf", "-d", extracted], text=True)
     into.needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
@@ -198,7 +198,7 @@ def main(folder: Path, *cases: str) -> None:
         found.fresh = sorted(name for name, hit in triton if not hit)
         found.known = sorted(name for name, hit in triton if hit)
         if path.exists():
-            read_package(path, found)
+            read_package(path, found, folder / "extracted")
         else:
             cubins = (folder / "triton").rglob("*.cubin")
             found.architectures = dict(Counter(architecture(f.read_bytes()) for f in cubins))
@@ -211,7 +211,7 @@ def main(folder: Path, *cases: str) -> None:
         options = InductorOptions(device="cuda", dtype=dtype, compute_capability=gpu)
         if model not in ("small", "r1", "rank"):
             for path in engine(model, folder, options):
-                tell(case, path)
+                tell(case, path)  # with the kernels of all its programs
             continue
         place = folder / case.replace("/", "_").replace(" ", "_")
         place.mkdir()
