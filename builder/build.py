@@ -135,7 +135,7 @@ def make_programs(
             return traced.spec(job.target.lower(traced, places, first))
 
     # Graphs are cycles that live on: looking for garbage would be a tenth of the time.
-    with no_garbage_collection():
+    with no_garbage_collection(), job.target.compiling():
         programs = {
             program.name: once(program.name, building, partial(compile_one, program))
             for program in model.programs(plan)

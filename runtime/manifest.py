@@ -120,6 +120,14 @@ class BuildInfo(_Record):
         return self.max_batch * self.ranks.serving
 
 
+class CrossCompiled(_Record):
+    """How an engine was compiled on a machine without its GPU: it was not loaded there."""
+
+    architecture: str  # of its kernels, such as sm_90
+    assumed: str  # the GPU whose properties the compiler was told
+    left_out: tuple[str, ...]  # of what compiling on the GPU does
+
+
 class TargetInfo(_Record):
     """The target and machine that it was compiled for."""
 
@@ -127,6 +135,7 @@ class TargetInfo(_Record):
     hardware: str
     versions: dict[str, str]
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that an engine runs on, such as 12.0
+    cross_compiled: CrossCompiled | None = None  # None: on a machine that it runs on
 
     @field_validator("name")
     @classmethod

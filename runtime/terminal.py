@@ -21,6 +21,7 @@ from mtpbuild.runtime.manifest import (
     HASH_LIMIT,
     BuildInfo,
     Manifest,
+    TargetInfo,
     TensorSpec,
     ranks_here,
 )
@@ -165,9 +166,20 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "caches": f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none",
         "prefill chunk": str(build.prefill_chunk),
         "target": f"{target.name} on {target.hardware} ({versions})",
+        **_cross(target),
         "capabilities": ", ".join(f"{k}: {' '.join(v)}" for k, v in manifest.capabilities.items()),
         "built by": f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}",
         "size": f"{size / 1e6:,.1f} MB, all files present, {checked} as built",
+    }
+
+
+def _cross(target: TargetInfo) -> dict[str, str]:
+    """What an engine lacks that was compiled without its GPU."""
+    if (cross := target.cross_compiled) is None:
+        return {}
+    return {
+        "cross-compiled": f"for {cross.architecture} on a machine without a GPU, not loaded yet; "
+        f"the compiler was told of a {cross.assumed}; left out: {', '.join(cross.left_out)}"
     }
 
 

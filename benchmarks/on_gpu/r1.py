@@ -5,6 +5,7 @@ There is no other rank here: all-reduces and the gathering of logits are in no f
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.targets import load_target
 from on_gpu.machine import Machine, Row, difference, microseconds
 from on_gpu.parts import (
     MTP_CACHE,
@@ -33,7 +35,8 @@ SETS = 4  # of operands: other tokens choose other experts
 
 def r1_slice(case: Slice, machine: Machine, compiled: bool) -> Iterator[Row]:
     """Parts, then steps of the whole model that they add up to, then the slice's own step."""
-    with tempfile.TemporaryDirectory() as scratch:
+    sharing = load_target("inductor").compiling() if compiled else nullcontext()
+    with tempfile.TemporaryDirectory() as scratch, sharing:
         bench = Bench(case, machine, compiled, Path(scratch))
         found: dict[tuple[str, int], Row] = {}
         for part in needed(bench):

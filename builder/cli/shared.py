@@ -33,12 +33,20 @@ class RankFlags:
 
 
 def make_target_flags() -> type[Any]:
-    """A group of every target's options; each target has its own panel in the help."""
+    """A group of every target's options; each target has its own panel in the help.
+
+    An option of several targets is in the panel of the first, with what all of them say of it.
+    """
     found: dict[str, tuple[str, Any, Any]] = {}
     for target in all_targets():
         hints, panel = get_type_hints(target.Options), {"panel": f"Target {target.name}"}
         for option in fields(target.Options):
-            shown = field(default=option.default, metadata=option.metadata | panel)
+            said = option.metadata | panel
+            if option.name in found:
+                first = found[option.name][2].metadata
+                both = f"{first['help']} Target {target.name}: {option.metadata['help']}"
+                said = first | {"help": both}
+            shown = field(default=option.default, metadata=said)
             found[option.name] = option.name, hints[option.name], shown
     return make_dataclass("TargetFlags", found.values(), frozen=True, kw_only=True)
 

@@ -1,9 +1,11 @@
 """Target inductor: AOTInductor packages for a CPU or an NVIDIA GPU, also of several ranks."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checks import needs
+from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
@@ -21,6 +23,9 @@ DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow
 class InductorOptions:
     device: str = flag("cpu", "cpu or cuda.")
     dtype: str = flag("float32", "Of weights and caches: float32 or bfloat16.")
+    compute_capability: str | None = flag(
+        None, "With --device cuda, of a GPU that need not be here: sm80, sm90, sm100 or sm120."
+    )
 
 
 class Inductor(Target):
@@ -37,6 +42,7 @@ class Inductor(Target):
         ):
             if value not in known:
                 raise UsageError(f"{name} {value} is unknown; supported: {', '.join(known)}")
+        check_capability(options)
         if options.dtype != "float32" and request.ranks.tp > 1:
             raise UsageError(f"--dtype {options.dtype} is for one rank: --tp works in float32")
         if options.device != "cpu" and request.ranks.attention_dp:
@@ -47,9 +53,11 @@ class Inductor(Target):
     def compute_capabilities(
         self, request: "BuildRequest", options: InductorOptions
     ) -> tuple[str, ...]:
-        """The one of this machine's GPU, on which AOTInductor compiles."""
+        """The one that was said, or that of this machine's GPU."""
         if options.device == "cpu":
             return ()
+        if options.compute_capability is not None:
+            return (dotted(options.compute_capability),)
         with needs("build", "torch"):
             from mtpbuild.runtime.programs import torch_cuda
 
@@ -64,6 +72,25 @@ class Inductor(Target):
             step_kernels=True,
             spare_windows=2,
             dtype=options.dtype,  # type: ignore[arg-type]
+        )
+
+    def compiling(self) -> AbstractContextManager[None]:
+        from mtpbuild.builder.targets.lower_inductor import shared_kernels
+
+        return shared_kernels()
+
+
+def check_capability(options: InductorOptions) -> None:
+    """Raise UsageError for a GPU that can't be compiled for without it."""
+    asked = options.compute_capability
+    if asked is None:
+        return
+    if options.device == "cpu":
+        raise UsageError(f"--compute-capability {asked} is for --device cuda")
+    if dotted(asked) not in GPUS:
+        known = ", ".join(f"sm{architecture(capability)}" for capability in GPUS)
+        raise UsageError(
+            f"--compute-capability {asked}: target inductor compiles for one of {known}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import shutil
 import tempfile
 import warnings
@@ -21,6 +22,7 @@ from torch._inductor.decomposition import fast_random_decomps, register_decompos
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
 from torch._inductor.package.package import package_aoti
 from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import GroupName
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
@@ -29,6 +31,7 @@ from torch.utils import _pytree as pytree
 from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.targets import cross_cuda
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
 from mtpbuild.plugins import facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
@@ -45,6 +48,7 @@ OPTIONS: dict[str, Any] = {
     "compile_threads": 1,  # one C++ file per program: nothing to do in parallel
 }
 MARCH = "cpp.march"
+KERNELS = "TRITON_CACHE_DIR"
 CPU_OPTIONS: dict[str, Any] = {
     MARCH: "x86-64-v3",  # not `native`: an engine runs where HARDWARE says
     "cpp.simdlen": 256,
@@ -59,8 +63,8 @@ fast_random_decomps.cache_clear()  # the table that compiling takes, if somethin
 
 def check(plan: Plan) -> None:
     """Raise BuildError unless this machine can compile the plan."""
-    on_gpu = bool(plan.compute_capabilities)
-    if not on_gpu and this_machine() != HARDWARE:
+    on_gpu, cross = bool(plan.compute_capabilities), crosses(plan)
+    if (cross or not on_gpu) and this_machine() != HARDWARE:
         raise BuildError(f"target inductor builds on an {HARDWARE}, this is an {this_machine()}")
     if MARCH not in options(on_gpu) and not on_gpu:
         raise BuildError(
@@ -77,11 +81,16 @@ def check(plan: Plan) -> None:
         )
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
+    if cross:
+        cross_cuda.check()
 
 
 def options(on_gpu: bool, known: Any = inductor_config) -> dict[str, Any]:
     """What AOTInductor is asked for; not every version of torch knows every option."""
-    asked = OPTIONS if on_gpu else CPU_OPTIONS | OPTIONS
+    return known_options(OPTIONS if on_gpu else CPU_OPTIONS | OPTIONS, known)
+
+
+def known_options(asked: dict[str, Any], known: Any = inductor_config) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if _has(known, name)}
 
 
@@ -97,24 +106,56 @@ def info(plan: Plan) -> TargetInfo:
         hardware=f"NVIDIA GPU of compute capability {gpus[0]}" if gpus else HARDWARE,
         versions={"torch": TORCH},
         compute_capabilities=gpus,
+        cross_compiled=cross_cuda.info(gpus[0]) if crosses(plan) else None,
     )
+
+
+def crosses(plan: Plan) -> bool:
+    """Whether the plan is for a GPU that need not be here."""
+    return getattr(plan.options, "compute_capability", None) is not None
+
+
+@contextlib.contextmanager
+def shared_kernels() -> Iterator[None]:
+    """Let the programs of an engine share compiled Triton kernels, in a folder that goes.
+
+    It is Triton's own cache: where TRITON_CACHE_DIR names one, that is taken, and stays.
+    """
+    with contextlib.ExitStack() as undo:
+        if KERNELS not in os.environ:
+            os.environ[KERNELS] = undo.enter_context(tempfile.TemporaryDirectory())
+            undo.callback(os.environ.pop, KERNELS, None)
+        yield
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     """Write the package, and the constants that no checkpoint holds; returns the package's name."""
-    if traced.plan.compute_capabilities:
-        traced = replace(traced, exported=for_gpu(traced.exported))
-    program = in_place(traced)
-    examples = pytree.tree_leaves(traced.exported.example_inputs)
+    plan, values = traced.plan, {**traced.exported.constants, **traced.exported.state_dict}
     file = f"{traced.name}.pt2"
     with (
         tempfile.TemporaryDirectory(dir=folder) as scratch,  # goes where a dead build goes
-        _pretended_group(traced.plan.ranks.tp),
+        _machine(plan, scratch),
+        _pretended_group(plan.ranks.tp),
     ):
-        asked = options(bool(traced.plan.compute_capabilities))
+        if crosses(plan):
+            cross_cuda.without_values(traced.exported)
+        if plan.compute_capabilities:
+            traced = replace(traced, exported=for_gpu(traced.exported))
+        program = in_place(traced)
+        examples = pytree.tree_leaves(traced.exported.example_inputs)
+        asked = options(bool(plan.compute_capabilities))
+        if crosses(plan):  # the host that has the GPU is not this machine either
+            asked |= options(on_gpu=False) | known_options(cross_cuda.OPTIONS)
         package_aoti(str(folder / file), _compile(program, tuple(examples), scratch, asked))
-    _write_constants(traced, weights, folder)
+    _write_constants(traced, weights, folder, values)
     return file
+
+
+def _machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None]:
+    """This machine's GPU or CPU; or one that is not here."""
+    if not crosses(plan):
+        return contextlib.nullcontext()
+    return cross_cuda.without_gpu(plan.compute_capabilities[0], Path(scratch))
 
 
 def in_place(traced: Traced) -> GraphModule:
@@ -159,8 +200,11 @@ def _compile(
 ) -> list[Any]:
     """Paths in `scratch`: the shared library and its metadata."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    kernels = os.environ.get(KERNELS)
     with warnings.catch_warnings(), fresh_cache(dir=scratch, delete=False):
         warnings.simplefilter("ignore")
+        if kernels is not None:
+            os.environ[KERNELS] = kernels  # `fresh_cache` puts back what was before
         try:
             parts = torch._inductor.aot_compile(program, examples, options=asked)
             assert isinstance(parts, list)
@@ -173,13 +217,22 @@ def _compile(
     return [part for part in parts if not str(part).endswith(".cpp")]
 
 
-def _write_constants(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> None:
-    """What a program reads and no checkpoint holds, such as the rotary frequencies."""
+def _write_constants(
+    traced: Traced,
+    weights: Mapping[str, Placed],
+    folder: Path,
+    values: Mapping[str, Any] | None = None,
+) -> None:
+    """What a program reads and no checkpoint holds, such as the rotary frequencies.
+
+    values: as they were before the program was moved to its device, if it was.
+    """
+    values = values or {}
     exported = traced.exported
-    named = {**exported.constants, **exported.state_dict}
     own = {
-        name: value
-        for name, value in named.items()
+        name: values.get(name, value)
+        for name, value in {**exported.constants, **exported.state_dict}.items()
         if isinstance(value, torch.Tensor) and name.removeprefix("model.") not in weights
     }
+    assert not any(isinstance(value, FakeTensor) for value in own.values()), "they have values"
     (folder / CONSTANTS.format(traced.name)).write_bytes(save(own))

@@ -1,6 +1,7 @@
 """What the compiler asks of a target: nothing else in the builder knows one by its name."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -80,6 +81,10 @@ class Target:
         """Write the program beside the weights file in `folder`; returns the file's name."""
         file: str = import_module(self.lowering).lower(traced, weights, folder)
         return file
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Surrounds the lowering of all programs of an engine: what they share is made once."""
+        return nullcontext()
 
     def info(self, plan: "Plan") -> "TargetInfo":
         """What the engine needs to run, for its manifest."""

@@ -1,9 +1,9 @@
 """Target tensorrt-rtx: engines for RTX GPUs, compiled from ONNX on any machine."""
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.targets.capability import dotted
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
@@ -35,12 +35,12 @@ class TensorRtRtx(Target):
             raise UsageError(f"target {self.name} needs {FLAG}: of {known} those of your GPUs")
         asked = options.compute_capability.split(",")
         for text in asked:
-            if _dotted(text) not in GPUS:
+            if dotted(text) not in GPUS:
                 raise UsageError(
                     f"{FLAG} {text}: TensorRT-RTX engines are for RTX GPUs, not for data-centre "
                     f"GPUs such as Hopper; supported: {known}"
                 )
-        return tuple(name for name in GPUS if name in map(_dotted, asked))
+        return tuple(name for name in GPUS if name in map(dotted, asked))
 
     def style(self, options: RtxOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(fixed=True, whole_caches=True)
@@ -48,12 +48,6 @@ class TensorRtRtx(Target):
     def embeds_weights(self, options: RtxOptions) -> bool:
         """Taking them out again (REFIT, STRIP_PLAN) needs a GPU."""
         return True
-
-
-def _dotted(text: str) -> str:
-    """sm120 -> 12.0; what is no such name stays as it is."""
-    name = re.fullmatch(r"sm_?(\d+)(\d)", text.strip().lower())
-    return f"{name[1]}.{name[2]}" if name else text.strip()
 
 
 TARGET = TensorRtRtx()

@@ -9,6 +9,7 @@ import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
+from mtpbuild.builder.targets.capability import GPUS, architecture
 from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.manifest import read_manifest
@@ -51,6 +52,17 @@ def test_texts_equal_plain_decoding(
 ) -> None:
     flags = {"target": "inductor", "device": "cuda", "prefill_chunk": CHUNK, "max_batch": slots}
     check_texts(build_engine(checkpoint, nextn, drafter, **flags), model)
+
+
+def test_compiled_without_asking_the_gpu(
+    checkpoint: Path, model: Transformer, build_engine: EngineBuilder
+) -> None:
+    """What is built for a GPU that need not be here runs on the one that is."""
+    if (capability := Gpu().compute_capability) not in GPUS:
+        pytest.skip(f"no engine is compiled for {capability} elsewhere")
+    name = f"sm{architecture(capability)}"
+    flags = {"target": "inductor", "device": "cuda", "compute_capability": name}
+    check_texts(build_engine(checkpoint, 3, "mtp-eagle", prefill_chunk=CHUNK, **flags), model)
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "seed": 3}])

@@ -8,10 +8,11 @@ from torch.fx import GraphModule, Node
 from mtpbuild.plugins import facets
 
 
-def for_gpu(exported: ExportedProgram, device: str = "cuda") -> ExportedProgram:
+def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgram:
     """Before: ops and torch.cond on the CPU. After: Triton launches, both sides of a branch.
 
-    A branch would be decided by the host, which a CUDA graph can't ask. `exported` is spent.
+    A branch would be decided by the host, which a CUDA graph can't ask. The device has a number:
+    PyTorch's checks of tensors tell cuda and cuda:0 apart. `exported` is spent.
     """
     without_branches(exported)
     return move_to_device_pass(exported, device).run_decompositions(facets("gpu"))

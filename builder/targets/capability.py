@@ -1,0 +1,43 @@
+"""Compute capabilities as a user says them, and the GPUs that are compiled for without one here."""
+
+import re
+from dataclasses import dataclass
+
+
+def dotted(text: str) -> str:
+    """sm120 -> 12.0; what is no such name stays as it is."""
+    name = re.fullmatch(r"sm_?(\d+)(\d)", text.strip().lower())
+    return f"{name[1]}.{name[2]}" if name else text.strip()
+
+
+def architecture(capability: str) -> int:
+    """9.0 -> 90, as in sm_90."""
+    return int(capability.replace(".", ""))
+
+
+@dataclass(frozen=True)
+class CudaGpu:
+    """What AOTInductor, Triton and our kernels ask of a GPU; sizes in bytes."""
+
+    name: str
+    multiprocessors: int
+    block_shared: int  # shared memory that one block may ask for
+    shared: int  # of a multiprocessor
+    threads: int  # of a multiprocessor at once
+    cache: int  # L2
+    memory: int
+    registers: int = 1 << 16  # of a multiprocessor
+
+    def __str__(self) -> str:
+        kilobytes = self.block_shared >> 10
+        return f"{self.name} ({self.multiprocessors} multiprocessors, {kilobytes} KB per block)"
+
+
+# By compute capability: NVIDIA's tuning guides and data sheets. A capability fixes what code may
+# use; the number of multiprocessors differs between its GPUs and decides how work is split.
+GPUS = {
+    "8.0": CudaGpu("A100", 108, 163 << 10, 164 << 10, 2048, 40 << 20, 80 << 30),
+    "9.0": CudaGpu("H200", 132, 227 << 10, 228 << 10, 2048, 50 << 20, 141 << 30),
+    "10.0": CudaGpu("B200", 148, 227 << 10, 228 << 10, 2048, 126 << 20, 180 << 30),
+    "12.0": CudaGpu("RTX PRO 6000", 188, 99 << 10, 100 << 10, 1536, 128 << 20, 96 << 30),
+}

@@ -1,0 +1,355 @@
+"""AOTInductor compiles for a GPU that is not here: what it asks a GPU is answered from a table.
+
+Code generation asks for a GPU's properties and its current device; it never needs one to make the
+code. `without_gpu` answers, for as long as it is entered: PyTorch's questions, Triton's driver, and
+the compile-time run of each kernel, which here only compiles it. Weights and examples are fake
+tensors (`without_values`). The library is linked with stand-ins for NVIDIA's driver and for
+PyTorch's CUDA library, which hold the names that their headers declare and no code.
+
+Tried with torch 2.13 and Triton 3.9. PyTorch 2.11, 2.12 and 2.14 have the same names; they were
+read, not run.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from mtpbuild.builder.targets.capability import GPUS, CudaGpu, architecture
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, MtpbuildError
+from mtpbuild.runtime.manifest import CrossCompiled
+
+# What would measure on the GPU, or compute there while compiling.
+OPTIONS: dict[str, Any] = {
+    "joint_graph_constant_folding": False,
+    "shape_padding": False,
+    "use_static_cuda_launcher": False,
+    "use_static_triton_launcher": False,
+}
+LEFT_OUT = (
+    "autotuning (the first configuration of each generated kernel is taken)",
+    "smaller blocks for reductions that need many registers",
+    "padding of matrix products",
+    "folding of constants in the joint graph",
+)
+HEADERS = ("cuda.h", "cuda_runtime.h", "crt/host_config.h", "nv/target")
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using NoGuard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
+C10_REGISTER_GUARD_IMPL(CUDA, NoGuard);
+"""
+# Libraries to link with: the name that each is loaded by, and where its functions are declared.
+AOTI = "torch/csrc/inductor/aoti_torch"
+STAND_INS = {
+    "libcuda.so": ("libcuda.so.1", {"cuda.h": r"\bcu[A-Z]\w+"}),
+    "libtorch_cuda.so": (
+        "libtorch_cuda.so",
+        {
+            f"{AOTI}/generated/c_shim_cuda.h": r"\baoti_torch_\w+",
+            f"{AOTI}/c/shim.h": r"\baoti_torch_\w*cuda\w*",
+        },
+    ),
+}
+
+
+def check() -> None:
+    """Raise BuildError or MissingDependencyError unless this machine can compile for CUDA."""
+    headers()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise BuildError("TRITON_INTERPRET=1: Triton compiles no kernels; unset it")
+
+
+def info(capability: str) -> CrossCompiled:
+    """What an engine's manifest says of it."""
+    name = f"sm_{architecture(capability)}"
+    return CrossCompiled(architecture=name, assumed=str(GPUS[capability]), left_out=LEFT_OUT)
+
+
+def headers() -> Path:
+    """The folder of CUDA's headers: NVIDIA's wheels, or the toolkit that CUDA_HOME names."""
+    nvidia = find_spec("nvidia")
+    wheels = () if nvidia is None else nvidia.submodule_search_locations or ()
+    places = [found for place in wheels for found in sorted(Path(place).glob("cu*/include"))[::-1]]
+    if "CUDA_HOME" in os.environ:
+        places.append(Path(os.environ["CUDA_HOME"]) / "include")
+    for place in places:
+        if all((place / name).is_file() for name in HEADERS):
+            return place
+    raise MissingDependencyError(
+        "--compute-capability needs CUDA's headers: pip install 'mtpbuild[cross-cuda]'"
+    )
+
+
+def without_values(exported: ExportedProgram) -> None:
+    """Turn weights, constants and examples into fake tensors, in place."""
+    nodes = (node.meta.get("val") for node in exported.graph.nodes)
+    mode = next(value.fake_mode for value in nodes if isinstance(value, FakeTensor))
+
+    def fake(value: Any) -> Any:
+        known = isinstance(value, FakeTensor) or not isinstance(value, torch.Tensor)
+        return value if known else mode.from_tensor(value, static_shapes=True)
+
+    for values in (exported.state_dict, exported.constants):
+        values.update({name: fake(value) for name, value in values.items()})
+    exported._example_inputs = pytree.tree_map(fake, exported.example_inputs)
+
+
+@contextlib.contextmanager
+def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
+    """Let AOTInductor compile for a GPU of that compute capability; all is undone behind it.
+
+    scratch: where the headers and the libraries to link with are put; it must live as long. Raises
+    BuildError for what goes wrong in the compiler: another version may ask a GPU other things.
+    """
+    gpu = GPUS[capability]
+    with contextlib.ExitStack() as undo:
+        _no_device_guard()
+        undo.callback(_forget_answers)
+        for owner, name, value in _answers(gpu, capability, _cuda_home(scratch)):
+            _replace(undo, owner, name, value)
+        _forget_answers()
+        try:
+            yield
+        except MtpbuildError:
+            raise
+        except Exception as error:
+            what = str(error).strip().partition("\n")[0]
+            raise BuildError(
+                f"torch {torch.__version__} can't compile for {info(capability).architecture} "
+                f"without a GPU ({type(error).__name__}: {what}); build on the GPU's machine"
+            ) from error
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until `undo` ends; `vars` sees a static method as it was written."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    if before is missing:
+        undo.callback(delattr, owner, name)
+    else:
+        undo.callback(setattr, owner, name, before)
+
+
+def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[Any, str, Any]]:
+    """What stands where while compiling: owner, name, value."""
+    from torch._dynamo import device_interface
+    from torch._inductor import graph, select_algorithm
+    from torch._inductor.runtime import triton_heuristics
+    from torch.utils import cpp_extension
+    from triton.runtime import driver
+
+    questions = _questions(gpu, capability)
+    for name, answer in questions.items():
+        if hasattr(torch.cuda, name):
+            yield torch.cuda, name, answer
+        if name in vars(device_interface.CudaInterface):
+            yield device_interface.CudaInterface, name, staticmethod(answer)
+    for name in ("exchange_device", "maybe_exchange_device", "get_raw_stream"):
+        yield device_interface.CudaInterface, name, staticmethod(_zero)
+    yield torch._C, "_cuda_getCurrentRawStream", _zero
+    yield torch._C._dynamo.guards, "_empty_strided_cuda", _on_meta
+    yield driver, "_active", _triton_driver(gpu, architecture(capability))
+
+    # As on a machine without a GPU: nothing is put onto one while tracing.
+    yield FakeTensorMode, "avoid_device_init", True
+    yield fake_tensor, "init_gpu_context", functools.partial(_answer, None)
+    # Fake weights have no address, by which equal ones are told.
+    yield graph, "is_same_tensor", lambda a, b: a is b
+    yield select_algorithm.AlgorithmSelectorCache, "generate_example_value", staticmethod(_on_meta)
+    autotuner = triton_heuristics.CachingAutotuner
+    yield autotuner, "run", _compile_kernel
+    yield autotuner, "_precompile_worker", _first_configuration(autotuner._precompile_worker)
+    yield cpp_extension, "CUDA_HOME", str(cuda_home)
+
+
+def _questions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
+    """What is asked of `torch.cuda`, by name."""
+    major, minor = map(int, capability.split("."))
+    properties = SimpleNamespace(
+        name=f"NVIDIA {gpu.name}",
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.multiprocessors,
+        regs_per_multiprocessor=gpu.registers,
+        max_threads_per_multi_processor=gpu.threads,
+        max_threads_per_block=1024,
+        warp_size=32,
+        total_memory=gpu.memory,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=gpu.block_shared,
+        shared_memory_per_multiprocessor=gpu.shared,
+        L2_cache_size=gpu.cache,
+        gcnArchName="",  # of AMD; it is asked anyway
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "_is_compiled": True,
+        "is_bf16_supported": True,
+        "device_count": 1,
+        "current_device": 0,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "get_device_properties": properties,
+        "get_device_capability": (major, minor),
+        "get_device_name": properties.name,
+        "mem_get_info": (gpu.memory, gpu.memory),
+        "_lazy_init": None,
+        "set_device": None,
+        "synchronize": None,
+        "set_rng_state": None,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+    }
+    return {name: functools.partial(_answer, value) for name, value in answers.items()}
+
+
+def _answer(value: Any, *asked: Any, **more: Any) -> Any:
+    return value
+
+
+def _zero(*asked: Any) -> int:
+    return 0
+
+
+def _on_meta(
+    size: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None, **more: Any
+) -> torch.Tensor:
+    """A kernel's example operand: its shape is passed on, its values never are."""
+    kind = dtype or next((each for each in rest if isinstance(each, torch.dtype)), None)
+    return torch.empty_strided(tuple(size), tuple(stride), dtype=kind, device="meta")
+
+
+def _compile_kernel(self: Any, *operands: Any, stream: Any, **more: Any) -> None:
+    """Stands in for a launch: make the kernel's cubin, and note it for the package."""
+    if not self.launchers:
+        self.precompile()
+    launcher = self.launchers[0]
+    if launcher.store_cubin and not self.cuda_kernel_saved:
+        self.save_gpu_kernel(stream, launcher)
+
+
+def _first_configuration(compile_all: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Compile no configuration that nobody can measure."""
+
+    def compile_first(self: Any) -> None:
+        if self.configs:
+            self.configs = self.configs[:1]
+        compile_all(self)
+
+    return compile_first
+
+
+def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
+    """Triton's driver for CUDA, which loads nothing; it refuses what the GPU has no room for."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    properties = {
+        "max_shared_mem": gpu.block_shared,
+        "max_num_regs": gpu.registers,
+        "multiprocessor_count": gpu.multiprocessors,
+        "warpSize": 32,
+    }
+
+    class Absent(CudaDriver):  # type: ignore[misc]
+        def __init__(self) -> None:  # the driver's own opens libcuda
+            # Module (none is there to unload), function, registers, spills, threads of a block.
+            loaded = None, object(), None, 0, 1024
+            self.utils = SimpleNamespace(
+                get_device_properties=lambda device: properties,
+                load_binary=lambda *kernel: loaded,
+            )
+            self.launcher_cls = lambda source, metadata: _never
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", architecture, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    return Absent()
+
+
+def _never(*operands: Any) -> None:
+    raise AssertionError("a kernel is launched, but its GPU is not here")
+
+
+def _forget_answers() -> None:
+    """Empty the caches of answers about a GPU: one that was given before, or here."""
+    from torch._dynamo import device_interface
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    device_interface.caching_worker_device_properties.pop("cuda", None)
+    device_interface.caching_worker_current_devices.pop("cuda", None)
+    DeviceProperties.create.cache_clear()
+    for name in ("torch.utils._triton", "torch._inductor.utils"):
+        for function in vars(importlib.import_module(name)).values():
+            if hasattr(function, "cache_clear") and hasattr(function, "cache_info"):
+                function.cache_clear()
+
+
+@functools.cache
+def _no_device_guard() -> None:
+    """Let operators on fake CUDA tensors switch to their device: there is nothing to switch.
+
+    It stays for the process. PyTorch with CUDA has a guard, and does this itself without a GPU.
+    """
+    if torch.backends.cuda.is_built():
+        return
+    place = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as scratch:
+        source, library = Path(scratch) / "guard.cpp", Path(scratch) / "guard.so"
+        source.write_text(GUARD)
+        options = ("-shared", "-fPIC", "-std=c++20", "-w", f"-I{place / 'include'}")
+        _run(*options, str(source), "-o", str(library), f"-L{place / 'lib'}", "-lc10")
+        ctypes.CDLL(str(library))
+
+
+def _cuda_home(scratch: Path) -> Path:
+    """A folder like the CUDA toolkit's: its headers, and libraries with names but no code."""
+    home = scratch / "cuda"
+    (home / "lib64").mkdir(parents=True)
+    (home / "include").symlink_to(headers(), target_is_directory=True)
+    places = home / "include", Path(torch.__file__).parent / "include"
+    for library, (soname, declared) in STAND_INS.items():
+        names = set[str]()
+        for header, pattern in declared.items():
+            place = next(place for place in places if (place / header).exists())
+            names.update(re.findall(pattern, (place / header).read_text(errors="replace")))
+        source = home / "lib64" / f"{library}.c"
+        source.write_text("".join(f"void {name}(void) {{}}\n" for name in sorted(names)))
+        options = ("-shared", "-fPIC", "-w", "-x", "c", f"-Wl,-soname,{soname}")
+        _run(*options, str(source), "-o", str(home / "lib64" / library))
+    return home
+
+
+def _run(*arguments: str) -> None:
+    compiler = get_cpp_compiler()
+    assert shutil.which(compiler), "the check before has found it"
+    done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (line for line in done.stderr.splitlines() if "error" in line)
+        raise BuildError(f"the C++ compiler failed ({next(lines, 'silently')})")

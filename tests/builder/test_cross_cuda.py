@@ -1,0 +1,244 @@
+"""CUDA programs compiled without a GPU: cubins, calls, a library that is linked; nothing is loaded.
+
+Each compilation is a process of its own, because Triton's interpreter must be off.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.targets import cross_cuda, lower_inductor
+from mtpbuild.builder.targets.capability import GPUS
+from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.manifest import read_manifest
+from tests.support.checkpoints import make_model
+from tests.support.cross_compile import Compiled
+from tests.support.invoke import invoke
+from tests.support.run_command import call
+
+pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+
+# What a part of R1 calls with 4 tokens, at most: more are a step backwards. In bfloat16, quantised.
+MOST_CALLS = {
+    "dense_layer": (20, 22),
+    "MoE_layer": (32, 35),
+    "first_draft": (35, 38),
+    "head": (2, 2),
+}
+OWN = {
+    "dense_layer": {"mla_partial", "mla_combine"},
+    "MoE_layer": {"mla_partial", "mla_combine", "gate_and_up", "down"},
+    "first_draft": {"mla_partial", "mla_combine", "gate_and_up", "down"},
+    "head": set[str](),
+}
+CUDA_LIBRARIES = {"libcuda.so.1", "libtorch_cuda.so"}
+
+
+@pytest.fixture(scope="session")
+def headers() -> Path:
+    try:
+        return cross_cuda.headers()
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+
+
+def compiled(folder: Path, *cases: str) -> list[Compiled]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+    environment |= {"TORCH_LOGS": "-all", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.cross_compile", str(folder)]
+    done = subprocess.run(
+        [*command, *cases], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Exception" not in done.stderr, "nothing is unloaded from a GPU at the end"
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def check(program: Compiled, architecture: str, headers: Path) -> None:
+    """Cubins for that GPU, host code for any AVX2 CPU, nothing undefined but CUDA's functions."""
+    assert set(program.architectures) == {architecture}
+    assert program.architectures[architecture] >= len(program.kernels) > 0
+    assert program.isa == "AVX2"
+    assert set(program.needed) > CUDA_LIBRARIES
+    declared = (headers / "cuda.h").read_text() + (headers / "cuda_runtime_api.h").read_text()
+    for name in program.unresolved:
+        ours = re.fullmatch(r"aoti_torch_(cuda_\w+|\w+_cuda_\w+)", name)
+        assert ours or re.search(rf"\b{name}\b", declared), name
+    assert {"cuLaunchKernel", "cuModuleLoad", "cudaGetDevice"} <= set(program.unresolved)
+
+
+def test_kernels_without_a_gpu(headers: Path, tmp_path: Path) -> None:
+    """Up to the host's code, which is written: acceptance is our kernels, and no branch."""
+    (program,) = compiled(tmp_path, "--kernels-only", "small/acceptance/sm90/bfloat16")
+    assert set(program.architectures) == {"sm_90"}
+    assert {"best_of_block", "verdict_of_slot"} <= set(program.fresh)
+    assert sum(program.kernels.values()) == program.architectures["sm_90"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("parts", "format"),
+    [
+        ("dense layer,MoE layer,first draft,head", ""),
+        ("dense layer,MoE layer,first draft,head", " in fp8"),
+        ("dense layer,MoE layer,first draft", " in nvfp4"),
+    ],
+)
+@pytest.mark.parametrize("gpu", ["sm90", "sm100"])
+def test_a_rank_of_eight_of_r1(
+    gpu: str, parts: str, format: str, headers: Path, tmp_path: Path
+) -> None:
+    programs = compiled(tmp_path, f"r1/{parts}{format}/{gpu}/bfloat16")
+    assert [p.program for p in programs] == [name.replace(" ", "_") for name in parts.split(",")]
+    for program in programs:
+        check(program, gpu.replace("sm", "sm_"), headers)
+        assert OWN[program.program] <= set(program.kernels)
+        assert ("scaled_product" in program.kernels) == (format != "" and program.program != "head")
+        assert program.calls <= MOST_CALLS[program.program][format != ""]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gpu", ["sm80", "sm90", "sm100", "sm120"])
+def test_kernels_are_compiled_once(gpu: str, headers: Path, tmp_path: Path) -> None:
+    """Programs of an engine share them; both have the same attention."""
+    first, second = compiled(tmp_path, f"small/dense layer,MoE layer/{gpu}/bfloat16")
+    for program in (first, second):
+        check(program, gpu.replace("sm", "sm_"), headers)
+    assert "mla_partial" in first.fresh
+    assert not first.known
+    assert "mla_partial" in second.known
+    assert "mla_partial" not in second.fresh
+
+
+@pytest.mark.full
+def test_a_rank_of_two(headers: Path, tmp_path: Path) -> None:
+    """Collectives are called from the host's code."""
+    (program,) = compiled(tmp_path, "rank//sm90/bfloat16")
+    check(program, "sm_90", headers)
+    assert any("all_reduce" in name for name in program.operators)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("gpu", "dtype"), [("sm90", "float32"), ("sm100", "bfloat16")])
+def test_deepseek_tiny(gpu: str, dtype: str, headers: Path, tmp_path: Path) -> None:
+    programs = compiled(tmp_path, f"deepseek-tiny//{gpu}/{dtype}")
+    assert [program.program for program in programs] == ["prefill", "decode", "decode_mixed"]
+    for program in programs:
+        check(program, gpu.replace("sm", "sm_"), headers)
+    for name in ("mla_partial", "mla_combine"):  # for a window, and for a draft's one token
+        assert (programs[0].fresh.count(name), programs[0].known.count(name)) == (2, 2)
+    manifest = read_manifest(tmp_path / "deepseek-tiny")
+    cross = manifest.target.cross_compiled
+    assert cross is not None
+    assert cross.architecture == gpu.replace("sm", "sm_")
+    shown = " ".join(call("inspect", tmp_path / "deepseek-tiny").stdout.split())
+    assert "not loaded yet" in shown
+
+
+def test_what_the_manifest_says(
+    smallest: Path,
+    quick_inductor: None,
+    headers: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    engine = tmp_path / "engine"
+    asked = ("--target", "inductor", "--device", "cuda", "--compute-capability", "sm_100")
+    out = ("--out", engine, "--nextn", "1")
+    code, _, said = invoke("build", "--model", smallest, *asked, *out)
+    assert (code, said.count("error")) == (0, 0)
+    target = read_manifest(engine).target
+    assert target.compute_capabilities == ("10.0",)
+    assert target.cross_compiled is not None
+    assert target.cross_compiled.architecture == "sm_100"
+    assert "B200" in target.cross_compiled.assumed
+    assert any("autotuning" in part for part in target.cross_compiled.left_out)
+    shown = call("inspect", engine).stdout
+    assert "cross-compiled" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("cuda", "float32", "sm75"), "compiles for one of sm80, sm90, sm100, sm120"),
+        (("cuda", "float32", "sm90,sm100"), "compiles for one of"),
+        (("cpu", "float32", "sm90"), "--compute-capability sm90 is for --device cuda"),
+    ],
+)
+def test_what_is_refused(options: tuple[str, str, str], says: str, smallest: Path) -> None:
+    given = asdict(InductorOptions(*options))
+    flags = [
+        part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)
+    ]
+    code, _, said = invoke("build", "--model", smallest, "--target", "inductor", *flags)
+    assert code != 0
+    assert says in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def plan(capability: str | None) -> Plan:
+    options = InductorOptions("cuda", "bfloat16", capability)
+    config = make_model(num_hidden_layers=1, num_nextn_predict_layers=1).config
+    return Plan(
+        config,
+        *(1, "mtp-eagle", 1, 64, 8),
+        TARGET.style(options, config),
+        compute_capabilities=("9.0",),
+        options=options,
+    )
+
+
+def test_what_this_machine_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(cross_cuda, "find_spec", lambda name: None)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[cross-cuda\]'"):
+        lower_inductor.check(plan("sm90"))
+    lower_inductor.check(plan(None))  # a GPU's own build asks torch for its headers
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    for name in cross_cuda.HEADERS:
+        (tmp_path / "include" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "include" / name).touch()
+    with pytest.raises(BuildError, match="TRITON_INTERPRET=1"):
+        lower_inductor.check(plan("sm90"))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    lower_inductor.check(plan("sm90"))
+
+
+def test_this_torch_asks_by_these_names(tmp_path: Path) -> None:
+    """A name that is gone would be answered to nobody; some are in PyTorch with CUDA alone."""
+    with_cuda = {"_cuda_getCurrentRawStream", "_empty_strided_cuda"}
+    answers = list(cross_cuda._answers(GPUS["9.0"], "9.0", tmp_path))
+    assert len(answers) > 25
+    absent = {name for owner, name, _ in answers if not hasattr(owner, name)}
+    assert absent <= with_cuda
+
+
+def test_what_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attributes that were there, static methods, and those that were not."""
+    import contextlib
+
+    class Owner:
+        present = 1
+
+        @staticmethod
+        def asked() -> str:
+            return "real"
+
+    with contextlib.ExitStack() as undo:
+        cross_cuda._replace(undo, Owner, "present", 2)
+        cross_cuda._replace(undo, Owner, "asked", staticmethod(lambda: "pretended"))
+        cross_cuda._replace(undo, Owner, "absent", 3)
+        assert (Owner.present, Owner.asked(), Owner.absent) == (2, "pretended", 3)  # type: ignore[attr-defined]
+    assert (Owner.present, Owner.asked()) == (1, "real")
+    assert Owner().asked() == "real", "still static"
+    assert not hasattr(Owner, "absent")

@@ -1,0 +1,235 @@
+"""Compiles programs for a GPU that is not here, and prints what came out: a JSON line each.
+
+    python -m tests.support.cross_compile FOLDER [--kernels-only] small/head/sm90/bfloat16
+
+A process of its own, because Triton's interpreter must be off. Before the first slash: `small` or
+`r1`, parts of a step that `benchmarks/gpu.py` measures (of R1 one rank of eight); `rank`, the
+programs of one rank of two; or the name of a model that is built as an engine. What is compiled has
+no weights: nobody computes with it. With --kernels-only the C++ is written, and not compiled.
+"""
+
+import ctypes
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LAYERS = {"dense layer": 0, "MoE layer": 1}
+TOKENS, SEQUENCE, CHUNK = 4, 4096 + 256, 8
+
+
+@dataclass
+class Compiled:
+    """What one program became."""
+
+    case: str
+    program: str
+    kernels: dict[str, int] = field(default_factory=dict)  # launches of a call of the program
+    operators: dict[str, int] = field(default_factory=dict)  # PyTorch's, that it calls: cuBLAS ..
+    architectures: dict[str, int] = field(default_factory=dict)  # cubins by what they are for
+    needed: list[str] = field(default_factory=list)  # libraries that the program names
+    unresolved: list[str] = field(default_factory=list)  # symbols that this PyTorch does not have
+    isa: str = ""  # of the host's code
+    fresh: list[str] = field(default_factory=list)  # kernels that Triton compiled
+    known: list[str] = field(default_factory=list)  # that it found compiled
+
+    @property
+    def calls(self) -> int:
+        return sum(self.kernels.values()) + sum(self.operators.values())
+
+
+def count_calls(wrapper: str, into: Compiled) -> None:
+    """Count launches and operators in a program's C++: there are no branches and no loops in it."""
+    body = wrapper[wrapper.index("::run_impl(") :]
+    kernels = re.findall(r"^\s*call_(\w+)\(", body, re.M)
+    into.kernels = dict(Counter(re.sub(r"_\d+$", "", kernel) for kernel in kernels))
+    into.operators = dict(Counter(re.findall(r"\baoti_torch_(?:cpu|cuda)_(\w+)\(", body)))
+
+
+def read_package(path: Path, into: Compiled, scratch: Path) -> None:
+    """Look into a .pt2 file: the kernels' architectures, what the library wants of others."""
+    with zipfile.ZipFile(path) as package:
+        names = package.namelist()
+        cubins = [package.read(name) for name in names if name.endswith(".cubin")]
+        (library,) = (name for name in names if name.endswith(".so"))
+        (metadata,) = (name for name in names if name.endswith("wrapper_metadata.json"))
+        into.isa = json.loads(package.read(metadata))["AOTI_CPU_ISA"]
+        extracted = Path(package.extract(library, scratch))
+    into.architectures = dict(Counter(map(architecture, cubins)))
+    dynamic = subprocess.check_output(["readelf", "-d", extracted], text=True)
+    into.needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    symbols = subprocess.check_output(["nm", "-D", "--undefined-only", extracted], text=True)
+    wanted = (line.split()[-1].partition("@")[0] for line in symbols.splitlines() if " U " in line)
+    here = ctypes.CDLL("libtorch_cpu.so")  # and what it needs
+    into.unresolved = [name for name in wanted if not hasattr(here, name)]
+
+
+def architecture(cubin: bytes) -> str:
+    assert cubin[:4] == b"\x7fELF"
+    assert int.from_bytes(cubin[18:20], "little") == 190, "NVIDIA CUDA"
+    shift = 8 if cubin[8] >= 8 else 0  # the ABI's version
+    return f"sm_{int.from_bytes(cubin[48:52], 'little') >> shift & 0xFF}"
+
+
+def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
+    """Programs with their plans."""
+    import torch
+
+    from mtpbuild.builder.models.common.layers import Rope
+    from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+    from mtpbuild.builder.models.common.weights import Share
+    from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.program.programs import make_programs
+    from mtpbuild.builder.targets.inductor import TARGET
+    from mtpbuild.runtime.ranks import Ranks
+    from tests.support.checkpoints import lower, make_model
+
+    def plan_of(config: Any, ranks: Ranks) -> Plan:
+        style, gpus = TARGET.style(options, config), TARGET.compute_capabilities(None, options)  # type: ignore[arg-type]
+        sizes = 3, "mtp-eagle", 1, SEQUENCE, CHUNK
+        return Plan(config, *sizes, style, ranks, gpus, options)  # type: ignore[arg-type]
+
+    if model == "rank":
+        whole = make_model(vocab_size=64, num_hidden_layers=1, num_nextn_predict_layers=1)
+        ranks = Ranks(2, 2)
+        lowered = lower(whole, Share(ranks, 1))
+        hold_in(lowered, FLOATS[options.dtype])
+        plan = plan_of(whole.config, ranks)
+        yield from ((program, plan) for program in make_programs(plan, lowered)[1:2])
+        return
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    on_gpu, slices = import_module("on_gpu.parts"), import_module("on_gpu.slices")
+    case = slices.r1_share(8, (3,)) if model == "r1" else slices.small((3,))
+    few = {"num_hidden_layers": 2, "moe_layers": (False, True, True)}
+    config = replace(case.config, **few)
+    with torch.device("cpu"):  # uninitialised: its memory is never touched
+        slice_of = DeepseekV3(config)
+    slice_of.rope = Rope(config.rope, config.qk_rope_head_dim)
+    hold_in(slice_of, FLOATS[options.dtype])
+    quantise(slice_of, config, parts.partition(" in ")[2])
+    made, plan = on_gpu.Parts(slice_of, case.context, case.vocabulary), plan_of(config, Ranks())
+    for name in parts.partition(" in ")[0].split(","):
+        if name in LAYERS:
+            part = made.layer(name, LAYERS[name], TOKENS)
+        else:
+            part = getattr(made, name.replace(" ", "_"))(TOKENS)
+        yield part.program, plan
+
+
+def quantise(model: Any, config: Any, format: str) -> None:
+    """Put weights of a format where an engine of a checkpoint in that format keeps them."""
+    from mtpbuild.builder.models import family_of
+    from mtpbuild.builder.models.common.blocks import put
+    from mtpbuild.builder.models.common.weights import Share
+    from mtpbuild.builder.quantize.formats import FORMATS
+    from mtpbuild.builder.quantize.kept import Kept, can_stay
+    from mtpbuild.runtime.ranks import ALONE
+
+    if not format:
+        return
+    for weight in family_of(config).weight_table(config, Share(ALONE)):
+        kept = Kept(weight, FORMATS[format], Share(ALONE))
+        quantised = ".mlp." in weight.name or format == "fp8"
+        if quantised and not weight.name.endswith("head") and can_stay(kept):
+            put(model, weight.name, kept.module(model.get_parameter(weight.name).shape))
+
+
+def engine(model: str, folder: Path, options: Any) -> list[Path]:
+    """Build an engine of nextn 3; its programs."""
+    from mtpbuild.builder.build import build
+    from mtpbuild.builder.request import BuildRequest
+
+    said = {name: value for name, value in asdict(options).items() if value is not None}
+    request = BuildRequest(model, (3,), target="inductor", out=folder / model, options=said)
+    (built,) = build(request)
+    return [built.folder / program.file for program in built.manifest.programs.values()]
+
+
+class EnoughError(Exception):
+    """Kernels are compiled and the host's code is written: enough."""
+
+
+def main(folder: Path, *cases: str) -> None:
+    import torch
+    from torch._inductor.codecache import AotCodeCompiler
+    from triton import knobs
+
+    from mtpbuild.builder.engine.weights_file import Placed
+    from mtpbuild.builder.program.trace import trace
+    from mtpbuild.builder.targets import lower_inductor
+    from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
+
+    torch.set_num_threads(1)
+    lower_inductor.OPTIONS["aot_inductor.compile_wrapper_opt_level"] = "O0"  # soon
+    wrappers, triton = list[str](), list[tuple[str, bool]]()
+    whole: Any = torch._inductor.aot_compile
+
+    def keep(*given: Any, **more: Any) -> Any:
+        files = whole(*given, **more)
+        wrappers.extend(Path(f).read_text() for f in files if str(f).endswith(".wrapper.cpp"))
+        return files
+
+    def listen(*, src: Any, cache_hit: bool, **rest: Any) -> None:
+        triton.append((src.name, cache_hit))
+
+    def write(graph: Any, wrapper: Any, *rest: Any, **more: Any) -> None:
+        wrappers.append(getattr(wrapper, "value", wrapper))
+        raise EnoughError
+
+    if kernels_only := "--kernels-only" in cases:
+        AotCodeCompiler.compile = write  # type: ignore[method-assign, assignment]
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")  # to look into
+    torch._inductor.aot_compile = keep
+    knobs.compilation.listener = listen
+
+    def tell(case: str, path: Path) -> None:
+        found = Compiled(case, path.stem)
+        count_calls(wrappers.pop(0), found)
+        found.fresh = sorted(name for name, hit in triton if not hit)
+        found.known = sorted(name for name, hit in triton if hit)
+        if path.exists():
+            read_package(path, found, folder / "extracted")
+        else:
+            cubins = (folder / "triton").rglob("*.cubin")
+            found.architectures = dict(Counter(architecture(f.read_bytes()) for f in cubins))
+        print(json.dumps(asdict(found)), flush=True)
+
+    for case in cases:
+        if case == "--kernels-only":
+            continue
+        model, parts, gpu, dtype = case.split("/")
+        options = InductorOptions(device="cuda", dtype=dtype, compute_capability=gpu)
+        if model not in ("small", "r1", "rank"):
+            for path in engine(model, folder, options):
+                tell(case, path)  # with the kernels of all its programs
+            continue
+        place = folder / case.replace("/", "_").replace(" ", "_")
+        place.mkdir()
+        with TARGET.compiling():
+            for program, plan in programs(model, parts, options):
+                names = (name for name, _ in program.module.named_parameters())
+                weights = {name.removeprefix("model."): Placed(0, 0) for name in names}
+                triton.clear()
+                traced, path = trace(program, plan), place / f"{program.name}.pt2"
+                try:
+                    TARGET.lower(traced, weights, place)
+                except Exception:
+                    if not kernels_only or not wrappers:
+                        raise
+                tell(case, path)
+    assert not torch.cuda.is_available(), "what was pretended is undone"
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    main(Path(sys.argv[1]), *sys.argv[2:])
