@@ -13,7 +13,7 @@ from mtpbuild.runtime.controls import CORE_CONTROLS, Controls, control_shapes
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.manifest import Dimension, Manifest, ProgramSpec, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.base import StepOutput
-from mtpbuild.runtime.programs.inductor_ranks import AttentionDPPrograms
+from mtpbuild.runtime.programs.inductor_dp import AttentionDPPrograms
 from tests.support.fakes import fake_manifest
 
 SLOTS, RANKS, WINDOW = 2, 2, 2
