@@ -37,7 +37,7 @@ class Order:
 
     def note(self, what: str) -> None:
         """Raise RuntimeError if another rank is about to do something else."""
-        self.lines.append(f"{self.doing}: {self.program} {what}".strip())
+        self.lines.append(f"{self.doing}: {self.program}{what}")
         if self.group is None:
             return
         own = self.lines[-1].encode()
@@ -52,7 +52,7 @@ class Order:
     @contextlib.contextmanager
     def of(self, program: str) -> Iterator[None]:
         """Say whose collectives those in the block are."""
-        self.program = program
+        self.program = f"{program}: "
         yield
         self.program = ""
 

@@ -15,6 +15,7 @@ from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.base import MIXED, PLAIN
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
+from mtpbuild.runtime.programs.torch_cuda import Work
 
 BUG = "FAKE_GPU_BUG"
 
@@ -25,8 +26,15 @@ def captures_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def captures_nothing(patch: pytest.MonkeyPatch) -> None:
-    real: Callable[..., Any] = CudaPrograms._prepare_all
-    patch.setattr(CudaPrograms, "_prepare_all", lambda self, graphs: real(self, graphs=False))
+    real: Callable[..., Work] = CudaPrograms._prepare
+
+    def prepare(self: CudaPrograms, work: Work, graphs: bool) -> Work:
+        queue = real(self, work, False)
+        queue()  # once, as on the others
+        self._wait(self._gpu.mark())
+        return queue
+
+    patch.setattr(CudaPrograms, "_prepare", prepare)
 
 
 def computes_one_slot_more(patch: pytest.MonkeyPatch) -> None:
