@@ -62,9 +62,9 @@ class Engine:
         computes, "cpu" (if None) or "cuda". no_cuda_graphs: launch a GPU's steps kernel by kernel
         (target inductor), which is slower and easier to debug. verify_hashes: check all bytes,
         whatever the size. overlap: where the target can, launch a step before the last one's tokens
-        are read; False is for measuring. prefix_cache: a prompt that begins as one before it is filled in from where
-        they differ, if the target can; tokens stay the same but for near-ties, and the time to the
-        first token depends on what came before.
+        are read; False is for measuring. prefix_cache: a prompt that begins as one before it is
+        filled in from where they differ, if the target can; tokens stay the same but for near-ties,
+        and the time to the first token depends on what came before.
 
         Raises UsageError, EngineError or one of its kinds, with what to do.
         """

@@ -6,7 +6,6 @@ Two processes with fake GPUs that gloo connects in NCCL's place, programs run ea
 
 import contextlib
 import itertools
-import json
 import os
 import signal
 import threading
@@ -36,8 +35,8 @@ from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import collectives, eager_ranks, rank_bugs
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.collectives import agreed
 from tests.support.fake_gpu import torch_finds
-from tests.support.fake_target import in_place_of
 from tests.support.invoke import invoke
 from tests.support.rank_engines import (
     GREEDY,
@@ -65,10 +64,7 @@ def model() -> Transformer:
 def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     folder = tmp_path_factory.mktemp("gpus")
-    with (
-        eager_ranks.in_place_of_the_compiler(),
-        in_place_of("inductor", compute_capabilities=lambda request, options: ("9.0",)),
-    ):
+    with eager_ranks.on_gpus():
         checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
         flags: dict[str, Any] = {"tp": 2, "ep": 2, "device": "cuda", "max_batch": 2}
         yield make(checkpoint, folder / "engine", nextn=1, **flags)
@@ -79,13 +75,6 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder to which ranks write what they have captured and summed."""
     monkeypatch.setenv(collectives.LOGS, str(tmp_path))
     return tmp_path
-
-
-def agreed(logs: Path) -> list[str]:
-    """List what both ranks did, in the same order."""
-    first, second = (json.loads((logs / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    return list(first)
 
 
 def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
@@ -112,8 +101,8 @@ def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
     captures = [line for line in lines if "capture" in line]
     sums = sums_of_a_step(manifest)
     assert captures == [
-        f"at once: capture {i} of {sums} sums, {program} of {slots}: sum of [{slots}, 2, 32] float32 "
-        "first"
+        f"at once: capture {i} of {sums} sums, {program} of {slots}: "
+        f"sum of [{slots}, 2, 32] float32 first"
         for i, (program, slots) in enumerate(itertools.product(("decode", "decode_mixed"), (1, 2)))
     ]
     assert sum(line.startswith("graph ") for line in lines) == steps * sums
@@ -138,7 +127,11 @@ def test_without_graphs(engine: Path, model: Transformer, logs: Path) -> None:
 @pytest.mark.parametrize(
     ("bug", "here", "there"),
     [
-        ("captures_in_another_order", "at once: decode of 1: sum", "at once: decode_mixed of 1: sum"),
+        (
+            "captures_in_another_order",
+            "at once: decode of 1: sum",
+            "at once: decode_mixed of 1: sum",
+        ),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (

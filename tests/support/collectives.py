@@ -57,12 +57,21 @@ class Order:
         self.program = ""
 
     def write(self) -> None:
+        """Let a test read it, at the end."""
         if folder := os.environ.get(LOGS):
             text = json.dumps(self.lines)
             (Path(folder) / f"rank{os.environ['RANK']}.json").write_text(text)
 
 
 HERE = Order()
+
+
+def agreed(logs: Path, ranks: int = 2) -> list[str]:
+    """What all ranks wrote to that folder: the same."""
+    first, *others = (json.loads((logs / f"rank{rank}.json").read_text()) for rank in range(ranks))
+    assert first, "they have done something"
+    assert all(other == first for other in others)
+    return list(first)
 
 
 def listened_to(program: GraphModule) -> GraphModule:
@@ -120,6 +129,6 @@ class RankGpu(FakeGpu):
         assert self._last is not None
         assert self._last[0] is work, "what was run last is captured"
         sums = self._last[1]
-        HERE.note(f"capture {self.captures} of {len(sums)} sums, {sums[0]} first")
+        HERE.note(f"capture {self.captures} of {len(sums)} sums, {next(iter(sums), 'none')} first")
         self._captured.append(sums)
         return super().capture(work)

@@ -84,7 +84,7 @@ def open_eagerly(folder: Path, manifest: Manifest) -> Opener:
 
 
 def fake_gpu(index: int) -> Any:
-    assert str(index) == os.environ["RANK"], "all are on one machine here"
+    assert str(index) == os.environ.get("RANK", "0"), "all are on one machine here"
     if str(index) == os.environ.get(TAKEN):
         raise EngineError(f"GPU {index} is taken")
     return RankGpu()
@@ -134,6 +134,18 @@ def in_place_of_the_compiler() -> Iterator[None]:
     torch.set_num_threads(1)
     with in_place_of("inductor", lower=lower), used() as patch:
         patch.setenv(ranks.TIMEOUT, "30")
+        yield
+
+
+@contextlib.contextmanager
+def on_gpus() -> Iterator[None]:
+    """The same, where builds with --device cuda find a GPU."""
+    from tests.support.fake_target import in_place_of
+
+    with (
+        in_place_of_the_compiler(),
+        in_place_of("inductor", compute_capabilities=lambda request, options: ("9.0",)),
+    ):
         yield
 
 
