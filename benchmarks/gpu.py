@@ -17,8 +17,8 @@ Each timed call has operands of its own, in one CUDA graph, so that nothing stay
 from the call before. Beside the attention: the variant within an AOT plugin's 48 KB, PyTorch's
 SDPA, and FlashMLA and FlashInfer where they can be imported.
 
-`products` and `scaled` (experts) are those of fp8 and nvfp4 weights, `writes` are of caches, `mixed`
-is the acceptance of sampled requests.
+`products` and `scaled` (experts) have fp8 and nvfp4 weights, `writes` fill caches, `mixed` is the
+acceptance of sampled requests.
 
 `slice` is DeepSeek-R1's step in bf16 with random weights behind 4,096 tokens: what `mtpbuild build
 --dtype bfloat16 --tp 8` makes of a rank's share of a dense and three MoE layers, the MTP module and
@@ -26,9 +26,9 @@ the head, each compiled as an engine's program, then what they add up to for 61 
 the aim there), then the slice's own step as `engine` below. `error` is the median token's, from the
 same program run eagerly. The sums between ranks are in the programs and sum nothing.
 
-`engine` is a decode step of deepseek-tiny, one request: PyTorch eagerly, target inductor launched
-kernel by kernel, as one CUDA graph, and with overlapping steps. `error` there counts the tokens
-that differ from the eager ones.
+`engine` is a decode step of deepseek-tiny, one request: target onnxruntime on the CPU, PyTorch
+eagerly, target inductor launched kernel by kernel, as one CUDA graph, and with overlapping steps.
+`error` there counts the tokens that differ from the first row's.
 """
 
 import argparse

@@ -14,6 +14,7 @@ from mtpbuild.builder.models.common.weights import Share
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.quantize.kept import Kept, can_stay
 from mtpbuild.builder.quantize.scheme import SCHEMES
+from mtpbuild.runtime.group.channel import use_in_programs
 from mtpbuild.runtime.group.start import GROUP
 from on_gpu.slices import Slice
 
@@ -98,7 +99,7 @@ def pretend_ranks(ranks: int) -> None:
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     assert dist.group.WORLD is not None
-    c10d._register_process_group(GroupName(GROUP), dist.group.WORLD)
+    use_in_programs(dist.group.WORLD)
 
 
 def forget_ranks() -> None:
