@@ -33,6 +33,7 @@ from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
 from mtpbuild.builder.targets.lower_inductor import in_place
+from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 
 class Pretended:  # a GPU, for what is asked while tracing
@@ -56,7 +57,7 @@ use_kernels(bench.model)
 style = replace(bench.plan(2).style, whole_caches=True, step_kernels=True, spare_windows=2)
 plan = replace(bench.plan(2), style=style)
 programs = [(part.name, part.program) for part in r1.needed(bench)]
-for name, program in [*programs[4:], ("step", bench.step(2))]:
+for name, program in [*programs[4:], ("step", make_programs(plan, bench.model)[1])]:
     traced = trace(program, plan)
     traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
     examples = tuple(pytree.tree_leaves(traced.exported.example_inputs))
