@@ -4,6 +4,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,13 @@ def test_tokens(engine: Path, model: Transformer, no_cuda_graphs: bool) -> None:
 
 def test_attention_dp(model: Transformer, tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path / "shared", model, **SHAPE)
-    flags = {"tp": 2, "ep": 2, "attention_dp": True, "device": "cuda", "max_batch": 2}
+    flags: dict[str, Any] = {
+        "tp": 2,
+        "ep": 2,
+        "attention_dp": True,
+        "device": "cuda",
+        "max_batch": 2,
+    }
     with started(make(checkpoint, tmp_path / "engine", **flags)) as loaded:
         results = loaded.generate([PROMPT, [5], PROMPT], GREEDY)
     wanted = [greedy(model, prompt, 16) for prompt in (PROMPT, [5], PROMPT)]
@@ -59,7 +66,7 @@ def test_attention_dp(model: Transformer, tmp_path: Path) -> None:
 def test_bfloat16(tmp_path: Path) -> None:
     exact = rounded(make_predictable(**SHAPE))
     checkpoint = save_checkpoint(tmp_path / "exact", exact, **SHAPE)
-    flags = {"tp": 2, "device": "cuda", "dtype": "bfloat16"}
+    flags: dict[str, Any] = {"tp": 2, "device": "cuda", "dtype": "bfloat16"}
     asked = [PROMPT, [5]]
     with started(make(checkpoint, tmp_path / "engine", **flags)) as loaded:
         check(exact, asked, play(loaded, asked, [GREEDY] * 2))

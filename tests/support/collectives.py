@@ -1,4 +1,4 @@
-"""What two ranks' fake GPUs sum between them: noted in order, and compared before it happens.
+"""What ranks' fake GPUs sum between them: noted in order, and compared before it happens.
 
 NCCL matches the n-th collective of a rank with the n-th of another, whatever they are for, and a
 captured one with a captured one. Ranks that disagree hang, or get wrong sums and go on. Here they
