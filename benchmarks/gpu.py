@@ -1,7 +1,8 @@
 """Kernels and steps on a GPU: correct, and how far from what the memory and tensor cores allow.
 
-    python benchmarks/gpu.py [--only attention,acceptance,experts,slice,engine] [--quick]
+    python benchmarks/gpu.py [--only SECTIONS] [--quick]
     python benchmarks/gpu.py --only slice --tp 8  # one rank's share of R1's layers; 1: the whole
+    python benchmarks/gpu.py --only slice --weights nvfp4  # as deepseek-r1-fp4 is; or fp8, bf16
     python benchmarks/gpu.py --smoke          # no GPU: tiny shapes in Triton's interpreter
     python benchmarks/gpu.py --only engine --engine engines/tiny_n3_cuda      # not built anew
     python benchmarks/gpu.py --smoke --only engine --engine engines/tiny_n3   # no GPU: any target
@@ -16,14 +17,18 @@ Each timed call has operands of its own, in one CUDA graph, so that nothing stay
 from the call before. Beside the attention: the variant within an AOT plugin's 48 KB, PyTorch's
 SDPA, and FlashMLA and FlashInfer where they can be imported.
 
-`slice` is DeepSeek-R1's step in bf16 with random weights behind 4,096 tokens: one rank's share of a
-dense and three MoE layers, the MTP module and the head, each compiled as an engine's program, then
-what they add up to for 61 layers (`share` is the aim there), then the slice's own step as `engine`
-below. `error` is the median token's, from the same program run eagerly.
+`products` and `scaled` (experts) have fp8 and nvfp4 weights, `writes` fill caches, `mixed` is the
+acceptance of sampled requests.
 
-`engine` is a decode step of deepseek-tiny, one request: PyTorch eagerly, target inductor launched
-kernel by kernel, as one CUDA graph, and with overlapping steps. `error` there counts the tokens
-that differ from the eager ones.
+`slice` is DeepSeek-R1's step in bf16 with random weights behind 4,096 tokens: what `mtpbuild build
+--dtype bfloat16 --tp 8` makes of a rank's share of a dense and three MoE layers, the MTP module and
+the head, each compiled as an engine's program, then what they add up to for 61 layers (`share` is
+the aim there), then the slice's own step as `engine` below. `error` is the median token's, from the
+same program run eagerly. The sums between ranks are in the programs and sum nothing.
+
+`engine` is a decode step of deepseek-tiny, one request: target onnxruntime on the CPU, PyTorch
+eagerly, target inductor launched kernel by kernel, as one CUDA graph, and with overlapping steps.
+`error` there counts the tokens that differ from the first row's.
 """
 
 import argparse
@@ -44,6 +49,7 @@ import torch
 from on_gpu.engine import engine
 from on_gpu.kernels import Attention, Experts, acceptance, attention, experts
 from on_gpu.machine import Machine, Row, cells, measure_machine
+from on_gpu.more_kernels import Product, mixed, products, scaled_experts, writes
 from on_gpu.r1 import r1_slice
 from on_gpu.slices import check_memory, r1_share, small
 from rich.console import Console
@@ -62,6 +68,10 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> dict[str, Iterator
             ),
             "acceptance": acceptance([(2, 1, 300), (2, 4, 5000)], machine),
             "experts": experts([Experts(n, 6, 2, 40, 24, wide) for n in (1, 5)], machine),
+            "products": products([Product(n, 48, 20, wide) for n in (1, 5)], machine),
+            "scaled": scaled_experts([Experts(3, 6, 2, 48, 16, wide)], machine),
+            "writes": writes([(2, 3, 20, 24)], machine),
+            "mixed": mixed([(2, 3, 300)], machine),
             "slice": r1_slice(small((0, 2)), machine, arguments.compiled),
             **({"engine": engine(folder, machine)} if folder else {}),
         }
@@ -78,14 +88,33 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> dict[str, Iterator
             machine,
         ),
         "acceptance": acceptance([(b, t, 129280) for b in batches for t in (1, 4)], machine),
-        "experts": experts([Experts(n, 32, 8, 7168, 2048) for n in (1, 4, 16, 64)], machine),
-        "slice": r1_rows((0, 3) if quick else (0, 1, 2, 3), arguments.tp, machine),
+        "experts": experts(r1_experts(quick), machine),
+        "products": products(
+            [
+                Product(n, *shape)
+                for shape in ((7168, 4608), (2304, 7168), (7168, 512))
+                for n in (1, 4, 64)
+            ],
+            machine,
+        ),
+        "scaled": scaled_experts(r1_experts(quick), machine),
+        "writes": writes([(b, 4, 4096, 576) for b in batches], machine),
+        "mixed": mixed([(b, 4, 129280) for b in batches[:2]], machine),
+        "slice": r1_rows((0, 3) if quick else (0, 1, 2, 3), arguments, machine),
         "engine": engine(folder, machine),
     }
 
 
-def r1_rows(nextn: tuple[int, ...], tp: int, machine: Machine) -> Iterator[Row]:
-    case = r1_share(tp, nextn)
+def r1_experts(quick: bool) -> list[Experts]:
+    """A rank of 8: whole experts of an eighth (--ep 8), and an eighth of all (--tp 8)."""
+    shapes = ((32, 8, 7168, 2048), (256, 8, 7168, 256))
+    return [Experts(n, *shape) for shape in shapes for n in ((1, 4) if quick else (1, 4, 16, 64))]
+
+
+def r1_rows(
+    nextn: tuple[int, ...], arguments: argparse.Namespace, machine: Machine
+) -> Iterator[Row]:
+    case = r1_share(arguments.tp, nextn, arguments.weights)
     check_memory(case)
     yield from r1_slice(case, machine, compiled=True)
 
@@ -94,11 +123,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
-    sections = "attention, acceptance, experts, slice, engine"
+    sections = "attention, acceptance, experts, products, scaled, writes, mixed, slice, engine"
     parser.add_argument("--only", help=f"of {sections}; default: all")
     parser.add_argument("--engine", type=Path, help="of deepseek-tiny; default: built for this GPU")
     parser.add_argument("--rows", type=Path, help="a file that each row is appended to, as JSON")
     parser.add_argument("--tp", type=int, default=8, help="ranks that share R1; default: 8")
+    parser.add_argument("--weights", choices=("bf16", "fp8", "nvfp4"), default="bf16")
     compiled = "with --smoke: the slice's programs too, for the CPU; minutes"
     parser.add_argument("--compiled", action="store_true", help=compiled)
     arguments = parser.parse_args()

@@ -73,6 +73,7 @@ def run(
     json_schema: Path | None = flag(None, "File with a JSON schema that answers must fit."),
     threads: int | None = flag(None, "CPU threads; default: all cores."),
     provider: str | None = flag(None, "Where onnxruntime computes: cpu (default) or cuda."),
+    no_cuda_graphs: bool = flag(False, "Target inductor on GPUs: launch steps kernel by kernel."),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Generate text; without a prompt on a terminal: ask for prompts until Ctrl-D.
@@ -115,6 +116,7 @@ def run(
                 engine,
                 threads=threads,
                 provider=provider,
+                no_cuda_graphs=no_cuda_graphs,
                 verify_hashes=verify_hashes,
                 prefix_cache=not given,  # a conversation's next turn begins as the last one did
             )

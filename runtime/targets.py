@@ -47,7 +47,10 @@ RUN, BUILD, INSTALL = "mtpbuild.runtime.programs.", "mtpbuild.builder.targets.",
 ONNXRUNTIME = f"{INSTALL}'mtpbuild[cpu]' (or 'mtpbuild[cuda]')"
 BUILT_IN = (
     Target("onnxruntime", f"{RUN}onnxruntime", f"{BUILD}onnxruntime", ONNXRUNTIME, ("provider",)),
-    Target("inductor", f"{RUN}inductor", f"{BUILD}inductor", f"{INSTALL}'mtpbuild[inductor]'"),
+    Target(
+        *("inductor", f"{RUN}inductor", f"{BUILD}inductor", f"{INSTALL}'mtpbuild[inductor]'"),
+        load_options=("no_cuda_graphs",),
+    ),
     Target("tensorrt", f"{RUN}tensorrt", f"{BUILD}tensorrt"),
     Target("tensorrt-rtx", f"{RUN}tensorrt", f"{BUILD}tensorrt_rtx"),
 )

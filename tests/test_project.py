@@ -59,6 +59,7 @@ ONLY_HERE = {
         "programs.inductor",
         "programs.inductor_cpu",
         "programs.inductor_cuda",
+        "programs.inductor_dp",
         "programs.inductor_ranks",
         "programs.torch_cuda",
     )

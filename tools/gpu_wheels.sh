@@ -10,7 +10,7 @@ wanted=$("$python" - <<'PY'
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extra = project["optional-dependencies"]
-named = [*project["dependencies"], *extra["build"], *extra["cpu"], "pytest>=8.3,<9.2", "hypothesis>=6.100", "filelock", "psutil>=6"]
+named = [*project["dependencies"], *extra["build"], *extra["cpu"], "pytest>=8.3,<9.2", "pytest-xdist>=3.6", "hypothesis>=6.100", "filelock", "psutil>=6"]
 print("\n".join(name for name in named if not name.startswith(("torch", "numpy"))))
 PY
 )

@@ -71,12 +71,14 @@ class Eager:
 
 
 def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
-    """folder: an engine of deepseek-tiny for one request; None builds it for this GPU."""
+    """folder: an engine of deepseek-tiny for one request; None builds it for this GPU.
+
+    On a GPU the first row is the CPU's engine: all others must give its tokens.
+    """
     with tempfile.TemporaryDirectory() as scratch:
+        plain = BuildRequest("deepseek-tiny", (3,), out=Path(scratch) / "cpu")
         if folder is None:
-            asked = BuildRequest(
-                "deepseek-tiny", (3,), target="inductor", options={"device": "cuda"}
-            )
+            asked = replace(plain, target="inductor", options={"device": "cuda"})
             folder = build(replace(asked, out=Path(scratch) / "engine"))[0].folder
         manifest = read_manifest(folder)
         if manifest.build.max_batch > 1:
@@ -84,6 +86,10 @@ def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
         tokenizer = load_tokenizer(folder, manifest)
         wanted: list[int] = []
         first = None
+        if machine.device == "cuda":
+            with Engine.load(build(plain)[0].folder) as loaded:
+                wanted, each = decode(loaded, machine)
+            yield Row("step", f"nextn {manifest.build.nextn}, the CPU's engine", 0, each)
         for name, make, overlap in variants(folder, manifest, machine):
             with Engine(make(), manifest, tokenizer, overlap=overlap) as loaded:
                 tokens, each = decode(loaded, machine)

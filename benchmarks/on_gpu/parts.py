@@ -10,36 +10,16 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.layers import DecoderLayer, Rope
+from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.layers import DecoderLayer
 from mtpbuild.builder.models.common.moe import GatheredMoE
-from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.plugins import accept_rewind
-from mtpbuild.runtime.manifest import FloatType
-from mtpbuild.runtime.ranks import ALONE
 from on_gpu.machine import Machine
 
 State = dict[str, Tensor]
 MTP_CACHE = "mtp_kv.0"
-
-
-def random_model(c: DeepseekV3Config, dtype: FloatType, device: str) -> DeepseekV3:
-    """Every product keeps its input's scale; norms are 1, no expert is preferred."""
-    with torch.device("meta"):
-        model = DeepseekV3(c)
-        hold_in(model, FLOATS[dtype])
-    for name, weight in list(model.named_parameters()):
-        values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-        if weight.dim() > 1:
-            values.normal_(std=weight.shape[-2] ** -0.5)
-        else:
-            values.fill_(0.0 if name.endswith("_bias") else 1.0)
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))
-    model.rope = Rope(c.rope, c.qk_rope_head_dim).to(device)
-    return model.eval()
 
 
 class Layer(nn.Module):
@@ -162,8 +142,9 @@ class Part:
 class Parts:
     """Of one model behind `context` cached tokens."""
 
-    def __init__(self, model: DeepseekV3, context: int, vocabulary: int) -> None:
-        self.model, self.context, self.vocabulary = model, context, vocabulary
+    def __init__(self, model: DeepseekV3, context: int) -> None:
+        self.model, self.context = model, context
+        self.vocabulary = model.config.vocab_size
         self.device = model.embed_tokens.device
         self.start = torch.tensor([context], device=self.device)
 
@@ -249,13 +230,22 @@ class Parts:
     def _layer_cost(self, layer: DecoderLayer, tokens: int) -> Cost:
         """Weights once, of the routed experts those that random tokens choose; the cache once."""
         c, nbytes, operations = self.model.config, 0.0, 0.0
-        costs = family_of(c).costs(c, ALONE)
+        costs = family_of(c).costs(c, self.model.ranks)
         for name, weight in layer.named_parameters():
             read = used = 1.0
-            if isinstance(layer.mlp, GatheredMoE) and name in ("mlp.gate_up_proj", "mlp.down_proj"):
+            routed = name.startswith(("mlp.gate_up_proj", "mlp.down_proj"))
+            if isinstance(layer.mlp, GatheredMoE) and routed:
                 read = distinct_experts(costs, tokens) / costs.experts
                 used = costs.chosen / costs.experts
             nbytes += read * weight.nbytes
-            operations += used * 2 * weight.numel() * tokens
+            operations += used * 2 * self._values(layer, name, weight) * tokens
         nbytes += self.context * c.cache_dim * self.model.embed_tokens.element_size()
         return Cost(nbytes, operations + tokens * self.context * costs.row_operations)
+
+    def _values(self, layer: DecoderLayer, name: str, weight: Tensor) -> int:
+        """The number of a product's values that a stored tensor holds: two in a byte of nvfp4."""
+        owner, _, leaf = name.rpartition(".")
+        module = layer.get_submodule(owner)
+        if not isinstance(module, Scaled):
+            return weight.numel()
+        return weight.numel() * (1 if module.scales_2 is None else 2) if leaf == "values" else 0

@@ -16,7 +16,8 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target, make_options
 from mtpbuild.runtime.programs.aot_package import Package
 from on_gpu.machine import Machine
-from on_gpu.parts import Parts, State, random_model
+from on_gpu.parts import Parts, State
+from on_gpu.random_model import forget_ranks, pretend_ranks, random_model
 from on_gpu.slices import Slice
 
 ROOM = 256  # tokens behind the context
@@ -51,11 +52,12 @@ class Bench:
         self.case, self.machine = case, machine
         self.compiled, self.folder = compiled, folder
         self.most = max(case.nextn)
-        self.model = random_model(case.config, case.dtype, machine.device)
+        pretend_ranks(case.ranks.tp)
+        self.model = random_model(case, machine.device)
         if machine.device == "cuda":
             use_kernels(self.model)
         self.weights = dict(self.model.named_parameters())
-        self.parts = Parts(self.model, case.context, case.vocabulary)
+        self.parts = Parts(self.model, case.context)
         self._state = self._fill()
 
     def plan(self, nextn: int) -> Plan:
@@ -69,6 +71,7 @@ class Bench:
             config,
             *(nextn, drafter, 1, length, 8),  # type: ignore[arg-type]
             style,
+            self.case.ranks,
             compute_capabilities=gpus,
             options=options,
         )
@@ -82,7 +85,7 @@ class Bench:
             made[spec.name] = tensor.normal_() if spec.kind == "cache" else tensor
         made["lengths"].fill_(self.case.context)
         made["num_drafts"].fill_(self.most)
-        made["window"].random_(self.case.config.vocab_size)
+        made["window"].random_(self.model.embed_tokens.shape[0])  # the others' rows are zeros here
         return made
 
     def state(self, nextn: int) -> State:
@@ -107,5 +110,7 @@ class Bench:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         with torch.device(self.machine.device):
             traced = trace(program, self.plan(self.most))
+        forget_ranks()  # the compiler asks a group of its own
         file = TARGET.lower(traced, dict.fromkeys(self.weights, Placed(0, 0)), folder)
+        pretend_ranks(self.case.ranks.tp)
         return Package(folder / file, self.weights, self.machine.device)

@@ -9,57 +9,54 @@ from mtpbuild.builder.models.config import RopeConfig
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.ranks import check_ranks
+from mtpbuild.builder.quantize.scheme import PLAIN
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.manifest import FloatType
-from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
 class Slice:
-    """`config`: what the rank holds. dense, moe: main layers of the whole model."""
+    """What rank 0 of `ranks` holds of `config`. dense, moe: main layers of the whole model.
+
+    weights: the format of the checkpoint, whose products stay in it as in an engine.
+    """
 
     config: DeepseekV3Config
     dense: int
     moe: int
-    vocabulary: int  # of all ranks
     context: int  # cached tokens
     nextn: tuple[int, ...]
     dtype: FloatType
+    ranks: Ranks = ALONE
+    weights: str = PLAIN
 
 
-def r1_share(tp: int, nextn: tuple[int, ...]) -> Slice:
+def r1_share(tp: int, nextn: tuple[int, ...], weights: str = PLAIN) -> Slice:
     """A dense layer, three MoE layers, the MTP module, embedding and head of one of `tp` ranks.
 
-    Heads, inner columns and vocabulary are divided; norms, router, projections to latents and
-    `eh_proj` are whole. Raises UsageError that names the numbers that `tp` can be.
+    The model is the builder's for such a rank. Raises UsageError that names the numbers that `tp`
+    can be.
     """
     whole = load_config(recipe_folder() / "deepseek_v3")
     assert isinstance(whole, DeepseekV3Config)
     check_ranks(whole, Ranks(tp))
-    config = replace(
-        whole,
-        num_hidden_layers=4,
-        moe_layers=(False, True, True, True, True),
-        num_attention_heads=whole.num_attention_heads // tp,
-        intermediate_size=whole.intermediate_size // tp,
-        moe_intermediate_size=whole.moe_intermediate_size // tp,
-        vocab_size=whole.vocab_size // tp,
-    )
+    config = replace(whole, num_hidden_layers=4, moe_layers=(False, True, True, True, True))
     moe = sum(whole.moe_layers[: whole.num_hidden_layers])
     dense = whole.num_hidden_layers - moe
-    return Slice(config, dense, moe, whole.vocab_size, 4096, nextn, "bfloat16")
+    return Slice(config, dense, moe, 4096, nextn, "bfloat16", Ranks(tp), weights)
 
 
 def small(nextn: tuple[int, ...]) -> Slice:
-    """For a machine without a GPU: the same kinds of layers."""
+    """For a machine without a GPU: the same kinds of layers, of one of two ranks."""
     config = DeepseekV3Config(
-        vocab_size=80,
+        vocab_size=160,
         hidden_size=48,
-        intermediate_size=32,
-        moe_intermediate_size=16,
+        intermediate_size=64,
+        moe_intermediate_size=32,
         num_hidden_layers=2,
-        num_attention_heads=2,
+        num_attention_heads=4,
         q_lora_rank=24,
         kv_lora_rank=32,
         qk_nope_head_dim=16,
@@ -80,14 +77,15 @@ def small(nextn: tuple[int, ...]) -> Slice:
         tie_word_embeddings=False,
         rope=RopeConfig(),
     )
-    return Slice(config, 3, 58, 160, 40, nextn, "float32")
+    return Slice(config, 3, 58, 40, nextn, "float32", Ranks(2))
 
 
 def check_memory(case: Slice, free: int | None = None) -> None:
     """Raise UsageError if the GPU, of which so many bytes are free, can't hold the slice."""
     free = torch.cuda.mem_get_info()[0] if free is None else free
     with torch.device("meta"):
-        values = sum(weight.numel() for weight in DeepseekV3(case.config).parameters())
+        model = DeepseekV3(case.config, case.ranks)
+        values = sum(weight.numel() for weight in model.parameters())
     needed = 2 * values + (4 << 30)
     if needed > free:
         raise UsageError(

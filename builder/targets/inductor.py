@@ -43,12 +43,6 @@ class Inductor(Target):
             if value not in known:
                 raise UsageError(f"{name} {value} is unknown; supported: {', '.join(known)}")
         check_capability(options)
-        if options.dtype != "float32" and request.ranks.tp > 1:
-            raise UsageError(f"--dtype {options.dtype} is for one rank: --tp works in float32")
-        if options.device != "cpu" and request.ranks.attention_dp:
-            raise UsageError(
-                "--attention-dp is for --device cpu: leave it out, or build for the CPU"
-            )
 
     def compute_capabilities(
         self, request: "BuildRequest", options: InductorOptions

@@ -62,6 +62,13 @@ class Channel:
         if self.rank == 0:
             threading.Thread(target=self._stay, daemon=True).start()
 
+    def share(self, value: bool) -> bool:
+        """Rank 0's value, on all ranks; all call it, at the same time and before `ready`."""
+        if self.rank == 0:
+            self.send("share", value)
+            return value
+        return bool(self.receive()[1][0])
+
     def send(self, name: str, *arguments: Any) -> None:
         self._say([name, self.digest, *arguments])
 

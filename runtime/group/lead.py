@@ -1,7 +1,9 @@
 """Rank 0 leads: what is called of its programs, the other ranks' programs do too."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,9 +12,36 @@ from mtpbuild.runtime.errors import EngineError, UsageError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import own_folders, own_rank
 from mtpbuild.runtime.manifest import Manifest, check_files
-from mtpbuild.runtime.programs.base import Bools, Ints, Programs, StepOutput
+from mtpbuild.runtime.programs.base import Bools, Ints, Overlapping, Programs, StepOutput
 
 LoadRank: TypeAlias = Callable[..., Programs]  # of a rank's folder, manifest, and `channel`
+
+
+class Calls:
+    """Makes calls of a rank's own programs, by name: rank 0's user's, and what others are told.
+
+    Besides those of `Programs` there are `launch`, which numbers the step, and `land`, which reads
+    the step of a number; so steps overlap on all ranks alike.
+    """
+
+    def __init__(self, own: Programs, channel: Channel) -> None:
+        self._own, self._channel = own, channel
+        self._flights = dict[int, Callable[[], StepOutput]]()  # launched, not read
+
+    def make(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Make a call, and keep the tokens of a step that is read."""
+        if name == "launch":
+            number, *given = arguments
+            self._flights.pop(number - 2, None)  # its arrays are reused: nobody will read it
+            self._flights[number] = getattr(self._own, name)(*given)
+            return None
+        if name == "land":
+            result = self._flights.pop(*arguments)()
+        else:
+            result = getattr(self._own, name)(*arguments)
+        if name in ("step", "land"):
+            self._channel.note(result)
+        return result
 
 
 class LeadingPrograms:
@@ -20,7 +49,7 @@ class LeadingPrograms:
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self.lookahead = own.lookahead
-        self._own, self._channel = own, channel
+        self._own, self._channel, self._calls = own, channel, Calls(own, channel)
         channel.ready()
         self.close = weakref.finalize(self, channel.close)  # at the latest when this is dropped
 
@@ -50,7 +79,20 @@ class LeadingPrograms:
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._channel.unbroken():
             self._channel.send(name, *arguments)
-            return _make(self._own, self._channel, name, arguments)
+            return self._calls.make(name, arguments)
+
+
+class OverlappingLeadingPrograms(LeadingPrograms):
+    """Rank 0's programs where steps overlap: all ranks launch and read the same steps."""
+
+    def __init__(self, own: Programs, channel: Channel) -> None:
+        super().__init__(own, channel)
+        self._numbers = itertools.count()
+
+    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
+        number = next(self._numbers)
+        self._call("launch", number, active, rows)
+        return partial(self._call, "land", number)
 
 
 def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
@@ -60,7 +102,9 @@ def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
     *_, (own_folder, own) = own_folders(folder, manifest)
     channel = Channel(0, manifest.build.tp)
     try:
-        return LeadingPrograms(load(own_folder, own, channel=channel), channel)
+        programs = load(own_folder, own, channel=channel)
+        overlapping = isinstance(programs, Overlapping)
+        return (OverlappingLeadingPrograms if overlapping else LeadingPrograms)(programs, channel)
     except BaseException:
         channel.close()
         raise
@@ -83,14 +127,7 @@ def follow(folder: Path, manifest: Manifest, load: LoadRank) -> None:
 def _repeat(own: Programs, channel: Channel) -> None:
     """Make the calls that rank 0 makes, until it ends."""
     channel.ready()
+    calls = Calls(own, channel)
     while (call := channel.receive())[0] != "end":
         if call[0] != "wait":
-            _make(own, channel, *call)
-
-
-def _make(own: Programs, channel: Channel, name: str, arguments: Sequence[Any]) -> Any:
-    """Call a rank's own programs, and keep what a step gave."""
-    result = getattr(own, name)(*arguments)
-    if name == "step":
-        channel.note(result)
-    return result
+            calls.make(*call)

@@ -22,9 +22,17 @@ from mtpbuild.runtime.group.channel import Channel, silent, use_in_programs
 from mtpbuild.runtime.group.start import environment
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 
-# NCCL's watchdog ends a collective that hangs, not the process (torchrun would have it so): it also
-# frees a host that is stuck in a full queue of launches. Nothing is dumped.
-WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+SETTINGS = {
+    # NCCL's watchdog ends a collective that hangs, not the process (torchrun would have it so): it
+    # also frees a host that is stuck in a full queue of launches. Nothing is dumped.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Else the host waits for each collective by asking for its event, which can't be captured.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # A prompt's collectives are not captured and may be queued behind a captured step, on the same
+    # communicator: NCCL's default lets them, a machine that is tuned for graphs alone may not.
+    "NCCL_GRAPH_MIXING_SUPPORT": "1",
+}
 ABORTING = 10.0  # seconds, at most
 
 
@@ -35,8 +43,7 @@ class Peers:
 
     def __init__(self, device: torch.device, limit: float) -> None:
         self._device = device
-        with environment(WATCHDOG):
-            group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=limit))
+        group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=limit))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
 
@@ -51,8 +58,11 @@ class Peers:
 
 
 def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peers:
-    """Let programs sum between all ranks' GPUs; NCCL's communicator is made by a first sum."""
-    with channel.unbroken():
+    """Let programs sum between all ranks' GPUs; NCCL's communicator is made by a first sum.
+
+    It is the only one. torch and NCCL read the settings until it is there.
+    """
+    with channel.unbroken(), environment(SETTINGS):
         dist.barrier()  # a rank without a GPU has left: NCCL would wait for it
         peers = make_peers(gpu.device, channel.limit)
         channel.leaving.append(peers.abort)

@@ -13,14 +13,20 @@ from mtpbuild.runtime.targets import find_target, names
 
 
 def load_programs(
-    folder: Path, manifest: Manifest, *, threads: int | None = None, provider: str | None = None
+    folder: Path,
+    manifest: Manifest,
+    *,
+    threads: int | None = None,
+    provider: str | None = None,
+    no_cuda_graphs: bool = False,
 ) -> Programs:
     """Load the programs of an engine that was checked; of one that ranks share, rank 0's.
 
     threads: None lets the target choose. provider: where to compute, for a target that has several;
-    None lets it choose.
+    None lets it choose. no_cuda_graphs: launch a step kernel by kernel, for a target that can.
     """
-    load = _loader(folder, manifest, threads=threads, provider=provider)
+    options = {"provider": provider, "no_cuda_graphs": no_cuda_graphs or None}
+    load = _loader(folder, manifest, threads=threads, **options)
     if not manifest.split:
         return load(folder, manifest)
     from mtpbuild.runtime.group.lead import lead  # with torch.distributed
@@ -45,9 +51,9 @@ def _loader(
     for option, value in given.items():
         if option not in target.load_options:
             have = [name for name in names() if option in find_target(name).load_options]
+            said = f"--{option.replace('_', '-')}" + ("" if value is True else f" {value}")
             raise UsageError(
-                f"--{option} {value} is for target {' or '.join(have)}; {folder} is for target "
-                f"{target.name}"
+                f"{said} is for target {' or '.join(have)}; {folder} is for target {target.name}"
             )
     with target.importing():
         load = import_module(target.programs).load

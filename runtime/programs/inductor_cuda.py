@@ -17,7 +17,7 @@ from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, Bools, StepOut
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.host_slots import rounded
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
-from mtpbuild.runtime.programs.torch_cuda import Gpu, Work
+from mtpbuild.runtime.programs.torch_cuda import Gpu, Wait, Work
 
 
 class Report:
@@ -69,20 +69,20 @@ class CudaPrograms(DeviceSlots):
         opened = opener(str(gpu.device))
         self._packages = {name: opened(name) for name in programs}
         self._sizes = [*(1 << i for i in range((self._batch - 1).bit_length())), self._batch]
-        self._steps = {
-            (name, slots): self._prepare(self._work(name, slots), graphs)
-            for name in (PLAIN, MIXED)
-            for slots in self._sizes
-        }
+        self._steps = self._prepare_all(graphs)
 
     def _run_prefill(self, slot: int, start: int, chunk: int) -> dict[str, Tensor]:
         rows = rounded(start + chunk, self._capacity)
         caches = self._caches.tensors.items()
-        given = self._prompt | {name: cache[slot, 0, :rows][None, None] for name, cache in caches}
+        self._fill_rows({name: cache[slot, 0, :rows][None, None] for name, cache in caches}, chunk)
+        return {name: self._prompt[name] for name in self._prompt.keys() & self._state.keys()}
+
+    def _fill_rows(self, caches: dict[str, Tensor], chunk: int) -> None:
+        """Queue the program of a prompt's chunk, which fills in rows of caches [1, 1, rows, C]."""
+        given = self._prompt | caches
         given["tokens"] = given["tokens"][:, :chunk]
         inputs = [given[spec.name] for spec in self._programs[PREFILL].inputs]
         self._gpu.run(partial(self._packages[PREFILL].run, inputs))
-        return {name: self._prompt[name] for name in self._prompt.keys() & self._state.keys()}
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         return self.launch(active, rows)()
@@ -96,13 +96,16 @@ class CudaPrograms(DeviceSlots):
             self._active_now[:] = active
         self._steps[program, slots]()
         arrays = self._reports[program].send()
-        wait = self._gpu.mark()
+        mark = self._gpu.mark()
 
         def land() -> StepOutput:
-            wait()
+            self._wait(mark)
             return reported(arrays, slots)
 
         return land
+
+    def _wait(self, mark: Wait) -> None:
+        mark()
 
     def _work(self, program: str, slots: int) -> Work:
         """A step of the first slots, and its report on the GPU."""
@@ -120,12 +123,20 @@ class CudaPrograms(DeviceSlots):
 
         return work
 
+    def _prepare_all(self, graphs: bool) -> dict[tuple[str, int], Work]:
+        """Give what queues each step, by its program and number of slots."""
+        return {
+            (name, slots): self._prepare(self._work(name, slots), graphs)
+            for name in (PLAIN, MIXED)
+            for slots in self._sizes
+        }
+
     def _prepare(self, work: Work, graphs: bool) -> Work:
         """Give what queues it. The run before the capture changes nothing: no slot is active."""
         if not graphs:
             return partial(self._gpu.run, work)
         self._gpu.run(work)
-        self._gpu.synchronise()
+        self._wait(self._gpu.mark())
         return self._gpu.capture(work)
 
 

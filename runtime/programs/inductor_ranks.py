@@ -1,27 +1,27 @@
 """Runs a rank's AOTInductor programs, on a CPU or a GPU, beside those of the other ranks."""
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import torch
+import torch.distributed as dist
 
-from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group.channel import Channel, silent
 from mtpbuild.runtime.group.nccl import Peers, connect, watch
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.aot_package import Opener
-from mtpbuild.runtime.programs.base import PREFILL, Bools, Ints, StepOutput, host_type
-from mtpbuild.runtime.programs.host_slots import rounded
-from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms, shared
+from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
-from mtpbuild.runtime.programs.torch_cuda import Gpu
+from mtpbuild.runtime.programs.torch_cuda import Gpu, Wait, Work
 
 T = TypeVar("T")
+AHEAD = 2  # pieces of work that a rank's GPU is given beyond the one that its host has seen done
 
 
 class RankPrograms(InductorPrograms):
@@ -40,103 +40,54 @@ class RankPrograms(InductorPrograms):
 
 
 class CudaRankPrograms(CudaPrograms):
-    """The programs of one rank on a GPU. No CUDA graphs: collectives in them were not tried."""
+    """The programs of one rank on a GPU.
 
-    def __init__(
-        self, channel: Channel, peers: type[Peers], manifest: Manifest, gpu: Gpu, opener: Opener
-    ) -> None:
-        self._channel, self._peers = channel, connect(gpu, channel, peers)
-        super().__init__(manifest, gpu, opener, graphs=False)
-
-    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._through(partial(super().prefill, slot, start, tokens))
-
-    def step(self, active: Bools, rows: int) -> StepOutput:
-        return self._through(partial(self.launch, active, rows))()
-
-    def _through(self, work: Callable[[], T]) -> T:
-        """Queue it and wait for the GPU, as long as the others are there."""
-        with self._channel.unbroken(), silent():
-            alive = watch(self._channel, self._peers)
-            queued = work()
-            self._gpu.settle(alive)
-            return queued
-
-
-class AttentionDPPrograms(RankPrograms):
-    """Attention-DP: a rank has requests and caches of its own, and all share the routed experts.
-
-    Experts see the tokens of all ranks at once, equally many of each. So all ranks make the same
-    calls, for the slots of all, which are numbered rank by rank; what is another's is padding here.
+    NCCL's collectives are captured with the steps, and NCCL wants from all ranks the same captures
+    and the same launches in the same order, on one communicator. Ranks make the same calls, on one
+    stream each, so that is what it gets; whether steps are captured at all rank 0 says.
     """
 
     def __init__(
-        self, channel: Channel, manifest: Manifest, threads: int | None, opener: Opener
+        self,
+        channel: Channel,
+        peers: type[Peers],
+        manifest: Manifest,
+        gpu: Gpu,
+        opener: Opener,
+        *,
+        graphs: bool = True,
     ) -> None:
-        super().__init__(channel, manifest, threads, opener)
-        self._rank, ranks = channel.rank, manifest.build.tp
-        self._every_mixed = np.zeros((ranks, self._batch), np.bool_)
-        self._chunks = [deque[tuple[int, int, Ints]]() for _ in range(ranks)]
+        self._channel, self._peers = channel, connect(gpu, channel, peers)
+        channel.leaving.append(partial(_come_to_rest, gpu, channel, self._peers))
+        self._queued = deque[Wait]()
+        super().__init__(manifest, gpu, opener, graphs=graphs)
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        """Before the next step or move, so that ranks fill in their prompts together."""
-        rank, own = divmod(slot, self._batch)
-        self._chunks[rank].append((own, start, tokens))
+        self._in_turn(partial(super().prefill, slot, start, tokens))
 
-    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
-        rank, own = divmod(slot, self._batch)
-        self._every_mixed[rank, own] = not controls.plain
-        if rank == self._rank:
-            super().begin(own, length, newest, controls)
+    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
+        return self._in_turn(partial(super().launch, active, rows))
 
-    def move(self, source: int, target: int) -> None:
-        self._fill()
-        rank, to = divmod(target, self._batch)
-        assert source // self._batch == rank, "a request stays on its rank"
-        self._every_mixed[rank, to] = self._every_mixed[rank, source % self._batch]
-        if rank == self._rank:
-            super().move(source % self._batch, to)
+    def _in_turn(self, work: Callable[[], T]) -> T:
+        """Queue it. The host is never far ahead: each wait for its GPU has the time limit."""
+        with self._channel.unbroken(), silent():
+            queued = work()
+            self._queued.append(self._gpu.mark())
+            while len(self._queued) > AHEAD:
+                self._wait(self._queued.popleft())
+            return queued
 
-    def step(self, active: Bools, rows: int) -> StepOutput:
-        """A step of all ranks' slots: this rank computes its own, and is told of the others'."""
-        self._fill()
-        own = super().step(active, rows)
-        given = {f.name: getattr(own, f.name) for f in fields(own)}
-        arrays = {name: array for name, array in given.items() if array is not None}
-        packed = np.concatenate([array.ravel().view(np.uint8) for array in arrays.values()])
-        ends = np.cumsum([array.nbytes for array in arrays.values()])
-        pieces = np.split(self._channel.gather(packed), ends[:-1], axis=1)  # [ranks, bytes] each
-        every = {
-            name: np.ascontiguousarray(piece).view(array.dtype).reshape(-1, *array.shape[1:])
-            for (name, array), piece in zip(arrays.items(), pieces, strict=True)
-        }
-        return StepOutput(**every)
+    def _wait(self, mark: Wait) -> None:
+        with self._channel.unbroken():
+            mark(watch(self._channel, self._peers))
 
-    def _fill(self) -> None:
-        """Run the chunks that wait, at once those that are next on their rank and of one length."""
-        while any(self._chunks):
-            size = max(len(chunks[0][2]) for chunks in self._chunks if chunks)
-            for rank, chunks in enumerate(self._chunks):
-                chunk = chunks.popleft() if chunks and len(chunks[0][2]) == size else None
-                if rank != self._rank:
-                    continue
-                if chunk is None:
-                    self._run(PREFILL, self._padding(size - self.lookahead))
-                else:
-                    super().prefill(*chunk)
+    def _prepare_all(self, graphs: bool) -> dict[tuple[str, int], Work]:
+        with self._channel.unbroken(), silent():
+            dist.barrier()  # the first run waits for all ranks, and some still read their weights
+            return super()._prepare_all(self._channel.share(graphs))
 
-    def _activate(self, active: Bools) -> tuple[str, int]:
-        """The program of a step in which some rank's slots are active: the same on all ranks."""
-        every = active.reshape(self._every_mixed.shape)
-        self._active[:] = every[self._rank]
-        some = np.logical_or.reduce  # over the ranks' slots with the same number
-        return self._choose(some(every), some(every & self._every_mixed))
 
-    def _padding(self, chunk: int) -> list[torch.Tensor]:
-        """Make the inputs of a prefill whose results nobody reads."""
-        sizes = {"chunk": chunk, "rows": rounded(chunk, self._capacity)}
-        inputs = []
-        for spec in self._programs[PREFILL].inputs:
-            shape = [size if isinstance(size, int) else sizes[size] for size in spec.shape]
-            inputs.append(shared(np.zeros(shape, host_type(spec.dtype)), spec))
-        return inputs
+def _come_to_rest(gpu: Gpu, channel: Channel, peers: Peers) -> None:
+    """Let a step end that was launched on all ranks and that nobody reads."""
+    with contextlib.suppress(EngineError, RuntimeError):
+        gpu.settle(watch(channel, peers))

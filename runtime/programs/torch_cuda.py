@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -11,6 +11,13 @@ from torch import Tensor
 from mtpbuild.runtime.errors import EngineError
 
 Work = Callable[[], Any]
+Alive = Callable[[], None]  # asked while the host waits; raises when that is of no use
+
+
+class Wait(Protocol):
+    """Waits for what was queued before a mark."""
+
+    def __call__(self, alive: Alive | None = None) -> None: ...
 
 
 class Gpu:
@@ -64,24 +71,32 @@ class Gpu:
     def capture(self, work: Work) -> Work:
         """Make one CUDA graph of what `work` queues; the result queues it. Nothing runs yet.
 
-        The work was run before (it may load code), and keeps no tensor that it makes.
+        The work was run before (it may load code), and keeps no tensor that it makes. Other threads
+        may use the GPU meanwhile: NCCL's watchdog asks for its events.
         """
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        graph, own = torch.cuda.CUDAGraph(), "thread_local"
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=own):
             work()
         return lambda: self.run(graph.replay)
 
-    def mark(self) -> Work:
-        """The result waits until everything queued so far is done."""
-        return self._event().synchronize
-
-    def settle(self, alive: Callable[[], None]) -> None:
-        """Wait until all that is queued is done; `alive` is asked meanwhile, and may raise."""
+    def mark(self) -> Wait:
+        """The result waits until everything queued so far is done; `alive` is asked meanwhile."""
         event = self._event()
-        while not event.query():
-            alive()
-            time.sleep(0)  # other threads' turn
-        alive()  # what a rank has lost may end early
+
+        def wait(alive: Alive | None = None) -> None:
+            if alive is None:
+                event.synchronize()
+                return
+            while not event.query():
+                alive()
+                time.sleep(0)  # other threads' turn
+            alive()  # what a rank has lost may end early
+
+        return wait
+
+    def settle(self, alive: Alive) -> None:
+        """Wait until all that is queued is done; `alive` is asked meanwhile, and may raise."""
+        self.mark()(alive)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -34,6 +34,7 @@ def serve(
     log_requests: bool = flag(False, "Log prompts."),
     threads: int | None = flag(None, "CPU threads; default: all cores."),
     provider: str | None = flag(None, "Where onnxruntime computes: cpu (default) or cuda."),
+    no_cuda_graphs: bool = flag(False, "Target inductor on GPUs: launch steps kernel by kernel."),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Serve an engine over HTTP, as OpenAI's API (docs/serving.md)."""
@@ -74,6 +75,7 @@ def serve(
             engine,
             threads=threads,
             provider=provider,
+            no_cuda_graphs=no_cuda_graphs,
             verify_hashes=verify_hashes,
             prefix_cache=not no_prefix_cache,
         )

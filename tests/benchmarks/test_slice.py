@@ -33,6 +33,7 @@ from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
 from mtpbuild.builder.targets.lower_inductor import in_place
+from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 
 class Pretended:  # a GPU, for what is asked while tracing
@@ -56,7 +57,7 @@ use_kernels(bench.model)
 style = replace(bench.plan(2).style, whole_caches=True, step_kernels=True, spare_windows=2)
 plan = replace(bench.plan(2), style=style)
 programs = [(part.name, part.program) for part in r1.needed(bench)]
-for name, program in [*programs[4:], ("step", bench.step(2))]:
+for name, program in [*programs[4:], ("step", make_programs(plan, bench.model)[1])]:
     traced = trace(program, plan)
     traced = replace(traced, exported=for_gpu(traced.exported, "cpu"))
     examples = tuple(pytree.tree_leaves(traced.exported.example_inputs))
@@ -93,6 +94,23 @@ def test_the_parts_make_up_a_step(
     assert section.composition_error(bench, nextn) < 1e-4
     monkeypatch.setattr(section.Head, "forward", without_norm)
     assert section.composition_error(bench, nextn) > 0.1, "a part that is left out shows"
+
+
+@pytest.mark.parametrize(("weights", "module"), [("nvfp4", False), ("fp8", True)])
+def test_weights_of_a_published_checkpoint(
+    weights: str, module: bool, section: ModuleType, tmp_path: Path
+) -> None:
+    """Experts and MLPs stay in its format, as in an engine, and the parts make up a step."""
+    case = replace(on_gpu("slices").small((2,)), weights=weights)
+    kept = on_gpu("random_model").kept_weights(case)
+    assert {f"layers.{i}.mlp.{p}" for i in (0, 1) for p in ("gate_up_proj", "down_proj")} < {*kept}
+    assert ("mtp.0.mlp.down_proj" in kept) == module
+    bench = on_gpu("slice_bench").Bench(case, on_gpu("machine").Machine("cpu"), False, tmp_path)
+    assert section.composition_error(bench, 2) < 1e-4
+    inside = bench.model.layers[1].mlp.down_proj
+    wide = inside.index_select(0, torch.tensor([0]))
+    assert wide.shape == (1, 16, 48)
+    assert 0.5 < float(wide.square().mean()) * 16 < 2, "a product keeps its input's scale"
 
 
 def without_norm(self: Any, state: Any, x: torch.Tensor) -> tuple[Any, Any]:
@@ -139,8 +157,7 @@ def test_a_step_is_the_sum_of_its_parts(section: ModuleType, bench: Any) -> None
 def test_what_a_rank_of_eight_holds_and_reads() -> None:
     """Bytes by hand, at R1's widths; nothing is allocated."""
     case, module = on_gpu("slices").r1_share(8, (0, 3)), on_gpu("parts")
-    model = module.random_model(case.config, case.dtype, "meta")
-    parts = module.Parts(model, CONTEXT, case.vocabulary)
+    parts = module.Parts(on_gpu("random_model").random_model(case, "meta"), CONTEXT)
     E, experts = 7168, 256
     attention = E * (1536 + 576) + 1536 * 16 * 192 + 16 * 256 * 512 + 16 * 128 * E
     norms = 2 * E + 1536 + 512
@@ -161,7 +178,7 @@ def test_what_a_rank_of_eight_holds_and_reads() -> None:
     assert one.operations == pytest.approx(2 * used + scores)
 
     draft = parts.further_draft(torch.empty(1, 1, CONTEXT, 576, device="meta")).cost
-    own = BF16 * (2 * E * E + 3 * E)  # eh_proj, and three norms
+    own = BF16 * (2 * E * E // 8 + 3 * E)  # its part of eh_proj, and three norms
     assert draft.nbytes == pytest.approx(one.nbytes + own)
     assert parts.head(4).cost.nbytes == FP32 * E * 16160
     assert parts.acceptance(4).cost.nbytes == FP32 * 4 * 129280

@@ -23,7 +23,7 @@ from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.manifest import read_manifest
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
-from tests.support import eager_ranks
+from tests.support import collectives, eager_ranks
 from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 from tests.support.rank_engines import (
     GREEDY,
@@ -98,6 +98,20 @@ def check(folder: Path, model: Transformer) -> None:
 
 def test_tokens(engine: Path, model: Transformer) -> None:
     check(engine, model)
+
+
+@pytest.mark.full
+def test_on_gpus(
+    checkpoint: Path, model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake ones: a step is a captured graph, steps overlap, and ranks' collectives are the same."""
+    flags: dict[str, Any] = {"tp": 2, "attention_dp": True, "device": "cuda", "max_batch": 2}
+    monkeypatch.setenv(collectives.LOGS, str(tmp_path))
+    with eager_ranks.on_gpus():
+        check(make(checkpoint, tmp_path / "engine", **flags), model)
+    lines = collectives.agreed(tmp_path)
+    assert any(line.startswith("graph 3: decode_mixed of 2") for line in lines)
+    assert any(line.startswith("at once: prefill") for line in lines)
 
 
 @pytest.mark.full

@@ -232,10 +232,6 @@ def test_it_has_a_place_of_its_own(
             "--dtype float16 is unknown; supported: float32, bfloat16",
         ),
         (("bfloat16",), "--dtype bfloat16 is for target inductor, not onnxruntime"),
-        (
-            ("bfloat16", "--target", "inductor", "--tp", "2"),
-            "--dtype bfloat16 is for one rank: --tp works in float32",
-        ),
     ],
 )
 def test_what_is_refused(flags: tuple[str, ...], said: str, smallest: Path, tmp_path: Path) -> None:

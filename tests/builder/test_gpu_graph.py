@@ -66,6 +66,8 @@ CASES = (
     ("fp8", 1, "bfloat16", {MANY}),
     ("fp8-batch", 4, "float32", {{}}),
     ("ranks", 4, "float32", {{"vocab_size": 64}}),
+    ("ranks-bf16", 1, "bfloat16", {{"vocab_size": 64}} | {MANY}),
+    ("ranks-dp", 1, "bfloat16", {MANY}),
 )
 for case, slots, dtype, experts in CASES:
     if case not in sys.argv:
@@ -73,8 +75,8 @@ for case, slots, dtype, experts in CASES:
     model = make_model(
         num_hidden_layers={LAYERS}, num_nextn_predict_layers={MODULES}, **experts
     )
-    tp = 2 if case == "ranks" else 1
-    style, ranks = style_of("inductor", device="cuda", dtype=dtype), Ranks(tp, tp)
+    tp = 2 if "ranks" in case else 1
+    style, ranks = style_of("inductor", device="cuda", dtype=dtype), Ranks(tp, tp, "dp" in case)
     plan = Plan(model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, style, ranks, ("9.0",))
     lowered = lower(model, Share(ranks, tp - 1))
     hold_in(lowered, FLOATS[dtype])
@@ -107,7 +109,8 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Graphs:
 
 @pytest.fixture(scope="module")
 def all_graphs(graphs: Graphs, tmp_path_factory: pytest.TempPathFactory) -> Graphs:
-    return graphs | traced(tmp_path_factory.mktemp("triton"), "fp8-batch", "ranks")
+    own = "fp8-batch", "ranks", "ranks-bf16", "ranks-dp"
+    return graphs | traced(tmp_path_factory.mktemp("triton"), *own)
 
 
 def traced(cache: Path, *cases: str) -> Graphs:
@@ -167,6 +170,26 @@ def test_a_rank_of_two(all_graphs: Graphs) -> None:
     assert calls["_c10d_functional.wait_tensor.default"] == sums
     assert kernels(nodes) == kernels(all_graphs["batch"])
     assert not any("mtpbuild" in target or "cond" in target for target in calls)
+
+
+@pytest.mark.full
+def test_a_rank_of_two_in_bfloat16(all_graphs: Graphs) -> None:
+    """Its sums are narrow but for the heads', where logits would tie; its kernels are the same."""
+    nodes = all_graphs["ranks-bf16"]
+    passes, heads = LAYERS + NEXTN, 1 + NEXTN
+    sums = Counter(dtype for _, target, *_, dtype in nodes if "all_reduce" in target)
+    assert sums == {"torch.bfloat16": 2 * passes + heads + NEXTN, "torch.float32": heads}
+    assert kernels(nodes) == kernels(all_graphs["one"])
+
+
+@pytest.mark.full
+def test_attention_dp_of_two(all_graphs: Graphs) -> None:
+    """Two sums behind the experts of each pass, and no others."""
+    nodes = all_graphs["ranks-dp"]
+    sums = [shape for _, target, _, shape, _ in nodes if "all_reduce" in target]
+    assert len(sums) == 2 * (LAYERS + NEXTN)
+    assert all(shape[0] == "2" for shape in sums), "of both ranks' tokens"
+    assert kernels(nodes) == kernels(all_graphs["one"])
 
 
 def test_one_request_in_bfloat16(graphs: Graphs) -> None:

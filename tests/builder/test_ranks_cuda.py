@@ -4,6 +4,8 @@ Two processes with fake GPUs that gloo connects in NCCL's place, programs run ea
 (`tests/support/eager_ranks.py`). What the compiler is given is in `test_gpu_graph.py`.
 """
 
+import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -22,17 +24,19 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.controls import Controls
 from mtpbuild.runtime.errors import RankError
+from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.group.nccl import Peers, watch, within
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.group.lead import OverlappingLeadingPrograms
+from mtpbuild.runtime.group.nccl import SETTINGS, connect, watch, within
+from mtpbuild.runtime.manifest import Manifest, read_manifest
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
-from tests.support import eager_ranks
+from tests.support import collectives, eager_ranks, rank_bugs
 from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.collectives import agreed
 from tests.support.fake_gpu import torch_finds
-from tests.support.fake_target import in_place_of
 from tests.support.invoke import invoke
 from tests.support.rank_engines import (
     GREEDY,
@@ -60,31 +64,94 @@ def model() -> Transformer:
 def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     folder = tmp_path_factory.mktemp("gpus")
-    with (
-        eager_ranks.in_place_of_the_compiler(),
-        in_place_of("inductor", compute_capabilities=lambda request, options: ("9.0",)),
-    ):
+    with eager_ranks.on_gpus():
         checkpoint = save_checkpoint(folder / "shared", model, **SHAPE)
         flags: dict[str, Any] = {"tp": 2, "ep": 2, "device": "cuda", "max_batch": 2}
         yield make(checkpoint, folder / "engine", nextn=1, **flags)
 
 
-def test_tokens(engine: Path, model: Transformer) -> None:
-    """O2: greedy and sampled, two at once; without graphs."""
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder to which ranks write what they have captured and summed."""
+    monkeypatch.setenv(collectives.LOGS, str(tmp_path))
+    return tmp_path
+
+
+def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
+    """O2: greedy and sampled, two at once; a step is a graph, launched before the last is read."""
     manifest = read_manifest(engine)
     assert (manifest.build.tp, manifest.build.ep) == (2, 2)
     assert manifest.target.compute_capabilities == ("9.0",)
     asked, params = [PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT]
     with running(engine) as loaded:
-        own = loaded._loop.programs._own  # type: ignore[attr-defined]
+        leading = loaded._loop.programs
+        assert isinstance(leading, OverlappingLeadingPrograms)
         results = loaded.generate(asked, params)
-        assert own._gpu.captures == 0
+        own: Any = leading._own
+        steps = own._gpu.replays
+        assert own._gpu.queue, "the last step is one too many"
     assert isinstance(own, CudaRankPrograms)
     drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
     assert results[0].token_ids == greedy(model, PROMPT, 16)
     assert results[1].token_ids == greedy(model, [5], 16)
     assert results[2].token_ids == sample(model, PROMPT, 16, drawn)
     assert not followers()
+
+    lines = agreed(logs)
+    captures = [line for line in lines if "capture" in line]
+    sums = sums_of_a_step(manifest)
+    assert captures == [
+        f"at once: capture {i} of {sums} sums, {program} of {slots}: "
+        f"sum of [{slots}, 2, 32] float32 first"
+        for i, (program, slots) in enumerate(itertools.product(("decode", "decode_mixed"), (1, 2)))
+    ]
+    assert sum(line.startswith("graph ") for line in lines) == steps * sums
+    at_once = [line for line in lines if "at once: decode" in line]
+    assert len(at_once) == 4 * sums, "they were run before they were captured, and never again"
+
+
+def sums_of_a_step(manifest: Manifest) -> int:
+    """Behind attention, feed-forward, embedding and head of each pass, and a draft's projection."""
+    drafts = manifest.build.nextn
+    return 4 * (1 + drafts) + drafts
+
+
+@pytest.mark.full
+def test_without_graphs(engine: Path, model: Transformer, logs: Path) -> None:
+    """Rank 0 says so, and the other one does it too."""
+    with running(engine, no_cuda_graphs=True) as loaded:
+        assert loaded.generate(PROMPT, GREEDY).token_ids == greedy(model, PROMPT, 16)
+    assert all(line.startswith("at once: ") for line in agreed(logs))
+
+
+@pytest.mark.parametrize(
+    ("bug", "here", "there"),
+    [
+        (
+            "captures_in_another_order",
+            "at once: decode of 1: sum",
+            "at once: decode_mixed of 1: sum",
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("captures_nothing", "at once: capture 0 of 9 sums", "at once: decode of 2: sum"),
+                ("computes_one_slot_more", "graph 0: decode of 1", "graph 1: decode of 2"),
+                ("runs_prompts_behind_steps", "at once: prefill", "graph 0: decode of 1"),
+            )
+        ),
+    ],
+)
+def test_a_bug_in_the_order_is_caught(
+    bug: str, here: str, there: str, engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(rank_bugs.BUG, bug)
+    monkeypatch.setenv(ranks_module.TIMEOUT, "6")
+    code, out, err = invoke("run", "--engine", engine, "--prompt-ids", "5,7,9,11,3,2")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error: rank 0 of 2: '{here}"), err
+    assert f" here, '{there}" in err
+    assert err.endswith(" on rank 1\n")
 
 
 @pytest.mark.full
@@ -139,9 +206,13 @@ def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's, whose watchdog leaves the process alone; NCCL's own errors count."""
-    made = list[tuple[str, timedelta, str | None]]()
+    """One communicator, NCCL's; what is set while it is made; NCCL's own errors count."""
+    made = list[tuple[str, timedelta]]()
+    seen = list[dict[str, str | None]]()
     state = SimpleNamespace(error=ErrorType.SUCCESS)
+
+    def note() -> None:
+        seen.append({name: os.environ.get(name) for name in SETTINGS})
 
     class Group(dist.ProcessGroup):
         def __init__(self) -> None:
@@ -152,14 +223,28 @@ def test_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
             return SimpleNamespace(get_error=lambda: state.error)
 
     def new_group(backend: str, timeout: timedelta) -> Group:
-        made.append((backend, timeout, os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")))
+        made.append((backend, timeout))
+        note()
         return Group()
 
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(nccl, "use_in_programs", lambda group: None)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
-    peers = Peers(torch.device("cuda", 1), 7.0)
-    assert made == [("nccl", timedelta(seconds=7), "2")]
+    monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", "0")  # of somebody who captures all
+    gpu: Any = SimpleNamespace(
+        device=torch.device("cuda", 1), run=lambda work: note(), settle=lambda alive: alive()
+    )
+    channel: Any = SimpleNamespace(
+        unbroken=contextlib.nullcontext, limit=7.0, patience=7.0, leaving=[], failure=None
+    )
+    peers = connect(gpu, channel)
+    assert made == [("nccl", timedelta(seconds=7))]
+    assert seen == [SETTINGS, SETTINGS], "also at the first sum, where NCCL reads its own"
+    assert SETTINGS["TORCH_NCCL_BLOCKING_WAIT"] == "0"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert os.environ["NCCL_GRAPH_MIXING_SUPPORT"] == "0"
+    assert channel.leaving == [peers.abort]
     assert not peers.failed()
     state.error = ErrorType.COMM_ERROR
     assert peers.failed()

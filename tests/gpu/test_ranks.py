@@ -4,15 +4,18 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.start import TIMEOUT
 from tests.reference.recompute import greedy
+from tests.support.bfloat16 import check, rounded
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.rank_engines import GREEDY, HOT, PROMPT, SHAPE, make
 from tests.support.rank_engines import running as started
@@ -35,13 +38,38 @@ def engine(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path
     return make(checkpoint, folder / "engine", tp=2, ep=2, device="cuda", max_batch=2)
 
 
-def test_tokens(engine: Path, model: Transformer) -> None:
-    with started(engine) as loaded:
+@pytest.mark.parametrize("no_cuda_graphs", [False, True])
+def test_tokens(engine: Path, model: Transformer, no_cuda_graphs: bool) -> None:
+    with started(engine, no_cuda_graphs=no_cuda_graphs) as loaded:
         results = loaded.generate([PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT])
         again = loaded.generate(PROMPT, HOT)
     assert results[0].token_ids == greedy(model, PROMPT, 16)
     assert results[1].token_ids == greedy(model, [5], 16)
     assert results[2].token_ids == again.token_ids
+
+
+def test_attention_dp(model: Transformer, tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "shared", model, **SHAPE)
+    flags: dict[str, Any] = {
+        "tp": 2,
+        "ep": 2,
+        "attention_dp": True,
+        "device": "cuda",
+        "max_batch": 2,
+    }
+    with started(make(checkpoint, tmp_path / "engine", **flags)) as loaded:
+        results = loaded.generate([PROMPT, [5], PROMPT], GREEDY)
+    wanted = [greedy(model, prompt, 16) for prompt in (PROMPT, [5], PROMPT)]
+    assert [result.token_ids for result in results] == wanted
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    exact = rounded(make_predictable(**SHAPE))
+    checkpoint = save_checkpoint(tmp_path / "exact", exact, **SHAPE)
+    flags: dict[str, Any] = {"tp": 2, "device": "cuda", "dtype": "bfloat16"}
+    asked = [PROMPT, [5]]
+    with started(make(checkpoint, tmp_path / "engine", **flags)) as loaded:
+        check(exact, asked, play(loaded, asked, [GREEDY] * 2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

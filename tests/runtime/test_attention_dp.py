@@ -1,4 +1,4 @@
-"""With attention-DP a rank runs the programs of all ranks on its own slots."""
+"""With attention-DP a rank runs the programs of all ranks on its own slots, on CPUs and GPUs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,15 +7,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.controls import CORE_CONTROLS, Controls, control_shapes
+from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.manifest import Dimension, Manifest, ProgramSpec, StateSpec, TensorSpec
-from mtpbuild.runtime.programs.base import StepOutput
-from mtpbuild.runtime.programs.inductor_ranks import AttentionDPPrograms
+from mtpbuild.runtime.programs import inductor_ranks
+from mtpbuild.runtime.programs.base import Overlapping, StepOutput
+from mtpbuild.runtime.programs.inductor_dp import AttentionDPPrograms, CudaAttentionDPPrograms
+from tests.support.fake_gpu import FakeGpu
 from tests.support.fakes import fake_manifest
 
+AnyPrograms = AttentionDPPrograms | CudaAttentionDPPrograms
 SLOTS, RANKS, WINDOW = 2, 2, 2
 STATE = (
     StateSpec(name="kv.0", kind="cache", dtype="float32", shape=(SLOTS, 1, 66, 3)),
@@ -86,8 +91,13 @@ class Recorded:
 class Alone:
     """A channel to ranks that say nothing."""
 
+    failure, patience = None, 10.0
+
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank, self.leaving = rank, list[Callable[[], None]]()
+
+    def share(self, value: bool) -> bool:
+        return value
 
     def unbroken(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -98,8 +108,17 @@ class Alone:
         return every
 
 
-@pytest.fixture
-def ranks() -> Iterator[list[AttentionDPPrograms]]:
+class NoPeers:
+    """Ranks whose sums nobody makes."""
+
+    def failed(self) -> bool:
+        return False
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def ranks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[AnyPrograms]]:
     Recorded.ran = tuple([] for _ in range(RANKS))
     made = {
         name: ProgramSpec(file=f"{name}.pt2", inputs=inputs, outputs=outputs)
@@ -108,19 +127,28 @@ def ranks() -> Iterator[list[AttentionDPPrograms]]:
     manifest = fake_manifest(nextn=1, max_batch=SLOTS, ranks=RANKS)
     update: dict[str, Any] = {"programs": made, "state": STATE}
 
-    def programs(rank: int) -> AttentionDPPrograms:
+    def programs(rank: int) -> AnyPrograms:
         own: Manifest = manifest.model_copy(update=update | {"rank": rank})
 
         def opener(device: str) -> Callable[[str], Recorded]:
             return lambda name: Recorded(name, rank)
 
-        return AttentionDPPrograms(cast(Channel, Alone(rank)), own, 1, opener)
+        channel = cast(Channel, Alone(rank))
+        if request.param == "cpu":
+            return AttentionDPPrograms(channel, own, 1, opener)
+        gpu: Any = FakeGpu()
+        return CudaAttentionDPPrograms(channel, nccl.Peers, own, gpu, opener)
 
-    yield [programs(rank) for rank in range(RANKS)]
+    monkeypatch.setattr(inductor_ranks, "connect", lambda *given: NoPeers())
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    made_of_all = [programs(rank) for rank in range(RANKS)]
+    for ran in Recorded.ran:  # a GPU's steps are run before they are captured
+        ran.clear()
+    yield made_of_all
     assert Recorded.ran[0] == Recorded.ran[1], "the same programs of the same sizes"
 
 
-def fill(programs: AttentionDPPrograms, slot: int, prompt: range, chunk: int = 4) -> None:
+def fill(programs: AnyPrograms, slot: int, prompt: range, chunk: int = 4) -> None:
     """All tokens but the last, then begin."""
     tokens = np.array([*prompt, 0], np.int64)
     last = len(prompt) - 1
@@ -130,11 +158,11 @@ def fill(programs: AttentionDPPrograms, slot: int, prompt: range, chunk: int = 4
     programs.begin(slot, last, prompt[-1])
 
 
-def step(programs: AttentionDPPrograms, *slots: int) -> StepOutput:
+def step(programs: AnyPrograms, *slots: int) -> StepOutput:
     return programs.step(np.isin(np.arange(SLOTS * RANKS), slots), 16)
 
 
-def test_prompts_are_filled_in_together(ranks: list[AttentionDPPrograms]) -> None:
+def test_prompts_are_filled_in_together(ranks: list[AnyPrograms]) -> None:
     """Chunks of one length at once, a short one by itself; nothing of it reaches another's slot."""
     for programs in ranks:
         fill(programs, 0, range(100, 111))  # 4 + 4 + 2 tokens, on rank 0
@@ -154,7 +182,7 @@ def test_prompts_are_filled_in_together(ranks: list[AttentionDPPrograms]) -> Non
     assert not caches[1][1, 4:].any()
 
 
-def test_steps(ranks: list[AttentionDPPrograms]) -> None:
+def test_steps(ranks: list[AnyPrograms]) -> None:
     """One request on any rank decides for all which program runs, and on how many slots."""
     sampled = Controls(temperature=1.0, seed=3)
     for rank, programs in enumerate(ranks):
@@ -179,3 +207,18 @@ def test_steps(ranks: list[AttentionDPPrograms]) -> None:
         assert output.top_ids is None
     mixed = "decode_mixed"
     assert Recorded.ran[0] == [("decode", 1), (mixed, 1), (mixed, 2), ("decode", 2), ("decode", 1)]
+
+
+def test_steps_overlap_on_gpus(ranks: list[AnyPrograms]) -> None:
+    """A step is gathered when it is read, behind the launch of the next one."""
+    for programs in ranks:
+        assert isinstance(programs, Overlapping) == isinstance(programs, CudaAttentionDPPrograms)
+        if not isinstance(programs, CudaAttentionDPPrograms):
+            continue  # the host waits for each step
+        programs.begin(0, 0, 10)
+        programs.begin(2, 0, 30)
+        active = np.array([True, False, True, False])
+        lands = [programs.launch(active, 16) for _ in range(3)][1:]
+        own = slice(programs._rank * SLOTS, programs._rank * SLOTS + 1)
+        said = [land().tokens[own, 0].tolist() for land in lands]
+        assert said == [[[12], [13]], [[32], [33]]][programs._rank]

@@ -6,9 +6,15 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.errors import EngineFormatError, MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import (
+    EngineError,
+    EngineFormatError,
+    MissingDependencyError,
+    UsageError,
+)
 from mtpbuild.runtime.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.programs.aot_package import TORCH, this_machine
 from mtpbuild.runtime.targets import Target, find_target, names, register
 from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, fake_manifest
@@ -79,6 +85,22 @@ def test_an_option_that_a_target_lacks(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"--provider cuda is for target onnxruntime; {folder} is for target inductor"
     )
+
+
+def test_graphs_that_are_not_there(tmp_path: Path) -> None:
+    folder = engine_for("onnxruntime", tmp_path / "engine")
+    with pytest.raises(UsageError) as caught:
+        Engine.load(folder, no_cuda_graphs=True)
+    assert str(caught.value) == (
+        f"--no-cuda-graphs is for target inductor; {folder} is for target onnxruntime"
+    )
+    folder = engine_for("inductor", tmp_path / "cpu")
+    manifest = read_manifest(folder)
+    here = {"versions": {"torch": TORCH}, "hardware": this_machine()}
+    target = manifest.target.model_copy(update=here)
+    says = "cpu: built for a CPU, which has no CUDA graphs to switch off$"
+    with pytest.raises(EngineError, match=says):
+        load_programs(folder, manifest.model_copy(update={"target": target}), no_cuda_graphs=True)
 
 
 def test_a_package_that_is_not_installed(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_flags() -> None:
         "--log-requests",
         "--max-body",
         "--max-queue",
+        "--no-cuda-graphs",
         "--no-prefix-cache",
         "--no-thinking-split",
         "--port",

@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 import mtpbuild.plugins  # the graphs' ops
 from mtpbuild.runtime import follow
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS, Manifest, read_manifest
 from mtpbuild.runtime.programs import torch_cuda
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.base import Programs
-from tests.support.fake_gpu import FakeGpu
+from tests.support import rank_bugs
+from tests.support.collectives import HERE, GlooPeers, RankGpu, listened_to
 from tests.support.registry import registered
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class EagerPackage:
         own |= {name: rank for name in own if name.endswith(".rank")}
         named = {f"model.{name}": weight for name, weight in weights.items()} | own
         self._inputs, self._outputs = ([t.name for t in ts] for ts in (spec.inputs, spec.outputs))
-        self._program = torch.export.load(path).module(check_guards=False)
+        self._name = name
+        self._program = listened_to(torch.export.load(path).module(check_guards=False))
         parameters = {name: named[name] for name, _ in self._program.named_parameters()}
         self._program.load_state_dict(parameters, strict=False, assign=True)
 
@@ -66,18 +67,12 @@ class EagerPackage:
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         given = dict(zip(self._inputs, inputs, strict=True))
         state = {name: given.pop(name) for name in self._inputs if f"{name}.out" in self._outputs}
-        results = torch.utils._pytree.tree_leaves(self._program(state, *given.values()))
+        with HERE.of(f"{self._name} of {len(inputs[0])}"):
+            results = torch.utils._pytree.tree_leaves(self._program(state, *given.values()))
         outputs = dict(zip(self._outputs, results, strict=True))
         for name, tensor in state.items():
             tensor.copy_(outputs.pop(f"{name}.out"))
         return list(outputs.values())
-
-
-class GlooPeers(nccl.Peers):
-    backend = "gloo"
-
-    def failed(self) -> bool:
-        return False
 
 
 def open_eagerly(folder: Path, manifest: Manifest) -> Opener:
@@ -89,10 +84,10 @@ def open_eagerly(folder: Path, manifest: Manifest) -> Opener:
 
 
 def fake_gpu(index: int) -> Any:
-    assert str(index) == os.environ["RANK"], "all are on one machine here"
+    assert str(index) == os.environ.get("RANK", "0"), "all are on one machine here"
     if str(index) == os.environ.get(TAKEN):
         raise EngineError(f"GPU {index} is taken")
-    return FakeGpu()
+    return RankGpu()
 
 
 def visible_gpus() -> int:
@@ -100,13 +95,17 @@ def visible_gpus() -> int:
 
 
 def load(
-    folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
+    folder: Path,
+    manifest: Manifest,
+    threads: int | None,
+    channel: Channel | None = None,
+    **options: bool,
 ) -> Programs:
     """In the place of target inductor's."""
     from mtpbuild.runtime.programs.inductor import load as load_inductor
 
     machine = {"open_programs": open_eagerly, "find_gpu": fake_gpu, "peers": GlooPeers}
-    return load_inductor(folder, manifest, threads, channel, **machine)  # type: ignore[arg-type]
+    return load_inductor(folder, manifest, threads, channel, **options, **machine)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -138,7 +137,19 @@ def in_place_of_the_compiler() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def on_gpus() -> Iterator[None]:
+    """The same, where builds with --device cuda find a GPU."""
+    from tests.support.fake_target import in_place_of
+
+    with (
+        in_place_of_the_compiler(),
+        in_place_of("inductor", compute_capabilities=lambda request, options: ("9.0",)),
+    ):
+        yield
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with target():
+    with target(), rank_bugs.planted():
         sys.exit(follow.main(*sys.argv[1:]))

@@ -7,6 +7,7 @@ time lies in pageable memory, a graph's work was run before it was captured.
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtpbuild.runtime.programs.aot_package import Opener, Runner
-from mtpbuild.runtime.programs.torch_cuda import as_host
+from mtpbuild.runtime.programs.torch_cuda import Wait, as_host
 
 Work = Callable[[], object]
 
@@ -70,27 +71,37 @@ class FakeGpu:
 
     def run(self, work: Work) -> None:
         self._ran.add(id(work))
-        self._add(work)
+        self._add(partial(self._perform, work))
+
+    def _perform(self, work: Work, graph: int | None = None) -> None:
+        """Do it at once, or as the graph of that number."""
+        work()
 
     def capture(self, work: Work) -> Work:
         assert id(work) in self._ran, "what loads code can't be captured"
         assert not self.queue, "a capture begins when the GPU is at rest"
+        graph = self.captures
         self.captures += 1
 
         def replay() -> None:
             self.replays += 1
-            self._add(work)
+            self._add(partial(self._perform, work, graph))
 
         return replay
 
-    def mark(self) -> Work:
+    def mark(self) -> Wait:
         at = self.queued
-        return lambda: self._wait(at)
+
+        def wait(alive: Callable[[], None] | None = None) -> None:
+            asked = alive or (lambda: None)
+            asked()
+            self._wait(at)
+            asked()
+
+        return wait
 
     def settle(self, alive: Callable[[], None]) -> None:
-        alive()
-        self._wait(self.queued)
-        alive()
+        self.mark()(alive)
 
     def synchronise(self) -> None:
         self._wait(self.queued)

@@ -1,0 +1,54 @@
+"""Checks of a run on a GPU: a line each, as it is made, with what came out and nothing more."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PASSED, FAILED = "passed", "failed"
+NO_GPU = "skipped: no GPU"
+ON_CPU = "on the CPU alone"  # what ran says nothing of a GPU
+NOTED = "noted"
+
+
+class Checks:
+    """Prints checks, and appends them to a file as JSON."""
+
+    def __init__(self, rows: Path | None) -> None:
+        self._rows = rows
+        self.failed = False
+
+    def say(self, what: str, status: str, detail: str = "") -> None:
+        self.failed |= status == FAILED
+        print(what, status, detail, sep=" | ", flush=True)
+        if self._rows:
+            with self._rows.open("a") as file:
+                print(json.dumps({"what": what, "status": status, "detail": detail}), file=file)
+
+    def make(self, what: str, check: Callable[[], str], gpu: bool = True) -> bool:
+        """Say that it passed, with what `check` returns; or why not. gpu: it runs on one."""
+        try:
+            detail = check()
+        except Exception as error:  # of any kind: the next check may tell more
+            lines = str(error).strip().splitlines() or [""]
+            self.say(what, FAILED, f"{type(error).__name__}: {lines[0]}")
+            return False
+        self.say(what, PASSED if gpu else ON_CPU, detail)
+        return True
+
+    def skip(self, *whats: str) -> None:
+        for what in whats:
+            self.say(what, NO_GPU)
+
+    def end(self) -> None:
+        if self.failed:
+            sys.exit(1)
+
+
+def near(got: Any, wanted: Any, limit: float) -> str:
+    """The largest difference of two tensors; raises ValueError if it is not below the limit."""
+    apart = float((got.float().cpu() - wanted.float().cpu()).abs().max())
+    if not apart < limit:
+        raise ValueError(f"off by {apart:.2g}, more than {limit:g}")
+    return f"off by {apart:.2g}"

@@ -1,0 +1,121 @@
+"""NCCL in a world of one GPU: sums in a compiled program, launched and then captured.
+
+    python benchmarks/on_gpu/nccl_one.py [--smoke] [--rows rows.jsonl]
+
+The program is a dense layer of a rank of two, as `mtpbuild build --tp 2` compiles it; here the
+other rank is missing, so a sum is what it is given. The group is made as an engine's ranks make it.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mtpbuild.runtime.group.channel import Channel
+from mtpbuild.runtime.group.nccl import connect, watch
+from mtpbuild.runtime.programs.torch_cuda import Gpu
+from on_gpu.checks import FAILED, Checks, near
+from on_gpu.machine import Machine
+from on_gpu.random_model import forget_ranks
+from on_gpu.slice_bench import Bench, Eagerly, Runner
+from on_gpu.slices import small
+
+LIMIT = 3e-2  # of values of about 1, in bfloat16
+ON_THE_GPU = ("NCCL's communicator", "sums, launched", "sums, captured", "the group is left")
+
+
+def alone() -> Channel:
+    """A group of one, which meets on a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listener.getsockname()[1]),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+    return Channel(0, 1)
+
+
+def run_over_gloo(checks: Checks, bench: Bench) -> None:
+    """Without a GPU: the program as PyTorch runs it, and gloo for the sums."""
+    program, given, wanted = layer(bench)
+    forget_ranks()
+    dist.destroy_process_group()
+    channel = alone()
+    eager = Eagerly(program)  # type: ignore[arg-type]
+    checks.make("sums, over gloo", lambda: near(eager.run(given)[0], wanted, LIMIT), gpu=False)
+    channel.close()
+    checks.skip(*ON_THE_GPU)
+
+
+def run_over_nccl(checks: Checks, bench: Bench) -> None:
+    program, given, wanted = layer(bench)
+    runner: Runner = bench.runner(program)  # type: ignore[arg-type]
+    forget_ranks()
+    dist.destroy_process_group()
+    channel, device = alone(), Gpu()
+    made = []
+    if not checks.make(ON_THE_GPU[0], lambda: made.append(connect(device, channel)) or ""):
+        return
+    alive, got = watch(channel, made[0]), torch.empty_like(wanted)
+
+    def work() -> None:
+        got.copy_(runner.run(given)[0])
+
+    def launched() -> str:
+        device.run(work)
+        device.settle(alive)
+        return near(got, wanted, LIMIT)
+
+    def captured() -> str:
+        replay = device.capture(work)
+        worst = ""
+        for _ in range(3):  # prompts' sums, which are not captured, between two steps
+            got.zero_()
+            torch.cuda.synchronize()
+            replay()
+            device.run(lambda: runner.run(given))
+            device.settle(alive)
+            worst = near(got, wanted, LIMIT)
+        return worst
+
+    if checks.make(ON_THE_GPU[1], launched):
+        checks.make(ON_THE_GPU[2], captured)
+    checks.make(ON_THE_GPU[3], lambda: channel.close() or "")  # type: ignore[func-returns-value]
+
+
+def layer(bench: Bench) -> tuple[object, list[Tensor], Tensor]:
+    """A program with two sums, its operands, and what it gives where sums sum nothing."""
+    part = bench.parts.layer("dense layer", 0, 1)
+    state = bench.state(0)
+    given = [*(state[name] for name in part.program.state), *part.program.arguments.values()]
+    return part.program, given, Eagerly(part.program).run(given)[0].clone()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="without a GPU")
+    parser.add_argument("--rows", type=Path)
+    arguments = parser.parse_args()
+    checks = Checks(arguments.rows)
+    if not arguments.smoke and not torch.cuda.is_available():
+        checks.say("GPU", FAILED, "torch finds none; --smoke walks through without one")
+        checks.end()
+    with tempfile.TemporaryDirectory() as scratch:
+        case = replace(small((0,)), dtype="bfloat16")
+        device = "cpu" if arguments.smoke else "cuda"
+        bench = Bench(case, Machine(device), not arguments.smoke, Path(scratch))
+        (run_over_gloo if arguments.smoke else run_over_nccl)(checks, bench)
+    checks.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""What a GPU machine has, and whether one compiled part can be loaded, run and captured on it.
+
+python benchmarks/on_gpu/preflight.py [--smoke] [--rows rows.jsonl]
+"""
+
+import argparse
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from on_gpu.checks import FAILED, NOTED, Checks, near
+
+NEEDED = (  # beside torch, which is there; tools/gpu_wheels.sh fetches them
+    *("hypothesis", "jinja2", "numpy", "onnx", "onnxruntime", "onnxscript", "pydantic", "pytest"),
+    *("pytest-xdist", "rich", "safetensors", "tokenizers", "triton", "typer"),
+)
+LIMIT = 3e-2  # of values of about 1, in bfloat16
+MADE, RUN, CAPTURED = ON_THE_GPU = (
+    "one part is compiled and loaded",
+    "it equals the eager part",
+    "it is captured, and its graph equals the eager part",
+)
+
+
+def machine(checks: Checks) -> None:
+    checks.say("python", NOTED, platform.python_version())
+    checks.say("torch", NOTED, f"{torch.__version__}, CUDA {torch.version.cuda}")
+    for name in NEEDED:
+        try:
+            checks.say(name, NOTED, version(name))
+        except PackageNotFoundError:
+            checks.say(name, FAILED, "missing: tools/gpu_wheels.sh")
+    compiler = shutil.which("g++")
+    checks.say("g++", NOTED if compiler else FAILED, compiler or "missing")
+    from mtpbuild.builder.targets.lower_inductor import OPTIONS, options
+
+    lacking = ", ".join(sorted(OPTIONS.keys() - options(on_gpu=True).keys())) or "none"
+    checks.say("options of AOTInductor that this torch lacks", NOTED, lacking)
+
+
+def gpu(checks: Checks) -> None:
+    own = torch.cuda.get_device_properties(0)
+    detail = f"{own.name}, {own.major}.{own.minor}, {own.total_memory / 1e9:.0f} GB"
+    checks.say("GPU", NOTED, detail)
+    asked = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if shutil.which(asked[0]):
+        said = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+        checks.say("driver", NOTED, said.strip().replace("\n", ", "))
+    found = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None  # type: ignore[no-untyped-call]
+    checks.say("NCCL", NOTED if found else FAILED, str(found))
+
+
+def one_part(checks: Checks) -> None:
+    """A dense layer of a rank of two, in bfloat16."""
+    from mtpbuild.runtime.programs.torch_cuda import Gpu
+    from on_gpu.machine import Machine
+    from on_gpu.slice_bench import Bench, Eagerly
+    from on_gpu.slices import small
+
+    with tempfile.TemporaryDirectory() as scratch:
+        case = replace(small((0,)), dtype="bfloat16")
+        bench = Bench(case, Machine("cuda"), True, Path(scratch))
+        part, device = bench.parts.layer("dense layer", 0, 1), Gpu()
+        given = [*(bench.state(0)[n] for n in part.program.state), *part.program.arguments.values()]
+        wanted = Eagerly(part.program).run(given)[0].clone()
+        made = []
+        if not checks.make(MADE, lambda: made.append(bench.runner(part.program)) or ""):
+            return
+        torch.cuda.synchronize()
+        got = torch.empty_like(wanted)
+
+        def work() -> None:
+            got.copy_(made[0].run(given)[0])
+
+        def run_and_compare() -> str:
+            got.zero_()
+            torch.cuda.synchronize()
+            device.run(work)
+            device.synchronise()
+            return near(got, wanted, LIMIT)
+
+        def capture_and_compare() -> str:
+            replay = device.capture(work)
+            got.zero_()
+            torch.cuda.synchronize()
+            replay()
+            device.synchronise()
+            return near(got, wanted, LIMIT)
+
+        if checks.make(RUN, run_and_compare):
+            checks.make(CAPTURED, capture_and_compare)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="without a GPU")
+    parser.add_argument("--rows", type=Path)
+    arguments = parser.parse_args()
+    checks = Checks(arguments.rows)
+    machine(checks)
+    if arguments.smoke:
+        checks.skip("GPU", "driver", "NCCL", *ON_THE_GPU)
+    elif not torch.cuda.is_available():
+        checks.say("GPU", FAILED, "torch finds none; --smoke walks through without one")
+    else:
+        gpu(checks)
+        one_part(checks)
+    checks.end()
+
+
+if __name__ == "__main__":
+    main()

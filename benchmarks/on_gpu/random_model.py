@@ -1,0 +1,106 @@
+"""A rank's model of random weights, in the types and formats that `mtpbuild build` gives it."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
+
+from mtpbuild.builder.models import family_of
+from mtpbuild.builder.models.common.blocks import Scaled, put
+from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.models.common.rope import inverse_frequencies
+from mtpbuild.builder.models.common.weights import Share
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.quantize.kept import Kept, can_stay
+from mtpbuild.builder.quantize.scheme import SCHEMES
+from mtpbuild.runtime.group.channel import use_in_programs
+from mtpbuild.runtime.group.start import GROUP
+from on_gpu.slices import Slice
+
+ONE = 0x38  # 1.0 in e4m3
+TYPICAL_E2M1 = 2.9  # root of the mean square of its sixteen values
+SMALL_E4M3 = (0x28, 0x40)  # codes of 0.25 to 1.875, whose mean square is about 0.9
+
+
+def random_model(case: Slice, device: str) -> DeepseekV3:
+    """Every product keeps its input's scale; norms are 1, no expert is preferred."""
+    c = case.config
+    with torch.device("meta"):
+        model = DeepseekV3(c, case.ranks)
+        hold_in(model, FLOATS[case.dtype])
+        for name, kept in kept_weights(case).items():
+            put(model, name, kept.module(model.get_parameter(name).shape))
+    inside = {
+        f"{name}.{part}"
+        for name, module in model.named_modules()
+        if isinstance(module, Scaled)
+        for part, _ in module.named_parameters()
+    }
+    for module in list(model.modules()):
+        if isinstance(module, Scaled):
+            fill_scaled(module, device)
+    for name, weight in list(model.named_parameters()):
+        if name in inside:
+            continue
+        values = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        if weight.dim() > 1:
+            values.normal_(std=weight.shape[-2] ** -0.5)
+        else:
+            values.fill_(0 if name.endswith(("_bias", ".rank")) or name == "rank" else 1)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))
+    model.rope.inv_freq = inverse_frequencies(c.rope, c.qk_rope_head_dim).to(device)
+    return model.eval()
+
+
+def kept_weights(case: Slice) -> dict[str, Kept]:
+    """What an engine of the published checkpoint in `case.weights` keeps in its format."""
+    scheme = SCHEMES.get(case.weights)
+    if scheme is None:
+        return {}
+    share, found = Share(case.ranks), dict[str, Kept]()
+    for weight in family_of(case.config).weight_table(case.config, share):
+        format, *others = {scheme.format(case.config, source) for source in weight.sources}
+        if format is not None and not others and can_stay(kept := Kept(weight, format, share)):
+            found[weight.name] = kept
+    return found
+
+
+def fill_scaled(weight: Scaled, device: str) -> None:
+    """Random codes, none of which is a NaN; products keep their input's scale."""
+
+    def fill(name: str, low: int, high: int) -> Tensor:
+        old: Tensor = getattr(weight, name)
+        values = torch.empty(old.shape, dtype=old.dtype, device=device)
+        if high > low:
+            values.random_(low, high)
+        setattr(weight, name, nn.Parameter(values, requires_grad=False))
+        return values
+
+    if weight.scales_2 is None:
+        values = fill("values", *SMALL_E4M3)
+        values += values.new_empty(values.shape).random_(0, 2) << 7  # the sign
+        fill("scales", 0, 0).fill_(values.shape[-2] ** -0.5)
+        return
+    inputs = 2 * fill("values", 0, 256).shape[-2]
+    fill("scales", ONE, ONE + 1)
+    fill("scales_2", 0, 0).fill_(inputs**-0.5 / TYPICAL_E2M1)
+
+
+def pretend_ranks(ranks: int) -> None:
+    """Let the model's sums be those of rank 0 with others that say nothing.
+
+    torch's own stand-in: no communication, so it is in no figure.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    assert dist.group.WORLD is not None
+    use_in_programs(dist.group.WORLD)
+
+
+def forget_ranks() -> None:
+    c10d._unregister_process_group(GroupName(GROUP))

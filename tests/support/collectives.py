@@ -1,0 +1,134 @@
+"""What ranks' fake GPUs sum between them: noted in order, and compared before it happens.
+
+NCCL matches the n-th collective of a rank with the n-th of another, whatever they are for, and a
+captured one with a captured one. Ranks that disagree hang, or get wrong sums and go on. Here they
+stop and say what each was about to do.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+
+from mtpbuild.runtime.group import nccl
+from tests.support.fake_gpu import FakeGpu, Work
+
+LOGS = "FAKE_GPU_LOGS"  # in the environment: a folder to which each rank writes what it did
+ROOM = 160  # bytes of a line that ranks compare
+AT_ONCE = "at once"
+
+
+class Order:
+    """The captures and collectives of this process's rank, in their order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.group: dist.ProcessGroup | None = None  # the ranks' that compare; None: one alone
+        self.doing = AT_ONCE
+        self.program = ""
+
+    def note(self, what: str) -> None:
+        """Raise RuntimeError if another rank is about to do something else."""
+        self.lines.append(f"{self.doing}: {self.program}{what}")
+        if self.group is None:
+            return
+        own = self.lines[-1].encode()
+        mine = torch.frombuffer(bytearray(own[:ROOM].ljust(ROOM)), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(every, mine, group=self.group)
+        for rank, theirs in enumerate(every):
+            if not torch.equal(theirs, mine):
+                said = theirs.numpy().tobytes().decode().strip()
+                raise RuntimeError(f"{self.lines[-1]!r} here, {said!r} on rank {rank}")
+
+    @contextlib.contextmanager
+    def of(self, program: str) -> Iterator[None]:
+        """Say whose collectives those in the block are."""
+        self.program = f"{program}: "
+        yield
+        self.program = ""
+
+    def write(self) -> None:
+        """Let a test read it, at the end."""
+        if folder := os.environ.get(LOGS):
+            text = json.dumps(self.lines)
+            (Path(folder) / f"rank{os.environ['RANK']}.json").write_text(text)
+
+
+HERE = Order()
+
+
+def agreed(logs: Path, ranks: int = 2) -> list[str]:
+    """What all ranks wrote to that folder: the same."""
+    first, *others = (json.loads((logs / f"rank{rank}.json").read_text()) for rank in range(ranks))
+    assert first, "they have done something"
+    assert all(other == first for other in others)
+    return list(first)
+
+
+def listened_to(program: GraphModule) -> GraphModule:
+    """Let a program's sums note themselves before they happen."""
+    real = torch.ops._c10d_functional.all_reduce.default
+
+    def all_reduce(x: Tensor, *how: Any) -> Any:
+        HERE.note(f"sum of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}")
+        return real(x, *how)
+
+    for node in program.graph.nodes:
+        if node.target is real:
+            node.target = all_reduce
+    program.recompile()
+    return program
+
+
+class GlooPeers(nccl.Peers):
+    """gloo in NCCL's place."""
+
+    backend = "gloo"
+
+    def __init__(self, device: torch.device, limit: float) -> None:
+        super().__init__(device, limit)
+        HERE.lines.clear()
+        HERE.group = dist.new_group(backend=self.backend, timeout=timedelta(seconds=limit))
+
+    def failed(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        HERE.write()
+        HERE.group = None
+        super().abort()
+
+
+class RankGpu(FakeGpu):
+    """A rank's. A captured step's sums are those of the run before, whenever it is launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[Work, list[str]] | None = None
+        self._captured: list[list[str]] = []
+
+    def _perform(self, work: Work, graph: int | None = None) -> None:
+        before = len(HERE.lines)
+        HERE.doing = AT_ONCE if graph is None else f"graph {graph}"
+        super()._perform(work, graph)
+        HERE.doing = AT_ONCE
+        sums = [line.partition(": ")[2] for line in HERE.lines[before:]]
+        self._last = work, sums
+        assert graph is None or sums == self._captured[graph], "it replays what was captured"
+
+    def capture(self, work: Work) -> Work:
+        assert self._last is not None
+        assert self._last[0] is work, "what was run last is captured"
+        sums = self._last[1]
+        HERE.note(f"capture {self.captures} of {len(sums)} sums, {next(iter(sums), 'none')} first")
+        self._captured.append(sums)
+        return super().capture(work)

@@ -1,0 +1,84 @@
+"""Bugs that are planted in a rank which another process has started, by a name in its environment.
+
+Each lets the order of that rank's collectives differ from the others'.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from mtpbuild.runtime.programs import inductor_cuda
+from mtpbuild.runtime.programs.base import MIXED, PLAIN
+from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
+from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
+from mtpbuild.runtime.programs.torch_cuda import Work
+
+BUG = "FAKE_GPU_BUG"
+
+
+def captures_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(inductor_cuda, "PLAIN", MIXED)
+    patch.setattr(inductor_cuda, "MIXED", PLAIN)
+
+
+def captures_nothing(patch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., Work] = CudaPrograms._prepare
+
+    def prepare(self: CudaPrograms, work: Work, graphs: bool) -> Work:
+        queue = real(self, work, False)
+        queue()  # once, as on the others
+        self._wait(self._gpu.mark())
+        return queue
+
+    patch.setattr(CudaPrograms, "_prepare", prepare)
+
+
+def computes_one_slot_more(patch: pytest.MonkeyPatch) -> None:
+    """As a rank would that chose by its own slots alone."""
+    real: Callable[..., tuple[str, int]] = CudaPrograms._choose
+
+    def choose(self: CudaRankPrograms, *slots: Any) -> tuple[str, int]:
+        program, needed = real(self, *slots)
+        return program, min(needed + 1, self._batch)
+
+    patch.setattr(CudaPrograms, "_choose", choose)
+
+
+def runs_prompts_behind_steps(patch: pytest.MonkeyPatch) -> None:
+    """Chunks of prompts are queued when a step has been."""
+    prefill: Callable[..., None] = CudaRankPrograms.prefill
+    launch: Callable[..., Any] = CudaRankPrograms.launch
+    waiting = list[Callable[[], None]]()
+
+    def later(self: CudaRankPrograms, *given: Any) -> None:
+        waiting.append(partial(prefill, self, *given))
+
+    def first(self: CudaRankPrograms, *given: Any) -> Any:
+        land = launch(self, *given)
+        while waiting:
+            waiting.pop(0)()
+        return land
+
+    patch.setattr(CudaRankPrograms, "prefill", later)
+    patch.setattr(CudaRankPrograms, "launch", first)
+
+
+BUGS = (
+    captures_in_another_order,
+    captures_nothing,
+    computes_one_slot_more,
+    runs_prompts_behind_steps,
+)
+
+
+@contextlib.contextmanager
+def planted() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for bug in BUGS:
+            if bug.__name__ == os.environ.get(BUG):
+                bug(patch)
+        yield
