@@ -221,7 +221,7 @@ def check_target(
     if "auto" in nextns and not target.adaptive:
         can = targets_that(lambda other: other.adaptive)
         raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
-    if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.takes_ranks(request):
+    if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.several_ranks:
         can = targets_that(lambda other: other.several_ranks)
         raise UsageError(f"--tp and --ep are for target {can}")
     target.check(request, options)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
@@ -185,10 +186,10 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
 
 
 def _require_gpus(folder: Path, manifest: Manifest, tp: int) -> None:
-    with find_target(manifest.target.name).importing():
-        from mtpbuild.runtime.programs.torch_cuda import visible_gpus
-
-    if tp > (gpus := visible_gpus()):
+    target = find_target(manifest.target.name)
+    with target.importing():
+        gpus: int = import_module(target.programs).visible_gpus()
+    if tp > gpus:
         raise UsageError(
             f"{folder}: {tp} ranks need a GPU each, this machine has {gpus}: spread them over "
             "machines with torchrun"

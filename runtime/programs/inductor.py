@@ -14,6 +14,7 @@ from mtpbuild.runtime.programs.aot_package import TORCH, Opener, open_packages, 
 from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
+from mtpbuild.runtime.programs.torch_cuda import visible_gpus as visible_gpus
 
 
 def load(

@@ -1,21 +1,26 @@
 """Runs an engine's TensorRT programs: all state stays on the GPU, a decode step is one launch."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mtpbuild.runtime.controls import GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.group.start import own_gpu
 from mtpbuild.runtime.manifest import WEIGHTS, Manifest, ProgramSpec
+from mtpbuild.runtime.programs import cuda
 from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
-from mtpbuild.runtime.programs.tensorrt_api import errors_of, refit, tensorrt_api
+from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit, tensorrt_api
+
+if TYPE_CHECKING:
+    from mtpbuild.runtime.group.channel import Channel
 
 
 class Compiled:
@@ -46,9 +51,9 @@ class Compiled:
         wanted, found = dict[str, Any](), dict[str, Any]()
         for t in (*spec.inputs, *spec.outputs):
             shape = tuple(d if isinstance(d, int) else -1 for d in t.shape)
-            wanted[t.name] = np.dtype(t.dtype), shape, aliases.get(t.name)
+            wanted[t.name] = t.dtype, shape, aliases.get(t.name)
         for name in map(engine.get_tensor_name, range(engine.num_io_tensors)):
-            dtype = np.dtype(trt.nptype(engine.get_tensor_dtype(name)))
+            dtype = dtype_name(trt, engine.get_tensor_dtype(name))
             alias = engine.get_aliased_input_tensor(name) if name in aliases else None
             found[name] = dtype, tuple(engine.get_tensor_shape(name)), alias
         if differing := sorted(n for n in wanted | found if wanted.get(n) != found.get(n)):
@@ -69,7 +74,13 @@ class Compiled:
         if not self._context.set_input_shape(name, shape):
             raise self._failed(f"takes no {name} of {list(shape)}")
 
+    def join(self, communicator: object) -> None:
+        """Let its collectives run in that NCCL communicator, which is a PyCapsule."""
+        if not self._context.set_communicator(communicator):
+            raise self._failed("refuses NCCL's communicator")
+
     def enqueue(self, device: Device) -> None:
+        device.use()
         if not self._context.execute_async_v3(device.stream):
             raise self._failed("could not be started")
 
@@ -84,7 +95,15 @@ class TensorRtPrograms(DeviceSlots):
     state, what the host is told. So between steps nothing moves but a few words.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, trt: ModuleType, device: Device) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        trt: ModuleType,
+        device: Device,
+        communicator: object = None,
+    ) -> None:
+        """communicator: NCCL's, between the ranks that share the model."""
         super().__init__(manifest, device)
         self._device, specs = device, manifest.programs
         self._after = _same(device, self._carries[0])  # what a step leaves, before it is copied
@@ -94,7 +113,7 @@ class TensorRtPrograms(DeviceSlots):
         told = {name: self._state[name] for name in JUDGED} | results
         self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in told.items()}
         self._asked = device.pinned((self._batch,), np.bool_)
-        tensors = self._given | results | _outs(self._caches.tensors | self._after)
+        tensors = self._given | results | outs(self._caches.tensors | self._after)
         self._runtime = trt.Runtime(errors_of(trt))  # outlives its engines
         self._compiled = {
             name: Compiled(trt, self._runtime, folder / spec.file, spec, self._caches.tensors)
@@ -103,7 +122,9 @@ class TensorRtPrograms(DeviceSlots):
         scratch = device.zeros((max(p.scratch for p in self._compiled.values()),), "uint8")
         for name, program in self._compiled.items():
             program.share(scratch)
-            prompt = self._prompt | _outs(self._filled) | self._caches_of(0)
+            if communicator is not None:
+                program.join(communicator)
+            prompt = self._prompt | outs(self._filled) | self._caches_of(0)
             own = prompt if name == PREFILL else tensors
             tensor_specs = (*specs[name].inputs, *specs[name].outputs)
             program.bind({t.name: own[t.name] for t in tensor_specs})
@@ -112,13 +133,13 @@ class TensorRtPrograms(DeviceSlots):
             self._results[name] = {t.name: results[t.name] for t in own_outputs(specs[name])}
             work = partial(self._queue_step, name)
             work()  # warm-up: with no active slot a step changes nothing
-            device.synchronise()
+            self._wait()
             self._launch[name] = device.capture(work)
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self._compiled[PREFILL].resize("tokens", (1, len(tokens) - self.lookahead))
         super().prefill(slot, start, tokens)
-        self._device.synchronise()
+        self._wait()
 
     def _run_prefill(self, slot: int, start: int, chunk: int) -> dict[str, DeviceArray]:
         self._compiled[PREFILL].bind(self._caches_of(slot))
@@ -128,7 +149,7 @@ class TensorRtPrograms(DeviceSlots):
     def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
         """One slot's caches, which prefill writes where it reads them."""
         caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
-        return caches | _outs(caches)
+        return caches | outs(caches)
 
     def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
         super().begin(slot, length, newest, controls)
@@ -136,12 +157,21 @@ class TensorRtPrograms(DeviceSlots):
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
-        program, _ = self._choose(active, self._mixed)
-        self._asked[:] = active
+        program = self._activate(active)
         self._launch[program]()
-        self._device.synchronise()
+        self._wait()
         told = (*JUDGED, *self._results[program])
         return reported({name: self._pages[name] for name in told}, self._batch)
+
+    def _activate(self, active: Bools) -> str:
+        """Tell the next step its slots, and name its program."""
+        self._asked[:] = active
+        program, _ = self._choose(active, self._mixed)
+        return program
+
+    def _wait(self) -> None:
+        """Wait for programs that were queued."""
+        self._device.synchronise()
 
     def _queue_step(self, name: str) -> None:
         copy = self._device.copy
@@ -160,13 +190,29 @@ def _same(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, Device
     return {name: device.zeros(array.shape, array.dtype) for name, array in arrays.items()}
 
 
-def _outs(state: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
+def outs(state: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
     """Memory by the names that a program gives the new values of state tensors."""
     return {f"{name}.out": array for name, array in state.items()}
 
 
-def load(folder: Path, manifest: Manifest, threads: int | None) -> TensorRtPrograms:
-    """The programs of an engine that was checked; refuses what can't run here."""
+def visible_gpus() -> int:
+    """How many GPUs the ranks of an engine can take here."""
+    return cuda.visible_gpus("tensorrt")
+
+
+def load(
+    folder: Path,
+    manifest: Manifest,
+    threads: int | None,
+    channel: "Channel | None" = None,
+    *,
+    nccl: Callable[[], object] | None = None,
+) -> TensorRtPrograms:
+    """The programs of an engine that was checked, or of one rank; refuses what can't run here.
+
+    channel: between the ranks that share an engine, whose folder and manifest are then this rank's.
+    nccl: gives NCCL's library, if it is not this machine's.
+    """
     target = manifest.target
     trt = tensorrt_api(target.name)
     built = target.versions[target.name]
@@ -175,8 +221,15 @@ def load(folder: Path, manifest: Manifest, threads: int | None) -> TensorRtProgr
             f"{folder}: built by {target.name} {built}, this is {trt.__version__}; rebuild the "
             f"engine, or install that version"
         )
-    device = Device(target.name)
+    device = Device(target.name, 0 if channel is None else own_gpu())
     weights = manifest.files[WEIGHTS].size if WEIGHTS in manifest.files else 0  # in each program
     size = sum(manifest.files[p.file].size + weights for p in manifest.programs.values())
     check_gpu(folder, manifest, device, "build with another --compute-capability", "programs", size)
-    return TensorRtPrograms(folder, manifest, trt, device)
+    if channel is None:
+        return TensorRtPrograms(folder, manifest, trt, device)
+    from mtpbuild.runtime.programs import tensorrt_ranks  # with torch.distributed
+
+    kinds = tensorrt_ranks.RankPrograms, tensorrt_ranks.AttentionDPPrograms
+    make = kinds[manifest.build.attention_dp]
+    library = {} if nccl is None else {"library": nccl}
+    return make(channel, folder, manifest, trt, device, **library)
