@@ -39,6 +39,7 @@ TORCH = {
 }
 TYPES = {dtype: name for name, dtype in TORCH.items()}
 BITS = {DataType.FP8: 8, DataType.FP4: 4}  # of types that PyTorch does not compute in
+PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, DataType)
 
 
 class LayerType(Enum):
@@ -230,6 +231,11 @@ class Network:
         made.groups = tuple(map(int, groups))
         return made
 
+    def add_matrix_multiply(self, x: ITensor, y: ITensor) -> ILayer:
+        assert x.dtype == y.dtype
+        shape = (*x.shape[:-1], y.shape[-1])
+        return self._layer(LayerType.OTHER, "aten::matmul.", (x, y), x.dtype, shape)
+
     def add_torch(
         self, function: str, args: Any, kwargs: Any, like: Any, kind: LayerType = LayerType.OTHER
     ) -> Any:
@@ -288,7 +294,7 @@ class Compiled:
             return values[value.id] if isinstance(value, Ref) else value
 
         for function, args, kwargs, outputs, how in self.calls:
-            given_args, given_kwargs = tree_map(given, args), tree_map(given, kwargs)
+            given_args, given_kwargs = tree_map(given, (args, kwargs))
             if function == "all_reduce":
                 assert total is not None, "a collective wants a communicator"
                 result = total(how["what"], given_args[0])
@@ -297,6 +303,7 @@ class Compiled:
             else:
                 result = resolve(function)(*given_args, **given_kwargs)
             results = result if isinstance(result, tuple | list) else [result]
+            results = [_whole(each) for each in results]
             values.update(zip(outputs, results, strict=True))
         return [values[number] for number, _, _ in self.outputs.values()]
 
@@ -334,7 +341,7 @@ def compiled(network: Network, strip: bool) -> Compiled:
         if layer.type is LayerType.GATHER:
             how["axis"] = layer.axis
         outputs = [output.id for output in layer.outputs]
-        call = tree_map(_ref, layer.args), tree_map(_ref, layer.kwargs)
+        call = _stored(layer.args), _stored(layer.kwargs)
         calls.append((layer.function, *call, outputs, how))
     sides = (
         {tensor.name: (tensor.id, tensor.dtype, tensor.shape) for tensor in side}
@@ -343,14 +350,28 @@ def compiled(network: Network, strip: bool) -> Compiled:
     return Compiled(*sides, aliases, calls, constants, stripped, collectives)
 
 
-def _ref(value: Any) -> Any:
-    return Ref(value.id) if isinstance(value, ITensor | Number) else value
+def _whole(result: Any) -> Any:
+    """A TensorRT tensor has no strides."""
+    return result.contiguous() if isinstance(result, Tensor) else result
+
+
+def _stored(value: Any) -> Any:
+    """Operands with numbers for the network's values."""
+    if isinstance(value, ITensor | Number):
+        return Ref(value.id)
+    if isinstance(value, dict):
+        named = value.items()  # how a result lies in memory is TensorRT's business
+        return {name: _stored(each) for name, each in named if name != "memory_format"}
+    if isinstance(value, list | tuple):
+        return [_stored(each) for each in value]
+    assert value is None or isinstance(value, PLAIN), f"{value!r} is no operand"
+    return value
 
 
 def name_of(function: Any) -> str:
     """An operator by its name; raises KeyError for one that no network knows."""
     if isinstance(function, torch._ops.OpOverload):
-        return str(function._schema.name) + "." + function._overloadname
+        return f"{function._schema.name}.{function._schema.overload_name}"
     if function in NUMBERS.values():
         return str(function.__name__)
     raise KeyError(f"{function} is not known")
@@ -361,7 +382,8 @@ def resolve(name: str) -> Callable[..., Any]:
         return NUMBERS[name]
     space, _, operation = name.partition("::")
     packet, _, overload = operation.partition(".")
-    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, space), packet), overload)
+    packet_of = getattr(getattr(torch.ops, space), packet)
+    found: Callable[..., Any] = getattr(packet_of, overload or "default")
     return found
 
 
