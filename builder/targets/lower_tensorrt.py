@@ -4,7 +4,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,14 +161,12 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     The network's tensors are named as the manifest's. values: of the model's parameters, which
     were traced without any; the rank's number is the trace's.
     """
-    exported = traced.exported
+    exported = _decomposed(traced.exported)
     for name in exported.state_dict:
         own = name.rpartition(".")[2] == RANK
         value = torch.tensor([traced.rank]) if own else values[name.removeprefix("model.")]
         exported.state_dict[name] = torch.nn.Parameter(value, requires_grad=False)
-    converted = facets("tensorrt")
-    plain = {op: facet for op, facet in facets("inductor").items() if op not in converted}
-    interpreter = _interpret(exported.run_decompositions(plain), traced)
+    interpreter = _interpret(exported, traced)
     network = interpreter.ctx.net
     for count, tensor, specs in (
         (network.num_inputs, network.get_input, traced.inputs),
@@ -180,13 +178,26 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     return interpreter
 
 
+@lru_cache(maxsize=1)
+def _decomposed(exported: ExportedProgram) -> ExportedProgram:
+    """The program in operators that are converted, whatever its weights are: for all ranks."""
+    converted, lowering = facets("tensorrt"), _lowering()
+    plain = {op: facet for op, facet in facets("inductor").items() if op not in converted}
+    exported = lowering.pre_export_lowering(exported.run_decompositions(plain), _settings())
+    return exported.run_decompositions(lowering.get_decompositions(False))
+
+
+def _lowering() -> ModuleType:
+    return import_module(f"{torch_tensorrt().__name__}.lowering")
+
+
+def _settings() -> Any:
+    return torch_tensorrt().CompilationSettings(truncate_double=True, min_block_size=1)
+
+
 def _interpret(exported: ExportedProgram, traced: Traced) -> Any:
     """What Torch-TensorRT does before it compiles; names and engine are our business."""
-    dynamo = torch_tensorrt()
-    lowering = import_module(f"{dynamo.__name__}.lowering")
-    settings = dynamo.CompilationSettings(truncate_double=True, min_block_size=1)
-    exported = lowering.pre_export_lowering(exported, settings)
-    exported = exported.run_decompositions(lowering.get_decompositions(False))
+    lowering, settings = _lowering(), _settings()
     module = lowering.post_lowering(exported.module(), settings)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
     interpreter = _interpreter_class()(module, inputs, compilation_settings=settings)
