@@ -155,12 +155,13 @@ class GatheredMoE(MoE):
     def in_pieces(self, *operands: Tensor) -> Tensor:
         """Splits many tokens into pieces that the op takes.
 
-        A symbolic number of tokens is padded to `most` with copies of the first one.
+        A symbolic number of tokens is padded with copies of the first one, to `most` of each rank
+        that has tokens of its own.
         """
         tokens = operands[0].shape[0]
         if not isinstance(tokens, int):
             assert self.most is not None
-            most = self.most
+            most = self.most * self.ranks.serving
             operands = tuple(torch.cat([x, x[:1].expand(most, -1)])[:most] for x in operands)
         pieces = zip(*(each.split(MAX_TOKENS) for each in operands), strict=True)
         return torch.cat([self.chosen(*piece) for piece in pieces])[:tokens]
