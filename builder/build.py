@@ -137,9 +137,7 @@ def make_programs(
         with stages(f"trace {program.name}"):
             return target.trace(program, plan)
 
-    def lower_one(
-        name: str, rank: int, folder: Path, trace: "Callable[[], Traced]"
-    ) -> ProgramSpec:
+    def lower_one(name: str, rank: int, folder: Path, trace: "Callable[[], Traced]") -> ProgramSpec:
         traced = trace()
         with stages(f"lower {name}"):
             return traced.spec(target.lower(replace(traced, rank=rank), places, folder))

@@ -25,6 +25,10 @@ class TensorRtOptions:
     fast_build: bool = flag(False, "Compile sooner, run slower.")
     strip_weights: bool = flag(False, "One file of weights, not 3.")
 
+    def __post_init__(self) -> None:
+        """Said or not, the same type is the same build."""
+        object.__setattr__(self, "dtype", self.dtype or DTYPES[0])
+
 
 class TensorRt(Target):
     name = "tensorrt"
@@ -35,7 +39,7 @@ class TensorRt(Target):
     ranks_share_programs = False  # a network has its rank's weights, stripped or not
 
     def check(self, request: "BuildRequest", options: TensorRtOptions) -> None:
-        if options.dtype not in (None, *DTYPES):
+        if options.dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise UsageError(f"--dtype {options.dtype} is unknown; supported: {known}")
 
@@ -59,7 +63,7 @@ class TensorRt(Target):
             whole_caches=True,
             step_kernels=True,
             all_kernels=True,
-            dtype=options.dtype or DTYPES[0],  # type: ignore[arg-type]
+            dtype=options.dtype,  # type: ignore[arg-type]
         )
 
     def embeds_weights(self, options: TensorRtOptions) -> bool:

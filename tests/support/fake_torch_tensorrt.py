@@ -41,7 +41,6 @@ from tests.support.fake_network import (
     ITensor,
     LayerType,
     Network,
-    Number,
     Weights,
     compiled,
     name_of,
@@ -224,8 +223,9 @@ class Refitter:
     def set_named_weights(self, name: str, weights: Any) -> bool:
         _, dtype, shape = self.engine.stripped[name]
         if not isinstance(weights, Weights):
-            weights = Weights(TYPES[torch.from_numpy(weights[:0]).dtype], weights.ctypes.data,
-                              weights.size)
+            weights = Weights(
+                TYPES[torch.from_numpy(weights[:0]).dtype], weights.ctypes.data, weights.size
+            )
         if (weights.dtype, weights.nbytes) != (dtype, self.get_weights_prototype(name).nbytes):
             return False
         raw = (ctypes.c_uint8 * weights.nbytes).from_address(weights.address)
@@ -312,7 +312,9 @@ class FakeNccl:
     def _sum(self, group: Any, what: str, x: Tensor) -> Tensor:
         """Add up all ranks' terms, if all are at the same place of the same program."""
         own = f"{what}: {x.dtype} {[*x.shape]}"
-        digest = torch.frombuffer(bytearray(hashlib.sha256(own.encode()).digest()), dtype=torch.uint8)
+        digest = torch.frombuffer(
+            bytearray(hashlib.sha256(own.encode()).digest()), dtype=torch.uint8
+        )
         every = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
         dist.all_gather(every, digest, group=group)
         if any(not torch.equal(other, digest) for other in every):
@@ -342,9 +344,7 @@ class TRTInterpreter(Interpreter):
     trt: FakeDataCentre
     converters: dict[Any, Callable[..., Any]]
 
-    def __init__(
-        self, module: GraphModule, inputs: list[Any], compilation_settings: Any
-    ) -> None:
+    def __init__(self, module: GraphModule, inputs: list[Any], compilation_settings: Any) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.given, self.node = iter(inputs), next(iter(module.graph.nodes))
         logger = None
@@ -457,7 +457,10 @@ def modules(trt: FakeDataCentre) -> dict[str, Any]:
         dynamo_tensorrt_converter=dynamo_tensorrt_converter,
     )
     lowering = SimpleNamespace(
-        pre_export_lowering=lambda exported, settings: exported,
+        # It has no decompositions of its own, and finding none takes seconds.
+        pre_export_lowering=lambda exported, settings: SimpleNamespace(
+            run_decompositions=lambda table: exported
+        ),
         get_decompositions=lambda enabled: {},
         post_lowering=fuse,
     )

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mtpbuild.runtime.group.start import GROUP
 
-
 RANK = "rank"  # the last part of a rank constant's name
 
 
