@@ -14,7 +14,7 @@ from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
 from mtpbuild.runtime.programs.base import PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.cuda import Device
-from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms, outs
+from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms, outs
 
 
 class RankPrograms(TensorRtPrograms):

@@ -41,8 +41,8 @@ from mtpbuild.runtime.errors import (
 )
 from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS, Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import tensorrt
-from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms
 from mtpbuild.runtime.programs.tensorrt_api import as_stored
+from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support.checkpoints import SMALLEST, make_predictable, save_checkpoint

@@ -224,7 +224,9 @@ class Refitter:
         _, dtype, shape = self.engine.stripped[name]
         if not isinstance(weights, Weights):
             weights = Weights(
-                TYPES[torch.from_numpy(np.zeros(0, weights.dtype)).dtype], weights.ctypes.data, weights.size
+                TYPES[torch.from_numpy(np.zeros(0, weights.dtype)).dtype],
+                weights.ctypes.data,
+                weights.size,
             )
         if (weights.dtype, weights.nbytes) != (dtype, self.get_weights_prototype(name).nbytes):
             return False
