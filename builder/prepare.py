@@ -111,6 +111,15 @@ def check_without_weights(request: BuildRequest, source: Source) -> None:
     check_small_files(request, source, config)
 
 
+def check_machine(request: BuildRequest, target: Target, source: Source) -> None:
+    """Refuse what this machine can't compile, before a checkpoint is here; source: its config.json.
+
+    Raises BuildError, or what `prepare` would raise of the flags.
+    """
+    source, config = of_layers(request, source)
+    load_compiler(target, [plan for _, plan in make_plans(config, request, source)])
+
+
 def check_small_files(
     request: BuildRequest, source: Source, config: ModelConfig
 ) -> tuple[GenerationIds, dict[Path, Plan]]:

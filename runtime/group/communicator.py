@@ -99,9 +99,7 @@ class Communicator:
             raise EngineError(f"{name} failed: {reason.decode()}")
 
 
-def join(
-    device: Device, channel: Channel, library: Callable[[], Any] = nccl_library
-) -> Communicator:
+def join(device: Device, channel: Channel, library: Callable[[], Any]) -> Communicator:
     """Connect this rank's GPU with the others'. All ranks call it, at the same time."""
     communicator = Communicator(library(), channel.rank, channel.ranks)
     with channel.unbroken():

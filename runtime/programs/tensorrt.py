@@ -49,9 +49,9 @@ def load(
     check_gpu(folder, manifest, device, "build with another --compute-capability", "programs", size)
     if channel is None:
         return TensorRtPrograms(folder, manifest, trt, device)
-    from mtpbuild.runtime.programs import tensorrt_ranks  # with torch.distributed
+    from mtpbuild.runtime.group.communicator import nccl_library  # with torch.distributed
+    from mtpbuild.runtime.programs import tensorrt_ranks
 
     kinds = tensorrt_ranks.RankPrograms, tensorrt_ranks.AttentionDPPrograms
     make = kinds[manifest.build.attention_dp]
-    library = {} if nccl is None else {"library": nccl}
-    return make(channel, folder, manifest, trt, device, **library)
+    return make(channel, folder, manifest, trt, device, nccl or nccl_library)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mtpbuild.runtime.group.channel import Channel, silent
-from mtpbuild.runtime.group.communicator import join, nccl_library
+from mtpbuild.runtime.group.communicator import join
 from mtpbuild.runtime.group.nccl import watch
 from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
@@ -31,7 +31,7 @@ class RankPrograms(TensorRtPrograms):
         manifest: Manifest,
         trt: ModuleType,
         device: Device,
-        library: Callable[[], Any] = nccl_library,
+        library: Callable[[], Any],
     ) -> None:
         self._channel, self._peers = channel, join(device, channel, library)
         with channel.unbroken(), silent():
@@ -52,8 +52,16 @@ class RankPrograms(TensorRtPrograms):
 class AttentionDPPrograms(AttentionDP, RankPrograms):
     """The same where each rank has requests of its own."""
 
-    def __init__(self, channel: Channel, folder: Path, manifest: Manifest, *machine: Any) -> None:
-        super().__init__(channel, folder, manifest, *machine)
+    def __init__(
+        self,
+        channel: Channel,
+        folder: Path,
+        manifest: Manifest,
+        trt: ModuleType,
+        device: Device,
+        library: Callable[[], Any],
+    ) -> None:
+        super().__init__(channel, folder, manifest, trt, device, library)
         self.share_out(channel, manifest)
         # A prompt that nobody reads has caches of its own: slots may all be taken.
         self._nobodys = {
