@@ -356,4 +356,5 @@ class Context:
         dtype = self.engine.host_dtype(name)
         size = math.prod(shape) * dtype.itemsize
         assert self.gpu.on_device(address, size), f"{name} has memory of its size"
-        return np.frombuffer((ctypes.c_byte * size).from_address(address), dtype).reshape(shape)
+        raw: Any = (ctypes.c_byte * size).from_address(address)
+        return np.frombuffer(raw, dtype).reshape(shape)
