@@ -77,7 +77,8 @@ def kind_of(node: Node) -> str | None:
 
 def launches_of(node: Node) -> int:
     """How many kernels one of our ops is, where Triton is here to tell; else one."""
-    op = KERNELS[node.target]  # type: ignore[index]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    op = KERNELS[node.target]
     if not {file_of(op, "gpu"), file_of(op, "tensorrt")} & {"triton", "plugins"}:
         return 1
     if find_spec("triton") is None:

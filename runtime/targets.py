@@ -53,7 +53,15 @@ BUILT_IN = (
         *("inductor", f"{RUN}inductor", f"{BUILD}inductor", f"{INSTALL}'mtpbuild[inductor]'"),
         rank_flags=("device",),
     ),
-    Target("tensorrt", f"{RUN}tensorrt", f"{BUILD}tensorrt", rank_flags=("dtype",)),
+    Target(
+        *(
+            "tensorrt",
+            f"{RUN}tensorrt",
+            f"{BUILD}tensorrt",
+            f"{INSTALL}torch (one for CPUs will do)",
+        ),
+        rank_flags=("dtype",),
+    ),
     Target("tensorrt-rtx", f"{RUN}tensorrt", f"{BUILD}tensorrt_rtx"),
 )
 _registered = {target.name: target for target in BUILT_IN}

@@ -35,7 +35,6 @@ from tests.support.rank_engines import (
     seconds_to_notice,
 )
 from tests.support.trt_engines import (
-    SMALL_STEPS,
     Alteration,
     altered_engine,
     exchanged,
@@ -50,7 +49,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's own, in export and gloo
 ]
 NEXTN, COUNT = 3, 12
-STEPS = ("--prefill-chunk", SMALL_STEPS["prefill_chunk"], "--max-seq-len", 100)
+STEPS = ("--prefill-chunk", "4", "--max-seq-len", "100")  # as SMALL_STEPS
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +69,14 @@ def r1(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def headline(r1: Path, out: Path, *flags: Any) -> tuple[int, str, str]:
     """Say `mtpbuild build --model deepseek-r1-fp4 --nextn 3` of the small checkpoint."""
-    command = ("build", "--model", "deepseek-r1-fp4", "--checkpoint", r1, "--nextn", NEXTN)
+    command = ("build", "--model", "deepseek-r1-fp4", "--checkpoint", r1, "--nextn", str(NEXTN))
     return invoke(*command, *STEPS, "--out", out, *flags)
 
 
 @pytest.fixture(scope="module")
 def engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("engines") / "engine"
-    code, said, err = headline(r1, out, "--tp", 2)
+    code, said, err = headline(r1, out, "--tp", "2")
     assert (code, err) == (0, "")
     assert "lower decode rank0 " in said
     assert "lower decode rank1 " in said
@@ -88,7 +87,7 @@ def engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPathFacto
 def tokens(engine: Path, prompt: list[int]) -> list[int]:
     """What `mtpbuild run` says."""
     ids = ",".join(map(str, prompt))
-    flags = ("--prompt-ids", ids, "--max-tokens", COUNT, "--ignore-eos", "--json", "--threads", 1)
+    flags = ("--prompt-ids", ids, "--max-tokens", str(COUNT), "--ignore-eos", "--json")
     code, out, err = invoke("run", "--engine", engine, *flags)
     assert (code, err) == (0, "")
     found: list[int] = json.loads(out)["token_ids"]
@@ -135,7 +134,7 @@ def test_seeded_bugs(
 
 def caught(engine: Path) -> None:
     """The run ends with one line, and no rank outlives it."""
-    code, out, err = invoke("run", "--engine", engine, "--prompt-ids", "5,6", "--threads", 1)
+    code, out, err = invoke("run", "--engine", engine, "--prompt-ids", "5,6")
     assert (code, out) == (1, "")
     assert MISMATCH in err
     assert err.count("\n") == 1
@@ -199,21 +198,34 @@ def test_tokens(
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("trt")
+def test_stripped(r1: Path, tmp_path: Path) -> None:
+    """Weights in bfloat16 and nvfp4 are put back when a rank is loaded, each rank's own."""
+    out = tmp_path / "stripped"
+    code, _, err = headline(r1, out, "--tp", "2", "--strip-weights")
+    assert (code, err) == (0, "")
+    assert len(list(out.glob(f"rank*/{WEIGHTS}"))) == 2
+    (tmp_path / "own").mkdir()
+    alone = one_rank(r1, NEXTN, tmp_path / "own")
+    assert tokens(out, PROMPT) == greedy_text(alone, PROMPT, COUNT)
+
+
+@pytest.mark.full
 def test_eight_ranks(trt: FakeDataCentre, r1: Path, engine: Path, tmp_path: Path) -> None:
     """The headline command as it is said; then rank by rank, as on one GPU."""
-    code, _, err = headline(r1, tmp_path / "eight", "--tp", 8)
+    code, _, err = headline(r1, tmp_path / "eight", "--tp", "8")
     assert (code, err) == (0, "")
     (tmp_path / "own").mkdir()
     assert tokens(tmp_path / "eight", PROMPT) == greedy_text(
         one_rank(r1, NEXTN, tmp_path / "own"), PROMPT, COUNT
     )
     for rank in range(8):
-        code, _, err = headline(r1, tmp_path / "apart", "--tp", 8, "--rank", rank)
+        code, _, err = headline(r1, tmp_path / "apart", "--tp", "8", "--rank", str(rank))
         assert (code, err) == (0, "")
         mine, other = (tmp_path / name / f"rank{rank}" for name in ("apart", "eight"))
         for path in mine.glob("*.engine"):
             assert path.read_bytes() == (other / path.name).read_bytes()
-    assert headline(r1, tmp_path / "apart", "--tp", 8)[1].count("unchanged") == 1
+    assert headline(r1, tmp_path / "apart", "--tp", "8")[1].count("unchanged") == 1
 
 
 @pytest.mark.full

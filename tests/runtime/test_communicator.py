@@ -122,4 +122,4 @@ def test_waiting_for_a_gpu(gpu: FakeCuda) -> None:
     gpu.busy = 4
     channel: Any = SimpleNamespace(failure="rank 1 is gone", patience=1)
     with pytest.raises(RankError, match="rank 1 is gone"):
-        device.settle(watch(channel, SimpleNamespace(failed=lambda: False)))  # type: ignore[arg-type]
+        device.settle(watch(channel, SimpleNamespace(failed=lambda: False)))

@@ -311,7 +311,8 @@ class Compiled:
 def compiled(network: Network, strip: bool) -> Compiled:
     """Turn a network into what runs; raises ValueError for what TensorRT would refuse."""
     written = {id(layer.outputs[0]): layer for layer in network.layers if layer.outputs}
-    calls, constants, stripped, collectives = [], dict[int, Tensor](), dict[str, Any](), []
+    calls, collectives = list[Any](), list[str]()
+    constants, stripped = dict[int, Tensor](), dict[str, Any]()
     aliases = dict[str, str]()
     for output in network.outputs:
         layer = written.get(id(output))
@@ -343,11 +344,12 @@ def compiled(network: Network, strip: bool) -> Compiled:
         outputs = [output.id for output in layer.outputs]
         call = _stored(layer.args), _stored(layer.kwargs)
         calls.append((layer.function, *call, outputs, how))
-    sides = (
+    inputs, outputs_by_name = (
         {tensor.name: (tensor.id, tensor.dtype, tensor.shape) for tensor in side}
         for side in (network.inputs, network.outputs)
     )
-    return Compiled(*sides, aliases, calls, constants, stripped, collectives)
+    rest = (calls, constants, stripped, collectives)
+    return Compiled(inputs, outputs_by_name, aliases, *rest)
 
 
 def _whole(result: Any) -> Any:

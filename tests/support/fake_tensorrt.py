@@ -305,7 +305,7 @@ class Refitter:
 
 
 class Context:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine, self.gpu = engine, engine.trt.gpu
         self.addresses: dict[str, int] = {}
         self.shapes = {name: engine.get_tensor_shape(name) for name in engine.inputs}
@@ -350,7 +350,8 @@ class Context:
             self._array(name, places[name], result.shape)[...] = result
 
     def results(self, feed: dict[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-        return self.engine.run(feed)
+        found: list[np.ndarray[Any, Any]] = self.engine.run(feed)
+        return found
 
     def _array(self, name: str, address: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         dtype = self.engine.host_dtype(name)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mtpbuild.plugins import FACETS, file_of, moe
 from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
+from mtpbuild.runtime.programs.tensorrt_api import errors_of
 from tests.support import fake_network, fake_tensorrt
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_network import (
@@ -45,11 +46,15 @@ from tests.support.fake_network import (
     compiled,
     name_of,
 )
-from tests.support.fake_tensorrt import SCRATCH, Context, FakeTensorRt, Flag, Profile, Strategy
+from tests.support.fake_tensorrt import SCRATCH, Context, Flag, Profile, Strategy
 from tests.support.stand_ins import importing
 
 VERSION = "11.0.0.114"
 FUSED = "tensorrt::fused_nccl_all_reduce"
+NUMPY = {
+    **{DataType.FLOAT: np.float32, DataType.INT32: np.int32, DataType.INT64: np.int64},
+    DataType.BOOL: np.bool_,
+}
 MISMATCH = "a collective does not match the other ranks'"
 
 
@@ -62,16 +67,19 @@ class TimingCache:
         return b"timings"
 
 
-class Config(fake_tensorrt.Config):
+class Config:
     def __init__(self) -> None:
-        super().__init__()
-        self.profiling_verbosity = 0
+        self.profiling_verbosity, self.builder_optimization_level = 0, 3
+        self.flags, self.profiles = {BuilderFlag.TF32}, list[Profile]()
 
     def set_flag(self, flag: BuilderFlag) -> None:
-        self.flags.add(flag)  # type: ignore[arg-type]
+        self.flags.add(flag)
 
-    def clear_flag(self, flag: Any) -> None:
+    def clear_flag(self, flag: BuilderFlag) -> None:
         self.flags.discard(flag)
+
+    def add_optimization_profile(self, profile: Profile) -> None:
+        self.profiles.append(profile)
 
     def create_timing_cache(self, data: bytes) -> TimingCache:
         return TimingCache()
@@ -147,10 +155,10 @@ class Engine:
         self, feed: dict[str, np.ndarray[Any, Any]], total: fake_network.Sum | None
     ) -> list[np.ndarray[Any, Any]]:
         assert not self.stripped, "its weights were put back"
-        given = {}
-        for name, array in feed.items():
-            dtype = TORCH[self.get_tensor_dtype(name)]
-            given[name] = torch.from_numpy(array).view(dtype)
+        given = {
+            name: torch.from_numpy(array).view(TORCH[self.get_tensor_dtype(name)])
+            for name, array in feed.items()
+        }
         with torch.no_grad():
             results = self.done.run(given, total)
         outputs = []
@@ -166,7 +174,7 @@ class Engine:
     def create_execution_context(self, strategy: Strategy) -> "RankContext":
         assert strategy is Strategy.USER_MANAGED
         self.trt.contexts.append(RankContext(self))
-        return self.trt.contexts[-1]  # type: ignore[return-value]
+        return self.trt.contexts[-1]
 
     def create_engine_inspector(self) -> Any:
         layers = [function for function, *_ in self.done.calls]
@@ -174,7 +182,7 @@ class Engine:
 
 
 def _host_dtype(dtype: DataType) -> np.dtype[Any]:
-    return np.dtype("uint16") if dtype == DataType.BF16 else np.dtype(FakeDataCentre.nptype(dtype))
+    return np.dtype("uint16") if dtype == DataType.BF16 else np.dtype(nptype(dtype))
 
 
 class RankContext(Context):
@@ -189,7 +197,7 @@ class RankContext(Context):
         return True
 
     def results(self, feed: dict[str, np.ndarray[Any, Any]]) -> Any:
-        return self.engine.run(feed, self.total)  # type: ignore[call-arg, arg-type]
+        return self.engine.run(feed, self.total)
 
 
 class Runtime:
@@ -242,11 +250,13 @@ class Refitter:
         return True
 
 
-class FakeDataCentre(FakeTensorRt):
+class FakeDataCentre:
     """Stands in for `tensorrt`; `networks` are those that were compiled."""
 
+    ILogger, NetworkDefinitionCreationFlag = fake_tensorrt.ILogger, Flag
+    ExecutionContextAllocationStrategy = Strategy
     ITensor, IConstantLayer, Weights, LayerType = ITensor, IConstantLayer, Weights, LayerType
-    DataType, BuilderFlag = DataType, BuilderFlag
+    BuilderFlag = BuilderFlag
     float32, bfloat16, int32 = DataType.FLOAT, DataType.BF16, DataType.INT32
     int64, bool, fp8, fp4 = DataType.INT64, DataType.BOOL, DataType.FP8, DataType.FP4
     CumulativeOperation = ReduceOperation = CollectiveOperation = Choice
@@ -254,29 +264,32 @@ class FakeDataCentre(FakeTensorRt):
     ProfilingVerbosity = SimpleNamespace(DETAILED=2)
     LayerInformationFormat = SimpleNamespace(JSON=1)
     PreviewFeature = SimpleNamespace()
+    __version__ = VERSION
 
     def __init__(self, gpu: FakeCuda | None = None, nccl: "FakeNccl | None" = None) -> None:
-        super().__init__(gpu, VERSION)
-        self.nccl = nccl or FakeNccl()
-        self.networks: list[Network] = []
+        self.gpu, self.nccl = gpu or FakeCuda(), nccl or FakeNccl()
+        self.networks, self.contexts = list[Network](), list[RankContext]()
+        self.DataType = DataType
 
-    def Builder(self, logger: Any) -> Builder:  # type: ignore[override]  # noqa: N802
+    def Builder(self, logger: Any) -> Builder:  # noqa: N802
         return Builder(self, logger)
 
-    def Runtime(self, logger: Any) -> Runtime:  # type: ignore[override]  # noqa: N802
+    def Runtime(self, logger: Any) -> Runtime:  # noqa: N802
         return Runtime(self, logger)
 
-    def Refitter(self, engine: Engine, logger: Any) -> Refitter:  # type: ignore[override]  # noqa: N802
+    def Refitter(self, engine: Engine, logger: Any) -> Refitter:  # noqa: N802
         return Refitter(engine, logger)
 
-    Weights = Weights  # type: ignore[assignment]
-
     @staticmethod
-    def nptype(dtype: DataType) -> Any:  # type: ignore[override]
-        names = {"FLOAT": "float32", "INT32": "int32", "INT64": "int64", "BOOL": "bool"}
-        if dtype.name not in names:
-            raise TypeError(f"NumPy has no {dtype.name}")
-        return np.dtype(names[dtype.name]).type
+    def nptype(dtype: DataType) -> Any:
+        return nptype(dtype)
+
+
+def nptype(dtype: DataType) -> Any:
+    """NumPy's type, where it has one."""
+    if dtype not in NUMPY:
+        raise TypeError(f"NumPy has no {dtype.name}")
+    return NUMPY[dtype]
 
 
 class FakeNccl:
@@ -349,10 +362,8 @@ class TRTInterpreter(Interpreter):
     def __init__(self, module: GraphModule, inputs: list[Any], compilation_settings: Any) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.given, self.node = iter(inputs), next(iter(module.graph.nodes))
-        logger = None
-        self.builder = self.trt.Builder(self.trt.logger())
+        self.builder = self.trt.Builder(errors_of(cast(ModuleType, self.trt)))
         self.ctx = SimpleNamespace(net=self.builder.create_network(1 << Flag.STRONGLY_TYPED))
-        assert logger is None
 
     def _construct_trt_network_def(self) -> None:
         self.run(enable_io_processing=False)
@@ -362,7 +373,7 @@ class TRTInterpreter(Interpreter):
         return super().run_node(n)
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        spec = next(self.given)  # type: ignore[call-overload]
+        spec = next(self.given)
         return self.ctx.net.add_input(str(target), TYPES[spec.dtype], spec.shape)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -451,7 +462,6 @@ def modules(trt: FakeDataCentre) -> dict[str, Any]:
         return ctx.net.add_matrix_multiply(x, y).get_output(0)
 
     interpreter = type("Interpreter", (TRTInterpreter,), {"trt": trt, "converters": converters})
-    trt.logger = lambda: _logger(trt)  # type: ignore[attr-defined]
     settings = SimpleNamespace
     conversion = SimpleNamespace(
         TRTInterpreter=interpreter,
@@ -479,14 +489,6 @@ def modules(trt: FakeDataCentre) -> dict[str, Any]:
         ),
         "cuda.bindings.runtime": trt.gpu,
     }
-
-
-def _logger(trt: FakeDataCentre) -> Any:
-    from mtpbuild.runtime.programs.tensorrt_api import errors_of
-
-    module: Any = trt
-    assert isinstance(module, FakeTensorRt | ModuleType)
-    return errors_of(module)
 
 
 @contextlib.contextmanager
