@@ -4,8 +4,8 @@ recipe -> checkpoint -> weights file -> step program -> torch.export -> target -
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.engine.weights_file import Placed
     from mtpbuild.builder.model_source import ModelSource
     from mtpbuild.builder.program.programs import Program
+    from mtpbuild.builder.program.trace import Traced
 
 
 @dataclass(frozen=True)
@@ -120,27 +121,38 @@ def make_programs(
 ) -> dict[str, ProgramSpec]:
     """Every program of an engine, in the folders of all its ranks.
 
-    Ranks share them: those of a rank that was built before are taken, if there is one.
+    Where ranks share them, those of a rank that was built before are taken, if there is one. Else
+    a program is lowered for one rank after the other, each with its own weights.
     """
-    plan, first = job.plans[out], next(iter(folders.values()))
-    ready = None if job.request.force else layout.intact_rank(out, job.fingerprints[out])
-    if ready is not None:
-        layout.share_programs(ready, folders.values())
-        return read_manifest(ready).programs
+    plan, target = job.plans[out], job.target
+    shared = plan.ranks.tp == 1 or target.ranks_share_programs
+    if shared and not job.request.force:
+        ready = layout.intact_rank(out, job.fingerprints[out])
+        if ready is not None:
+            layout.share_programs(ready, folders.values())
+            return read_manifest(ready).programs
+    first, *others = folders.items()
 
-    def compile_one(program: "Program") -> ProgramSpec:
+    def trace_one(program: "Program") -> "Traced":
         with stages(f"trace {program.name}"):
-            traced = job.target.trace(program, plan)
-        with stages(f"lower {program.name}"):
-            return traced.spec(job.target.lower(traced, places, first))
+            return target.trace(program, plan)
 
+    def lower_one(name: str, rank: int, folder: Path, trace: "Callable[[], Traced]") -> ProgramSpec:
+        traced = trace()
+        with stages(f"lower {name}"):
+            return traced.spec(target.lower(replace(traced, rank=rank), places, folder))
+
+    programs = dict[str, ProgramSpec]()
     # Graphs are cycles that live on: looking for garbage would be a tenth of the time.
-    with no_garbage_collection(), job.target.compiling():
-        programs = {
-            program.name: once(program.name, building, partial(compile_one, program))
-            for program in model.programs(plan)
-        }
-    layout.share_programs(first, folders.values())
+    with no_garbage_collection(), target.compiling():
+        for program in model.programs(plan):
+            trace = cache(partial(trace_one, program))
+            for rank, folder in [first] if shared else [first, *others]:
+                name = program.name if shared else f"{program.name} {folder.name}"
+                lower = partial(lower_one, name, rank, folder, trace)
+                programs[program.name] = once(name, building, lower)
+    if shared:
+        layout.share_programs(first[1], folders.values())
     return programs
 
 

@@ -18,7 +18,7 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.host import free_bytes
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.prepare import check_flags, check_without_weights
+from mtpbuild.builder.prepare import check_flags, check_machine, check_without_weights
 from mtpbuild.builder.recipe import Source, instead_of, name_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
@@ -36,13 +36,17 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
     Raises DownloadError or CheckpointError with what is wrong, and what `prepare` would raise.
     What has been fetched stays, and the next download goes on from there.
     """
-    check_flags(request)
+    target = check_flags(request)
     model = name_model(request.model)
     if request.checkpoint is not None or model.repository is None:
         return
     found = model.find_weights(request.revision)
     if found is not None and (found / TOKENIZER).is_file():
         return
+    if model.recipe is not None and request.draft_vocab is None:
+        # Hundreds of GB are not fetched for a machine that can't compile what they are for.
+        config = model.recipe.config_folder
+        check_machine(request, target, Source(model.name, model.engine, config))
     with needs("build", "huggingface_hub"):
         from mtpbuild.builder.hub import OfflineError, UnreachableError, open_repository, quiet
     revision = request.revision or MAIN

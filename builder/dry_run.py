@@ -12,9 +12,12 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+from mtpbuild.runtime.manifest import StateSpec
+from mtpbuild.runtime.programs.base import PLAIN
 
 if TYPE_CHECKING:
     from mtpbuild.builder.model_source import ModelSource
+    from mtpbuild.builder.step_counts import Counts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
@@ -27,7 +30,8 @@ class Foreseen:
     plan: Plan
     weights: int  # bytes of the weights file
     state: int  # bytes of the state at run time
-    graphs: dict[str, int]  # program -> nodes
+    caches: int  # of these, the caches'
+    graphs: "dict[str, Counts]"  # program -> what its graph counts
     unchanged: bool
 
 
@@ -57,10 +61,16 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         graphs = weightless.export(model, job.plans.values(), job.target.trace)
     engines = []
     for (out, plan), exported in zip(job.plans.items(), graphs, strict=True):
-        state = sum(ITEM_BYTES[s.dtype] * prod(s.shape) for s in state_specs(plan))
+        specs = state_specs(plan)
+        state = sum(map(size_of, specs))
+        caches = sum(size_of(s) for s in specs if s.kind == "cache")
         stands = not layout.lacking(out, job.fingerprints[out], job.ranks)
-        engines.append(Foreseen(out, plan, weights, state, exported, stands))
+        engines.append(Foreseen(out, plan, weights, state, caches, exported, stands))
     return DryRun(model, engines, lacking)
+
+
+def size_of(spec: StateSpec) -> int:
+    return ITEM_BYTES[spec.dtype] * prod(spec.shape)
 
 
 def print_dry_run(done: DryRun) -> None:
@@ -68,7 +78,8 @@ def print_dry_run(done: DryRun) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mtpbuild.builder.quantize.scheme import PLAIN
+    from mtpbuild.builder.quantize.scheme import PLAIN as AS_IT_IS
+    from mtpbuild.builder.step_counts import in_bytes, in_words
 
     console, model = Console(highlight=False, soft_wrap=True), done.model
     files = [stored.file for stored in model.stored.tensors.values()]
@@ -77,7 +88,7 @@ def print_dry_run(done: DryRun) -> None:
         f"config.json demands; {model.parameters:,} parameters"
     )
     if (scheme := model.scheme) is not None:
-        ends = "would stay" if scheme.head == PLAIN else f"to {scheme.head}"
+        ends = "would stay" if scheme.head == AS_IT_IS else f"to {scheme.head}"
         console.print(f"weights would be quantised to {scheme.main}; embedding and head {ends}")
     if model.unfit:
         console.print(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
@@ -97,8 +108,12 @@ def print_dry_run(done: DryRun) -> None:
         )
     console.print(table)
     for engine in done.engines:
-        sizes = ", ".join(f"{name} {nodes:,} nodes" for name, nodes in engine.graphs.items())
+        sizes = ", ".join(f"{name} {each.nodes:,} nodes" for name, each in engine.graphs.items())
         console.print(f"{engine.folder}: exported without weights: {sizes}")
+        if step := engine.graphs.get(PLAIN):
+            each = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
+            held = f"weights {in_bytes(engine.weights)}, caches {in_bytes(engine.caches)}"
+            console.print(f"{each}{held}; a step: {in_words(step)}")
     for line in done.lacking:
         console.print(f"can't be built here: {line}", markup=False)  # [group] of packages
     console.print("dry run: nothing was written")

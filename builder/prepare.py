@@ -111,6 +111,15 @@ def check_without_weights(request: BuildRequest, source: Source) -> None:
     check_small_files(request, source, config)
 
 
+def check_machine(request: BuildRequest, target: Target, source: Source) -> None:
+    """Refuse what this machine can't compile, before a checkpoint is here; source: its config.json.
+
+    Raises BuildError, or what `prepare` would raise of the flags.
+    """
+    source, config = of_layers(request, source)
+    load_compiler(target, [plan for _, plan in make_plans(config, request, source)])
+
+
 def check_small_files(
     request: BuildRequest, source: Source, config: ModelConfig
 ) -> tuple[GenerationIds, dict[Path, Plan]]:
@@ -221,7 +230,7 @@ def check_target(
     if "auto" in nextns and not target.adaptive:
         can = targets_that(lambda other: other.adaptive)
         raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
-    if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.takes_ranks(request):
+    if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.several_ranks:
         can = targets_that(lambda other: other.several_ranks)
         raise UsageError(f"--tp and --ep are for target {can}")
     target.check(request, options)

@@ -17,6 +17,7 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.quantize.formats import Shape
+from mtpbuild.builder.step_counts import Counts, counted
 from mtpbuild.runtime.errors import BuildError
 
 
@@ -57,16 +58,16 @@ def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:
 
 def export(
     model: ModelSource, plans: Iterable[Plan], trace: Callable[[Program, Plan], Traced]
-) -> list[dict[str, int]]:
-    """Export each plan's programs on tensors that only have shapes -> nodes of each graph.
+) -> list[dict[str, Counts]]:
+    """Export each plan's programs on tensors that only have shapes -> what each graph counts.
 
     The model, which is on the meta device, is of no use afterwards.
     """
 
-    def count_nodes(plan: Plan) -> dict[str, int]:
+    def count(plan: Plan) -> dict[str, Counts]:
         traced = (trace(program, plan) for program in model.programs(plan))
-        return {each.name: len(each.exported.graph.nodes) for each in traced}
+        return {each.name: counted(each) for each in traced}
 
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_garbage_collection():
         model.model.to_empty(device="cpu")
-        return [count_nodes(plan) for plan in plans]
+        return [count(plan) for plan in plans]

@@ -40,7 +40,8 @@ class Constants:
         """Dequantise a weight in the network, from what `matmul_scaled` takes to [K, N] of `dtype`.
 
         nvfp4 is dequantised in two levels, as in the networks that ModelOpt exports: TensorRT sees
-        the format in front of the product, and may choose kernels of its own for it.
+        the format in front of the product, and may choose kernels of its own for it. For a result
+        in bfloat16 scales are rounded to it too.
         """
         import tensorrt as trt
 
@@ -54,6 +55,8 @@ class Constants:
                 inner = self.constant(scales, trt.fp8, f"{name}_scales")
                 outer = self.constant(one(scales_2), trt.float32, f"{name}_scales_2")
                 scale = self.network.add_dequantize(inner, outer, trt.float32).get_output(0)
+            if dtype != trt.float32:  # a scale has the result's type
+                scale = self.network.add_cast(scale, dtype).get_output(0)
             self._weights[key] = self.network.add_dequantize(held, scale, dtype).get_output(0)
         return self._weights[key]
 

@@ -22,7 +22,8 @@ class Target:
     programs: module with `load(folder, manifest, threads, **options)`, which gives an engine's
     programs. lowering: module whose `TARGET` builds them, or that object itself. install: what to
     do where a package is missing that `programs` imports. load_options: what `load` takes besides;
-    for an engine that ranks share it also takes `channel`.
+    for an engine that ranks share it also takes `channel`. rank_flags: those of a build's flags
+    that a command repeats to build one rank more, if they are the target's own.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Target:
     lowering: object
     install: str = ""
     load_options: tuple[str, ...] = ()
+    rank_flags: tuple[str, ...] = ()
 
     @contextlib.contextmanager
     def importing(self) -> Iterator[None]:
@@ -50,8 +52,17 @@ BUILT_IN = (
     Target(
         *("inductor", f"{RUN}inductor", f"{BUILD}inductor", f"{INSTALL}'mtpbuild[inductor]'"),
         load_options=("no_cuda_graphs",),
+        rank_flags=("device", "dtype"),
     ),
-    Target("tensorrt", f"{RUN}tensorrt", f"{BUILD}tensorrt"),
+    Target(
+        *(
+            "tensorrt",
+            f"{RUN}tensorrt",
+            f"{BUILD}tensorrt",
+            f"{INSTALL}torch (one for CPUs will do)",
+        ),
+        rank_flags=("dtype",),
+    ),
     Target("tensorrt-rtx", f"{RUN}tensorrt", f"{BUILD}tensorrt_rtx"),
 )
 _registered = {target.name: target for target in BUILT_IN}

@@ -24,6 +24,7 @@ class Traced:
     inputs: Specs
     outputs: Specs
     plan: Plan
+    rank: int = 0  # that it is lowered for, by targets whose programs hold their weights
 
     def spec(self, file: str) -> ProgramSpec:
         return ProgramSpec(file=file, inputs=self.inputs, outputs=self.outputs)

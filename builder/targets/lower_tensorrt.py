@@ -4,7 +4,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 
 from mtpbuild.builder.engine.weights_file import Placed
+from mtpbuild.builder.models.common.collectives import RANK
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import trt_compile
@@ -29,21 +30,24 @@ from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 NAME = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
 GATHER = torch.ops.aten.gather.default
+COLLECTIVES = "MULTIDEVICE_RUNTIME_10_16"  # asked for in TensorRT 10; 11 has them without a word
 LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 
-def check(plan: Plan) -> None:
-    """Raise BuildError unless this machine can compile the plan."""
-    tensorrt_api(NAME)
+def missing(plan: Plan) -> Iterator[str]:
+    """What this machine lacks to compile the plan, in lines; the GPU is looked for elsewhere."""
     (capability,) = plan.compute_capabilities
     if float(capability) < 8:
-        raise BuildError(
-            f"target {NAME}: kernels are for GPUs of compute capability 8.0 and later, this one "
-            f"has {capability}"
+        yield (
+            "kernels are for GPUs of compute capability 8.0 and later, this one has " + capability
         )
     if find_spec("triton") is None:
-        raise MissingDependencyError(_needs("triton"))
-    torch_tensorrt()
+        yield _needs("triton")
+    try:
+        tensorrt_api(NAME)
+        torch_tensorrt()
+    except MissingDependencyError as error:
+        yield str(error)
 
 
 def info(plan: Plan) -> TargetInfo:
@@ -130,6 +134,8 @@ def compile_program(
         builder, network = interpreter.builder, interpreter.ctx.net
         plan = traced.plan
         config = trt_compile.new_config(trt, builder, network, plan, fast=plan.options.fast_build)
+        if plan.ranks.tp > 1 and (feature := getattr(trt.PreviewFeature, COLLECTIVES, None)):
+            config.set_preview_feature(feature, True)
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `layers_of`
         held = interpreter.ctx.constants.held
         missing = dict[str, torch.Tensor]()
@@ -153,15 +159,14 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     """Torch-TensorRT's interpreter: it holds the builder, the network and the network's constants.
 
     The network's tensors are named as the manifest's. values: of the model's parameters, which
-    were traced without any.
+    were traced without any; the rank's number is the trace's.
     """
-    exported = traced.exported
+    exported = _decomposed(traced.exported)
     for name in exported.state_dict:
-        value = values[name.removeprefix("model.")]
+        own = name.rpartition(".")[2] == RANK
+        value = torch.tensor([traced.rank]) if own else values[name.removeprefix("model.")]
         exported.state_dict[name] = torch.nn.Parameter(value, requires_grad=False)
-    converted = facets("tensorrt")
-    plain = {op: facet for op, facet in facets("inductor").items() if op not in converted}
-    interpreter = _interpret(exported.run_decompositions(plain), traced)
+    interpreter = _interpret(exported, traced)
     network = interpreter.ctx.net
     for count, tensor, specs in (
         (network.num_inputs, network.get_input, traced.inputs),
@@ -173,13 +178,26 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     return interpreter
 
 
+@lru_cache(maxsize=1)
+def _decomposed(exported: ExportedProgram) -> ExportedProgram:
+    """The program in operators that are converted, whatever its weights are: for all ranks."""
+    converted, lowering = facets("tensorrt"), _lowering()
+    plain = {op: facet for op, facet in facets("inductor").items() if op not in converted}
+    exported = lowering.pre_export_lowering(exported.run_decompositions(plain), _settings())
+    return exported.run_decompositions(lowering.get_decompositions(False))
+
+
+def _lowering() -> ModuleType:
+    return import_module(f"{torch_tensorrt().__name__}.lowering")
+
+
+def _settings() -> Any:
+    return torch_tensorrt().CompilationSettings(truncate_double=True, min_block_size=1)
+
+
 def _interpret(exported: ExportedProgram, traced: Traced) -> Any:
     """What Torch-TensorRT does before it compiles; names and engine are our business."""
-    dynamo = torch_tensorrt()
-    lowering = import_module(f"{dynamo.__name__}.lowering")
-    settings = dynamo.CompilationSettings(truncate_double=True, min_block_size=1)
-    exported = lowering.pre_export_lowering(exported, settings)
-    exported = exported.run_decompositions(lowering.get_decompositions(False))
+    lowering, settings = _lowering(), _settings()
     module = lowering.post_lowering(exported.module(), settings)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
     interpreter = _interpreter_class()(module, inputs, compilation_settings=settings)
@@ -195,10 +213,13 @@ def _interpreter_class() -> Any:
 
     class Interpreter(conversion.TRTInterpreter):  # type: ignore[misc, name-defined]
         """Each result has PyTorch's type: the converters of where, amax, argmax and others give
-        int32 or float for int64 (exact, as ids and rows stay below 2**24)."""
+        int32 or float for int64 (exact, as ids and rows stay below 2**24). Weights in bfloat16
+        are constants of that type: Torch-TensorRT's own are fp32, which is cast in each step."""
 
         def run_node(self, n: torch.fx.Node) -> Any:
             result, value = super().run_node(n), n.meta.get("val")
+            if isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16:
+                return self.ctx.constants.constant(result, trt.bfloat16, n.name)
             if not isinstance(result, trt.ITensor) or not isinstance(value, torch.Tensor):
                 return result
             wanted = getattr(trt, str(value.dtype).removeprefix("torch."))

@@ -37,14 +37,11 @@ class Target:
     Options: type[Any] = NoOptions  # a frozen dataclass; its fields are `flag`s of `build`
     formats: tuple[str, ...] = ()  # of quantised weights that stay as they are
     adaptive = False  # whether it builds --nextn auto
-    several_ranks = False  # whether it builds --tp, --ep
+    several_ranks = False  # whether it builds --tp, --ep, --attention-dp
+    ranks_share_programs = True  # whether a program is lowered once for all ranks
 
     def check(self, request: "BuildRequest", options: Any) -> None:
         """Raise UsageError for options that can't be, or don't go with the rest of the request."""
-
-    def takes_ranks(self, request: "BuildRequest") -> bool:
-        """Whether a request for several ranks can be built."""
-        return self.several_ranks
 
     def compute_capabilities(self, request: "BuildRequest", options: Any) -> tuple[str, ...]:
         """The GPUs that the engine is compiled for, such as 9.0; none: it runs on a CPU.

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.errors import MtpbuildError
+from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
@@ -14,13 +15,19 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.request import BuildRequest
 
-ASSUMED = "10.0"  # of a dry run without a GPU: graphs and sizes are the same for all
+ASSUMED = "10.0"  # of the GPU, where there is none: graphs and sizes are the same for all
+DTYPES = ("bfloat16", "float32")  # the first one unless a flag says another
 
 
 @dataclass(frozen=True)
 class TensorRtOptions:
+    dtype: str | None = flag(None, "Of weights and caches: bfloat16 or float32.")
     fast_build: bool = flag(False, "Compile sooner, run slower.")
     strip_weights: bool = flag(False, "One file of weights, not 3.")
+
+    def __post_init__(self) -> None:
+        """Said or not, the same type is the same build."""
+        object.__setattr__(self, "dtype", self.dtype or DTYPES[0])
 
 
 class TensorRt(Target):
@@ -28,35 +35,59 @@ class TensorRt(Target):
     lowering = "mtpbuild.builder.targets.lower_tensorrt"
     Options = TensorRtOptions
     formats = ("fp8", "nvfp4")
+    several_ranks = True
+    ranks_share_programs = False  # a network has its rank's weights, stripped or not
 
-    def takes_ranks(self, request: "BuildRequest") -> bool:
-        """Only the graph of a rank is there so far, with a part of each expert."""
-        ranks = request.ranks
-        return request.dry_run and ranks.ep == 1 and not ranks.attention_dp
+    def check(self, request: "BuildRequest", options: TensorRtOptions) -> None:
+        if options.dtype not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise UsageError(f"--dtype {options.dtype} is unknown; supported: {known}")
 
     def compute_capabilities(
         self, request: "BuildRequest", options: TensorRtOptions
     ) -> tuple[str, ...]:
-        """The one of this machine's GPU: TensorRT compiles on the GPU that an engine is for."""
+        """The one of this machine's GPU: TensorRT compiles on the GPU that an engine is for.
+
+        Without a GPU one is assumed, and `check_machine` refuses to build.
+        """
         from mtpbuild.runtime.programs.cuda import Device
 
         try:
             return (Device(self.name).compute_capability,)
         except MtpbuildError:
-            if not request.dry_run:
-                raise
             return (ASSUMED,)
 
     def style(self, options: TensorRtOptions, config: "ModelConfig") -> GraphStyle:
-        return GraphStyle(fixed=True, whole_caches=True, step_kernels=True, all_kernels=True)
+        return GraphStyle(
+            fixed=True,
+            whole_caches=True,
+            step_kernels=True,
+            all_kernels=True,
+            dtype=options.dtype,  # type: ignore[arg-type]
+        )
 
     def embeds_weights(self, options: TensorRtOptions) -> bool:
         return not options.strip_weights
 
+    def check_machine(self, plan: "Plan") -> None:
+        """Raise BuildError that says all that is missing, and what was checked all the same."""
+        if missing := list(self.lacks(plan)):
+            ranks, drafts = plan.ranks, f"nextn {plan.nextn}"
+            split = f"{ranks.tp} ranks" + (f" in {ranks.ep} groups" if ranks.ep > 1 else "")
+            adp = ", attention data-parallel" if ranks.attention_dp else ""
+            raise BuildError(
+                f"target {self.name} can't compile here: {'; '.join(missing)} (checked: flags and "
+                f"config.json: {drafts}, {plan.dtype}, {split}{adp}; --dry-run checks the rest)"
+            )
+
     def lacks(self, plan: "Plan") -> Iterator[str]:
-        if plan.ranks.tp > 1:
-            yield f"target {self.name} builds one rank only so far"
-        yield from super().lacks(plan)
+        from mtpbuild.runtime.programs.cuda import Device
+
+        try:
+            Device(self.name)
+        except MtpbuildError as error:
+            yield str(error)
+        yield from import_module(self.lowering).missing(plan)
 
 
 TARGET = TensorRt()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,13 @@ def connect(gpu: Gpu, channel: Channel, make_peers: type[Peers] = Peers) -> Peer
     return peers
 
 
-def watch(channel: Channel, peers: Peers) -> Callable[[], None]:
+class Connected(Protocol):
+    """What connects GPUs, as far as it is asked while they compute."""
+
+    def failed(self) -> bool: ...
+
+
+def watch(channel: Channel, peers: Connected) -> Callable[[], None]:
     """The question to ask while a GPU computes: it raises when a rank is gone or time is over."""
     end = time.monotonic() + channel.patience
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
@@ -26,7 +27,7 @@ PER_CORE = 4  # more ranks than this on a core are a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
 FLAGS = (  # of a command that builds ranks
     *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
-    *("target", "tp", "ep", "device", "rank", "out"),
+    *("dtype", "target", "tp", "ep", "device", "rank", "out"),
 )
 LOST = 3  # exit code of a follower that ended because another rank did
 
@@ -100,6 +101,8 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
     values: dict[str, object] = manifest.build.model_dump() | {"model": manifest.whole_model}
     values |= {"target": manifest.target.name, "rank": rank, "out": folder}
     values["device"] = "cuda" if manifest.target.compute_capabilities else None
+    own = find_target(manifest.target.name).rank_flags
+    values |= dict.fromkeys({"device", "dtype"}.difference(own))
     given = (name for name in FLAGS if values[name] is not None)
     flags = [f"--{name.replace('_', '-')} {values[name]}" for name in given]
     return " ".join(["mtpbuild build", *flags, *["--attention-dp"] * manifest.build.attention_dp])
@@ -185,10 +188,10 @@ def started(folder: Path, manifest: Manifest, threads: int | None = None) -> Ite
 
 
 def _require_gpus(folder: Path, manifest: Manifest, tp: int) -> None:
-    with find_target(manifest.target.name).importing():
-        from mtpbuild.runtime.programs.torch_cuda import visible_gpus
-
-    if tp > (gpus := visible_gpus()):
+    target = find_target(manifest.target.name)
+    with target.importing():
+        gpus: int = import_module(target.programs).visible_gpus()
+    if tp > gpus:
         raise UsageError(
             f"{folder}: {tp} ranks need a GPU each, this machine has {gpus}: spread them over "
             "machines with torchrun"

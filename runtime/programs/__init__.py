@@ -29,7 +29,8 @@ def load_programs(
     load = _loader(folder, manifest, threads=threads, **options)
     if not manifest.split:
         return load(folder, manifest)
-    from mtpbuild.runtime.group.lead import lead  # with torch.distributed
+    with find_target(manifest.target.name).importing():
+        from mtpbuild.runtime.group.lead import lead  # with torch.distributed
 
     return lead(folder, manifest, load)
 
@@ -37,7 +38,8 @@ def load_programs(
 def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None) -> None:
     """Load another rank's programs and let them do what rank 0's do, until it ends."""
     load = _loader(folder, manifest, threads=threads)
-    from mtpbuild.runtime.group.lead import follow
+    with find_target(manifest.target.name).importing():
+        from mtpbuild.runtime.group.lead import follow
 
     follow(folder, manifest, load)
 

@@ -2,6 +2,8 @@
 
 import ctypes
 import math
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+from mtpbuild.runtime.programs.base import host_type
 
 Place: TypeAlias = "DeviceArray | NDArray[Any]"
 
@@ -37,23 +40,21 @@ class DeviceArray:
 
 
 class Device:
-    """The visible GPU (the first one of CUDA_VISIBLE_DEVICES), and all that was allocated on it.
+    """A visible GPU, as a rule the first one, and all that was allocated on it.
 
     Calls that take effect in order are queued on `stream`; `synchronise` waits for them. Each
-    raises EngineError with what CUDA says.
+    raises EngineError with what CUDA says. Any thread may call, one at a time.
     """
 
-    def __init__(self, group: str) -> None:
+    def __init__(self, group: str, index: int = 0) -> None:
         """group: the dependency group that a user without CUDA's package is told to install."""
-        try:
-            self._cuda: Any = import_module("cuda.bindings.runtime")
-        except ImportError as missing:
-            raise MissingDependencyError(
-                f"using a GPU needs {missing.name}: pip install 'mtpbuild[{group}]'"
-            ) from None
+        self._cuda = _bindings(group)
         error, count = self._cuda.cudaGetDeviceCount()
         if int(error) or not count:
             raise EngineError(f"no NVIDIA GPU can be used here: {self._reason(error)}")
+        if index >= count:
+            raise EngineError(f"GPU {index} is asked for, CUDA finds {count} (numbered from 0)")
+        self.index, self._here = index, threading.local()
         self.stream = int(self._call("cudaStreamCreate"))
         self._owned: list[Callable[[], object]] = [
             partial(self._cuda.cudaStreamDestroy, self.stream)
@@ -65,15 +66,19 @@ class Device:
         """The GPU's, such as 12.0."""
         names = self._cuda.cudaDeviceAttr
         parts = (names.cudaDevAttrComputeCapabilityMajor, names.cudaDevAttrComputeCapabilityMinor)
-        return ".".join(str(self._call("cudaDeviceGetAttribute", part, 0)) for part in parts)
+        found = (self._call("cudaDeviceGetAttribute", part, self.index) for part in parts)
+        return ".".join(map(str, found))
 
     def free_memory(self) -> int:
         """Bytes that nobody has taken."""
         return int(self._call("cudaMemGetInfo")[0])
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
-        """Allocate on the GPU; programs want multiples of 256 bytes, and so it comes."""
-        array = DeviceArray(0, shape, np.dtype(dtype))
+    def zeros(self, shape: tuple[int, ...], dtype: "str | np.dtype[Any]") -> DeviceArray:
+        """Allocate on the GPU; programs want multiples of 256 bytes, and so it comes.
+
+        dtype: NumPy's, or as a manifest spells it.
+        """
+        array = DeviceArray(0, shape, host_type(dtype) if isinstance(dtype, str) else dtype)
         address = int(self._call("cudaMalloc", max(array.nbytes, 1)))
         self._owned.append(partial(self._cuda.cudaFree, address))
         self._call("cudaMemsetAsync", address, 0, array.nbytes, self.stream)
@@ -111,6 +116,23 @@ class Device:
     def synchronise(self) -> None:
         self._call("cudaStreamSynchronize", self.stream)
 
+    def settle(self, alive: Callable[[], None]) -> None:
+        """Wait until all that is queued is done; `alive` is asked meanwhile, and may raise."""
+        self.use()
+        not_ready = int(self._cuda.cudaError_t.cudaErrorNotReady)
+        while int(error := self._cuda.cudaStreamQuery(self.stream)[0]) == not_ready:
+            alive()
+            time.sleep(0)  # other threads' turn
+        self._check("cudaStreamQuery", error)
+        alive()  # what a rank has lost may end early
+
+    def use(self) -> None:
+        """Let this thread's calls be for this GPU; those of other libraries too."""
+        if not getattr(self._here, "used", False):
+            (error,) = self._cuda.cudaSetDevice(self.index)
+            self._check("cudaSetDevice", error)
+            self._here.used = True
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Make one CUDA graph of what `work` queues; the result queues it. Nothing runs yet."""
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -126,6 +148,7 @@ class Device:
         return lambda: self._call("cudaGraphLaunch", program, self.stream)
 
     def _call(self, name: str, *arguments: Any) -> Any:
+        self.use()
         error, *results = getattr(self._cuda, name)(*arguments)
         self._check(name, error)
         return results[0] if len(results) == 1 else results
@@ -137,6 +160,21 @@ class Device:
     def _reason(self, error: Any) -> str:
         _, text = self._cuda.cudaGetErrorString(error)
         return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def visible_gpus(group: str) -> int:
+    """How many GPUs this process can use; raises MissingDependencyError without CUDA's package."""
+    error, count = _bindings(group).cudaGetDeviceCount()
+    return 0 if int(error) else int(count)
+
+
+def _bindings(group: str) -> Any:
+    try:
+        return import_module("cuda.bindings.runtime")
+    except ImportError as missing:
+        raise MissingDependencyError(
+            f"using a GPU needs {missing.name}: pip install 'mtpbuild[{group}]'"
+        ) from None
 
 
 def _address(place: Place) -> int:

@@ -17,6 +17,7 @@ from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.inductor_dp import AttentionDPPrograms, CudaAttentionDPPrograms
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms, RankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
+from mtpbuild.runtime.programs.torch_cuda import visible_gpus as visible_gpus
 
 
 def load(

@@ -15,7 +15,11 @@ from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS
 
 # By target; the dependency groups have the same names.
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
-DTYPES = {"F32": np.float32, "I64": np.int64, "I32": np.int32, "BOOL": np.bool_, "U8": np.uint8}
+BITS = (np.uint8, np.uint16)  # hold values whose type NumPy does not have: quantised, bfloat16
+DTYPES = {
+    **{"F32": np.float32, "I64": np.int64, "I32": np.int32, "BOOL": np.bool_},
+    **{"U8": np.uint8, "BF16": np.uint16},
+}
 
 
 def tensorrt_api(target: str) -> ModuleType:
@@ -26,6 +30,11 @@ def tensorrt_api(target: str) -> ModuleType:
         raise MissingDependencyError(
             f"target {target} needs {error.name or error}: pip install 'mtpbuild[{target}]'"
         ) from None
+
+
+def dtype_name(trt: ModuleType, dtype: Any) -> str:
+    """TensorRT's type as a manifest spells it."""
+    return "bfloat16" if dtype == trt.bfloat16 else np.dtype(trt.nptype(dtype)).name
 
 
 @cache
@@ -67,8 +76,11 @@ def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:
 
 
 def as_stored(trt: ModuleType, values: NDArray[Any] | None, prototype: Any) -> Any:
-    """Bytes as the type that the engine has them for: quantised values. None: they do not fit."""
-    if values is None or values.dtype != np.uint8:
+    """Bits as the type that the engine has them for: quantised values, or bfloat16.
+
+    None: they do not fit.
+    """
+    if values is None or values.dtype not in BITS:
         return values
     if values.nbytes != prototype.nbytes:
         return None

@@ -60,21 +60,66 @@ def test_the_command(smallest: Path, tmp_path: Path) -> None:
 EVEN = SMALLEST | {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
 
 
-def test_a_rank_for_tensorrt(tmp_path: Path) -> None:
-    """Its graphs are exported, on a machine without a GPU and without TensorRT's packages."""
-    plain, folder = random_checkpoint(tmp_path / "plain", **EVEN), tmp_path / "fp4"
-    quantize(QuantizeRequest(str(plain), make_scheme("nvfp4", None, None), folder))
-    flags = ("build", "--model", folder, "--target", "tensorrt", "--tp", "2", "--dry-run")
-    code, out, err = invoke(*flags, "--out", tmp_path / "engine")
+@pytest.fixture(scope="module")
+def fp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fp4")
+    plain = random_checkpoint(folder / "plain", **EVEN)
+    quantize(QuantizeRequest(str(plain), make_scheme("nvfp4", None, None), folder / "fp4"))
+    return folder / "fp4"
+
+
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("flags", "wide", "calls"),
+    [
+        (("--ep", "2", "--attention-dp"), 2, 2),
+        pytest.param((), 2, 9, marks=FULL),
+        pytest.param(("--ep", "2"), 2, 9, marks=FULL),
+        pytest.param(("--dtype", "float32"), 4, 9, marks=FULL),
+        pytest.param(("--attention-dp",), 2, 2, marks=FULL),
+    ],
+)
+def test_a_rank_for_tensorrt(
+    flags: tuple[str, ...], wide: int, calls: int, fp4: Path, tmp_path: Path
+) -> None:
+    """Its graphs are exported, on a machine without a GPU and without TensorRT's packages.
+
+    Sums: embedding, attention, MLP and head of the layer; of the module these and `eh_proj`. With
+    attention-DP two where there are experts, which the module has alone.
+    """
+    caches = 2 * 320 * 20 * wide  # of layer and module: 256 rows and a window, aligned
+    command = ("build", "--model", fp4, "--target", "tensorrt", "--tp", "2", "--dry-run")
+    code, out, err = invoke(*command, *flags, "--out", tmp_path / "engine")
     assert (code, err) == (0, "")
     assert re.search(r"prefill [1-9]\d* nodes, decode [1-9]\d* nodes, decode_mixed [1-9]\d*", out)
     assert "GB nvfp4 per rank" in out
-    assert "can't be built here: target tensorrt builds one rank only so far" in out
+    held = rf"each rank: weights [\d.]+ kB, caches {caches / 1e3:.2f} kB; a step: at most "
+    assert re.search(held, out)
+    said = re.search(r"most ([\d,]+) launches \((\d+) products, (\d+) k.*, (\d+) other", out)
+    assert said is not None
+    launches, *kinds = (int(number) for number in said.groups())
+    assert launches == sum(kinds)
+    assert f"fused), {calls} collectives of " in out
     lacks = "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'" in out
     assert lacks == (find_spec("tensorrt") is None)
     assert not (tmp_path / "engine").exists()
-    for more in (("--ep", "2"), ("--attention-dp",)):
-        assert "--tp and --ep are for target inductor\n" in invoke(*flags, *more)[2]
+
+
+@pytest.mark.skipif(find_spec("tensorrt") is not None, reason="TensorRT is installed")
+def test_the_headline_command_without_a_gpu(fp4: Path, tmp_path: Path) -> None:
+    """One line says what is missing and what was checked; nothing is read or written."""
+    command = ("build", "--model", "deepseek-r1-fp4", "--nextn", "3", "--tp", "2")
+    code, out, err = invoke(*command, "--checkpoint", fp4, "--out", tmp_path / "engine")
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert "error: target tensorrt can't compile here: " in err
+    assert "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'" in err
+    assert "(checked: flags and config.json: nextn 3, bfloat16, 2 ranks; --dry-run checks" in err
+    assert not (tmp_path / "engine").exists()
+    more = invoke(*command[:-1], "3", "--checkpoint", fp4, "--out", tmp_path / "engine")[2]
+    assert more.startswith("error: --tp 3 does not divide"), "what was checked, was"
 
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from mtpbuild.builder.recipe import (
 )
 from mtpbuild.runtime.errors import MissingWeightsError, UnknownRecipeError, UsageError
 from mtpbuild.runtime.targets import names
+from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
+from tests.support.stand_ins import importing
 
 R1 = "models--deepseek-ai--DeepSeek-R1"
 
@@ -76,7 +78,8 @@ def test_what_they_are_built_for(tmp_path: Path) -> None:
 
 
 def test_without_weights() -> None:
-    code, out, err = invoke("build", "--model", "deepseek-r1-fp4")
+    with quick_target("tensorrt", check_machine=lambda plan: None):
+        code, out, err = invoke("build", "--model", "deepseek-r1-fp4")
     assert (code, out) == (1, "")
     assert err == (
         "error: deepseek-r1-fp4 is not downloaded here: `mtpbuild build --model deepseek-r1-fp4` "
@@ -85,6 +88,11 @@ def test_without_weights() -> None:
     )
     _, _, dry = invoke("build", "--model", "nvidia/DeepSeek-R1-FP4", "--dry-run")
     assert dry == err.replace("; HF_HUB_OFFLINE is set, so nothing is fetched", "")
+    with importing({"tensorrt": None}):
+        code, _, err = invoke("build", "--model", "deepseek-r1-fp4", "--nextn", "3", "--tp", "8")
+    assert code == 1
+    assert err.startswith("error: target tensorrt can't compile here: "), "before a download"
+    assert "(checked: flags and config.json: nextn 3, bfloat16, 8 ranks; --dry-run" in err
     _, _, err = invoke("build", "--model", "deepseek-tiny-int4")
     assert "`mtpbuild quantize --model deepseek-tiny --to int4 --out checkpoints/deepseek" in err
 

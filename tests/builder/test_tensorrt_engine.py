@@ -41,8 +41,8 @@ from mtpbuild.runtime.errors import (
 )
 from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS, Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import tensorrt
-from mtpbuild.runtime.programs.tensorrt import TensorRtPrograms
 from mtpbuild.runtime.programs.tensorrt_api import as_stored
+from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support.checkpoints import SMALLEST, make_predictable, save_checkpoint
@@ -473,18 +473,26 @@ class TestTargetTensorRt:
             build(altered(place, fast_build=True))
         with pytest.raises(UsageError, match="--strip-weights is for target tensorrt, not tensorr"):
             build(altered(place, strip_weights=True))
-        says = r"pip install 'mtpbuild\[tensorrt\]'"
-        missing = importing({"cuda.bindings.runtime": None})
-        with missing, pytest.raises(MissingDependencyError, match=says):
-            build(asked)
-        gpu.fail["cudaGetDeviceCount"] = 100
-        with pytest.raises(EngineError, match="no NVIDIA GPU can be used here: no CUDA-capable"):
-            build(asked)
-        gpu.fail.clear()
-        says = r"needs torch_tensorrt: pip install 'mtpbuild\[tensorrt,tensorrt-build,build\]'"
-        missing = importing({"tensorrt": trt, "torch_tensorrt": None})
-        with missing, pytest.raises(MissingDependencyError, match=says):
-            build(asked)
+        begin, end = "target tensorrt can't compile here: ", " (checked: flags and config.json: "
+        no_cuda = "using a GPU needs cuda.bindings.runtime: pip install 'mtpbuild[tensorrt]'"
+        no_gpu = "no NVIDIA GPU can be used here: no CUDA-capable device is detected"
+        no_trt = "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'"
+        no_compiler = (
+            "building for target tensorrt needs torch_tensorrt: pip install "
+            "'mtpbuild[tensorrt,tensorrt-build,build]'"
+        )
+        have = {"tensorrt": trt, "torch_tensorrt": None}
+        for modules, code, says in (
+            ({"cuda.bindings.runtime": None, **have}, 0, f"{no_cuda}; {no_compiler}"),
+            ({"tensorrt": None}, 100, f"{no_gpu}; {no_trt}"),
+            (have, 0, no_compiler),
+        ):
+            gpu.fail["cudaGetDeviceCount"] = code
+            if not code:
+                gpu.fail.clear()
+            with importing(modules), pytest.raises(BuildError) as caught:
+                build(asked)
+            assert str(caught.value).startswith(begin + says + end)
 
     @pytest.mark.usefixtures("data_centre")
     def test_kernels_that_can_not_be_plugins(self) -> None:
@@ -493,7 +501,7 @@ class TestTargetTensorRt:
         with pytest.raises(BuildError, match=says):
             target_tensorrt.TARGET.check_machine(plan)
         missing, says = importing({"triton": None}), "needs triton: pip install 'mtpb"
-        with missing, pytest.raises(MissingDependencyError, match=says):
+        with missing, pytest.raises(BuildError, match=says):
             target_tensorrt.TARGET.check_machine(cheap_plan())
         refusal = ContractError("mla_partial: 65536 bytes of shared memory > 49152\n\nin a graph")
         with failing(lower_tensorrt, "convert", refusal), pytest.raises(BuildError) as caught:

@@ -25,7 +25,7 @@ def flags(request: pytest.FixtureRequest) -> dict[str, Any]:
     except MtpbuildError as error:
         pytest.skip(str(error))
     if target == "tensorrt":
-        return {"target": target, "strip_weights": bool(stripped)}
+        return {"target": target, "dtype": "float32", "strip_weights": bool(stripped)}
     if capability not in RTX:
         pytest.skip(f"TensorRT-RTX has no engines for compute capability {capability}")
     return {"target": target, "compute_capability": capability}

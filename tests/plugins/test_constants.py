@@ -61,7 +61,10 @@ class Network:
             for axis, block in enumerate(blocks):
                 assert block.is_integer()
                 scales = scales.repeat_interleave(int(block), dim=axis)
-        return self._layer(values * scales)
+        return self._layer(values.to(scales.dtype) * scales)
+
+    def add_cast(self, values: Tensor, dtype: str) -> Any:
+        return self._layer(values.bfloat16() if dtype == "BF16" else values)
 
     def _layer(self, result: Tensor) -> Any:
         return SimpleNamespace(get_output=lambda i: result)
@@ -91,6 +94,18 @@ def test_the_numbers(form: str, shape: tuple[int, int], by_input: bool) -> None:
     assert set(constants.held) == {
         f"a_{part}" for part in ("values", "scales", "scales_2")[: 2 + (form == "nvfp4")]
     }
+
+
+@pytest.mark.parametrize("form", ["fp8", "nvfp4"])
+def test_in_bfloat16(form: str) -> None:
+    """A scale has the result's type, as TensorRT wants it: it is rounded, and so is the weight."""
+    weight = random_scaled(torch.Generator().manual_seed(4), form, 256, 20)
+    network = Network()
+    found = Constants(network).weight("BF16", *weight, "a")
+    assert found.dtype == torch.bfloat16
+    exact = dequantise(*weight)
+    torch.testing.assert_close(found.float(), exact, rtol=2.0**-7, atol=0.0)
+    assert not torch.equal(found.float(), exact)
 
 
 def test_one_number_for_all() -> None:

@@ -5,6 +5,7 @@ pageable memory, nothing is used after it was freed.
 """
 
 import ctypes
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,14 @@ class FakeCuda:
         cudaDevAttrComputeCapabilityMajor=75, cudaDevAttrComputeCapabilityMinor=76
     )
     cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)  # noqa: N815
+    cudaError_t = SimpleNamespace(cudaErrorNotReady=600)  # noqa: N815
 
-    def __init__(self, capability: tuple[int, int] = (12, 0), free: int = 1 << 40) -> None:
-        self.capability, self.free = capability, free
+    def __init__(
+        self, capability: tuple[int, int] = (12, 0), free: int = 1 << 40, gpus: int = 1
+    ) -> None:
+        self.capability, self.free, self.gpus = capability, free, gpus
+        self.current = dict[int, int]()  # the GPU that a thread uses
+        self.busy = 0  # how often the stream is said to be at work yet
         self.fail: dict[str, int] = {}
         self.device: dict[int, np.ndarray[Any, Any]] = {}  # by address
         self.host: dict[int, np.ndarray[Any, Any]] = {}
@@ -56,10 +62,20 @@ class FakeCuda:
         return SUCCESS, TEXTS[error]
 
     def cudaGetDeviceCount(self) -> tuple[int, int]:  # noqa: N802
-        return SUCCESS, 1
+        return SUCCESS, self.gpus
+
+    def cudaSetDevice(self, device: int) -> tuple[int]:  # noqa: N802
+        assert 0 <= device < self.gpus
+        self.current[threading.get_ident()] = device
+        return (SUCCESS,)
+
+    def cudaStreamQuery(self, stream: int) -> tuple[int]:  # noqa: N802
+        assert (stream, self.captured) == (STREAM, None)
+        self.busy -= self.busy > 0
+        return (self.cudaError_t.cudaErrorNotReady if self.busy else SUCCESS,)
 
     def cudaDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int, int]:  # noqa: N802
-        assert device == 0
+        assert device == self.current[threading.get_ident()]
         return SUCCESS, self.capability[attribute - 75]
 
     def cudaMemGetInfo(self) -> tuple[int, int, int]:  # noqa: N802

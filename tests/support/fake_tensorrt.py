@@ -53,6 +53,7 @@ class FakeTensorRt:
     ILogger, BuilderFlag, ComputeCapability = ILogger, BuilderFlag, ComputeCapability
     NetworkDefinitionCreationFlag = Flag
     ExecutionContextAllocationStrategy = Strategy
+    bfloat16 = "BF16"
 
     def __init__(self, gpu: FakeCuda | None = None, version: str = "1.7.1.116") -> None:
         self.gpu, self.__version__ = gpu or FakeCuda(), version
@@ -248,6 +249,15 @@ class Engine:
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return self.aliases.get(name)
 
+    def run(self, feed: dict[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        """The outputs, in their order."""
+        results: list[np.ndarray[Any, Any]] = self.session.run(None, feed)
+        return results
+
+    def host_dtype(self, name: str) -> np.dtype[Any]:
+        """What holds a tensor in memory."""
+        return np.dtype(self.get_tensor_dtype(name))
+
     def create_execution_context(self, strategy: Strategy) -> "Context":
         assert strategy is Strategy.USER_MANAGED
         self.trt.contexts.append(Context(self))
@@ -295,7 +305,7 @@ class Refitter:
 
 
 class Context:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine, self.gpu = engine, engine.trt.gpu
         self.addresses: dict[str, int] = {}
         self.shapes = {name: engine.get_tensor_shape(name) for name in engine.inputs}
@@ -335,12 +345,17 @@ class Context:
         self.runs += 1
         ctypes.memset(*self.scratch[:1], 0xFF, self.scratch[1])
         feed = {name: self._array(name, places[name], shape) for name, shape in shapes.items()}
-        results = self.engine.session.run(None, {name: a.copy() for name, a in feed.items()})
+        results = self.results({name: a.copy() for name, a in feed.items()})
         for name, result in zip(self.engine.outputs, results, strict=True):
             self._array(name, places[name], result.shape)[...] = result
 
+    def results(self, feed: dict[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        found: list[np.ndarray[Any, Any]] = self.engine.run(feed)
+        return found
+
     def _array(self, name: str, address: int, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        dtype = np.dtype(self.engine.get_tensor_dtype(name))
+        dtype = self.engine.host_dtype(name)
         size = math.prod(shape) * dtype.itemsize
         assert self.gpu.on_device(address, size), f"{name} has memory of its size"
-        return np.frombuffer((ctypes.c_byte * size).from_address(address), dtype).reshape(shape)
+        raw: Any = (ctypes.c_byte * size).from_address(address)
+        return np.frombuffer(raw, dtype).reshape(shape)

@@ -61,7 +61,7 @@ def followers() -> list[int]:
     tasks = Path("/proc/self/task").iterdir()
     children = " ".join((task / "children").read_text() for task in tasks).split()
     found = [int(child) for child in children]
-    return [pid for pid in found if b"eager_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in found if b"_ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def seconds_to_notice(engine: Path, number: signal.Signals, says: str) -> float:

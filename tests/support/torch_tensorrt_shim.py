@@ -109,7 +109,7 @@ def listing(folder: Path) -> dict[str, Any]:
 
     config = load_config(folder)
     nextn = config.num_nextn_predict_layers
-    options = TARGET.Options(strip_weights=True)
+    options = TARGET.Options(dtype="float32", strip_weights=True)
     plan = Plan(
         config,
         *(nextn, "mtp-vanilla", 2, 1100, 4),
@@ -168,7 +168,7 @@ def r1_listing(name: str) -> dict[str, Any]:
     recipe = find_recipe(name)
     assert recipe is not None
     config = parse_layers("0-3").of(load_config(recipe.config_folder))
-    style = TARGET.style(TARGET.Options(), config)
+    style = TARGET.style(TARGET.Options(dtype="float32"), config)
     plan = Plan(config, 3, "mtp-eagle", 1, 4096, 256, style, Ranks(8), ("10.0",))
     share, scheme = Share(Ranks(8)), SCHEMES[recipe.layout]
     family = family_of(config)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from mtpbuild.runtime.group.start import GROUP
 
+RANK = "rank"  # the last part of a rank constant's name
+
 
 def rank_constant() -> nn.Parameter:
     """[1] int64; a parameter, as the compiler folds other constants. Loaders know it by `rank`."""

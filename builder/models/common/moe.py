@@ -156,7 +156,7 @@ class GatheredMoE(MoE):
         """Splits many tokens into pieces that the op takes.
 
         A symbolic number of tokens is padded with copies of the first one, to `most` of each rank
-        whose tokens are here.
+        that has tokens of its own.
         """
         tokens = operands[0].shape[0]
         if not isinstance(tokens, int):

@@ -1,0 +1,97 @@
+"""Attention-DP: a rank has requests and caches of its own, and all share the routed experts.
+
+Experts see the tokens of all ranks at once, equally many of each. So all ranks make the same calls,
+for the slots of all, which are numbered rank by rank; what is another's is padding here.
+"""
+
+from collections import deque
+from dataclasses import fields
+
+import numpy as np
+
+from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.group.channel import Channel
+from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.slots import Slots
+
+
+class AttentionDP(Slots):
+    """Whose slots are meant, and which program all ranks run; what is the same for every target.
+
+    It stands before a rank's own programs among the bases of a class.
+    """
+
+    _channel: Channel
+
+    def _join(self, channel: Channel, manifest: Manifest) -> None:
+        """Count the ranks; to be called before the first request, and before a step is captured."""
+        self._rank, ranks, slots = channel.rank, manifest.build.tp, manifest.build.max_batch
+        self._every_active = np.zeros((ranks, slots), np.bool_)
+        self._every_mixed = np.zeros((ranks, slots), np.bool_)
+        self._chunks = [deque[tuple[int, int, Ints]]() for _ in range(ranks)]
+
+    def _fill_own(self, slot: int, start: int, tokens: Ints) -> None:
+        """Fill in a chunk of a prompt of this rank's."""
+        raise NotImplementedError
+
+    def _fill_nothing(self, chunk: int) -> None:
+        """Run a prefill of so many tokens whose results nobody reads."""
+        raise NotImplementedError
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        """Before the next step or move, so that ranks fill in their prompts together."""
+        rank, own = divmod(slot, self._batch)
+        self._chunks[rank].append((own, start, tokens))
+
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        rank, own = divmod(slot, self._batch)
+        self._every_mixed[rank, own] = not controls.plain
+        if rank == self._rank:
+            super().begin(own, length, newest, controls)
+
+    def move(self, source: int, target: int) -> None:
+        self._fill()
+        rank, to = divmod(target, self._batch)
+        assert source // self._batch == rank, "a request stays on its rank"
+        self._every_mixed[rank, to] = self._every_mixed[rank, source % self._batch]
+        if rank == self._rank:
+            super().move(source % self._batch, to)
+
+    def _fill(self) -> None:
+        """Run the chunks that wait, at once those that are next on their rank and of one length."""
+        while any(self._chunks):
+            size = max(len(chunks[0][2]) for chunks in self._chunks if chunks)
+            for rank, chunks in enumerate(self._chunks):
+                chunk = chunks.popleft() if chunks and len(chunks[0][2]) == size else None
+                if rank != self._rank:
+                    continue
+                if chunk is None:
+                    self._fill_nothing(size - self.lookahead)
+                else:
+                    self._fill_own(*chunk)
+
+    def _own(self, active: Bools) -> Bools:
+        """This rank's slots of those that a step is for, once their prompts are filled in."""
+        self._fill()
+        self._every_active[:] = active.reshape(self._every_active.shape)
+        return self._every_active[self._rank]
+
+    def _choose(self, active: Bools, mixed: Bools) -> tuple[str, int]:
+        """The program of a step in which some rank's slots are active: the same on all ranks."""
+        some = np.logical_or.reduce  # over the ranks' slots with the same number
+        every = self._every_active
+        return super()._choose(some(every), some(every & self._every_mixed))
+
+    def _gathered(self, own: StepOutput) -> StepOutput:
+        """A step of all ranks' slots: this rank has computed its own, and is told the others'."""
+        given = {f.name: getattr(own, f.name) for f in fields(own)}
+        arrays = {name: array for name, array in given.items() if array is not None}
+        packed = np.concatenate([array.ravel().view(np.uint8) for array in arrays.values()])
+        ends = np.cumsum([array.nbytes for array in arrays.values()])
+        pieces = np.split(self._channel.gather(packed), ends[:-1], axis=1)  # [ranks, bytes] each
+        every = {
+            name: np.ascontiguousarray(piece).view(array.dtype).reshape(-1, *array.shape[1:])
+            for (name, array), piece in zip(arrays.items(), pieces, strict=True)
+        }
+        return StepOutput(**every)

@@ -1,0 +1,190 @@
+"""Runs an engine's TensorRT programs: all state stays on the GPU, a decode step is one launch."""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.manifest import WEIGHTS, Manifest, ProgramSpec
+from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.cuda import Device, DeviceArray
+from mtpbuild.runtime.programs.device_slots import DeviceSlots
+from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
+from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit
+
+
+class Compiled:
+    """One program: a TensorRT engine, its execution context and where its tensors are.
+
+    caches: which tensors are written where they are read.
+    """
+
+    def __init__(
+        self, trt: ModuleType, runtime: Any, path: Path, spec: ProgramSpec, caches: Collection[str]
+    ) -> None:
+        log = errors_of(trt)
+        log.errors.clear()
+        self._engine = runtime.deserialize_cuda_engine(path.read_bytes())
+        if self._engine is None:
+            raise EngineError(f"{path}: TensorRT can't load it ({log.first()}); rebuild the engine")
+        self._path = path
+        if (path.parent / WEIGHTS).exists():
+            refit(trt, self._engine, path.parent, path.stem)
+        self._check(trt, spec, caches)
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        self._context = self._engine.create_execution_context(strategy)
+        self.scratch = int(self._engine.device_memory_size_v2)
+
+    def _check(self, trt: ModuleType, spec: ProgramSpec, caches: Collection[str]) -> None:
+        """Require the manifest's tensors, no others, and caches that are written in place."""
+        engine, aliases = self._engine, {f"{name}.out": name for name in caches}
+        wanted, found = dict[str, Any](), dict[str, Any]()
+        for t in (*spec.inputs, *spec.outputs):
+            shape = tuple(d if isinstance(d, int) else -1 for d in t.shape)
+            wanted[t.name] = t.dtype, shape, aliases.get(t.name)
+        for name in map(engine.get_tensor_name, range(engine.num_io_tensors)):
+            dtype = dtype_name(trt, engine.get_tensor_dtype(name))
+            alias = engine.get_aliased_input_tensor(name) if name in aliases else None
+            found[name] = dtype, tuple(engine.get_tensor_shape(name)), alias
+        if differing := sorted(n for n in wanted | found if wanted.get(n) != found.get(n)):
+            raise EngineError(
+                f"{self._path}: {differing[0]} is not what engine.json says; rebuild the engine"
+            )
+
+    def share(self, scratch: DeviceArray) -> None:
+        """Take memory for intermediate results; programs run in turn, so one piece does for all."""
+        self._context.set_device_memory(scratch.address, scratch.nbytes)
+
+    def bind(self, tensors: Mapping[str, DeviceArray]) -> None:
+        for name, array in tensors.items():
+            if not self._context.set_tensor_address(name, array.address):
+                raise self._failed(f"refuses the memory of {name}")
+
+    def resize(self, name: str, shape: tuple[int, ...]) -> None:
+        if not self._context.set_input_shape(name, shape):
+            raise self._failed(f"takes no {name} of {list(shape)}")
+
+    def join(self, communicator: object) -> None:
+        """Let its collectives run in that NCCL communicator, which is a PyCapsule."""
+        if not self._context.set_communicator(communicator):
+            raise self._failed("refuses NCCL's communicator")
+
+    def enqueue(self, device: Device) -> None:
+        device.use()
+        if not self._context.execute_async_v3(device.stream):
+            raise self._failed("could not be started")
+
+    def _failed(self, what: str) -> EngineError:
+        return EngineError(f"{self._path.name} {what}")
+
+
+class TensorRtPrograms(DeviceSlots):
+    """The programs that advance slots, and what the slots hold, on the GPU.
+
+    A step is captured once: what the host gives, the program, its results as the next step's
+    state, what the host is told. So between steps nothing moves but a few words.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        trt: ModuleType,
+        device: Device,
+        communicator: object = None,
+    ) -> None:
+        """communicator: NCCL's, between the ranks that share the model."""
+        super().__init__(manifest, device)
+        self._device, specs = device, manifest.programs
+        self._after = _same(device, self._carries[0])  # what a step leaves, before it is copied
+        carried = self._prompt.keys() & self._state.keys()
+        self._filled = _same(device, {name: self._prompt[name] for name in carried})  # by prefill
+        results = self._zeros(own_outputs(specs[MIXED]))
+        told = {name: self._state[name] for name in JUDGED} | results
+        self._pages = {name: device.pinned(a.shape, a.dtype) for name, a in told.items()}
+        self._asked = device.pinned((self._batch,), np.bool_)
+        tensors = self._given | results | outs(self._caches.tensors | self._after)
+        self._runtime = trt.Runtime(errors_of(trt))  # outlives its engines
+        self._compiled = {
+            name: Compiled(trt, self._runtime, folder / spec.file, spec, self._caches.tensors)
+            for name, spec in specs.items()
+        }
+        scratch = device.zeros((max(p.scratch for p in self._compiled.values()),), "uint8")
+        for name, program in self._compiled.items():
+            program.share(scratch)
+            if communicator is not None:
+                program.join(communicator)
+            prompt = self._prompt | outs(self._filled) | self._caches_of(0)
+            own = prompt if name == PREFILL else tensors
+            tensor_specs = (*specs[name].inputs, *specs[name].outputs)
+            program.bind({t.name: own[t.name] for t in tensor_specs})
+        self._results, self._launch = dict[str, dict[str, DeviceArray]](), {}
+        for name in (PLAIN, MIXED):
+            self._results[name] = {t.name: results[t.name] for t in own_outputs(specs[name])}
+            work = partial(self._queue_step, name)
+            work()  # warm-up: with no active slot a step changes nothing
+            self._wait()
+            self._launch[name] = device.capture(work)
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        self._compiled[PREFILL].resize("tokens", (1, len(tokens) - self.lookahead))
+        super().prefill(slot, start, tokens)
+        self._wait()
+
+    def _run_prefill(self, slot: int, start: int, chunk: int) -> dict[str, DeviceArray]:
+        self._compiled[PREFILL].bind(self._caches_of(slot))
+        self._compiled[PREFILL].enqueue(self._device)
+        return self._filled
+
+    def _caches_of(self, slot: int) -> dict[str, DeviceArray]:
+        """One slot's caches, which prefill writes where it reads them."""
+        caches = {name: cache[slot : slot + 1] for name, cache in self._caches.tensors.items()}
+        return caches | outs(caches)
+
+    def begin(self, slot: int, length: int, newest: int, controls: Controls = GREEDY) -> None:
+        super().begin(slot, length, newest, controls)
+        self._device.synchronise()
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        self._fit(rows)
+        program = self._activate(active)
+        self._launch[program]()
+        self._wait()
+        told = (*JUDGED, *self._results[program])
+        return reported({name: self._pages[name] for name in told}, self._batch)
+
+    def _activate(self, active: Bools) -> str:
+        """Tell the next step its slots, and name its program."""
+        self._asked[:] = active
+        program, _ = self._choose(active, self._mixed)
+        return program
+
+    def _wait(self) -> None:
+        """Wait for programs that were queued."""
+        self._device.synchronise()
+
+    def _queue_step(self, name: str) -> None:
+        copy = self._device.copy
+        copy(self._asked, self._active)
+        for judged in JUDGED:
+            copy(self._state[judged], self._pages[judged])
+        self._compiled[name].enqueue(self._device)
+        for state, after in self._after.items():
+            copy(after, self._state[state])
+        for output, result in self._results[name].items():
+            copy(result, self._pages[output])
+
+
+def _same(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
+    """Memory of the same shapes."""
+    return {name: device.zeros(array.shape, array.dtype) for name, array in arrays.items()}
+
+
+def outs(state: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
+    """Memory by the names that a program gives the new values of state tensors."""
+    return {f"{name}.out": array for name, array in state.items()}

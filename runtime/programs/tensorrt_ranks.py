@@ -1,0 +1,87 @@
+"""Runs a rank's TensorRT engines beside those of the other ranks: NCCL connects their GPUs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mtpbuild.runtime.group.channel import Channel, silent
+from mtpbuild.runtime.group.communicator import join
+from mtpbuild.runtime.group.nccl import watch
+from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.programs.attention_dp import AttentionDP
+from mtpbuild.runtime.programs.base import PREFILL, Bools, Ints, StepOutput
+from mtpbuild.runtime.programs.cuda import Device
+from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms, outs
+
+
+class RankPrograms(TensorRtPrograms):
+    """The programs of one rank: a step is one CUDA graph, its collectives in it.
+
+    All ranks load, warm up and capture the same programs in the same order, as NCCL asks of those
+    that share a communicator. A rank waits for its GPU as long as the others are there.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        folder: Path,
+        manifest: Manifest,
+        trt: ModuleType,
+        device: Device,
+        library: Callable[[], Any],
+    ) -> None:
+        self._channel, self._peers = channel, join(device, channel, library)
+        with channel.unbroken(), silent():
+            super().__init__(folder, manifest, trt, device, self._peers.capsule)
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        with self._channel.unbroken(), silent():
+            super().prefill(slot, start, tokens)
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        with self._channel.unbroken(), silent():
+            return super().step(active, rows)
+
+    def _wait(self) -> None:
+        self._device.settle(watch(self._channel, self._peers))
+
+
+class AttentionDPPrograms(AttentionDP, RankPrograms):
+    """The same where each rank has requests of its own."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        folder: Path,
+        manifest: Manifest,
+        trt: ModuleType,
+        device: Device,
+        library: Callable[[], Any],
+    ) -> None:
+        super().__init__(channel, folder, manifest, trt, device, library)
+        self._join(channel, manifest)
+        # A prompt that nobody reads has caches of its own: slots may all be taken.
+        self._nobodys = {
+            spec.name: self._device.zeros((1, *spec.shape[1:]), spec.dtype)
+            for spec in manifest.state
+            if spec.kind == "cache"
+        }
+
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        return self._gathered(super().step(self._own(active), rows))
+
+    def _fill_own(self, slot: int, start: int, tokens: Ints) -> None:
+        RankPrograms.prefill(self, slot, start, tokens)
+
+    def _fill_nothing(self, chunk: int) -> None:
+        with self._channel.unbroken(), silent():
+            for array in self._prompt.values():
+                self._device.copy(np.zeros(array.shape, array.dtype), array)
+            program = self._compiled[PREFILL]
+            program.resize("tokens", (1, chunk))
+            program.bind(self._nobodys | outs(self._nobodys))
+            program.enqueue(self._device)
+            self._wait()

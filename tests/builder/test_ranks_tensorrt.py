@@ -1,0 +1,244 @@
+"""Ranks of target tensorrt, from the headline command to tokens, on fakes of NVIDIA's packages.
+
+`lower_tensorrt` and the run time are the real ones, each rank is a process; what stands in for
+TensorRT, Torch-TensorRT, CUDA and NCCL is in `tests/support/fake_torch_tensorrt.py`.
+"""
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.group import start as ranks_module
+from mtpbuild.runtime.manifest import WEIGHTS, read_manifest
+from tests.reference.recompute import greedy
+from tests.reference.sampling import sample
+from tests.support import trt_ranks
+from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.fake_torch_tensorrt import MISMATCH, FakeDataCentre
+from tests.support.invoke import invoke
+from tests.support.rank_engines import (
+    GREEDY,
+    HOT,
+    PROMPT,
+    SHAPE,
+    followers,
+    make,
+    running,
+    seconds_to_notice,
+)
+from tests.support.trt_engines import (
+    Alteration,
+    altered_engine,
+    exchanged,
+    greedy_text,
+    left_out,
+    one_rank,
+    r1_like,
+)
+
+pytestmark = [
+    pytest.mark.xdist_group("inductor"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch's own, in export and gloo
+]
+NEXTN, COUNT = 3, 12
+STEPS = ("--prefill-chunk", "4", "--max-seq-len", "100")  # as SMALL_STEPS
+
+
+@pytest.fixture(scope="module")
+def trt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeDataCentre]:
+    """Stand in for a machine with eight GPUs and NVIDIA's packages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(trt_ranks.GPUS, "8")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        with trt_ranks.used() as fake:
+            yield fake
+
+
+@pytest.fixture(scope="module")
+def r1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return r1_like(tmp_path_factory.mktemp("r1"))
+
+
+def headline(r1: Path, out: Path, *flags: Any) -> tuple[int, str, str]:
+    """Say `mtpbuild build --model deepseek-r1-fp4 --nextn 3` of the small checkpoint."""
+    command = ("build", "--model", "deepseek-r1-fp4", "--checkpoint", r1, "--nextn", str(NEXTN))
+    return invoke(*command, *STEPS, "--out", out, *flags)
+
+
+@pytest.fixture(scope="module")
+def engine(trt: FakeDataCentre, r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("engines") / "engine"
+    code, said, err = headline(r1, out, "--tp", "2")
+    assert (code, err) == (0, "")
+    assert "lower decode rank0 " in said
+    assert "lower decode rank1 " in said
+    assert "trace decode rank1" not in said, "the graph is the same for all"
+    return out
+
+
+def tokens(engine: Path, prompt: list[int]) -> list[int]:
+    """What `mtpbuild run` says."""
+    ids = ",".join(map(str, prompt))
+    flags = ("--prompt-ids", ids, "--max-tokens", str(COUNT), "--ignore-eos", "--json")
+    code, out, err = invoke("run", "--engine", engine, *flags)
+    assert (code, err) == (0, "")
+    found: list[int] = json.loads(out)["token_ids"]
+    assert not followers()
+    return found
+
+
+def test_the_headline_command(engine: Path, trt: FakeDataCentre, r1: Path, tmp_path: Path) -> None:
+    """O2: nvfp4 experts, a module in bf16, two ranks; their tokens are one rank's."""
+    manifest = read_manifest(engine)
+    assert (manifest.build.tp, manifest.build.weights, manifest.build.dtype) == (
+        *(2, "nvfp4"),
+        "bfloat16",
+    )
+    for rank in (0, 1):
+        files = sorted(path.name for path in (engine / f"rank{rank}").glob("*.engine"))
+        assert files == ["decode.engine", "decode_mixed.engine", "prefill.engine"]
+    assert not list(engine.rglob(WEIGHTS))
+    before = len(trt.nccl.done)
+    assert tokens(engine, PROMPT) == greedy_text(one_rank(r1, NEXTN, tmp_path), PROMPT, COUNT)
+    done = trt.nccl.done[before:]
+    assert len(done) > 100
+    assert all(
+        "bfloat16" in each or "float32 [1, 4, 64]" in each or "[1, 1, 64]" in each for each in done
+    ), "what is summed in fp32 are logits"
+    launches = trt.gpu.launches
+    assert 0 < launches <= COUNT, "a step is one CUDA graph, its collectives in it"
+
+
+def test_collectives_in_another_order(engine: Path, tmp_path: Path) -> None:
+    caught(altered_engine(engine, tmp_path / "altered", 1, "decode", exchanged))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("program", ["decode", "decode_mixed", "prefill"])
+@pytest.mark.parametrize("bug", [exchanged, left_out])
+@pytest.mark.usefixtures("trt")
+def test_seeded_bugs(
+    bug: Alteration, program: str, rank: int, engine: Path, tmp_path: Path
+) -> None:
+    caught(altered_engine(engine, tmp_path / "altered", rank, program, bug))
+
+
+def caught(engine: Path) -> None:
+    """The run ends with one line, and no rank outlives it."""
+    code, out, err = invoke("run", "--engine", engine, "--prompt-ids", "5,6")
+    assert (code, out) == (1, "")
+    assert MISMATCH in err
+    assert err.count("\n") == 1
+    assert not followers()
+
+
+def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
+        Engine.load(engine)
+    (engine / "rank1").rename(engine / "elsewhere")
+    missing = r"--dtype bfloat16 --target tensorrt --tp 2 --ep 1 --rank 1 --out \S+`$"
+    with pytest.raises(EngineError, match=missing):
+        ranks_module.require_ranks(engine, read_manifest(engine), [1])
+    (engine / "elsewhere").rename(engine / "rank1")
+
+
+def test_fewer_gpus_than_ranks(
+    engine: Path, trt: FakeDataCentre, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trt.gpu, "gpus", 1)
+    code, _, err = invoke("run", "--engine", engine, "--prompt-ids", "5")
+    says = "2 ranks need a GPU each, this machine has 1: spread them over machines with torchrun"
+    assert (code, err) == (2, f"error: {engine}: {says}\n")
+
+
+@pytest.fixture(scope="module")
+def predictable_shape() -> Transformer:
+    return make_predictable(**SHAPE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"tp": 2},
+        {"tp": 2, "ep": 2, "strip_weights": True},
+        {"tp": 4, "ep": 2, "max_batch": 2},
+        {"tp": 2, "attention_dp": True},
+        {"tp": 4, "ep": 2, "attention_dp": True, "max_batch": 2},
+    ],
+)
+def test_tokens(
+    flags: dict[str, Any], trt: FakeDataCentre, predictable_shape: Transformer, tmp_path: Path
+) -> None:
+    """O2: in fp32 the plain model's, greedy and sampled, two requests and more at once."""
+    checkpoint = save_checkpoint(tmp_path / "shared", predictable_shape, **SHAPE)
+    asked = {"target": "tensorrt", "dtype": "float32", "max_seq_len": 100} | flags
+    folder = make(checkpoint, tmp_path / "engine", nextn=2, **asked)
+    prompts, params = [PROMPT, [5], PROMPT, [9, 3]], [GREEDY, GREEDY, HOT, GREEDY]
+    with running(folder) as loaded:
+        results = loaded.generate(prompts, params)
+    drawn = Controls(temperature=0.8, top_p=0.95, seed=5)
+    for prompt, own, result in zip(prompts, params, results, strict=True):
+        wanted = (
+            sample(predictable_shape, prompt, 16, drawn)
+            if own is HOT
+            else greedy(predictable_shape, prompt, 16)
+        )
+        assert list(result.token_ids) == wanted
+    assert not followers()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("trt")
+def test_stripped(r1: Path, tmp_path: Path) -> None:
+    """Weights in bfloat16 and nvfp4 are put back when a rank is loaded, each rank's own."""
+    out = tmp_path / "stripped"
+    code, _, err = headline(r1, out, "--tp", "2", "--strip-weights")
+    assert (code, err) == (0, "")
+    assert len(list(out.glob(f"rank*/{WEIGHTS}"))) == 2
+    (tmp_path / "own").mkdir()
+    alone = one_rank(r1, NEXTN, tmp_path / "own")
+    assert tokens(out, PROMPT) == greedy_text(alone, PROMPT, COUNT)
+
+
+@pytest.mark.full
+def test_eight_ranks(trt: FakeDataCentre, r1: Path, engine: Path, tmp_path: Path) -> None:
+    """The headline command as it is said; then rank by rank, as on one GPU."""
+    code, _, err = headline(r1, tmp_path / "eight", "--tp", "8")
+    assert (code, err) == (0, "")
+    (tmp_path / "own").mkdir()
+    assert tokens(tmp_path / "eight", PROMPT) == greedy_text(
+        one_rank(r1, NEXTN, tmp_path / "own"), PROMPT, COUNT
+    )
+    for rank in range(8):
+        code, _, err = headline(r1, tmp_path / "apart", "--tp", "8", "--rank", str(rank))
+        assert (code, err) == (0, "")
+        mine, other = (tmp_path / name / f"rank{rank}" for name in ("apart", "eight"))
+        for path in mine.glob("*.engine"):
+            assert path.read_bytes() == (other / path.name).read_bytes()
+    assert headline(r1, tmp_path / "apart", "--tp", "8")[1].count("unchanged") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (signal.SIGKILL, "^rank 1 was killed by signal 9$"),
+        (signal.SIGSTOP, "^rank 0 of 2: another rank has not answered for 3 s$"),
+    ],
+)
+@pytest.mark.usefixtures("trt")
+def test_a_rank_that_dies_or_hangs(
+    number: signal.Signals, says: str, engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ranks_module.TIMEOUT, "3")
+    assert seconds_to_notice(engine, number, says) < 9

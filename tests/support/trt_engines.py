@@ -1,0 +1,114 @@
+"""A small checkpoint like DeepSeek-R1's in nvfp4, and what tests do with engines of its ranks."""
+
+import io
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from mtpbuild.builder.engine.engine_weights import EngineWeights
+from mtpbuild.builder.engine.manifest_of import describe_files
+from mtpbuild.builder.prepare import prepare
+from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.runtime.manifest import MANIFEST, WEIGHTS, rank_name, read_manifest
+from mtpbuild.runtime.programs.base import Programs
+from tests.reference.eager import EagerPrograms
+from tests.support.checkpoints import make_predictable, save_checkpoint
+from tests.support.requests import build_request
+
+Calls: TypeAlias = list[Any]  # of a fake engine
+Alteration: TypeAlias = Callable[[Calls], Calls]
+SMALL_STEPS: dict[str, Any] = {"prefill_chunk": 4, "max_seq_len": 100}
+
+# A layer with more experts than are all computed, and one module.
+R1_LIKE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 32,
+    "n_group": 4,
+}
+
+
+def r1_like(folder: Path) -> Path:
+    """Save it as `deepseek-r1-fp4` is: MLPs and experts in nvfp4, the module in bf16."""
+    plain = save_checkpoint(folder / "plain", make_predictable(**R1_LIKE), **R1_LIKE)
+    scheme = make_scheme("nvfp4", None, None)
+    quantize(QuantizeRequest(str(plain), scheme, folder / "r1"))
+    return folder / "r1"
+
+
+def one_rank(checkpoint: Path, nextn: int, folder: Path) -> EagerPrograms:
+    """Give the programs of the engine of one rank, run eagerly from the weights of that engine."""
+    request = build_request(checkpoint, (nextn,), target="tensorrt", **SMALL_STEPS)
+    job = prepare(replace(request, dry_run=True))
+    (plan,) = job.plans.values()
+    source = job.open_model()
+    EngineWeights(source).write(folder, None)
+    source.model.load_state_dict(load_file(folder / WEIGHTS), strict=False, assign=True)
+    return EagerPrograms(plan, source.model)
+
+
+def greedy_text(programs: Programs, prompt: list[int], count: int) -> list[int]:
+    """Return the next tokens of a prompt, as the loop asks programs for them."""
+    known = np.array([*prompt, *[0] * programs.lookahead])
+    chunk, last = SMALL_STEPS["prefill_chunk"], len(prompt) - 1
+    for start in range(0, last, chunk):
+        programs.prefill(0, start, known[start : min(start + chunk, last) + programs.lookahead])
+    programs.begin(0, last, prompt[-1])
+    said = list[int]()
+    while len(said) < count:
+        step = programs.step(np.array([True]), last + len(said) + 16)
+        said += step.tokens[0, : step.num_tokens[0]].tolist()
+    return said[:count]
+
+
+def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alteration) -> Path:
+    """Copy an engine whose one rank has a program with other calls; its manifest says so."""
+    copy = shutil.copytree(engine, to)
+    folder = copy / rank_name(rank)
+    path = folder / f"{program}.engine"
+    header, _, stored = path.read_bytes().partition(b"\n")
+    done = torch.load(io.BytesIO(stored), weights_only=False)
+    done.calls = alter(done.calls)
+    path.write_bytes(header + b"\n" + done.to_bytes())
+    manifest = read_manifest(folder)
+    files = describe_files(folder, {})
+    text = manifest.model_copy(update={"files": files}).to_json()
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    return copy
+
+
+def sums(calls: Calls) -> list[int]:
+    """Where a program's collectives are among its calls."""
+    return [i for i, (function, *_) in enumerate(calls) if function == "all_reduce"]
+
+
+def exchanged(calls: Calls) -> Calls:
+    """The same with the first two collectives in the other order."""
+    first, second, *_ = sums(calls)
+    calls[first], calls[second] = (
+        (*calls[first][:4], calls[second][4]),
+        (*calls[second][:4], calls[first][4]),
+    )
+    return calls
+
+
+def left_out(calls: Calls) -> Calls:
+    """The same without the second collective: its term alone goes on."""
+    _, second, *_ = sums(calls)
+    _, args, kwargs, outputs, _ = calls[second]
+    calls[second] = ("aten::clone.default", args, kwargs, outputs, {})
+    return calls

@@ -1,0 +1,70 @@
+"""Ranks of target tensorrt on fakes: real processes, each with a GPU that is the host's memory.
+
+`python -m tests.support.trt_ranks` is a rank that another process started.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtpbuild.runtime import follow
+from mtpbuild.runtime.group import start as ranks
+from mtpbuild.runtime.group.channel import Channel
+from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.programs import tensorrt
+from mtpbuild.runtime.programs.base import Programs
+from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_torch_tensorrt import FakeDataCentre, FakeNccl, installed
+from tests.support.registry import registered
+
+ROOT = Path(__file__).parents[2]
+GPUS = "FAKE_GPUS"  # in the environment: how many there are
+BUSY = 2  # how often a GPU is asked whether it is done, before it is
+
+
+def fake() -> FakeDataCentre:
+    """One process's TensorRT, on its GPU, with its end of NCCL."""
+    gpu = FakeCuda((10, 0), gpus=int(os.environ.get(GPUS, "2")))
+    return FakeDataCentre(gpu, FakeNccl())
+
+
+visible_gpus = tensorrt.visible_gpus
+
+
+def load(
+    folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
+) -> Programs:
+    """In the place of target tensorrt's."""
+    trt = sys.modules["tensorrt"]
+    assert isinstance(trt, FakeDataCentre)
+    return tensorrt.load(folder, manifest, threads, channel, nccl=lambda: trt.nccl)
+
+
+@contextlib.contextmanager
+def machine() -> Iterator[FakeDataCentre]:
+    """Let this process build and load engines on fakes."""
+    trt = fake()
+    with installed(trt), registered("tensorrt", programs=__name__):
+        yield trt
+
+
+@contextlib.contextmanager
+def used() -> Iterator[FakeDataCentre]:
+    """The same in the processes that this one starts."""
+    torch.set_num_threads(1)
+    with machine() as trt, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.support.trt_ranks"))
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv(ranks.TIMEOUT, "30")
+        yield trt
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with registered("tensorrt", programs="tests.support.trt_ranks"), machine():
+        sys.exit(follow.main(*sys.argv[1:]))
