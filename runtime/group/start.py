@@ -26,7 +26,7 @@ PER_CORE = 4  # more ranks than this on a core are a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
 FLAGS = (  # of a command that builds ranks
     *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
-    *("target", "tp", "ep", "device", "rank", "out"),
+    *("target", "tp", "ep", "device", "dtype", "rank", "out"),
 )
 LOST = 3  # exit code of a follower that ended because another rank did
 
@@ -100,6 +100,7 @@ def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
     values: dict[str, object] = manifest.build.model_dump() | {"model": manifest.whole_model}
     values |= {"target": manifest.target.name, "rank": rank, "out": folder}
     values["device"] = "cuda" if manifest.target.compute_capabilities else None
+    values["dtype"] = None if manifest.build.dtype == "float32" else manifest.build.dtype
     given = (name for name in FLAGS if values[name] is not None)
     flags = [f"--{name.replace('_', '-')} {values[name]}" for name in given]
     return " ".join(["mtpbuild build", *flags, *["--attention-dp"] * manifest.build.attention_dp])
