@@ -27,7 +27,7 @@ PER_CORE = 4  # more ranks than this on a core are a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
 FLAGS = (  # of a command that builds ranks
     *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
-    *("dtype", "target", "tp", "ep", "device", "rank", "out"),
+    *("target", "tp", "ep", "device", "dtype", "rank", "out"),
 )
 LOST = 3  # exit code of a follower that ended because another rank did
 

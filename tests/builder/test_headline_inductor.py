@@ -58,6 +58,8 @@ def build_and_run(
         *(tp, "bfloat16", "nvfp4"),
         "mtp-eagle",
     )
+    again = ranks_module.build_command(engine, read_manifest(engine), 1)
+    assert " --device cuda --dtype bfloat16 --rank 1 " in again
     for rank in range(tp):
         check_weights(engine / f"rank{rank}" / "weights.safetensors", tp)
 
