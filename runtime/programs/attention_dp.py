@@ -17,15 +17,25 @@ from mtpbuild.runtime.programs.slots import Slots
 
 
 class AttentionDP(Slots):
-    """Stands before a rank's own programs among the bases of a class, and gives them their part."""
+    """Stands before a rank's own programs among the bases of a class: whose slots are meant, and
+    which program all ranks run."""
 
     _channel: Channel
 
-    def share_out(self, channel: Channel, manifest: Manifest) -> None:
+    def _join(self, channel: Channel, manifest: Manifest) -> None:
         """Count the ranks; to be called before the first request."""
-        self._rank, ranks = channel.rank, manifest.build.tp
-        self._every_mixed = np.zeros((ranks, self._batch), np.bool_)
+        self._rank, ranks, slots = channel.rank, manifest.build.tp, manifest.build.max_batch
+        self._every_active = np.zeros((ranks, slots), np.bool_)
+        self._every_mixed = np.zeros((ranks, slots), np.bool_)
         self._chunks = [deque[tuple[int, int, Ints]]() for _ in range(ranks)]
+
+    def _fill_own(self, slot: int, start: int, tokens: Ints) -> None:
+        """Fill in a chunk of a prompt of this rank's."""
+        raise NotImplementedError
+
+    def _fill_nothing(self, chunk: int) -> None:
+        """Run a prefill of so many tokens whose results nobody reads."""
+        raise NotImplementedError
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         """Before the next step or move, so that ranks fill in their prompts together."""
@@ -46,10 +56,33 @@ class AttentionDP(Slots):
         if rank == self._rank:
             super().move(source % self._batch, to)
 
-    def step(self, active: Bools, rows: int) -> StepOutput:
-        """A step of all ranks' slots: this rank computes its own, and is told of the others'."""
+    def _fill(self) -> None:
+        """Run the chunks that wait, at once those that are next on their rank and of one length."""
+        while any(self._chunks):
+            size = max(len(chunks[0][2]) for chunks in self._chunks if chunks)
+            for rank, chunks in enumerate(self._chunks):
+                chunk = chunks.popleft() if chunks and len(chunks[0][2]) == size else None
+                if rank != self._rank:
+                    continue
+                if chunk is None:
+                    self._fill_nothing(size - self.lookahead)
+                else:
+                    self._fill_own(*chunk)
+
+    def _own(self, active: Bools) -> Bools:
+        """This rank's slots of those that a step is for, once their prompts are filled in."""
         self._fill()
-        own = self.own_step(active, rows)
+        self._every_active[:] = active.reshape(self._every_active.shape)
+        return self._every_active[self._rank]
+
+    def _choose(self, active: Bools, mixed: Bools) -> tuple[str, int]:
+        """The program of a step in which some rank's slots are active: the same on all ranks."""
+        some = np.logical_or.reduce  # over the ranks' slots with the same number
+        every = self._every_active
+        return super()._choose(some(every), some(every & self._every_mixed))
+
+    def _gathered(self, own: StepOutput) -> StepOutput:
+        """A step of all ranks' slots: this rank has computed its own, and is told the others'."""
         given = {f.name: getattr(own, f.name) for f in fields(own)}
         arrays = {name: array for name, array in given.items() if array is not None}
         packed = np.concatenate([array.ravel().view(np.uint8) for array in arrays.values()])
@@ -60,34 +93,3 @@ class AttentionDP(Slots):
             for (name, array), piece in zip(arrays.items(), pieces, strict=True)
         }
         return StepOutput(**every)
-
-    def chosen(self, active: Bools) -> tuple[Bools, str, int]:
-        """Of all slots that are active: this rank's, and the program and slots of all ranks."""
-        every = active.reshape(self._every_mixed.shape)
-        some = np.logical_or.reduce  # over the ranks' slots with the same number
-        return every[self._rank], *self._choose(some(every), some(every & self._every_mixed))
-
-    def _fill(self) -> None:
-        """Run the chunks that wait, at once those that are next on their rank and of one length."""
-        while any(self._chunks):
-            size = max(len(chunks[0][2]) for chunks in self._chunks if chunks)
-            for rank, chunks in enumerate(self._chunks):
-                chunk = chunks.popleft() if chunks and len(chunks[0][2]) == size else None
-                if rank != self._rank:
-                    continue
-                if chunk is None:
-                    self.pad(size - self.lookahead)
-                else:
-                    self.own_prefill(*chunk)
-
-    def own_prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        """Fill a slot of this rank."""
-        raise NotImplementedError
-
-    def own_step(self, active: Bools, rows: int) -> StepOutput:
-        """A step of this rank's slots; `active` is of all, as `chosen` takes it."""
-        raise NotImplementedError
-
-    def pad(self, chunk: int) -> None:
-        """Run a prefill of so many tokens whose results nobody reads."""
-        raise NotImplementedError

@@ -62,7 +62,7 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
         library: Callable[[], Any],
     ) -> None:
         super().__init__(channel, folder, manifest, trt, device, library)
-        self.share_out(channel, manifest)
+        self._join(channel, manifest)
         # A prompt that nobody reads has caches of its own: slots may all be taken.
         self._nobodys = {
             spec.name: self._device.zeros((1, *spec.shape[1:]), spec.dtype)
@@ -70,13 +70,13 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
             if spec.kind == "cache"
         }
 
-    def own_prefill(self, slot: int, start: int, tokens: Ints) -> None:
+    def step(self, active: Bools, rows: int) -> StepOutput:
+        return self._gathered(super().step(self._own(active), rows))
+
+    def _fill_own(self, slot: int, start: int, tokens: Ints) -> None:
         RankPrograms.prefill(self, slot, start, tokens)
 
-    def own_step(self, active: Bools, rows: int) -> StepOutput:
-        return RankPrograms.step(self, active, rows)
-
-    def pad(self, chunk: int) -> None:
+    def _fill_nothing(self, chunk: int) -> None:
         with self._channel.unbroken(), silent():
             for array in self._prompt.values():
                 self._device.copy(np.zeros(array.shape, array.dtype), array)
@@ -85,7 +85,3 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
             program.bind(self._nobodys | outs(self._nobodys))
             program.enqueue(self._device)
             self._wait()
-
-    def _activate(self, active: Bools) -> str:
-        self._asked[:], program, _ = self.chosen(active)
-        return program
