@@ -18,9 +18,13 @@ import numpy as np
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import ABORTING, within
+from mtpbuild.runtime.group.start import environment
 from mtpbuild.runtime.programs.cuda import Device
 
 LIBRARY, WHEEL = "libnccl.so.2", "nvidia.nccl"
+# Prompts are not captured and share the communicator with captured steps. NCCL's default lets them;
+# a machine that is tuned for graphs alone may not.
+SETTINGS = {"NCCL_GRAPH_MIXING_SUPPORT": "1"}
 CAPSULE = b"ncclComm_t"  # the name that TensorRT's bindings look for
 ID_BYTES = 128
 
@@ -105,6 +109,7 @@ def join(device: Device, channel: Channel, library: Callable[[], Any]) -> Commun
     with channel.unbroken():
         own = np.zeros(ID_BYTES, np.uint8) if channel.rank else communicator.invite()
         name = channel.gather(own)[0].tobytes()  # a rank without GPU or NCCL has left by now
-        within(channel.patience, partial(communicator.meet, device, name))
+        with environment(SETTINGS):
+            within(channel.patience, partial(communicator.meet, device, name))
         channel.leaving.append(communicator.abort)
     return communicator

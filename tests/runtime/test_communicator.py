@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ class Library:
             handle, ranks, unique, rank = arguments
             assert isinstance(unique, UniqueId), "it is passed by value"
             handle._obj.value = HANDLE
+            assert os.environ["NCCL_GRAPH_MIXING_SUPPORT"] == "1"
             self.called.append((ranks.value, rank.value, list(unique.bytes)))
         elif name == "ncclCommGetAsyncError":
             arguments[1]._obj.value = self.lost

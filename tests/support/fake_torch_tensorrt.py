@@ -15,6 +15,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -28,6 +29,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from mtpbuild.plugins import FACETS, file_of, moe
 from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
+from mtpbuild.runtime.group.start import time_limit
 from mtpbuild.runtime.programs.tensorrt_api import errors_of
 from tests.support import fake_network, fake_tensorrt
 from tests.support.fake_cuda import FakeCuda
@@ -310,7 +312,7 @@ class FakeNccl:
     ) -> int:
         assert list(name.bytes) == [7] * 128, "all have rank 0's id"
         assert (rank.value, ranks.value) == (dist.get_rank(), dist.get_world_size())
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=time_limit()))
         handle._obj.value = len(self.sums) + 1
         self.sums[handle._obj.value] = lambda what, x: self._sum(group, what, x)
         return 0
@@ -416,7 +418,7 @@ def freeze(ctx: Any, value: Any, name: str, *others: Any) -> Any:
         return value
     if value.dtype == torch.uint8:  # which a plugin reads as bytes
         weights: Any = Weights(DataType.FP8, value.data_ptr(), value.numel())
-        return ctx.constants.constant(value, weights.dtype, name)
+        return ctx.constants.constant(value, weights.dtype, f"{name}_{ctx.net.num_layers}")
     assert value.dtype != torch.bfloat16, "Torch-TensorRT would make an fp32 constant of it"
     layer = ctx.net.add_constant([*value.shape], value.detach().contiguous().numpy())
     ctx.held = [*getattr(ctx, "held", []), value]
