@@ -23,14 +23,31 @@ TYPICAL_E2M1 = 2.9  # root of the mean square of its sixteen values
 SMALL_E4M3 = (0x28, 0x40)  # codes of 0.25 to 1.875, whose mean square is about 0.9
 
 
-def random_model(case: Slice, device: str) -> DeepseekV3:
-    """Every product keeps its input's scale; norms are 1, no expert is preferred."""
-    c = case.config
+def meta_model(case: Slice) -> DeepseekV3:
+    """The model without memory for its weights."""
     with torch.device("meta"):
-        model = DeepseekV3(c, case.ranks)
+        model = DeepseekV3(case.config, case.ranks)
         hold_in(model, FLOATS[case.dtype])
         for name, kept in kept_weights(case).items():
             put(model, name, kept.module(model.get_parameter(name).shape))
+    return model
+
+
+def empty_model(case: Slice, device: str) -> DeepseekV3:
+    """The model with uninitialised weights, to be compiled and not to be run."""
+    model = meta_model(case).to_empty(device=device)
+    return with_frequencies(model, case, device)
+
+
+def with_frequencies(model: DeepseekV3, case: Slice, device: str) -> DeepseekV3:
+    c = case.config
+    model.rope.inv_freq = inverse_frequencies(c.rope, c.qk_rope_head_dim).to(device)
+    return model.eval()
+
+
+def random_model(case: Slice, device: str) -> DeepseekV3:
+    """Every product keeps its input's scale; norms are 1, no expert is preferred."""
+    model = meta_model(case)
     inside = {
         f"{name}.{part}"
         for name, module in model.named_modules()
@@ -50,8 +67,7 @@ def random_model(case: Slice, device: str) -> DeepseekV3:
             values.fill_(0 if name.endswith(("_bias", ".rank")) or name == "rank" else 1)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False))
-    model.rope.inv_freq = inverse_frequencies(c.rope, c.qk_rope_head_dim).to(device)
-    return model.eval()
+    return with_frequencies(model, case, device)
 
 
 def kept_weights(case: Slice) -> dict[str, Kept]:

@@ -82,14 +82,12 @@ def architecture(cubin: bytes) -> str:
 
 def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
     """Programs with their plans."""
-    import torch
 
-    from mtpbuild.builder.models.common.layers import Rope
     from mtpbuild.builder.models.common.precision import FLOATS, hold_in
     from mtpbuild.builder.models.common.weights import Share
-    from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
+    from mtpbuild.builder.quantize.scheme import PLAIN
     from mtpbuild.builder.targets.inductor import TARGET
     from mtpbuild.runtime.ranks import Ranks
     from tests.support.checkpoints import lower, make_model
@@ -108,40 +106,20 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((program, plan) for program in make_programs(plan, lowered)[1:2])
         return
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    on_gpu, slices = import_module("on_gpu.parts"), import_module("on_gpu.slices")
-    case = slices.r1_share(8, (3,)) if model == "r1" else slices.small((3,))
+    names = "parts", "random_model", "slices"
+    on_gpu, random_model, slices = (import_module(f"on_gpu.{name}") for name in names)
+    parts, _, format = parts.partition(" in ")
+    case = slices.r1_share(8, (3,), format or PLAIN) if model == "r1" else slices.small((3,))
     few = {"num_hidden_layers": 2, "moe_layers": (False, True, True)}
-    config = replace(case.config, **few)
-    with torch.device("cpu"):  # uninitialised: its memory is never touched
-        slice_of = DeepseekV3(config)
-    slice_of.rope = Rope(config.rope, config.qk_rope_head_dim)
-    hold_in(slice_of, FLOATS[options.dtype])
-    quantise(slice_of, config, parts.partition(" in ")[2])
-    made, plan = on_gpu.Parts(slice_of, case.context, case.vocabulary), plan_of(config, Ranks())
-    for name in parts.partition(" in ")[0].split(","):
+    case = replace(case, config=replace(case.config, **few), dtype=options.dtype)
+    made = on_gpu.Parts(random_model.empty_model(case, "cpu"), case.context)
+    plan = plan_of(case.config, case.ranks)
+    for name in parts.split(","):
         if name in LAYERS:
             part = made.layer(name, LAYERS[name], TOKENS)
         else:
             part = getattr(made, name.replace(" ", "_"))(TOKENS)
         yield part.program, plan
-
-
-def quantise(model: Any, config: Any, format: str) -> None:
-    """Put weights of a format where an engine of a checkpoint in that format keeps them."""
-    from mtpbuild.builder.models import family_of
-    from mtpbuild.builder.models.common.blocks import put
-    from mtpbuild.builder.models.common.weights import Share
-    from mtpbuild.builder.quantize.formats import FORMATS
-    from mtpbuild.builder.quantize.kept import Kept, can_stay
-    from mtpbuild.runtime.ranks import ALONE
-
-    if not format:
-        return
-    for weight in family_of(config).weight_table(config, Share(ALONE)):
-        kept = Kept(weight, FORMATS[format], Share(ALONE))
-        quantised = ".mlp." in weight.name or format == "fp8"
-        if quantised and not weight.name.endswith("head") and can_stay(kept):
-            put(model, weight.name, kept.module(model.get_parameter(weight.name).shape))
 
 
 def engine(model: str, folder: Path, options: Any) -> list[Path]:
