@@ -145,7 +145,7 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
         Engine.load(engine)
     (engine / "rank1").rename(engine / "elsewhere")
-    missing = r"--dtype bfloat16 --target tensorrt --tp 2 --ep 1 --rank 1 --out \S+`$"
+    missing = r"--target tensorrt --tp 2 --ep 1 --dtype bfloat16 --rank 1 --out \S+`$"
     with pytest.raises(EngineError, match=missing):
         ranks_module.require_ranks(engine, read_manifest(engine), [1])
     (engine / "elsewhere").rename(engine / "rank1")
