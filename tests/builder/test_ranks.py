@@ -292,7 +292,7 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--tp", 2), "--tp and --ep are for target inductor\n"),
+        (("--tp", 2), "--tp and --ep are for target inductor, tensorrt\n"),
         (
             ("--tp", 2, "--target", "inductor", "--device", "cuda", "--attention-dp"),
             "--attention-dp is for --device cpu: leave it out, or build for the CPU",
