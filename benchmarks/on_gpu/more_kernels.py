@@ -113,7 +113,7 @@ def first_token(
     """The reference's result for one token, in fp32, from its own experts alone."""
     first = ids[0].long()
     own = [
-        dequantise_scaled(*on_cpu([None if p is None else p[first] for p in parts]))  # type: ignore[arg-type]
+        dequantise_scaled(*on_cpu([None if p is None else p[first] for p in parts]))
         for parts in (up, down)
     ]
     numbers = torch.arange(len(first), dtype=torch.int32)[None]
