@@ -293,10 +293,6 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("flags", "says"),
     [
         (("--tp", 2), "--tp and --ep are for target inductor, tensorrt\n"),
-        (
-            ("--tp", 2, "--target", "inductor", "--device", "cuda", "--attention-dp"),
-            "--attention-dp is for --device cpu: leave it out, or build for the CPU",
-        ),
         (("--tp", 3, "--target", "inductor"), "--tp 3 does not divide num_attention_heads 4;"),
         (("--tp", 2, "--ep", 8, "--target", "inductor"), "--ep 8 does not divide both --tp 2 and"),
         (("--attention-dp",), "--attention-dp is for several ranks: say --tp, how many they are"),
