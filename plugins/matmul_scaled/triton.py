@@ -23,12 +23,11 @@ def float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """Make fp32 of e4m3 or e2m1 codes by their bits: sm_80 has neither type."""
     bits: tl.constexpr = EXPONENT + MANTISSA
     bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
-    least: tl.constexpr = 2.0 ** (1 - bias - MANTISSA)
     codes = codes.to(tl.int32)
-    size = codes & ((1 << bits) - 1)
-    normal = ((size << (23 - MANTISSA)) + ((127 - bias) << 23)).to(tl.float32, bitcast=True)
-    magnitude = tl.where(size < (1 << MANTISSA), size.to(tl.float32) * least, normal)
-    return tl.where(codes < (1 << bits), magnitude, -magnitude)
+    size = (codes << (23 - MANTISSA)) & (((1 << bits) - 1) << (23 - MANTISSA))
+    sign = (codes << (31 - bits)) & -2147483648
+    # A subnormal code makes a subnormal number here: the product is exact for both.
+    return (size | sign).to(tl.float32, bitcast=True) * 2.0 ** (127 - bias)
 
 
 @triton.jit
