@@ -3,7 +3,8 @@
     python -m mtpbuild.plugins.ptx [--shape deepseek-v3] [--architectures 80,90,100,120] [--json]
 
 prints what each kernel needs as a plugin; with --resources, what it needs of a GPU that takes the
-tiles which fit there (`resources.py`). The process must not run Triton's interpreter (TRITON_INTERPRET).
+tiles which fit there (`resources.py`). The process must not run Triton's interpreter
+(TRITON_INTERPRET).
 """
 
 import argparse
@@ -63,7 +64,7 @@ def compile_launch(launch: Launch, architecture: int) -> Ptx:
 
 
 def compiled(launch: Launch, architecture: int, specialised: bool = False) -> Any:
-    """Compile with Triton. `specialised` says that sizes are taken for what they are, as its JIT does.
+    """Compile with Triton. `specialised`: sizes are known to divide by 16, as in its JIT.
 
     Raises RuntimeError where Triton's interpreter is on.
     """
@@ -241,7 +242,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="deepseek-v3")
     parser.add_argument("--architectures", default=",".join(map(str, ARCHITECTURES)))
     parser.add_argument("--json", action="store_true", help="with the PTX")
-    parser.add_argument("--resources", action="store_true", help="of a step of R1 and deepseek-tiny")
+    parser.add_argument(
+        "--resources", action="store_true", help="of a step of R1 and deepseek-tiny"
+    )
     options = parser.parse_args()
     if options.resources:
         print_resources([int(a) for a in options.architectures.split(",")])

@@ -62,8 +62,7 @@ def mla_partial(
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         top, weight, mixed = _attend(
             queries, some, query, turned, cache + b * capacity * width, n, end, last, scale,
-            top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY,
-            CHUNK, PRECISION,
+            top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
         )  # fmt: skip
     if split == splits - 1:
         start = tl.load(first + b).to(tl.int32)
@@ -71,9 +70,8 @@ def mla_partial(
         end_fresh = tl.minimum(fresh_rows, start + TOKENS)  # garbage may follow
         for n in tl.range(0, end_fresh, BLOCK_N, num_stages=1):
             top, weight, mixed = _attend(
-                queries, some, query, turned, fresh + b * fresh_rows * width, n, end_fresh, last, scale,
-                top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY,
-            CHUNK, PRECISION,
+                queries, some, query, turned, fresh + b * fresh_rows * width, n, end_fresh, last,
+                scale, top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
             )  # fmt: skip
 
     row = (b * splits + split) * rows + m
@@ -97,8 +95,9 @@ def _attend(
     """Take one tile of keys into the running softmax; row j is seen if j <= last [BLOCK_M].
 
     The first tile holds a row that every query sees, so `top` is finite from then on. The latent
-    part of a tile is loaded once, and is keys and values. With a CHUNK below LATENT (fp32) scores are
-    summed chunk by chunk, each loaded again: whole tiles would not fit into the registers.
+    part of a tile is loaded once, and is keys and values. With a CHUNK below LATENT scores are
+    summed chunk by chunk, each loaded again: in fp32 whole tiles do not fit into the registers, in
+    an AOT plugin not into shared memory.
     """
     j = n + tl.arange(0, BLOCK_N)
     at = keys + j.to(tl.int64)[:, None] * (RANK + ROPE)
@@ -113,8 +112,8 @@ def _attend(
         for c in tl.range(0, LATENT, CHUNK, num_stages=3):
             chunk = c + tl.arange(0, CHUNK)[None, :]
             a = tl.load(queries + chunk, some & (chunk < RANK), 0.0)
-            k = tl.load(at + chunk, there & (chunk < RANK), 0.0).to(query.dtype)
-            scores = tl.dot(a, tl.trans(k), scores, input_precision=PRECISION)
+            part = tl.load(at + chunk, there & (chunk < RANK), 0.0).to(query.dtype)
+            scores = tl.dot(a, tl.trans(part), scores, input_precision=PRECISION)
     seen = (j[None, :] <= last[:, None]) & (j < end)[None, :]
     scores = tl.where(seen, scores * scale, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
@@ -156,13 +155,12 @@ def mla_combine(
     tl.store(to, (mixed / weight).to(out.dtype.element_ty), latent < RANK)
 
 
-def tiles(rows: int, rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, int]:
-    """Choose tiles for `rows` query rows over a cache of this dtype, with `shared` bytes at most.
+def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, int]:
+    """Choose tiles of 16 query rows for a cache of this dtype, with `shared` bytes at most.
 
-    Returns query rows and keys per step, stages (one more than there are tiles of keys in shared
-    memory) and the precision of products, as the kernel's constants, and warps. The queries stay
-    in shared memory too. More query rows per program would need more registers than there are
-    (docs/plugins.md has what each takes).
+    Returns keys per step, stages (one more than there are tiles of keys in shared memory), latents
+    per product of scores and the precision of products, as the kernel's constants, and warps. More
+    query rows per program would need more registers than there are (docs/plugins.md).
     """
     latent, each = tile(rank), cache.itemsize
     if cache == torch.float32:
@@ -170,10 +168,12 @@ def tiles(rows: int, rank: int, rope: int, cache: torch.dtype, shared: int) -> t
         constants = {"BLOCK_N": 16, "STAGES": 2, "CHUNK": chunk, "PRECISION": "tf32x3"}
         return {"BLOCK_M": 16, **constants}, 8
     width, constants = latent + tile(rope), {"CHUNK": latent, "PRECISION": "ieee"}
-    for n, stages in ((32, 3), (16, 3), (16, 2)):
-        if (16 * 2 + (stages - 1) * n * each) * width + 2048 <= shared:
-            break
-    return {"BLOCK_M": 16, "BLOCK_N": n, "STAGES": stages, **constants}, 4 if each == 2 else 8
+    for n in (32, 16):
+        if (16 * 2 + 2 * n * each) * width + (16 << 10) <= shared:
+            constants |= {"BLOCK_N": n, "STAGES": 3}
+            return {"BLOCK_M": 16, **constants}, 4 if each == 2 else 8
+    constants |= {"BLOCK_N": 16, "STAGES": 2, "CHUNK": min(latent, 128)}
+    return {"BLOCK_M": 16, **constants}, 4
 
 
 def split_count(slots: int, blocks: int, capacity: int, least: int) -> int:
@@ -196,7 +196,7 @@ def mla_attention_launches(
     rows, rope, latent = H * T, C - rank, tile(rank)
     if shared is None:
         shared = shared_memory(q.device)
-    constants, warps = tiles(rows, rank, rope, known["cache"].dtype, shared)
+    constants, warps = tiles(rank, rope, known["cache"].dtype, shared)
     blocks = cdiv(rows, constants["BLOCK_M"])
     if least is None:
         least = min(MOST_OF_LEAST, LEAST_ROWS * blocks)
