@@ -58,7 +58,9 @@ def test_products_do_not_spill(case: str, architecture: int, tmp_path: Path) -> 
     assert rows
     for row in rows:
         assert row["spills"] == 0, row
-        assert row["programs"] >= 128, row
+        scaled_token = row["kernel"] == "gate_and_up" and "1 tokens" in row["case"]
+        if not scaled_token or row["case"] == "experts, 1 tokens":
+            assert row["programs"] >= 128, row
 
 
 @FULL
