@@ -176,7 +176,7 @@ def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
 def columns_of_a_program(chosen: int, columns: int) -> int:
     """Choose 64, 32 or 16 columns, so that one token has programs for most multiprocessors.
 
-    It is for plain weights: narrow tiles of fp8 or nvfp4 take three times the instructions per byte.
+    It is for plain weights: narrow tiles of fp8 or nvfp4 take far more instructions per byte.
     It does not depend on the number of tokens, so that neither does how a token's sums are rounded.
     """
     fits = (wide for wide in (64, 32) if chosen * cdiv(columns, wide) >= PROGRAMS)
