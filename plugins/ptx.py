@@ -2,13 +2,15 @@
 
     python -m mtpbuild.plugins.ptx [--shape deepseek-v3] [--architectures 80,90,100,120] [--json]
 
-prints what each kernel needs. The process must not run Triton's interpreter (TRITON_INTERPRET).
+prints what each kernel needs as a plugin; with --resources, what it needs of a GPU that takes the
+tiles which fit there (`resources.py`). The process must not run Triton's interpreter
+(TRITON_INTERPRET).
 """
 
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import gcd
 from typing import Any
@@ -52,6 +54,20 @@ def compile_launch(launch: Launch, architecture: int) -> Ptx:
 
     Raises ContractError for what an AOT plugin may not need: scratch memory, more shared memory.
     """
+    built = compiled(launch, architecture)
+    needs = built.metadata
+    if needs.global_scratch_size or needs.profile_scratch_size:
+        raise ContractError(f"{needs.name} needs scratch memory")
+    if needs.shared > AOT_SHARED:
+        raise ContractError(f"{needs.name}: {needs.shared} bytes of shared memory > {AOT_SHARED}")
+    return _without_scratch(built.asm["ptx"], needs.name, needs.shared)
+
+
+def compiled(launch: Launch, architecture: int, specialised: bool = False) -> Any:
+    """Compile with Triton. `specialised`: sizes are known to divide by 16, as in its JIT.
+
+    Raises RuntimeError where Triton's interpreter is on.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -59,12 +75,19 @@ def compile_launch(launch: Launch, architecture: int) -> Ptx:
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: compile kernels in another process")
     signature, constants = _signature(launch)
-    pointers = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    if specialised:
+        sizes = dict(zip(launch.kernel.arg_names[len(launch.inputs) :], launch.sizes, strict=False))
+        ones = {name: 1 for name, size in sizes.items() if size == 1}
+        signature |= dict.fromkeys(ones, "constexpr")
+        constants |= ones
+        sixteens = {name for name, size in sizes.items() if size % 16 == 0}
+        aligned += [i for i, name in enumerate(signature) if name in sixteens]
     source = ASTSource(
         launch.kernel,
         signature,
         constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},  # as all allocations are
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},  # as all allocations are
     )
     options = {
         "num_warps": launch.warps,
@@ -72,13 +95,7 @@ def compile_launch(launch: Launch, architecture: int) -> Ptx:
         "ptx_version": PTX_VERSION,
         "enable_fp_fusion": True,
     }
-    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    needs = built.metadata
-    if needs.global_scratch_size or needs.profile_scratch_size:
-        raise ContractError(f"{needs.name} needs scratch memory")
-    if needs.shared > AOT_SHARED:
-        raise ContractError(f"{needs.name}: {needs.shared} bytes of shared memory > {AOT_SHARED}")
-    return _without_scratch(built.asm["ptx"], needs.name, needs.shared)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
 def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
@@ -142,6 +159,24 @@ SHAPES = {
 }
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def fp8(K: int, N: int, *stack: int) -> tuple[Any, ...]:
+    """Make a weight [K, N] as matmul_scaled takes it, or a stack of them."""
+    scales = empty(*stack, K // gcd(128, K), N)
+    return empty(*stack, K, N, dtype=torch.uint8), scales, None
+
+
+def nvfp4(K: int, N: int, *stack: int) -> tuple[Any, ...]:
+    scales = empty(*stack, K // 16, N, dtype=torch.uint8)
+    return empty(*stack, K // 2, N, dtype=torch.uint8), scales, empty(*stack, 1, N)
+
+
+FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {"fp8": fp8, "nvfp4": nvfp4}
+
+
 def launches(s: Shape) -> tuple[Launch, ...]:
     """Launch every kernel once on meta tensors, or once per form of weights that it takes."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
@@ -151,9 +186,6 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
     from mtpbuild.plugins.moe.triton import moe_launches, route_launch
     from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
 
     B, T, V = s.batch, s.tokens, s.vocab
     compute = torch.float32 if s.cache == torch.float32 else torch.bfloat16
@@ -176,14 +208,6 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     experts = (empty(X, *size, dtype=compute) for size in sizes)
     x, shares = empty(N, s.hidden, dtype=compute), empty(N, s.chosen)
 
-    def fp8(K: int, N: int, *stack: int) -> tuple[Tensor | None, ...]:
-        scales = empty(*stack, K // gcd(128, K), N)
-        return empty(*stack, K, N, dtype=torch.uint8), scales, None
-
-    def nvfp4(K: int, N: int, *stack: int) -> tuple[Tensor | None, ...]:
-        scales = empty(*stack, K // 16, N, dtype=torch.uint8)
-        return empty(*stack, K // 2, N, dtype=torch.uint8), scales, empty(*stack, 1, N)
-
     def scaled(form: Callable[..., tuple[Any, ...]]) -> Iterator[Launch]:
         (gate_up, *scales), (down, *others) = (form(*size, X) for size in sizes)
         yield product_launch(x, *form(*sizes[0]))
@@ -202,12 +226,29 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     )
 
 
+def print_resources(architectures: Sequence[int]) -> None:
+    """Print a table's row as each kernel is compiled."""
+    from mtpbuild.plugins.resources import HEADER, MODELS, cases, resources
+
+    print(HEADER)
+    for model, sizes in MODELS.items():
+        for architecture in architectures:
+            for case, launch in cases(sizes, architecture):
+                print(resources(f"{model}: {case}", launch, architecture).row(), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What each kernel needs as an AOT plugin.")
     parser.add_argument("--shape", choices=SHAPES, default="deepseek-v3")
     parser.add_argument("--architectures", default=",".join(map(str, ARCHITECTURES)))
     parser.add_argument("--json", action="store_true", help="with the PTX")
+    parser.add_argument(
+        "--resources", action="store_true", help="of a step of R1 and deepseek-tiny"
+    )
     options = parser.parse_args()
+    if options.resources:
+        print_resources([int(a) for a in options.architectures.split(",")])
+        return
     for architecture in options.architectures.split(","):
         for launch in launches(SHAPES[options.shape]):
             ptx = compile_launch(launch, int(architecture))

@@ -23,12 +23,11 @@ def float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """Make fp32 of e4m3 or e2m1 codes by their bits: sm_80 has neither type."""
     bits: tl.constexpr = EXPONENT + MANTISSA
     bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
-    least: tl.constexpr = 2.0 ** (1 - bias - MANTISSA)
     codes = codes.to(tl.int32)
-    size = codes & ((1 << bits) - 1)
-    normal = ((size << (23 - MANTISSA)) + ((127 - bias) << 23)).to(tl.float32, bitcast=True)
-    magnitude = tl.where(size < (1 << MANTISSA), size.to(tl.float32) * least, normal)
-    return tl.where(codes < (1 << bits), magnitude, -magnitude)
+    size = (codes << (23 - MANTISSA)) & (((1 << bits) - 1) << (23 - MANTISSA))
+    sign = (codes << (31 - bits)) & -2147483648
+    # A subnormal code makes a subnormal number here: the product is exact for both.
+    return (size | sign).to(tl.float32, bitcast=True) * 2.0 ** (127 - bias)
 
 
 @triton.jit
@@ -43,7 +42,6 @@ def scaled_tile(
     are per inputs too.
     """
     there = deep[:, None] & right[None, :]
-    block = expert * (DEPTH // BLOCK) + k // BLOCK
     if scales_2 is None:
         of = values + (expert * DEPTH + k)[:, None] * WIDTH + n[None, :]
         value = float_of(tl.load(of, there, 0), 4, 3)
@@ -51,18 +49,29 @@ def scaled_tile(
             of_all = scales + (expert * (DEPTH // BLOCK) + begin // BLOCK) * WIDTH + n
             scale = tl.load(of_all, right, 0.0)[None, :]
         else:
+            block = expert * (DEPTH // BLOCK) + k // BLOCK
             scale = tl.load(scales + block[:, None] * WIDTH + n[None, :], there, 0.0)
         value = value * scale
     else:
-        of = values + (expert * (DEPTH // 2) + k // 2)[:, None] * WIDTH + n[None, :]
-        nibble = (k % 2 * 4)[:, None]
-        value = float_of((tl.load(of, there, 0).to(tl.int32) >> nibble) & 15, 2, 1)
-        scale = tl.load(scales + block[:, None] * WIDTH + n[None, :], there, 0)
-        value = value * float_of(scale, 4, 3)
+        blocks: tl.constexpr = BLOCK_K // BLOCK
+        WIDE: tl.constexpr = n.shape[0]
+        pair = begin // 2 + tl.arange(0, BLOCK_K // 2)  # of inputs, which share a byte
+        of = values + (expert * (DEPTH // 2) + pair)[:, None] * WIDTH + n[None, :]
+        codes = tl.load(of, (pair < DEPTH // 2)[:, None] & right[None, :], 0).to(tl.int32)
+        both = tl.join(float_of(codes & 15, 2, 1), float_of(codes >> 4, 2, 1))
+        both = tl.reshape(tl.permute(both, (0, 2, 1)), (blocks, BLOCK, WIDE))
+        each = begin // BLOCK + tl.arange(0, blocks)
+        some = each < DEPTH // BLOCK
+        at = expert * (DEPTH // BLOCK) + each
+        scale = tl.load(
+            scales + at[:, None] * WIDTH + n[None, :], some[:, None] & right[None, :], 0
+        )
+        both = both * float_of(scale, 4, 3)[:, None, :]
         if BY_INPUT:
-            value = value * tl.load(scales_2 + block, deep, 0.0)[:, None]
+            both = both * tl.load(scales_2 + at, some, 0.0)[:, None, None]
         else:
-            value = value * tl.load(scales_2 + expert * WIDTH + n, right, 0.0)[None, :]
+            both = both * tl.load(scales_2 + expert * WIDTH + n, right, 0.0)[None, None, :]
+        value = tl.reshape(both, (BLOCK_K, WIDE))
     return value
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, shared_memory, tile
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
-PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
-SPLIT_ROWS = 512  # of the capacity, for each split that there may be
-LEAST_ROWS = 64  # of what a slot holds: fewer cost more in partial sums than they save
+PROGRAMS = 2 * 132  # two for every multiprocessor of an H100
+LEAST_ROWS = 24  # of what a slot holds, for a split of a call with one block of query rows
+MOST_OF_LEAST = 64  # and of a call with many: each split writes partial sums for every query row
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -23,7 +23,8 @@ def mla_partial(
     out, lse,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
-    ROTARY: tl.constexpr, CHUNK: tl.constexpr, WANTED: tl.constexpr, LEAST: tl.constexpr,
+    ROTARY: tl.constexpr, WANTED: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (b, m, s) has BLOCK_M of slot b's HEADS * TOKENS query rows and split s of its cache.
 
@@ -31,16 +32,19 @@ def mla_partial(
     need, of LEAST rows or more. So what a slot holds decides its cost, not what it could hold. The
     last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is normalised
     within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the weights' sum.
-    A split without rows writes only its lse, -inf.
+    A split without rows writes only its lse, -inf. The cache's tiles are copied to shared memory
+    STAGES - 1 tiles ahead; there are few fresh rows, so their tiles are not.
     """
     b = tl.program_id(0).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
     rows: tl.constexpr = HEADS * TOKENS
     width: tl.constexpr = RANK + ROPE
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)  # query row: head * TOKENS + token
-    latent = tl.arange(0, LATENT)
+    latent, rotary = tl.arange(0, LATENT)[None, :], tl.arange(0, ROTARY)[None, :]
     queries = q + (b * rows + m)[:, None] * width
     some = (m < rows)[:, None]
+    query = tl.load(queries + latent, some & (latent < RANK), 0.0)
+    turned = tl.load(queries + RANK + rotary, some & (rotary < ROPE), 0.0)
     scale = SCALE * LOG2E
     if k_scale is not None:
         scale = scale * tl.load(k_scale)
@@ -51,23 +55,23 @@ def mla_partial(
     length = tl.load(base + b).to(tl.int32)
     used = tl.cdiv(WANTED, tl.num_programs(0) * tl.num_programs(1))
     used = tl.maximum(tl.minimum(tl.minimum(used, splits), length // LEAST), 1)
-    share = tl.cdiv(tl.cdiv(length, used), BLOCK_N) * BLOCK_N
+    share = tl.cdiv(length, used)
     begin = split * share
     end = tl.minimum(begin + share, length)
     last = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
-    for n in range(begin, end, BLOCK_N):
+    for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         top, weight, mixed = _attend(
-            queries, some, cache + b * capacity * width, n, end, last, scale,
-            top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK,
+            queries, some, query, turned, cache + b * capacity * width, n, end, last, scale,
+            top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
         )  # fmt: skip
     if split == splits - 1:
         start = tl.load(first + b).to(tl.int32)
         last = start + m % TOKENS
         end_fresh = tl.minimum(fresh_rows, start + TOKENS)  # garbage may follow
-        for n in range(0, end_fresh, BLOCK_N):
+        for n in tl.range(0, end_fresh, BLOCK_N, num_stages=1):
             top, weight, mixed = _attend(
-                queries, some, fresh + b * fresh_rows * width, n, end_fresh, last, scale,
-                top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK,
+                queries, some, query, turned, fresh + b * fresh_rows * width, n, end_fresh, last,
+                scale, top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
             )  # fmt: skip
 
     row = (b * splits + split) * rows + m
@@ -77,43 +81,47 @@ def mla_partial(
         mixed = mixed / weight[:, None]
         if k_scale is not None:
             mixed = mixed * tl.load(k_scale)
-        to = out + row[:, None] * RANK + latent[None, :]
-        tl.store(to, mixed.to(out.dtype.element_ty), some & (latent < RANK)[None, :])
+        to = out + row[:, None] * RANK + latent
+        tl.store(to, mixed.to(out.dtype.element_ty), some & (latent < RANK))
 
 
 @triton.jit
 def _attend(
-    queries, some, keys, n, end, last, scale,
+    queries, some, query, turned, keys, n, end, last, scale,
     top, weight, mixed,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
-    ROTARY: tl.constexpr, CHUNK: tl.constexpr,
+    ROTARY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of keys into the running softmax; row j is seen if j <= last [BLOCK_M].
 
-    The first tile holds a row that every query sees, so `top` is finite from then on. Scores are
-    summed by CHUNKs of the latent: that bounds the shared memory which queries and keys need.
+    The first tile holds a row that every query sees, so `top` is finite from then on. The latent
+    part of a tile is loaded once, and is keys and values. With a CHUNK below LATENT scores are
+    summed chunk by chunk, each loaded again: in fp32 whole tiles do not fit into the registers, in
+    an AOT plugin not into shared memory.
     """
     j = n + tl.arange(0, BLOCK_N)
     at = keys + j.to(tl.int64)[:, None] * (RANK + ROPE)
     there = (j < end)[:, None]
-    rotary = tl.arange(0, ROTARY)[None, :]
-    a = tl.load(queries + RANK + rotary, some & (rotary < ROPE), 0.0)
-    k = tl.load(at + RANK + rotary, there & (rotary < ROPE), 0.0).to(a.dtype)
-    scores = tl.dot(a, tl.trans(k), input_precision="ieee")
-    for c in tl.static_range(0, LATENT, CHUNK):
-        chunk = c + tl.arange(0, CHUNK)[None, :]
-        a = tl.load(queries + chunk, some & (chunk < RANK), 0.0)
-        k = tl.load(at + chunk, there & (chunk < RANK), 0.0).to(a.dtype)
-        scores = tl.dot(a, tl.trans(k), scores, input_precision="ieee")
+    latent, rotary = tl.arange(0, LATENT)[None, :], tl.arange(0, ROTARY)[None, :]
+    values = tl.load(at + latent, there & (latent < RANK), 0.0).to(query.dtype)
+    k = tl.load(at + RANK + rotary, there & (rotary < ROPE), 0.0).to(query.dtype)
+    scores = tl.dot(turned, tl.trans(k), input_precision=PRECISION)
+    if CHUNK == LATENT:
+        scores = tl.dot(query, tl.trans(values), scores, input_precision=PRECISION)
+    else:
+        for c in tl.range(0, LATENT, CHUNK, num_stages=3):
+            chunk = c + tl.arange(0, CHUNK)[None, :]
+            a = tl.load(queries + chunk, some & (chunk < RANK), 0.0)
+            part = tl.load(at + chunk, there & (chunk < RANK), 0.0).to(query.dtype)
+            scores = tl.dot(a, tl.trans(part), scores, input_precision=PRECISION)
     seen = (j[None, :] <= last[:, None]) & (j < end)[None, :]
     scores = tl.where(seen, scores * scale, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
     p = tl.exp2(scores - highest[:, None])
     fade = tl.exp2(top - highest)
     weight = weight * fade + tl.sum(p, 1)
-    latent = tl.arange(0, LATENT)[None, :]
-    values = tl.load(at + latent, there & (latent < RANK), 0.0).to(a.dtype)
-    mixed = tl.dot(p.to(a.dtype), values, mixed * fade[:, None], input_precision="ieee")
+    faded = mixed * fade[:, None]
+    mixed = tl.dot(p.to(query.dtype), values, faded, input_precision=PRECISION)
     return highest, weight, mixed
 
 
@@ -122,54 +130,65 @@ def mla_combine(
     partial, lse,
     rows, splits,
     out,
-    RANK: tl.constexpr, LATENT: tl.constexpr,
+    RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, m) combines query row m of slot b from those of its splits that have rows."""
+    """Program (b, m, l) combines BLOCK_L latents of query row m of slot b from its splits.
+
+    It reads BLOCK_S splits at a time, and only those that have rows. SPLITS is a power of two that
+    is not less than `splits`.
+    """
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    latent = tl.arange(0, LATENT)
-    top = float("-inf")
-    for s in range(splits):
-        top = tl.maximum(top, tl.load(lse + (b * splits + s) * rows + m))
-    weight = 0.0
-    mixed = tl.zeros((LATENT,), tl.float32)
-    for s in range(splits):
+    latent = tl.program_id(2) * BLOCK_L + tl.arange(0, BLOCK_L)
+    every = tl.arange(0, SPLITS)
+    sums = tl.load(lse + (b * splits + every) * rows + m, every < splits, float("-inf"))
+    top = tl.max(sums, 0)
+    weight = tl.sum(tl.exp2(sums - top), 0)
+    mixed = tl.zeros((BLOCK_L,), tl.float32)
+    for begin in range(0, splits, BLOCK_S):
+        s = begin + tl.arange(0, BLOCK_S)
         row = (b * splits + s) * rows + m
-        part = tl.exp2(tl.load(lse + row) - top)
-        if part > 0:
-            weight += part
-            mixed += part * tl.load(partial + row * RANK + latent, latent < RANK, 0.0)
+        part = tl.exp2(tl.load(lse + row, s < splits, float("-inf")) - top)
+        there = (part > 0)[:, None] & (latent < RANK)[None, :]
+        given = tl.load(partial + row[:, None] * RANK + latent[None, :], there, 0.0)
+        mixed += tl.sum(part[:, None] * given, 0)
     to = out + (b * rows + m) * RANK + latent
     tl.store(to, (mixed / weight).to(out.dtype.element_ty), latent < RANK)
 
 
-def tiles(rows: int, rank: int, rope: int, each: int, shared: int) -> tuple[dict[str, int], int]:
-    """Choose the largest tiles for `rows` query rows whose keys and queries fit `shared` bytes.
+def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, int]:
+    """Choose tiles of 16 query rows for a cache of this dtype, with `shared` bytes at most.
 
-    A value has `each` bytes. Returns query rows and keys per step and latent values per product, as
-    the kernel's constants, and warps.
-    DeepSeek's 576 bf16 values get 64 x 32 (139 KB) on data-centre GPUs from 16 heads and 4 tokens
-    on, and 16 x 16 in chunks of 128 (35 KB) as an AOT plugin.
+    Returns keys per step, stages (one more than there are tiles of keys in shared memory), latents
+    per product of scores and the precision of products, as the kernel's constants, and warps. More
+    query rows per program would need more registers than there are (docs/plugins.md).
     """
-    latent, width = tile(rank), tile(rank) + tile(rope)
-    for m, n in ((64, 32), (32, 32), (16, 32), (16, 16)):
-        if m <= tile(rows) and (m + 2 * n) * width * each <= shared:
-            return {"BLOCK_M": m, "BLOCK_N": n, "CHUNK": latent}, 8 if m == 64 else 4
-    return {"BLOCK_M": 16, "BLOCK_N": 16, "CHUNK": min(latent, 128)}, 4
+    latent, each = tile(rank), cache.itemsize
+    if cache == torch.float32:
+        chunk = min(latent, 64)
+        constants = {"BLOCK_N": 16, "STAGES": 2, "CHUNK": chunk, "PRECISION": "tf32x3"}
+        return {"BLOCK_M": 16, **constants}, 8
+    width, constants = latent + tile(rope), {"CHUNK": latent, "PRECISION": "ieee"}
+    for n in (32, 16):
+        if (16 * 2 + 2 * n * each) * width + (16 << 10) <= shared:
+            constants |= {"BLOCK_N": n, "STAGES": 3}
+            return {"BLOCK_M": 16, **constants}, 4 if each == 2 else 8
+    constants |= {"BLOCK_N": 16, "STAGES": 2, "CHUNK": min(latent, 128)}
+    return {"BLOCK_M": 16, **constants}, 4
 
 
-def split_count(slots: int, blocks: int, capacity: int) -> int:
+def split_count(slots: int, blocks: int, capacity: int, least: int) -> int:
     """Count the splits that there may be; an open batch (a symbol) has those of one slot."""
     known = slots if isinstance(slots, int) else 1
-    return max(1, min(PROGRAMS // (known * blocks), cdiv(capacity, SPLIT_ROWS)))
+    return max(1, min(PROGRAMS // (known * blocks), cdiv(capacity, least)))
 
 
 def mla_attention_launches(
-    *operands: Any, splits: int | None = None, shared: int | None = None, least: int = LEAST_ROWS
+    *operands: Any, splits: int | None = None, shared: int | None = None, least: int | None = None
 ) -> Launches:
     """Make the launches for the op's operands.
 
-    The splits and the bytes of shared memory are those that fit, if they are not given. least: rows
-    of a split.
+    The splits, the bytes of shared memory and the least rows of a split are those that fit, if they
+    are not given.
     """
     known = bind(mla_attention, operands)
     q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
@@ -177,10 +196,12 @@ def mla_attention_launches(
     rows, rope, latent = H * T, C - rank, tile(rank)
     if shared is None:
         shared = shared_memory(q.device)
-    constants, warps = tiles(rows, rank, rope, q.element_size(), shared)
+    constants, warps = tiles(rank, rope, known["cache"].dtype, shared)
     blocks = cdiv(rows, constants["BLOCK_M"])
+    if least is None:
+        least = min(MOST_OF_LEAST, LEAST_ROWS * blocks)
     if splits is None:
-        splits = split_count(B, blocks, capacity)
+        splits = split_count(B, blocks, capacity, least)
     lse = q.new_empty(B, splits, rows, dtype=torch.float32)
     out = q.new_empty(B, H, T, rank)
     partial = out if splits == 1 else lse.new_empty(B, splits, rows, rank)
@@ -193,7 +214,10 @@ def mla_attention_launches(
     if splits == 1:
         return Launches((first,), out)
     known |= {"partial": partial, "lse": lse, "rows": rows, "splits": splits}
-    return Launches((first, Launch.by_name(mla_combine, (B, rows), known, {"out": out})), out)
+    wide = min(latent, 128)
+    known |= {"SPLITS": tile(splits, 2), "BLOCK_S": 16, "BLOCK_L": wide}
+    combined = (B, rows, cdiv(rank, wide))
+    return Launches((first, Launch.by_name(mla_combine, combined, known, {"out": out})), out)
 
 
 @by_kernels(mla_attention)

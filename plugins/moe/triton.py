@@ -16,6 +16,8 @@ from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, ti
 from mtpbuild.plugins.matmul_scaled.triton import scaled_tile
 from mtpbuild.plugins.moe.op import MAX_TOKENS, empty_routes, moe, moe_route
 
+PROGRAMS = 132  # an H100's multiprocessors
+
 
 @triton.jit
 def route(
@@ -171,6 +173,16 @@ def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
     return Launch(route, (N,), (logits, bias), (), results, constants, warps=1)
 
 
+def columns_of_a_program(chosen: int, columns: int) -> int:
+    """Choose 64, 32 or 16 columns, so that one token has programs for most multiprocessors.
+
+    It is for plain weights: narrow tiles of fp8 or nvfp4 take far more instructions per byte.
+    It does not depend on the number of tokens, so that neither does how a token's sums are rounded.
+    """
+    fits = (wide for wide in (64, 32) if chosen * cdiv(columns, wide) >= PROGRAMS)
+    return next(fits, 16)
+
+
 def moe_launches(*operands: Any) -> Launches:
     """Make the launches for the op's operands; their result [N, k, E] is summed over k."""
     known = bind(moe, operands)
@@ -181,13 +193,14 @@ def moe_launches(*operands: Any) -> Launches:
     inner, parts = x.new_empty(count, width), known["weights"].new_empty(N, k, E)
     known |= {"count": count, "inner": inner, "gate_up": known["gate_up_proj"]}
     known |= {"CHOSEN": k, "WIDE": tile(k, 2), "HIDDEN": E, "INNER": width}
-    known |= {"BLOCK_M": tile(N), "BLOCK_N": 64, "BLOCK_K": 64}
+    known |= {"BLOCK_M": tile(N), "BLOCK_K": 64}
 
     def product(kernel: Any, weight: str, depth: int, columns: int, made: Any) -> Launch:
         scales, scales_2 = known[f"{weight}_scales"], known[f"{weight}_scales_2"]
         block = depth if scales is None else depth // scales.shape[1]  # inputs that share a scale
-        own = {"scales": scales, "scales_2": scales_2, "BLOCK": block}
-        return Launch.by_name(kernel, (count, cdiv(columns, 64)), known | own, made)
+        wide = columns_of_a_program(k, columns) if scales is None else 64
+        own = {"scales": scales, "scales_2": scales_2, "BLOCK": block, "BLOCK_N": wide}
+        return Launch.by_name(kernel, (count, cdiv(columns, wide)), known | own, made)
 
     first = product(gate_and_up, "gate_up", E, width, {"inner": inner})
     return Launches((first, product(down, "down", width, E, {"parts": parts})), parts)

@@ -179,7 +179,8 @@ def test_too_much_shared_memory_is_refused_and_export_sees_the_kernels(cache: Pa
     assert sorted(written) == sorted(
         [
             "cache",  # kv_copy
-            "out lse",  # mla_partial; a lone split needs no combination
+            "out lse",  # mla_partial
+            "out",  # mla_combine
             "weights ids",  # route
             "inner",  # gate_and_up
             "parts",  # down

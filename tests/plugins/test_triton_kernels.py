@@ -164,7 +164,7 @@ def test_scaled_experts(forms: tuple[str, str], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("slots", "splits", "held", "used"),
-    [(1, 128, 700, 10), (1, 128, 60, 1), (1, 4, 700, 4), (140, 4, 300, 2)],
+    [(1, 128, 700, 29), (1, 128, 47, 1), (1, 4, 700, 4), (140, 4, 300, 2)],
 )
 def test_splits_by_what_a_slot_holds(slots: int, splits: int, held: int, used: int) -> None:
     """However many splits there may be, partial sums are written for those that have rows."""

@@ -1,0 +1,229 @@
+"""What each kernel needs of a GPU, read from its compiled code; no GPU is needed.
+
+    python -m mtpbuild.plugins.ptx --resources [--shape r1] [--architectures 90,100]
+
+A multiprocessor issues 4 instructions of a warp per cycle. An H100 (132 of them, 1.755 GHz) thus
+issues 927e9 per second, and reads 3.35e12 bytes: to read at 80 % of that, a loop may take
+927e9 / 2.68e12 = 0.346 instructions per byte. A B200 (148, 1.85 GHz, 8e12 bytes) may take 0.171.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch, Launches
+from mtpbuild.plugins.ptx import FORMS, compiled, empty
+
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a program
+ISSUE = {90: 0.346, 100: 0.171}  # instructions per byte at 80 % of the bandwidth
+SPILLS = ("LDL", "STL")
+PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one launch needs. `steps` counts instructions of one iteration of its longest loop.
+
+    `per_byte` is those of all warps over the bytes of weights or cache that the iteration reads;
+    0 where the kernel has no such loop. `spills` are loads and stores of the stack in any loop.
+    """
+
+    case: str
+    kernel: str
+    architecture: int
+    programs: int
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+    tensor_memory: int
+    product: str
+    copies: int  # asynchronous copies to shared memory in loops
+    steps: int
+    per_byte: float
+
+    def row(self) -> str:
+        return (
+            f"| {self.case} | {self.kernel} | sm_{self.architecture} | {self.programs}"
+            f" | {self.registers} | {self.stack} | {self.spills} | {self.shared}"
+            f" | {self.tensor_memory} | {self.product} | {self.copies} | {self.steps}"
+            f" | {self.per_byte:.3f} |"
+        )
+
+
+HEADER = (
+    "| case | kernel | target | programs | registers | stack | spills | shared | tensor memory"
+    " | product | copies | steps | per byte |\n" + "|---" * 13 + "|"
+)
+
+
+def resources(case: str, launch: Launch, architecture: int) -> Resources:
+    """Compile a launch and read what its cubin says."""
+    built = compiled(launch, architecture, specialised=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(built.asm["cubin"])
+        usage, sass = _dump("-res-usage", file), _dump("-sass", file)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, "cuobjdump says what a kernel uses"
+    loops = [Counter(ops) for ops in _loops(sass)]
+    main = max(loops, key=lambda ops: (_products(ops), ops.total()), default=Counter[str]())
+    copies = sum(ops["LDGSTS"] + ops["UTMALDG"] for ops in loops)
+    once = _iterations(main, built.asm["ptx"])
+    streamed = streamed_bytes(launch)
+    steps = main.total() // once
+    return Resources(
+        case,
+        launch.kernel.__name__,
+        architecture,
+        torch.Size(launch.grid).numel(),
+        int(found[1]),
+        int(found[2]),
+        sum(ops[name] for ops in loops for name in SPILLS),
+        built.metadata.shared,
+        getattr(built.metadata, "tmem_size", None) or 0,
+        next((name for name in PRODUCTS[::-1] if main[name]), "-"),
+        copies,
+        steps,
+        steps * launch.warps / streamed if streamed else 0.0,
+    )
+
+
+def _dump(what: str, file: Path) -> str:
+    from triton import knobs
+
+    command = [knobs.nvidia.cuobjdump.path, what, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _loops(sass: str) -> Iterator[list[str]]:
+    """Yield the opcodes of each loop: what lies between a branch back and where it leads."""
+    found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([^;]*);", sass)
+    at = {int(place, 16): i for i, (place, _) in enumerate(found)}
+    for i, (place, text) in enumerate(found):
+        target = re.match(r"BRA\b.*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < int(place, 16) and int(target[1], 16) in at:
+            body = found[at[int(target[1], 16)] : i + 1]
+            yield [re.split(r"[.\s]", instruction)[0] for _, instruction in body]
+
+
+def _products(ops: Mapping[str, int]) -> int:
+    return sum(ops[name] for name in PRODUCTS)
+
+
+def _iterations(loop: Mapping[str, int], ptx: str) -> int:
+    """Count how often the assembler unrolled a loop, by its products. PTX has each just once."""
+    written = len(re.findall(r"mma\.sync\.aligned|wgmma\.mma_async|tcgen05\.mma\.", ptx))
+    return max(1, _products(loop) // max(1, written))
+
+
+def streamed_bytes(launch: Launch) -> int:
+    """Count the bytes of weights, without scales, or of cache that an iteration reads, or 0."""
+    sizes = launch.constants
+    named = dict(zip(launch.kernel.arg_names, launch.inputs, strict=False))
+    if launch.kernel.__name__ == "mla_partial":
+        width = sizes["RANK"] + sizes["ROPE"]
+        return int(sizes["BLOCK_N"] * width * _tensor(named["cache"]).itemsize)
+    weights = {"scaled_product": "values", "gate_and_up": "gate_up", "down": "down_proj"}
+    if launch.kernel.__name__ not in weights:
+        return 0
+    weight = _tensor(named[weights[launch.kernel.__name__]])
+    products = 2 if launch.kernel.__name__ == "gate_and_up" else 1
+    packed = 2 if named.get("scales_2") is not None else 1
+    return int(products * sizes["BLOCK_K"] * sizes["BLOCK_N"] * weight.itemsize // packed)
+
+
+def _tensor(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one rank of a model computes with."""
+
+    heads: int
+    rank: int
+    rope: int
+    hidden: int
+    inner: int
+    experts: int
+    chosen: int
+    projection: int  # outputs of a product with a weight [hidden, projection]
+    capacity: int
+    computed: torch.dtype
+
+
+MODELS = {
+    "r1": Sizes(16, 512, 64, 7168, 256, 256, 8, 2112, 4096, torch.bfloat16),  # 1 of 8 ranks
+    "deepseek-tiny": Sizes(4, 64, 16, 192, 64, 8, 2, 176, 512, torch.float32),
+}
+
+
+def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
+    """Yield the launches of a step with the tiles that this GPU would take."""
+    shared = SHARED[architecture]
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8 cache": torch.float8_e4m3fn}
+    for name, dtype in dtypes.items():
+        if dtype == torch.float8_e4m3fn and architecture < 89:
+            continue  # Triton converts from sm_89 on
+        for tokens in (1, 4):
+            for launch in _attention(s, tokens, dtype, shared).each:
+                yield f"attention {name}, {tokens} tokens", launch
+    for launch in _attention(s, 4, s.computed, 48 << 10).each:
+        yield "attention of 48 KB, 4 tokens", launch
+    for form in ("fp8", "nvfp4"):
+        yield from _products_of(s, form)
+    for tokens in (1, 4):
+        for launch in _experts(s, tokens, None).each:
+            yield f"experts, {tokens} tokens", launch
+
+
+def _attention(s: Sizes, tokens: int, cache: torch.dtype, shared: int) -> Launches:
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
+
+    width, packed = s.rank + s.rope, cache == torch.float8_e4m3fn
+    computed = torch.bfloat16 if packed else cache
+    slots = empty(1, dtype=torch.int64)
+    return mla_attention_launches(
+        empty(1, s.heads, tokens, width, dtype=computed),
+        empty(1, 1, s.capacity, width, dtype=cache),
+        empty(1, 1, tokens, width, dtype=cache),
+        *(slots, slots, 0.1, s.rank),
+        empty(1) if packed else None,
+        shared=shared,
+    )
+
+
+def _products_of(s: Sizes, form: str) -> Iterator[tuple[str, Launch]]:
+    from mtpbuild.plugins.matmul_scaled.triton import product_launch
+
+    weight = FORMS[form](s.hidden, s.projection)
+    yield f"product {form}, 4 tokens", product_launch(empty(4, s.hidden, dtype=s.computed), *weight)
+    for tokens in (1, 4):
+        for launch in _experts(s, tokens, form).each:
+            yield f"experts {form}, {tokens} tokens", launch
+
+
+def _experts(s: Sizes, tokens: int, form: str | None) -> Launches:
+    from mtpbuild.plugins.moe.triton import moe_launches
+
+    ids = empty(tokens, s.chosen, dtype=torch.int32)
+    sizes = (s.hidden, 2 * s.inner), (s.inner, s.hidden)
+    given: Any
+    if form is None:
+        given = [empty(s.experts, *size, dtype=s.computed) for size in sizes]
+    else:
+        (up, *scales), (down, *others) = (FORMS[form](*size, s.experts) for size in sizes)
+        given = (up, down, *scales, *others)
+    x = empty(tokens, s.hidden, dtype=s.computed)
+    return moe_launches(x, empty(tokens, s.chosen), ids, *given)
