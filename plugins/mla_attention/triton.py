@@ -13,6 +13,7 @@ from mtpbuild.plugins.mla_attention.op import mla_attention
 PROGRAMS = 2 * 132  # two for every multiprocessor of an H100
 LEAST_ROWS = 24  # of what a slot holds, for a split of a call with one block of query rows
 MOST_OF_LEAST = 64  # and of a call with many: each split writes partial sums for every query row
+OPEN_ROWS = 512  # of the capacity, for a split of an open batch: all its slots have memory for it
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -177,9 +178,10 @@ def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, i
 
 
 def split_count(slots: int, blocks: int, capacity: int, least: int) -> int:
-    """Count the splits that there may be; an open batch (a symbol) has those of one slot."""
-    known = slots if isinstance(slots, int) else 1
-    return max(1, min(PROGRAMS // (known * blocks), cdiv(capacity, least)))
+    """Count the splits that there may be; an open batch (a symbol) is split as one slot, coarsely."""
+    if isinstance(slots, int):
+        return max(1, min(PROGRAMS // (slots * blocks), cdiv(capacity, least)))
+    return max(1, min(PROGRAMS // blocks, cdiv(capacity, OPEN_ROWS)))
 
 
 def mla_attention_launches(
