@@ -178,7 +178,7 @@ def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, i
 
 
 def split_count(slots: int, blocks: int, capacity: int, least: int) -> int:
-    """Count the splits that there may be; an open batch (a symbol) is split as one slot, coarsely."""
+    """Count the splits that there may be: fewer for an open batch (a symbol), as if of one slot."""
     if isinstance(slots, int):
         return max(1, min(PROGRAMS // (slots * blocks), cdiv(capacity, least)))
     return max(1, min(PROGRAMS // blocks, cdiv(capacity, OPEN_ROWS)))
