@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.plugins.compiling import FORMS, compiled, empty
 from mtpbuild.plugins.launch import Launch, Launches
-from mtpbuild.plugins.ptx import FORMS, compiled, empty
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a program
 ISSUE = {90: 0.346, 100: 0.171}  # instructions per byte at 80 % of the bandwidth

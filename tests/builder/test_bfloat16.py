@@ -231,7 +231,7 @@ def test_it_has_a_place_of_its_own(
             ("float16", "--target", "inductor"),
             "--dtype float16 is unknown; supported: float32, bfloat16",
         ),
-        (("bfloat16",), "--dtype bfloat16 is for target inductor, not onnxruntime"),
+        (("bfloat16",), "--dtype bfloat16 is for target inductor, tensorrt, not onnxruntime"),
     ],
 )
 def test_what_is_refused(flags: tuple[str, ...], said: str, smallest: Path, tmp_path: Path) -> None:

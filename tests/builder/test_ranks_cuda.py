@@ -180,7 +180,9 @@ def test_where_it_does_not_run(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(EngineError, match=r"of 2 ranks: use `mtpbuild run`, or .*per-node 2`$"):
         Engine.load(engine)
     (engine / "rank1").rename(engine / "elsewhere")
-    with pytest.raises(EngineError, match=r"--target inductor .*--ep 2 --device cuda --rank 1"):
+    with pytest.raises(
+        EngineError, match=r"--target inductor .*--ep 2 --device cuda --dtype float32 --rank 1"
+    ):
         ranks_module.require_ranks(engine, read_manifest(engine), [1])
     (engine / "elsewhere").rename(engine / "rank1")
 

@@ -406,7 +406,9 @@ class TestWhatCanNotBeBuilt:
         assert str(caught.value).startswith(says)
 
     def test_another_target(self, place: BuildRequest) -> None:
-        with pytest.raises(UsageError, match="is for target tensorrt-rtx, not onnxruntime"):
+        with pytest.raises(
+            UsageError, match="is for target inductor, tensorrt-rtx, not onnxruntime"
+        ):
             build(replace(place, target="onnxruntime"))
 
     def test_missing_packages(self, place: BuildRequest) -> None:
@@ -466,7 +468,8 @@ class TestTargetTensorRt:
     ) -> None:
         asked = replace(place, target="tensorrt", options={})
         with pytest.raises(
-            UsageError, match="--compute-capability sm120 is for target tensorrt-rtx"
+            UsageError,
+            match="--compute-capability sm120 is for target inductor, tensorrt-rtx, not tensorrt",
         ):
             build(replace(place, target="tensorrt"))
         with pytest.raises(UsageError, match="--fast-build is for target tensorrt, not tensorrt-r"):

@@ -6,7 +6,6 @@ Compiling needs no GPU, but a process in which Triton's interpreter is off.
 import json
 import os
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from mtpbuild.plugins.launch import AOT_SHARED
 from mtpbuild.plugins.ptx import ARCHITECTURES, SHAPES, compile_launch, launches
+from tests.support.compiling import run
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 pytestmark = pytest.mark.xdist_group("ptx")  # one worker has the cache of compiled kernels
@@ -40,17 +40,6 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("triton")
-
-
-def run(*arguments: str, cache: Path) -> str:
-    """Return what Python prints in a process that compiles."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "TORCH_LOGS": "-all"}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def compiled(shape: str, architecture: int, cache: Path) -> list[dict[str, Any]]:
@@ -192,13 +181,13 @@ def test_too_much_shared_memory_is_refused_and_export_sees_the_kernels(cache: Pa
 
 
 def test_launches_are_checked_against_their_kernel() -> None:
-    from mtpbuild.plugins.ptx import _signature
+    from mtpbuild.plugins.compiling import signature_of
 
     launch = launches(SHAPES["small"])[0]
-    signature, constants = _signature(launch)
+    signature, constants = signature_of(launch)
     assert list(signature.values()) == ["*fp32", "*i64", "i32", "i32", "i32", "*fp32", "constexpr"]
     assert constants == {"BLOCK": 1024}
     with pytest.raises(AssertionError):
-        _signature(replace(launch, sizes=(1, 2)))
+        signature_of(replace(launch, sizes=(1, 2)))
     with pytest.raises(KeyError):
-        _signature(replace(launch, outputs=(torch.empty(1, dtype=torch.float64),)))
+        signature_of(replace(launch, outputs=(torch.empty(1, dtype=torch.float64),)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.plugins.test_ptx import run
+from tests.support.compiling import run
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 pytestmark = pytest.mark.xdist_group("ptx")
@@ -22,6 +22,7 @@ for case, launch in cases(MODELS[model], int(architecture)):
         print(json.dumps(asdict(resources(case, launch, int(architecture)))))
 """
 FULL = pytest.mark.full
+NARROW = [("gate_and_up", f"experts {form}, 1 tokens") for form in ("fp8", "nvfp4")]
 ALL = "mla_partial,mla_combine,scaled_product,gate_and_up,down"
 
 
@@ -31,6 +32,7 @@ def compiled(model: str, architecture: int, case: str, kernels: str, cache: Path
     return [json.loads(line) for line in lines]
 
 
+@FULL
 def test_combination_of_splits_is_not_serial(tmp_path: Path) -> None:
     """Its programs at batch 1 fill an H100, and nothing is spilled."""
     (found,) = compiled("r1", 90, "attention bf16, 4", "mla_combine", tmp_path)
@@ -58,9 +60,10 @@ def test_products_do_not_spill(case: str, architecture: int, tmp_path: Path) -> 
     assert rows
     for row in rows:
         assert row["spills"] == 0, row
-        scaled_token = row["kernel"] == "gate_and_up" and "1 tokens" in row["case"]
-        if not scaled_token or row["case"] == "experts, 1 tokens":
-            assert row["programs"] >= 128, row
+    # One token's gate and up have few programs with fp8 and nvfp4 (docs/plugins.md).
+    wide = [row for row in rows if (row["kernel"], row["case"]) not in NARROW]
+    assert len(wide) > 2
+    assert min(row["programs"] for row in wide) >= 128
 
 
 @FULL

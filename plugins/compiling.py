@@ -1,0 +1,93 @@
+"""Compiles a kernel with Triton for a GPU that need not be here, and makes operands without memory.
+
+The process must not run Triton's interpreter (TRITON_INTERPRET).
+"""
+
+from collections.abc import Callable
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch
+
+PTX_VERSION = 87  # Triton's own is newer than what drivers of CUDA 12.8 take
+TYPES = {
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+
+
+def compiled(launch: Launch, architecture: int, specialised: bool = False) -> Any:
+    """Compile with Triton. `specialised`: sizes are known to divide by 16, as in its JIT.
+
+    Raises RuntimeError where Triton's interpreter is on.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: compile kernels in another process")
+    signature, constants = signature_of(launch)
+    aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
+    if specialised:
+        sizes = dict(zip(launch.kernel.arg_names[len(launch.inputs) :], launch.sizes, strict=False))
+        ones = {name: 1 for name, size in sizes.items() if size == 1}
+        signature |= dict.fromkeys(ones, "constexpr")
+        constants |= ones
+        sixteens = {name for name, size in sizes.items() if size % 16 == 0}
+        aligned += [i for i, name in enumerate(signature) if name in sixteens]
+    source = ASTSource(
+        launch.kernel,
+        signature,
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},  # as all allocations are
+    )
+    options = {
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+        "ptx_version": PTX_VERSION,
+        "enable_fp_fusion": True,
+    }
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def signature_of(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
+    """Name each parameter's Triton type, "constexpr" where it vanishes, and the values of those."""
+    values = (*launch.inputs, *launch.sizes, *launch.outputs)
+    names = launch.kernel.arg_names
+    given = dict(zip(names, values, strict=False)) | dict(launch.constants)
+    assert len(given) == len(names) == len(values) + len(launch.constants), "its arguments"
+    signature = {}
+    for name in names:
+        value = given[name]
+        if isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
+        else:
+            constant = value is None or name in launch.constants
+            signature[name] = "constexpr" if constant else "i32"
+    return signature, {name: given[name] for name, kind in signature.items() if kind == "constexpr"}
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def fp8(K: int, N: int, *stack: int) -> tuple[Any, ...]:
+    """Make a weight [K, N] as matmul_scaled takes it, or a stack of them."""
+    scales = empty(*stack, K // gcd(128, K), N)
+    return empty(*stack, K, N, dtype=torch.uint8), scales, None
+
+
+def nvfp4(K: int, N: int, *stack: int) -> tuple[Any, ...]:
+    scales = empty(*stack, K // 16, N, dtype=torch.uint8)
+    return empty(*stack, K // 2, N, dtype=torch.uint8), scales, empty(*stack, 1, N)
+
+
+FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {"fp8": fp8, "nvfp4": nvfp4}

@@ -1,0 +1,17 @@
+"""A process in which Triton compiles: its interpreter is off there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(*arguments: str, cache: Path) -> str:
+    """Return what Python prints in a process that compiles."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "TORCH_LOGS": "-all"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
