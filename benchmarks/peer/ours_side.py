@@ -47,8 +47,10 @@ class Watched:
 
     def _fill(self) -> None:
         draw = np.random.default_rng(0)
+        # `state` would show all slots, and so have memory for them.
+        views = self._programs._caches.views(0, self.batch)
         for name in self._caches:
-            cache = self._programs.state[name][: self.batch, :, : self.filled]
+            cache = views[name][:, :, : self.filled]
             pool = draw.standard_normal((POOL, cache.shape[-1]), np.float32)
             for start in range(0, cache.shape[2], POOL):
                 part = cache[:, :, start : start + POOL]
@@ -63,8 +65,8 @@ class Ours:
         state = self.engine.manifest.state
         caches = [s.name for s in state if s.kind == "cache" and s.dtype == "float32"]
         # No public name: `loop_overhead.py` goes in by the same door.
-        loop: Any = self.engine._loop
-        self.watched = loop.programs = Watched(loop.programs, caches)
+        self.loop: Any = self.engine._loop
+        self.watched = self.loop.programs = Watched(self.loop.programs, caches)
 
     def prompt(self, tokens: list[int]) -> None:
         self.engine.generate(tokens, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -73,10 +75,14 @@ class Ours:
         context, batch, rates = ask["context"], ask["batch"], ask.get("rates")
         self.watched.begin_watch(batch, context if ask["filled"] else None)
         accepting = {} if rates is None else synthetic(rates)
-        most = math.ceil(ask["steps"] * (1 + sum(rates or ())))
+        # Requests begin one by one, with a step between: the last to begin is to have its steps
+        # beside all others. A prompt that is left out takes one turn, however long it is.
+        most = math.ceil((ask["steps"] + batch) * (1 + sum(rates or ())))
+        chunk, self.loop._chunk = self.loop._chunk, context if ask["filled"] else self.loop._chunk
         params = [SamplingParams(most, ignore_eos=True, **accepting, seed=i) for i in range(batch)]
         prompts = [tokens(context, self.vocabulary, seed) for seed in range(batch)]
         results = self.engine.generate(prompts, params)
+        self.loop._chunk = chunk
         said = [token for result in results for token in result.token_ids]
         steps = np.diff(self.watched.ends).tolist()
         self.watched.begin_watch(1, None)
