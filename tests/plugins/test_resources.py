@@ -62,7 +62,7 @@ def test_products_do_not_spill(case: str, architecture: int, tmp_path: Path) -> 
         assert row["spills"] == 0, row
     # One token's gate and up have few programs with fp8 and nvfp4 (docs/plugins.md).
     wide = [row for row in rows if (row["kernel"], row["case"]) not in NARROW]
-    assert len(wide) > 2
+    assert wide
     assert min(row["programs"] for row in wide) >= 128
 
 
