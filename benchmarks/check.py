@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from loop_overhead import measure
+from one.published import DRAFTING, PLAIN
+from one.sides import Measured
 from rich.console import Console
 from rich.table import Table
 from script import run
@@ -67,7 +69,11 @@ FIGURES = {
     "host": Figure("the host's share of a step", 0.5, 3, unit="%"),
     "load": Figure("load to first token", 0.3, 0.5, unit="s"),
     "build": Figure("build of nextn 3, cold", 0.3, 60, unit="s"),
+    # Four layers of GigaChat3-10B's shape, int4, by one_machine.py, whose aims are of all layers.
+    "step": Figure("4 layers of 10B: a step of nextn 1 over one of 0", 0.15, 1.9),
+    "memory": Figure("4 layers of 10B: peak memory over the engine, nextn 1", 0.05, 1.4),
 }
+LAYERS = 4
 
 
 def build_seconds() -> float:
@@ -96,6 +102,24 @@ def host_share(engine: str, threads: int) -> float:
     return 100 * host / (program + host)
 
 
+def real_size(threads: int) -> dict[str, float]:
+    """Ratios of a few layers of a model of a real size."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "figures.json"
+        flags = ["--only", "moe", "--layers", str(LAYERS), "--rounds", "1", "--ours-alone"]
+        flags += ["--threads", str(threads), "--work", f"{folder}/work", "--out", str(out)]
+        script = Path(__file__).parent / "one_machine.py"
+        subprocess.run([sys.executable, str(script), *flags], check=True, capture_output=True)
+        data = json.loads(out.read_text(encoding="utf-8"))["moe"]["figures"]
+    measured = Measured(data["rounds"])
+    step, plain = (measured.step(name, "short") for name in (DRAFTING, PLAIN))
+    peak = measured.memory(DRAFTING, "short")
+    assert step is not None
+    assert plain is not None
+    assert peak is not None
+    return {"step": step / plain, "memory": peak / data["sizes"][DRAFTING]}
+
+
 def figures(threads: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         asked = Asked(num_requests=8, output_len=128)
@@ -112,6 +136,7 @@ def figures(threads: int) -> dict[str, float]:
         "host": host_share(engine, threads),
         "load": load_seconds(engine, threads),
         "build": build_seconds(),
+        **real_size(threads),
     }
 
 

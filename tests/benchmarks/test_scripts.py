@@ -120,6 +120,8 @@ def test_what_got_worse() -> None:
         "host": 2.0,
         "load": 0.4,
         "build": 40,
+        "step": 1.9,
+        "memory": 1.4,
     }
     recorded = {"figures": then}
     assert set(then) == set(check.FIGURES)
@@ -133,6 +135,8 @@ def test_what_got_worse() -> None:
         "host": 1.0,
         "load": 0.2,
         "build": 9,
+        "step": 1.6,
+        "memory": 1.2,
     }
     assert check.report(better, recorded)[1] == []
     _, worse = check.report(then | {"code": 1.2, "v": 1.8}, recorded)
