@@ -77,7 +77,7 @@ class Ours:
         accepting = {} if rates is None else synthetic(rates)
         # Requests begin one by one, with a step between: the last to begin is to have its steps
         # beside all others. A prompt that is left out takes one turn, however long it is.
-        most = math.ceil((ask["steps"] + batch) * (1 + sum(rates or ())))
+        most = math.ceil((ask["steps"] + batch - 1) * (1 + sum(rates or ())))
         chunk, self.loop._chunk = self.loop._chunk, context if ask["filled"] else self.loop._chunk
         params = [SamplingParams(most, ignore_eos=True, **accepting, seed=i) for i in range(batch)]
         prompts = [tokens(context, self.vocabulary, seed) for seed in range(batch)]
