@@ -339,7 +339,7 @@ def draw(found: Sequence[Measured], kinds: dict[str, list[int]], path: Path) -> 
     axes.set_yticks(range(len(shown)), [m.label for m in shown])
     axes.invert_yaxis()
     axes.set_xlabel("tokens/s of one stream, greedy")
-    axes.legend(loc="lower right", frameon=False)
+    figure.legend(loc="outside upper right", ncols=len(kinds), frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=150)
