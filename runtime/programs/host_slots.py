@@ -1,6 +1,7 @@
 """Slots in the host's memory, whose caches have only the rows in use."""
 
 import contextlib
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from mtpbuild.runtime.programs.base import PREFILL, Bools, Constraint, host_type
 from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows
+GROWTH = 1.25  # of the rows of several slots, when one of them outgrows them
+LARGE = 1 << 24  # bytes of a cache from which on it gives back memory that it left
+HUGE_PAGES = 1 << 22  # bytes from which on NumPy asks for huge pages, and so does this
 
 
 class HostMemory:
@@ -71,12 +75,34 @@ def rounded(rows: int, capacity: int) -> int:
     return min(-(-rows // ROW_STEP) * ROW_STEP, capacity)
 
 
+class Pages:
+    """Zeros [rows, width] in memory that comes as it is written to, and can be given back."""
+
+    def __init__(self, shape: tuple[int, int], dtype: str) -> None:
+        kind = np.dtype(host_type(dtype))
+        self._row = shape[1] * kind.itemsize
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, shape[0] * self._row, flags=private)
+        if len(self._memory) >= HUGE_PAGES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.array = np.frombuffer(self._memory, kind).reshape(shape)
+
+    def give_back(self, start: int, end: int) -> None:
+        """Let go of whole pages in rows `start` to `end`, which are zeros from then on."""
+        first = -(-start * self._row // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = end * self._row // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._memory.madvise(mmap.MADV_DONTNEED, first, length)
+
+
 class PackedCaches(Caches):
     """Caches [B, 1, S, C] laid out for the rows in use, so that a step reads only those.
 
     A graph takes contiguous tensors. So of the slots that a step computes, the first `packed` ones,
     the first `rows` rows are adjacent at the beginning of an allocation of B * S rows. The others
     are parked: slot b has the S rows from b * S on, where no step and no other prompt reaches it.
+    Where neither is, a large cache has no memory.
     """
 
     device = "cpu"
@@ -88,10 +114,9 @@ class PackedCaches(Caches):
         self._parked = [0] * self._batch  # rows in use of a slot that is parked
         self._reserved = 0  # rows of an allocation that were written to
         # Zeros: a masked row weighs next to nothing, but of an uninitialised NaN that is a NaN.
-        self._flat = {
-            s.name: np.zeros((self._batch * self._capacity, s.shape[3]), host_type(s.dtype))
-            for s in specs
-        }
+        pages = {s.name: Pages((self._batch * self._capacity, s.shape[3]), s.dtype) for s in specs}
+        self._flat = {name: held.array for name, held in pages.items()}
+        self._large = [held for held in pages.values() if held.array.nbytes >= LARGE]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """All slots, packed for it."""
@@ -122,10 +147,10 @@ class PackedCaches(Caches):
 
     def fit(self, rows: int) -> bool:
         wanted = rounded(rows, self._capacity)
-        if self._batch > 1:  # moving slots costs: grow by doubling, shrink late
+        if self._batch > 1:  # moving slots costs: grow by more than is asked for, shrink late
             if wanted > self.rows:
-                wanted = min(max(wanted, 2 * self.rows), self._capacity)
-            elif wanted * 4 > self.rows:
+                wanted = max(wanted, rounded(int(GROWTH * self.rows), self._capacity))
+            elif wanted * 2 > self.rows:
                 wanted = self.rows
         if wanted == self.rows:
             return False
@@ -135,11 +160,14 @@ class PackedCaches(Caches):
     def pack(self, count: int) -> None:
         """Let the first `count` slots be adjacent, for a step."""
         self._reserve(count * self.rows)
+        if count <= self.packed:
+            return
         # Upwards: a slot's rows move down, where only slots are that have moved already.
         self._relocate(
             [(b * self._capacity, b * self.rows) for b in range(self.packed, count)], self.rows
         )
-        self.packed = max(self.packed, count)
+        self.packed = count
+        self._give_back()
 
     def park(self, slot: int, rows: int) -> None:
         """Let a slot, and those above it, be in places of their own; it has so many rows."""
@@ -172,6 +200,7 @@ class PackedCaches(Caches):
     def _lay_out(self, rows: int) -> None:
         """Change the number of rows that packed slots have; until the next step none is."""
         self._unpack(0)
+        self._give_back()
         self.rows = rows
 
     def _unpack(self, first: int) -> None:
@@ -191,6 +220,16 @@ class PackedCaches(Caches):
                 for flat in self._flat.values():
                     for old, new in moved:
                         flat[new : new + rows] = flat[old : old + rows]
+
+    def _give_back(self) -> None:
+        """Free the memory of large caches between the packed slots and the parked ones."""
+        self._reserved = min(self._reserved, self.packed * self.rows)
+        start = self.packed * self.rows
+        for slot in range(self.packed, self._batch + 1):
+            for pages in self._large:
+                pages.give_back(start, slot * self._capacity)
+            if slot < self._batch:
+                start = slot * self._capacity + rounded(self._parked[slot], self._capacity)
 
     def _on_host(self) -> contextlib.AbstractContextManager[None]:
         """While rows are copied in the host's arrays."""

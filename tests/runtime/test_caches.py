@@ -1,16 +1,20 @@
 """Where the caches' rows lie in the host's memory."""
 
+import mmap
+from itertools import pairwise
+
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.manifest import StateSpec
-from mtpbuild.runtime.programs.host_slots import ROW_STEP, PackedCaches
+from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, PackedCaches, rounded
 
 SLOTS, CAPACITY = 4, 1000
 
 
-def spec(slots: int, rows: int) -> StateSpec:
-    return StateSpec(name="kv.0", kind="cache", dtype="float32", shape=(slots, 1, rows, 4))
+def spec(slots: int, rows: int, width: int = 4) -> StateSpec:
+    return StateSpec(name="kv.0", kind="cache", dtype="float32", shape=(slots, 1, rows, width))
 
 
 def held(caches: PackedCaches, slot: int) -> NDArray[np.float32]:
@@ -53,6 +57,38 @@ def test_slots_keep_their_rows_when_all_get_more() -> None:
     grown = caches.views(0, 3)["kv.0"]
     assert grown.shape[2] == 2 * ROW_STEP
     assert np.array_equal(grown[:, :, :ROW_STEP], held)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_memory_is_held_where_rows_are(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given back reads as zeros; rows of packed and parked slots are all there."""
+    monkeypatch.setattr("mtpbuild.runtime.programs.host_slots.LARGE", 1 if large else 1 << 30)
+    caches = PackedCaches([spec(SLOTS, CAPACITY, mmap.PAGESIZE // 4)])  # a row is a page
+    (flat,) = caches._flat.values()
+    for slot in range(SLOTS):
+        fill(caches, slot, 200, slot + 1)
+    flat[900] = 7  # left by something that is gone
+    caches.fit(200)
+    for count in (1, 3):
+        caches.pack(count)
+        for slot in range(SLOTS):
+            assert (held(caches, slot)[:200] == slot + 1).all()
+    left = [slot * CAPACITY + 100 for slot in (1, 2)]  # where they were parked
+    assert flat[[900, *left], 0].tolist() == ([0, 0, 0] if large else [7, 2, 3])
+
+
+def test_rows_grow_by_a_quarter_and_shrink_late() -> None:
+    """Of several slots: they are to be moved seldom, and steps to read few rows too many."""
+    caches = PackedCaches([spec(SLOTS, 10_000)])
+    seen = []
+    for rows in range(1, 10_001):
+        if caches.fit(rows):
+            seen.append(caches.rows)
+        assert rows <= caches.rows < GROWTH * rows + 2 * ROW_STEP
+    assert all(after >= min(GROWTH * before, 10_000) for before, after in pairwise(seen))
+    assert not caches.fit(5_100)
+    assert caches.fit(4_900)
+    assert caches.rows == rounded(4_900, 10_000)
 
 
 def test_parked_slots_are_out_of_reach() -> None:
