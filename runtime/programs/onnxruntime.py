@@ -215,6 +215,9 @@ class OnnxPrograms(HostSlots):
         path = self._folder / self._programs[program].file
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        # Rows and slots differ from step to step. A plan of memory for each shape makes no step
+        # faster, and takes 0.15 GB more with 8 requests of 8,192 tokens.
+        options.enable_mem_pattern = False
         if self._threads:
             options.intra_op_num_threads = self._threads
         # Each session has threads of its own. After a run they would spin for some 50 ms, in the
