@@ -3,6 +3,7 @@
 Shapes: B slots, T tokens, E hidden size, S cache rows, C values of a cache row.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ from mtpbuild.builder.models.common.collectives import all_reduce, own_part, ran
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
 from mtpbuild.builder.models.config import ModelConfig, RopeConfig
-from mtpbuild.plugins import kv_write
+from mtpbuild.plugins import gated_product, kv_write
+from mtpbuild.plugins.gated_product.op import MAX_TOKENS
 from mtpbuild.runtime.ranks import Ranks
 
 
@@ -58,14 +60,15 @@ class Kernels(nn.Module):
     """A module that computes otherwise on a GPU, if `use_kernels` said so."""
 
     kernels = False
+    fused = False  # also what stands between products is ops that have kernels
     most: int | None = None  # tokens of a pass, where their number varies
 
 
-def use_kernels(model: nn.Module, most: int | None = None) -> None:
+def use_kernels(model: nn.Module, most: int | None = None, fused: bool = False) -> None:
     """Let a model compute as a GPU wants it. most: tokens of a pass whose number is a symbol."""
     for module in model.modules():
         if isinstance(module, Kernels):
-            module.kernels, module.most = True, most
+            module.kernels, module.most, module.fused = True, most, fused
 
 
 class Attention(Kernels):
@@ -74,6 +77,11 @@ class Attention(Kernels):
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """x [B, T, E] -> query input [B, T, ..], and the tokens' cache rows [B, 1, T, C]."""
         raise NotImplementedError
+
+    def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, and the cache with these rows in it, from rows.start on."""
+        q, fresh = self.project(x, rows)
+        return q, fresh, kv_write(cache, fresh, rows.start)
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         """Query input [B, T, ..] -> [B, T, E].
@@ -85,15 +93,23 @@ class Attention(Kernels):
         raise NotImplementedError
 
 
-class MLP(nn.Module):
+class MLP(Kernels):
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate_up_proj = parameter(hidden, 2 * inner)
         self.down_proj = parameter(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) @ self.down_proj
+
+    def inner(self, x: Tensor) -> Tensor:
+        """x [.., E] -> [.., I]; for a step's few tokens and a plain weight an op does it."""
+        tokens = math.prod(x.shape[:-1])  # a symbol where slots or a prompt's chunk are open
+        few = isinstance(tokens, int) and tokens <= MAX_TOKENS
+        if self.fused and few and isinstance(self.gate_up_proj, Tensor):
+            return gated_product(x, self.gate_up_proj)
         gate, up = (x @ self.gate_up_proj).chunk(2, dim=-1)
-        return (F.silu(gate) * up) @ self.down_proj
+        return F.silu(gate) * up
 
 
 class DecoderLayer(nn.Module):
@@ -113,19 +129,16 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """All T tokens attend; their rows are written from rows.start on. x [B, T, E]."""
-        q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
-        cache = kv_write(cache, fresh, rows.start)
+        q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         return self.finish(x, q, rows, cache, fresh, torch.zeros_like(rows.base)), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         """Write only the cache rows: nobody reads the last layer's output in a prompt."""
-        _, fresh = self.self_attn.project(self.input_layernorm(x), rows)
-        return kv_write(cache, fresh, rows.start)
+        return self.self_attn.write(self.input_layernorm(x), rows, cache)[-1]
 
     def last(self, x: Tensor, cache: Tensor, rows: Rows, at: Tensor) -> tuple[Tensor, Tensor]:
         """Compute as forward does, but only token at[b] of each slot: [B, 1, E], and the cache."""
-        q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
-        cache = kv_write(cache, fresh, rows.start)
+        q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
         own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base, rows.start, position)
         return self.finish(pick(x, at), pick(q, at), own, cache, fresh, at), cache
