@@ -31,6 +31,7 @@ from mtpbuild.plugins.mla_rows.op import mla_rows_write as mla_rows_write
 from mtpbuild.plugins.moe.op import moe as moe
 from mtpbuild.plugins.moe.op import moe_route as moe_route
 from mtpbuild.plugins.rope.op import rope as rope
+from mtpbuild.plugins.rotary_rows.op import rotary_rows as rotary_rows
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op
 
 # Which file in an op's folder has its facet for a target: the function <op>_<file>. "op" is the
@@ -62,6 +63,7 @@ FACETS: dict[Any, tuple[str | None, ...]] = {
     moe:               (None,   "op",       "triton", "triton", "tensorrt"),
     moe_route:         (None,   "op",       "triton", "triton", None),
     rope:              ("onnx", "op",       None,     None,     None),
+    rotary_rows:       (None,   "op",       "triton", None,     None),
     shaped_probs_op:   (None,   "op",       "triton", None,     "plugins"),
 }  # fmt: skip
 

@@ -61,7 +61,7 @@ def value_of_head(
     HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, j, i) makes BLOCK_N columns of head h's values for BLOCK_M tokens of all slots."""
+    """Program (h, j, i) makes BLOCK_N columns of head h's values for BLOCK_M tokens."""
     h = tl.program_id(0)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     some = (m < rows)[:, None]

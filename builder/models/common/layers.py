@@ -14,7 +14,7 @@ from mtpbuild.builder.models.common.collectives import all_reduce, own_part, ran
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
 from mtpbuild.builder.models.config import ModelConfig, RopeConfig
-from mtpbuild.plugins import gated_product, kv_write
+from mtpbuild.plugins import gated_product, kv_write, rotary_rows
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS
 from mtpbuild.runtime.ranks import Ranks
 
@@ -28,6 +28,7 @@ class Rows:
     base: Tensor  # [B] rows before it are seen by all tokens
     start: Tensor  # [B] fresh rows are written from it on: the base, but for a slot that idles
     positions: Tensor  # [B, T]
+    first: Tensor | None = None  # [B] the last fresh row that the first token sees; nothing: 0
     expand: bool = False  # many tokens: attention may make keys and values of all rows at once
 
 
@@ -35,25 +36,6 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
         self.requires_grad_(False)
-
-
-class Rope(nn.Module):
-    """Angles from positions; computed, not looked up, so no table bounds the sequence."""
-
-    def __init__(self, rope: RopeConfig, dim: int) -> None:
-        super().__init__()
-        self.scale = table_scale(rope)
-        self.register_buffer("inv_freq", inverse_frequencies(rope, dim), persistent=False)
-        self.inv_freq: Tensor
-
-    def forward(self, start: Tensor, tokens: int, base: Tensor | None = None) -> Rows:
-        """Tokens at positions start .. start + tokens - 1 of each slot; base defaults to start."""
-        positions = start[:, None] + torch.arange(tokens, device=start.device)
-        angles = positions[..., None].float() * self.inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
-        return Rows(cos, sin, start if base is None else base, start, positions)
 
 
 class Kernels(nn.Module):
@@ -69,6 +51,45 @@ def use_kernels(model: nn.Module, most: int | None = None, fused: bool = False) 
     for module in model.modules():
         if isinstance(module, Kernels):
             module.kernels, module.most, module.fused = True, most, fused
+
+
+class Rope(Kernels):
+    """Angles from positions; computed, not looked up, so no table bounds the sequence."""
+
+    def __init__(self, rope: RopeConfig, dim: int) -> None:
+        super().__init__()
+        self.scale = table_scale(rope)
+        self.register_buffer("inv_freq", inverse_frequencies(rope, dim), persistent=False)
+        self.inv_freq: Tensor
+
+    def forward(self, start: Tensor, tokens: int, base: Tensor | None = None) -> Rows:
+        """Tokens at positions start .. start + tokens - 1 of each slot; base defaults to start."""
+        if self.fused and base is None:
+            return self.placed(start, tokens)
+        positions = start[:, None] + torch.arange(tokens, device=start.device)
+        angles = positions[..., None].float() * self.inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
+        return Rows(cos, sin, start if base is None else base, start, positions)
+
+    def placed(
+        self,
+        start: Tensor,
+        tokens: int,
+        active: Tensor | None = None,
+        end: int = 0,
+        offset: int = 0,
+    ) -> Rows:
+        """The same by one op; tokens are `offset` behind the start, inactive slots at `end`.
+
+        Every layer's kernels read its results. What PyTorch's operators give them instead, the
+        compiler would make anew for each kernel.
+        """
+        operands = (start, active, self.inv_freq, tokens, offset, end, self.scale)
+        cos, sin, base, place, first = rotary_rows(*operands)
+        positions = place[:, None] + offset + torch.arange(tokens, device=start.device)
+        return Rows(cos, sin, base, place, positions, first)
 
 
 class Attention(Kernels):
@@ -130,7 +151,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """All T tokens attend; their rows are written from rows.start on. x [B, T, E]."""
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
-        return self.finish(x, q, rows, cache, fresh, torch.zeros_like(rows.base)), cache
+        first = torch.zeros_like(rows.base) if rows.first is None else rows.first
+        return self.finish(x, q, rows, cache, fresh, first), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         """Write only the cache rows: nobody reads the last layer's output in a prompt."""
@@ -152,7 +174,9 @@ class DecoderLayer(nn.Module):
         """
         q, row = self.self_attn.project(self.input_layernorm(x), rows)
         side = row if side is None else torch.cat([side, row], dim=2)
-        first = torch.full_like(rows.base, side.shape[2] - 1)
+        first = rows.first
+        if first is None:
+            first = torch.full_like(rows.base, side.shape[2] - 1)
         return self.finish(x, q, rows, cache, side, first), side
 
     def finish(
