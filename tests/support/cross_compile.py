@@ -212,7 +212,7 @@ def main(folder: Path, *cases: str) -> None:
             continue
         model, parts, gpu, dtype = case.split("/")
         options = InductorOptions(device="cuda", dtype=dtype, compute_capability=gpu)
-        if model not in ("small", "r1", "rank"):
+        if model not in ("small", "r1", "r1-alone", "rank"):
             for path in engine(model, folder, options):
                 tell(case, path)  # with the kernels of all its programs
             continue
