@@ -91,23 +91,28 @@ def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
         own = before[node] = max((before[s] + (s not in fused) for s in read[node]), default=0)
         for source in read[node]:
             readers[source].append(node)
-        if node.target in SUMMED:
+        if _is_summed(node):
             before[node] = own + 1
         elif kinds[node] != "others" or _name(node) in ALONE:
             continue
         fused[node] = node
         for source in read[node]:
-            if source in fused and before[source] == own and node.target not in SUMMED:
+            if source in fused and before[source] == own and not _is_summed(node):
                 fused[first(source)] = first(node)
     alone = sum(kind == "others" and node not in fused for node, kind in kinds.items())
     written = {
         first(node)
         for node in fused
         if _name(node) in REDUCED
-        or node.target in SUMMED
-        or any(reader not in fused or reader.target in SUMMED for reader in readers[node])
+        or _is_summed(node)
+        or any(reader not in fused or _is_summed(reader) for reader in readers[node])
     }
     return alone + len(written)
+
+
+def _is_summed(node: Node) -> bool:
+    op = node.target
+    return op in SUMMED
 
 
 def _name(node: Node) -> str:
@@ -129,7 +134,7 @@ def kind_of(node: Node) -> str | None:
         return "kernels"
     if op is matmul_scaled._opoverload or _name(node) in PRODUCTS:
         return "products"
-    if op is torch.ops.aten.clone.default and node.args[0].op == "placeholder":
+    if op is torch.ops.aten.clone.default and node.all_input_nodes[0].op == "placeholder":
         return None  # state that is passed on
     views = any(result.alias_info is not None for result in op._schema.returns)
     return None if views else "others"

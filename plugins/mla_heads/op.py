@@ -24,8 +24,8 @@ def mla_queries(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 @mla_queries.register_fake
 def empty_queries(q: Tensor, w_uk: Tensor, cos: Tensor, *_: object) -> Tensor:
     """Make a tensor like the op's result."""
-    H, _, rank = w_uk.shape
-    return q.new_empty(q.shape[0], H, q.shape[1], rank + 2 * cos.shape[-1])
+    heads, rank = w_uk.shape[0], w_uk.shape[2]
+    return q.new_empty(q.shape[0], heads, q.shape[1], rank + 2 * cos.shape[-1])
 
 
 @torch.library.custom_op("mtpbuild::mla_values", mutates_args=())

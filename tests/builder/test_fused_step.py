@@ -4,6 +4,7 @@ Graphs for a CPU have none of these ops, and are those of the other tests.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -97,14 +98,15 @@ def test_a_shared_expert_among_the_routed() -> None:
 def test_which_shared_experts_fit() -> None:
     """One of a routed expert's size, in each rank's share."""
     reference = make_model(num_hidden_layers=2, num_nextn_predict_layers=1, **MANY)
-    for changed, ranks, count in (
+    cases: list[tuple[dict[str, Any], Ranks, int]] = [
         ({}, Ranks(2), 2),
         ({}, Ranks(2, ep=2), 0),  # a rank holds whole experts, and half of the shared one
         ({}, Ranks(2, attention_dp=True), 0),
         ({"n_shared_experts": 2}, Ranks(), 0),
         ({"n_shared_experts": 0}, Ranks(), 0),
         ({"n_routed_experts": 16}, Ranks(), 0),  # all of them are one MLP
-    ):
+    ]
+    for changed, ranks, count in cases:
         share = Share(ranks)
         table = weight_table(replace(reference.config, **changed), share)
         assert len(like_routed(table, share)) == count

@@ -133,8 +133,8 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
         if steps:
             case = with_layers(*map(int, layers.split("+")))
             plan = plan_of(case.config, case.ranks)
-            model = random_model.empty_model(case, "cpu")
-            yield make_programs(plan, model)[2 if kind else 1], plan
+            lowered = random_model.empty_model(case, "cpu")
+            yield make_programs(plan, lowered)[2 if kind else 1], plan
             continue
         case = with_layers(1, 1)
         plan = plan_of(case.config, case.ranks)
