@@ -15,9 +15,16 @@ from mtpbuild.builder.checkpoint.tensors import Checkpoint, open_slice
 from mtpbuild.builder.models import Family, ModelConfig, family_of
 from mtpbuild.builder.models.common.blocks import put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.moe import ExpertRows
+from mtpbuild.builder.models.common.moe import ExpertRows, GatheredMoE
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-from mtpbuild.builder.models.common.weights import Share, Weight, by_outputs
+from mtpbuild.builder.models.common.weights import (
+    STACKS,
+    Share,
+    Weight,
+    by_outputs,
+    like_routed,
+    with_shared,
+)
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.quantize.kept import (
@@ -54,6 +61,7 @@ class ModelSource:
     absorbed: bool = False  # attention never expands its cache: it reads projections by head alone
     scheme: Scheme | None = None  # by which weights are quantised anew; None: they are as stored
     expert_rows: bool = False  # plain experts are stored by outputs, for the op of the CPU's graphs
+    join_shared: bool = False  # shared experts stand behind the routed ones where they fit there
     family: Family = field(init=False)
     stored: Checkpoint = field(init=False)
     checkpoint: Checkpoint = field(init=False)  # the same, or as the scheme quantises it
@@ -62,6 +70,7 @@ class ModelSource:
     parameters: int = field(init=False)  # of all ranks
     kept: dict[str, Kept] = field(init=False)  # by weight, what stays in them
     by_outputs: set[str] = field(init=False)  # weights that `expert_rows` is about
+    joined: set[str] = field(init=False)  # MoE modules that `join_shared` is about
 
     def __post_init__(self) -> None:
         self._check_tokenizer()
@@ -80,11 +89,14 @@ class ModelSource:
         experts_of_all = Ranks(attention_dp=self.ranks.attention_dp)
         self.table = self.family.weight_table(self.config, Share(experts_of_all))
         own = self.family.weight_table(self.config, Share(self.ranks))
+        self.joined = self._joined(own) if self.join_shared else set()
+        self.table, own = (with_shared(table, self.joined) for table in (self.table, own))
         self.kept = in_pairs(dict(self._keep(own)))
         if self.absorbed:
             self.kept |= {heads.weight.name: heads for heads in kept_heads(own, self.kept)}
         self.by_outputs = plain_experts(own, self.kept) if self.expert_rows else set()
         with torch.device(self.device):
+            join_shared(self.model, self.joined)
             for name, kept in self.kept.items():
                 put(self.model, name, kept.module(self.model.get_parameter(name).shape))
             for name in self.by_outputs:
@@ -93,6 +105,7 @@ class ModelSource:
     def weight_table(self, rank: int = 0) -> list[Weight]:
         """What a rank's weights are made of, in the order of use."""
         table = self.family.weight_table(self.config, Share(self.ranks, rank))
+        table = with_shared(table, self.joined)
         return [by_outputs(w) if w.name in self.by_outputs else w for w in table]
 
     def _keep(self, own: list[Weight]) -> Iterator[tuple[str, Kept]]:
@@ -103,6 +116,20 @@ class ModelSource:
                 kept = Kept(weight, format, Share(self.ranks))
                 if can_stay(kept):
                     yield weight.name, kept
+
+    def _joined(self, own: list[Weight]) -> set[str]:
+        """The modules whose shared expert is in the format of all their routed ones."""
+
+        def formats(module: str, stack: str) -> set[str | None]:
+            (weight,) = (w for w in self.table if w.name == f"{module}.{stack}")
+            found = (self.checkpoint.format(source.name) for source in weight.sources)
+            return {None if format is None else format.name for format in found}
+
+        return {
+            module
+            for module in like_routed(own, Share(self.ranks))
+            if all(formats(module, s) == formats(f"{module}.shared_experts", s) for s in STACKS)
+        }
 
     def _check_tokenizer(self) -> None:
         path = self.folder / TOKENIZER
@@ -169,3 +196,11 @@ class ModelSource:
             **config,
             **vars(self.ids),
         )
+
+
+def join_shared(model: CausalLM, modules: set[str]) -> None:
+    """Make the shared expert of these modules the last one of their stack."""
+    for name in modules:
+        module = model.get_submodule(name)
+        assert isinstance(module, GatheredMoE)
+        module.join_shared()

@@ -1,6 +1,7 @@
-"""What a step costs in calls, counted in its exported graph before anything is fused."""
+"""What a step costs in calls, counted in its exported graph as a compiler for a GPU fuses it."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,9 @@ from mtpbuild.plugins import FACETS, file_of, matmul_scaled, moe
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 KERNELS = {op._opoverload: op for op in FACETS if op is not matmul_scaled}
+SUMMED = {op._opoverload for op in (matmul_scaled, moe)}  # behind them PyTorch sums their parts
+ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with
+REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", "log_softmax"}
 
 
 class OpenSizeError(Exception):
@@ -27,9 +31,8 @@ class OpenSizeError(Exception):
 class Counts:
     """Of one program: the graph's nodes, and what of them is a call.
 
-    Views and sizes are none. Each operator of PyTorch counts as a launch, so that there are at most
-    so many: compilers fuse those that stand between products. An op of ours counts as many as it
-    has kernels.
+    Views and sizes are none. An op of ours counts as many as it has kernels. Other operators of
+    PyTorch that stand together between products, kernels and collectives count as one (`groups`).
     """
 
     nodes: int
@@ -48,13 +51,73 @@ class Counts:
 def counted(traced: Traced) -> Counts:
     """Count the calls of an exported program."""
     nodes = list(traced.exported.graph.nodes)
-    kinds, summed = Counter[str](), 0
+    kinds, counts, summed = dict[Node, str](), Counter[str](), 0
     for node in nodes:
         if node.op == "call_function" and (kind := kind_of(node)):
-            kinds[kind] += launches_of(node) if kind == "kernels" else 1
+            kinds[node] = kind
+            if kind != "others":
+                counts[kind] += launches_of(node) if kind == "kernels" else 1
             if kind == "collectives":
                 summed += nbytes(node.args[0])
-    return Counts(len(nodes), **kinds, summed=summed)
+    counts["others"] = groups(nodes, kinds)
+    return Counts(len(nodes), **counts, summed=summed)
+
+
+def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
+    """Count what PyTorch's other operators become: AOTInductor's rules, as far as they matter here.
+
+    Two operators are one kernel if one reads the other, through views too, and equally many calls
+    stand before both. Operators without a reduction that only others read are computed there again,
+    and are none. `tests/builder/test_cross_cuda.py` holds the sum beside compiled programs.
+    """
+    read: dict[Node, list[Node]] = {}  # what a node reads, without the views between
+    before: dict[Node, int] = {}  # so many calls, one behind the other
+    fused: dict[Node, Node] = {}  # an operator -> another one of its kernel, or itself
+    readers: dict[Node, list[Node]] = defaultdict(list)
+
+    def first(node: Node) -> Node:
+        while fused[node] is not node:
+            node = fused[node]
+        return node
+
+    for node in nodes:
+        sources = [s for n in node.all_input_nodes for s in ([n] if n in kinds else read[n])]
+        read[node] = list(dict.fromkeys(sources))
+        if node not in kinds:
+            if node.op == "output":
+                for source in read[node]:
+                    readers[source].append(node)
+            continue
+        own = before[node] = max((before[s] + (s not in fused) for s in read[node]), default=0)
+        for source in read[node]:
+            readers[source].append(node)
+        if _is_summed(node):
+            before[node] = own + 1
+        elif kinds[node] != "others" or _name(node) in ALONE:
+            continue
+        fused[node] = node
+        for source in read[node]:
+            if source in fused and before[source] == own and not _is_summed(node):
+                fused[first(source)] = first(node)
+    alone = sum(kind == "others" and node not in fused for node, kind in kinds.items())
+    written = {
+        first(node)
+        for node in fused
+        if _name(node) in REDUCED
+        or _is_summed(node)
+        or any(reader not in fused or _is_summed(reader) for reader in readers[node])
+    }
+    return alone + len(written)
+
+
+def _is_summed(node: Node) -> bool:
+    op = node.target
+    return op in SUMMED
+
+
+def _name(node: Node) -> str:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target._schema.name.partition("::")[2]
 
 
 def kind_of(node: Node) -> str | None:
@@ -69,8 +132,10 @@ def kind_of(node: Node) -> str | None:
         return None if op is torch.ops._c10d_functional.wait_tensor.default else "collectives"
     if op in KERNELS:
         return "kernels"
-    if op is matmul_scaled._opoverload or op._schema.name.partition("::")[2] in PRODUCTS:
+    if op is matmul_scaled._opoverload or _name(node) in PRODUCTS:
         return "products"
+    if op is torch.ops.aten.clone.default and node.all_input_nodes[0].op == "placeholder":
+        return None  # state that is passed on
     views = any(result.alias_info is not None for result in op._schema.returns)
     return None if views else "others"
 
@@ -89,7 +154,7 @@ def launches_of(node: Node) -> int:
         made = launches(*pytree.tree_map(_stand_in, tuple(node.args)))
     except OpenSizeError:
         return 1
-    return len(made.each) + (op is moe)  # and the sum over a token's experts
+    return len(made.each)
 
 
 def nbytes(given: Any) -> int:
@@ -121,8 +186,8 @@ def in_bytes(size: int) -> str:
 def in_words(counts: Counts) -> str:
     """A step's calls, for a dry run."""
     said = (
-        f"at most {counts.launches:,} launches ({counts.products:,} products, {counts.kernels:,} "
-        f"kernels of ours, {counts.others:,} other operators, before they are fused)"
+        f"about {counts.launches:,} launches ({counts.products:,} products, {counts.kernels:,} "
+        f"kernels of ours, {counts.others:,} of other operators, fused)"
     )
     if counts.collectives:
         said += f", {counts.collectives:,} collectives of {in_bytes(counts.summed)}"

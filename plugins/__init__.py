@@ -13,6 +13,7 @@ from mtpbuild.plugins.accept_mixed.op import accept_mixed_op as accept_mixed_op
 from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
 from mtpbuild.plugins.experts.op import experts as experts
 from mtpbuild.plugins.experts_nbits.op import experts_nbits as experts_nbits
+from mtpbuild.plugins.gated_product.op import gated_product as gated_product
 from mtpbuild.plugins.grouped_attention.op import grouped_attention as grouped_attention
 from mtpbuild.plugins.kv_write.op import kv_write as kv_write
 from mtpbuild.plugins.matmul_nbits.op import matmul_nbits as matmul_nbits
@@ -23,9 +24,14 @@ from mtpbuild.plugins.matmul_scaled.op import (
     matmul_scaled as matmul_scaled,
 )
 from mtpbuild.plugins.mla_attention.op import mla_attention as mla_attention
+from mtpbuild.plugins.mla_heads.op import mla_queries as mla_queries
+from mtpbuild.plugins.mla_heads.op import mla_values as mla_values
+from mtpbuild.plugins.mla_rows.op import mla_rows as mla_rows
+from mtpbuild.plugins.mla_rows.op import mla_rows_write as mla_rows_write
 from mtpbuild.plugins.moe.op import moe as moe
 from mtpbuild.plugins.moe.op import moe_route as moe_route
 from mtpbuild.plugins.rope.op import rope as rope
+from mtpbuild.plugins.rotary_rows.op import rotary_rows as rotary_rows
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op
 
 # Which file in an op's folder has its facet for a target: the function <op>_<file>. "op" is the
@@ -39,21 +45,31 @@ from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op
 TARGETS = ("onnx", "inductor", "gpu", "cuda", "tensorrt")
 FACETS: dict[Any, tuple[str | None, ...]] = {
     # op                onnx    inductor    gpu       cuda      tensorrt
-    accept_mixed_op:   (None,   "op",       None,     None,     "plugins"),
+    accept_mixed_op:   (None,   "op",       "triton", None,     "plugins"),
     accept_rewind:     ("onnx", "op",       "triton", "triton", "plugins"),
     dequantise_scaled: (None,   "op",       None,     None,     None),
     experts:           ("onnx", "op",       None,     None,     None),  # GPUs have moe
     experts_nbits:     ("onnx", "op",       None,     None,     None),
+    gated_product:     (None,   "op",       "triton", None,     None),
     grouped_attention: ("onnx", "inductor", None,     None,     None),  # GPU targets refuse it
     kv_write:          ("onnx", "inductor", None,     "triton", "tensorrt"),  # gpu: would copy
     matmul_nbits:      ("onnx", "op",       None,     None,     None),
     matmul_scaled:     (None,   "op",       "triton", "triton", "tensorrt"),
     mla_attention:     ("onnx", "inductor", "triton", "triton", "plugins"),
+    mla_queries:       (None,   "op",       "triton", None,     None),
+    mla_rows:          (None,   "op",       "triton", None,     None),
+    mla_rows_write:    (None,   "op",       "triton", None,     None),
+    mla_values:        (None,   "op",       "triton", None,     None),
     moe:               (None,   "op",       "triton", "triton", "tensorrt"),
-    moe_route:         (None,   "op",       None,     "triton", None),
+    moe_route:         (None,   "op",       "triton", "triton", None),
     rope:              ("onnx", "op",       None,     None,     None),
-    shaped_probs_op:   (None,   "op",       None,     None,     "plugins"),
+    rotary_rows:       (None,   "op",       "triton", None,     None),
+    shaped_probs_op:   (None,   "op",       "triton", None,     "plugins"),
 }  # fmt: skip
+
+# Where a program writes its state in place, some facets on a GPU give way to an op that writes into
+# an operand: facet -> that op, the operand's place, and the place of the result that it is.
+IN_PLACE = {"mtpbuild_triton::mla_rows_write": ("mtpbuild_triton::mla_rows_into", 5, 2)}
 
 
 def facets(target: str) -> dict[Any, Callable[..., Any]]:

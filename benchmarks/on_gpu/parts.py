@@ -235,8 +235,9 @@ class Parts:
             read = used = 1.0
             routed = name.startswith(("mlp.gate_up_proj", "mlp.down_proj"))
             if isinstance(layer.mlp, GatheredMoE) and routed:
-                read = distinct_experts(costs, tokens) / costs.experts
-                used = costs.chosen / costs.experts
+                always = layer.mlp.gate.always  # shared ones behind the routed
+                read = (distinct_experts(costs, tokens) + always) / (costs.experts + always)
+                used = (costs.chosen + always) / (costs.experts + always)
             nbytes += read * weight.nbytes
             operations += used * 2 * self._values(layer, name, weight) * tokens
         nbytes += self.context * c.cache_dim * self.model.embed_tokens.element_size()

@@ -6,11 +6,12 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from mtpbuild.builder.model_source import join_shared
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled, put
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.common.rope import inverse_frequencies
-from mtpbuild.builder.models.common.weights import Share
+from mtpbuild.builder.models.common.weights import Share, Weight, like_routed, with_shared
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.quantize.kept import Kept, can_stay
 from mtpbuild.builder.quantize.scheme import SCHEMES
@@ -28,6 +29,7 @@ def meta_model(case: Slice) -> DeepseekV3:
     with torch.device("meta"):
         model = DeepseekV3(case.config, case.ranks)
         hold_in(model, FLOATS[case.dtype])
+        join_shared(model, joined(case))
         for name, kept in kept_weights(case).items():
             put(model, name, kept.module(model.get_parameter(name).shape))
     return model
@@ -76,11 +78,20 @@ def kept_weights(case: Slice) -> dict[str, Kept]:
     if scheme is None:
         return {}
     share, found = Share(case.ranks), dict[str, Kept]()
-    for weight in family_of(case.config).weight_table(case.config, share):
+    for weight in with_shared(table_of(case), joined(case)):
         format, *others = {scheme.format(case.config, source) for source in weight.sources}
         if format is not None and not others and can_stay(kept := Kept(weight, format, share)):
             found[weight.name] = kept
     return found
+
+
+def table_of(case: Slice) -> list[Weight]:
+    return family_of(case.config).weight_table(case.config, Share(case.ranks))
+
+
+def joined(case: Slice) -> set[str]:
+    """The MoE modules whose shared expert an engine for a GPU has behind the routed ones."""
+    return like_routed(table_of(case), Share(case.ranks))
 
 
 def fill_scaled(weight: Scaled, device: str) -> None:

@@ -73,7 +73,10 @@ class Eagle(Drafter):
         side = None
         base = torch.where(step.active, step.lengths, 0)
         for k in range(1, self.nextn):
-            rows = model.rope(step.lengths + (k - 1), 1, base=base)
+            if model.rope.fused:
+                rows = model.rope.placed(step.lengths, 1, step.active, offset=k - 1)
+            else:
+                rows = model.rope(step.lengths + (k - 1), 1, base=base)
             x = model.draft_input(0, drafts[-1], hidden, rows)
             x, side = module.ahead(x, cache, side, rows)
             hidden = module.hand_on(x)

@@ -71,7 +71,7 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """
     style = plan.style
     if style.step_kernels:
-        use_kernels(model)
+        use_kernels(model, fused=style.fused)
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     names = tuple(s.name for s in state_specs(plan))
     trunk = tuple(name for name in names if name.startswith("kv.")) if style.shared_trunk else ()

@@ -23,6 +23,8 @@ def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, cache: 
     An inactive slot computes too: its rows go to the end of the cache [B, 1, S, C], which no
     occupied slot has reached, and it reads none.
     """
+    if model.rope.fused:
+        return model.rope.placed(start, tokens, active, cache.shape[2] - tokens)
     end = torch.full_like(start, cache.shape[2] - tokens)
     place = torch.where(active, start, end)
     return model.rope(place, tokens, base=torch.where(active, start, 0))

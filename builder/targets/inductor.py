@@ -64,6 +64,8 @@ class Inductor(Target):
         return GraphStyle(
             whole_caches=True,
             step_kernels=True,
+            all_kernels=True,
+            fused=True,
             spare_windows=2,
             dtype=options.dtype,  # type: ignore[arg-type]
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import operator
 import os
 import shutil
 import tempfile
@@ -33,7 +34,7 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import cross_cuda
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
-from mtpbuild.plugins import facets
+from mtpbuild.plugins import IN_PLACE, facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.group.start import GROUP
 from mtpbuild.runtime.manifest import CONSTANTS, TargetInfo
@@ -168,6 +169,8 @@ def in_place(traced: Traced) -> GraphModule:
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     state = {spec.name: node for spec, node in zip(traced.inputs, inputs, strict=True)}
     end = program.graph.output_node()
+    for node in [node for node in program.graph.nodes if op_name(node) in IN_PLACE]:
+        _write_into_operand(program, node)
     given = pytree.tree_leaves(end.args[0])
     outputs: list[Node] = []
     with program.graph.inserting_before(end):
@@ -176,12 +179,41 @@ def in_place(traced: Traced) -> GraphModule:
                 outputs.append(value)
                 continue
             old = state[spec.name.removesuffix(".out")]
+            if value is old:
+                continue
             if value.target is torch.ops.aten.clone.default and value.args[0] is old:
                 continue
             program.graph.call_function(torch.ops.aten.copy_.default, (old, value))
     end.args = (tuple(outputs),)
     program.graph.set_codegen(CodeGen())  # plain arguments in the order of the manifest
     return GraphModule(program, program.graph)
+
+
+def op_name(node: Node) -> str:
+    """The name of the operator that a node calls, or nothing."""
+    op = node.target
+    return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+
+
+def _write_into_operand(program: GraphModule, node: Node) -> None:
+    """Before: an op that returns what it wrote to. After: its operand, which it has written to."""
+    name, place, result = IN_PLACE[op_name(node)]
+    written = node.args[place]
+    assert isinstance(written, Node)
+    readers = [user for user in written.users if isinstance(user.meta.get("val"), torch.Tensor)]
+    assert readers in ([], [node]), "nobody reads what stood there before, but for its sizes"
+    namespace, _, leaf = name.partition("::")
+    with program.graph.inserting_before(node):
+        op = getattr(getattr(torch.ops, namespace), leaf).default
+        into = program.graph.call_function(op, node.args, node.kwargs)
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        if user.args[1] == result:
+            user.replace_all_uses_with(written)
+            program.graph.erase_node(user)
+        else:
+            user.replace_input_with(node, into)
+    program.graph.erase_node(node)
 
 
 @contextlib.contextmanager

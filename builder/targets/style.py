@@ -19,6 +19,7 @@ class GraphStyle:
     whole_caches: bool = False  # a step takes caches at full size, not the rows in use
     step_kernels: bool = False  # a step's ops have kernels
     all_kernels: bool = False  # so have the ops of prompts and of mixed acceptance
+    fused: bool = False  # so has what stands between a step's products: routing, norms, rotation
     shared_trunk: bool = False  # it is a program of its own, which prompts and all steps run
     spare_windows: int = 1  # windows of rows behind max_seq_len: 2 where steps overlap
     dtype: "FloatType" = "float32"  # of weights, caches and hidden states

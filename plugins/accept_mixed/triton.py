@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op, empty_results
 from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
 from mtpbuild.plugins.asked import named
-from mtpbuild.plugins.launch import Launch, Launches, bind, tile
+from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, tile
 from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
 from mtpbuild.runtime.controls import ACCEPT, DRAFT, RECOVER
 
@@ -255,3 +256,11 @@ def accept_mixed_launches(*operands: Any) -> Launches:
     draw = Launch.by_name(draw_of_row, (B * T,), known, drawn, warps=8)
     judge = Launch.by_name(verdict_of_mixed_slot, (B,), known | drawn, results)
     return Launches((best, law, draw, judge), (*judge.outputs, drawn["margins"]))
+
+
+@by_kernels(accept_mixed_op)
+def accept_mixed_triton(*operands: Any) -> tuple[Tensor, ...]:
+    """Do the op on a GPU."""
+    *tensors, asked = operands
+    given = (tensor.contiguous() for tensor in tensors)
+    return accept_mixed_launches(*given, [each.contiguous() for each in asked]).run()

@@ -19,8 +19,11 @@ def moe_route(
     experts: int,
     normalise: bool,
     factor: float,
+    always: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts by logits [N, X] fp32 and a bias [X]: weights and int32 ids [N, experts].
+    """Choose experts by logits [N, X] fp32 and a bias [X]: weights and int32 ids [N, k].
+
+    k is `experts` + `always`: experts X, X + 1, .. are every token's and weigh 1 (shared ones).
 
     The bias selects, the unbiased scores weigh; of `groups` equal groups the `kept_groups` with the
     largest sum of two biased scores are searched. Ids come by falling biased score; ties go to the
@@ -38,15 +41,31 @@ def moe_route(
     weights = scores.gather(-1, ids)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * factor, ids.int()
+    return with_shared(weights * factor, ids.int(), logits.shape[-1], always)
+
+
+def with_shared(weights: Tensor, ids: Tensor, routed: int, always: int) -> tuple[Tensor, Tensor]:
+    """Append to weights and ids [.., k] the experts behind the routed ones, for every token."""
+    if not always:
+        return weights, ids
+    shared = torch.arange(routed, routed + always, dtype=ids.dtype, device=ids.device)
+    ones = weights.new_ones(*weights.shape[:-1], always)
+    return torch.cat([weights, ones], -1), torch.cat([ids, shared.expand(ones.shape)], -1)
 
 
 @moe_route.register_fake
 def empty_routes(
-    logits: Tensor, bias: Tensor, groups: int, kept_groups: int, experts: int, *_: float
+    logits: Tensor,
+    bias: Tensor,
+    groups: int,
+    kept_groups: int,
+    experts: int,
+    normalise: bool,
+    factor: float,
+    always: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Make tensors like the op's results."""
-    weights = logits.new_empty(logits.shape[0], experts)
+    weights = logits.new_empty(logits.shape[0], experts + always)
     return weights, torch.empty_like(weights, dtype=torch.int32)
 
 

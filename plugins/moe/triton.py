@@ -24,9 +24,13 @@ def route(
     logits, bias,
     weights, ids,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, CHOSEN: tl.constexpr,
-    NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
+    NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ALWAYS: tl.constexpr, ROW: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program n chooses token n's experts. ROW and WIDE are EXPERTS and CHOSEN as powers of two."""
+    """Program n chooses CHOSEN experts for token n, behind which come the ALWAYS shared ones.
+
+    ROW and WIDE are EXPERTS and CHOSEN + ALWAYS as powers of two.
+    """
     n = tl.program_id(0)
     x = tl.arange(0, ROW)
     there = x < EXPERTS
@@ -56,9 +60,9 @@ def route(
         biased = tl.where(x == at, float("-inf"), biased)
     if NORMALISE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
-    to = n * CHOSEN + k
-    tl.store(weights + to, weight * FACTOR, k < CHOSEN)
-    tl.store(ids + to, chosen, k < CHOSEN)
+    to = n * (CHOSEN + ALWAYS) + k
+    tl.store(weights + to, tl.where(k < CHOSEN, weight * FACTOR, 1.0), k < CHOSEN + ALWAYS)
+    tl.store(ids + to, tl.where(k < CHOSEN, chosen, EXPERTS + k - CHOSEN), k < CHOSEN + ALWAYS)
 
 
 @triton.jit
@@ -166,11 +170,20 @@ def down(
 
 def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
     """Make the launch for the op's operands; its outputs are the op's results."""
-    (N, X), names = logits.shape, ("GROUPS", "KEPT", "CHOSEN", "NORMALISE", "FACTOR")
-    constants = {"EXPERTS": X, "ROW": tile(X, 2), **dict(zip(names, how, strict=True))}
-    constants["WIDE"] = tile(constants["CHOSEN"], 2)
+    (N, X), names = logits.shape, ("groups", "kept_groups", "experts", "normalise", "factor")
+    known = bind(moe_route, (logits, bias, *how))
+    kernels = ("GROUPS", "KEPT", "CHOSEN", "NORMALISE", "FACTOR")
+    constants = {"EXPERTS": X, "ROW": tile(X, 2), "ALWAYS": known["always"]}
+    constants |= {to: known[name] for to, name in zip(kernels, names, strict=True)}
+    constants["WIDE"] = tile(known["experts"] + known["always"], 2)
     results = empty_routes(logits, bias, *how)
     return Launch(route, (N,), (logits, bias), (), results, constants, warps=1)
+
+
+def moe_route_launches(*operands: Any) -> Launches:
+    """Make the launch for the op's operands."""
+    launch = route_launch(*operands)
+    return Launches((launch,), launch.outputs)
 
 
 def columns_of_a_program(chosen: int, columns: int) -> int:

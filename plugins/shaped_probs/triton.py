@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mtpbuild.plugins.accept_rewind.triton import vocabulary_block, without
 from mtpbuild.plugins.asked import named
-from mtpbuild.plugins.launch import Launch, Launches
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels
+from mtpbuild.plugins.shaped_probs.op import shaped_probs_op
 
 ONE_BITS = tl.constexpr(0x3F800000)  # of the float 1.0: positive floats order as their bits do
 
@@ -132,3 +133,9 @@ def shaped_probs_launches(logits: Tensor, asked: Sequence[Tensor]) -> Launches:
     known |= {"TOKENS": T, "BLOCK": vocabulary_block(V)}
     probs = logits.new_empty(B, T, V)
     return Launches((Launch.by_name(shape_row, (B * T,), known, {"probs": probs}, warps=8),), probs)
+
+
+@by_kernels(shaped_probs_op)
+def shaped_probs_triton(logits: Tensor, asked: Sequence[Tensor]) -> Tensor:
+    """Do the op on a GPU."""
+    return shaped_probs_launches(logits.contiguous(), asked).run()

@@ -95,12 +95,12 @@ def gaps(model: Reference, prompt: list[int], tokens: list[int]) -> list[float]:
 
 
 def check_weights(file: Path, tp: int) -> None:
-    """Experts stay in nvfp4, a part of each; the module is in bf16."""
+    """Experts stay in nvfp4, a part of each, the shared one the last; the module is in bf16."""
     with safe_open(file, "pt") as held:
         expert = held.get_slice("layers.0.mlp.down_proj.values")
-        assert (expert.get_dtype(), expert.get_shape()) == ("U8", [32, 128 // 2 // tp, 64])
+        assert (expert.get_dtype(), expert.get_shape()) == ("U8", [33, 128 // 2 // tp, 64])
         module = held.get_slice("mtp.0.mlp.down_proj")
-        assert (module.get_dtype(), module.get_shape()) == ("BF16", [32, 128 // tp, 64])
+        assert (module.get_dtype(), module.get_shape()) == ("BF16", [33, 128 // tp, 64])
 
 
 def test_two_ranks(

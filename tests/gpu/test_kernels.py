@@ -11,9 +11,10 @@ from torch import Tensor
 from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, moe
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
 from mtpbuild.plugins.ptx import Shape, launches
-from tests.support import kernels
+from tests.support import kernels, step_kernels
 from tests.support.gpu_driver import drive
 from tests.support.kernels import FP8, Attention, Experts
+from tests.support.step_kernels import Latents
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,6 +93,29 @@ def test_scaled_experts(form: str, dtype: torch.dtype) -> None:
 @given(case=kernels.expert_choices())
 def test_moe(case: Experts) -> None:
     kernels.check_moe(case, "cuda")
+
+
+@RANDOM
+@given(case=step_kernels.latents())
+def test_latents(case: Latents) -> None:
+    step_kernels.check_latents(case, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_deepseeks_latents(tokens: int) -> None:
+    case = Latents(2, tokens, 16, 128, 64, 512, 128, 1536, True, torch.bfloat16, tokens)
+    step_kernels.check_latents(case, "cuda")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_places(seed: int) -> None:
+    step_kernels.check_places(seed, "cuda")
+    step_kernels.check_shared_routes(seed, "cuda")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_gated_products(rows: int) -> None:
+    step_kernels.check_gated(rows, rows, 7168, 2304, "cuda")
 
 
 def test_deepseeks_experts() -> None:

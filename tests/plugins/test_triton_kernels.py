@@ -1,10 +1,8 @@
 """Oracle O8: each Triton kernel, run by the interpreter, equals its PyTorch reference."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -34,30 +32,10 @@ triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU runs these contracts in tests/gpu", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("bfloat16_products")
 FEW = settings(deadline=None, derandomize=True, max_examples=12, database=None)
 MANY = settings(deadline=None, derandomize=True, max_examples=300, database=None)
 SEEDS = st.integers(0, 1 << 20)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def bfloat16_products() -> Iterator[None]:
-    """The interpreter (Triton 3.9) would multiply the bit patterns of bfloat16 operands."""
-    from triton.runtime import interpreter
-
-    plain = interpreter.InterpreterBuilder.create_dot
-
-    def wide(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
-        if x.dtype.scalar != triton.language.bfloat16:
-            return x
-        bits = x.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), triton.language.float32)
-
-    def dot(self, a, b, d, *rest):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
-        return plain(self, wide(a), wide(b), d, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-        yield
 
 
 @pytest.fixture

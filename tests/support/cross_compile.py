@@ -2,10 +2,12 @@
 
     python -m tests.support.cross_compile FOLDER [--kernels-only] small/head/sm90/bfloat16
 
-A process of its own, because Triton's interpreter must be off. Before the first slash: `small` or
-`r1`, parts of a step that `benchmarks/gpu.py` measures (of R1 one rank of eight); `rank`, the
-programs of one rank of two; or the name of a model that is built as an engine. What is compiled has
-no weights: nobody computes with it. With --kernels-only the C++ is written, and not compiled.
+A process of its own, because Triton's interpreter must be off. Before the first slash: `small`,
+`r1` (of which one rank of eight is compiled) or `r1-alone` (one rank), of which come parts of a
+step that `benchmarks/gpu.py` measures, or whole steps with nextn 3 of some of the layers (`step of
+1+2`: a dense one and two with experts; `mixed step of ..`); `rank`, the step of one rank of two; or
+the name of a model that is built as an engine. What is compiled has no weights: nobody computes
+with it. With --kernels-only the C++ is written, and not compiled.
 """
 
 import ctypes
@@ -25,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LAYERS = {"dense layer": 0, "MoE layer": 1}
 TOKENS, SEQUENCE, CHUNK = 4, 4096 + 256, 8
+ALL_REDUCE = "_c10d_functional_all_reduce_"
 
 
 @dataclass
@@ -41,10 +44,17 @@ class Compiled:
     isa: str = ""  # of the host's code
     fresh: list[str] = field(default_factory=list)  # kernels that Triton compiled
     known: list[str] = field(default_factory=list)  # that it found compiled
+    foreseen: int = 0  # launches of a step, as a dry run tells them
+
+    @property
+    def collectives(self) -> int:
+        return sum(n for name, n in self.operators.items() if name == ALL_REDUCE)
 
     @property
     def calls(self) -> int:
-        return sum(self.kernels.values()) + sum(self.operators.values())
+        """Launches of a call of the program, the collectives apart."""
+        calls = Counter(self.kernels) + Counter(self.operators)
+        return sum(n for name, n in calls.items() if not name.startswith("_c10d_functional"))
 
 
 def count_calls(wrapper: str, into: Compiled) -> None:
@@ -109,12 +119,26 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
     names = "parts", "random_model", "slices"
     on_gpu, random_model, slices = (import_module(f"on_gpu.{name}") for name in names)
     parts, _, format = parts.partition(" in ")
-    case = slices.r1_share(8, (3,), format or PLAIN) if model == "r1" else slices.small((3,))
-    few = {"num_hidden_layers": 2, "moe_layers": (False, True, True)}
-    case = replace(case, config=replace(case.config, **few), dtype=options.dtype)
-    made = on_gpu.Parts(random_model.empty_model(case, "cpu"), case.context)
-    plan = plan_of(case.config, case.ranks)
+    tp = {"r1": 8, "r1-alone": 1}.get(model)
+    whole = slices.small((3,)) if tp is None else slices.r1_share(tp, (3,), format or PLAIN)
+
+    def with_layers(dense: int, moe: int) -> Any:
+        """Keep so many layers, and the module behind them."""
+        kinds = (False,) * dense + (True,) * (moe + 1)
+        config = replace(whole.config, num_hidden_layers=dense + moe, moe_layers=kinds)
+        return replace(whole, config=config, dtype=options.dtype)
+
     for name in parts.split(","):
+        kind, steps, layers = name.partition("step of ")
+        if steps:
+            case = with_layers(*map(int, layers.split("+")))
+            plan = plan_of(case.config, case.ranks)
+            lowered = random_model.empty_model(case, "cpu")
+            yield make_programs(plan, lowered)[2 if kind else 1], plan
+            continue
+        case = with_layers(1, 1)
+        plan = plan_of(case.config, case.ranks)
+        made = on_gpu.Parts(random_model.empty_model(case, "cpu"), case.context)
         if name in LAYERS:
             part = made.layer(name, LAYERS[name], TOKENS)
         else:
@@ -144,6 +168,7 @@ def main(folder: Path, *cases: str) -> None:
 
     from mtpbuild.builder.engine.weights_file import Placed
     from mtpbuild.builder.program.trace import trace
+    from mtpbuild.builder.step_counts import counted
     from mtpbuild.builder.targets import lower_inductor
     from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 
@@ -170,8 +195,8 @@ def main(folder: Path, *cases: str) -> None:
     torch._inductor.aot_compile = keep
     knobs.compilation.listener = listen
 
-    def tell(case: str, path: Path) -> None:
-        found = Compiled(case, path.stem)
+    def tell(case: str, path: Path, foreseen: int = 0) -> None:
+        found = Compiled(case, path.stem, foreseen=foreseen)
         count_calls(wrappers.pop(0), found)
         found.fresh = sorted(name for name, hit in triton if not hit)
         found.known = sorted(name for name, hit in triton if hit)
@@ -187,7 +212,7 @@ def main(folder: Path, *cases: str) -> None:
             continue
         model, parts, gpu, dtype = case.split("/")
         options = InductorOptions(device="cuda", dtype=dtype, compute_capability=gpu)
-        if model not in ("small", "r1", "rank"):
+        if model not in ("small", "r1", "r1-alone", "rank"):
             for path in engine(model, folder, options):
                 tell(case, path)  # with the kernels of all its programs
             continue
@@ -199,12 +224,13 @@ def main(folder: Path, *cases: str) -> None:
                 weights = {name.removeprefix("model."): Placed(0, 0) for name in names}
                 triton.clear()
                 traced, path = trace(program, plan), place / f"{program.name}.pt2"
+                foreseen = counted(traced).launches
                 try:
                     TARGET.lower(traced, weights, place)
                 except Exception:
                     if not kernels_only or not wrappers:
                         raise
-                tell(case, path)
+                tell(case, path, foreseen)
     assert not torch.cuda.is_available(), "what was pretended is undone"
 
 

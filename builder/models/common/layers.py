@@ -3,6 +3,7 @@
 Shapes: B slots, T tokens, E hidden size, S cache rows, C values of a cache row.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ from mtpbuild.builder.models.common.collectives import all_reduce, own_part, ran
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
 from mtpbuild.builder.models.config import ModelConfig, RopeConfig
-from mtpbuild.plugins import kv_write
+from mtpbuild.plugins import gated_product, kv_write, rotary_rows
+from mtpbuild.plugins.gated_product.op import MAX_TOKENS
 from mtpbuild.runtime.ranks import Ranks
 
 
@@ -26,6 +28,7 @@ class Rows:
     base: Tensor  # [B] rows before it are seen by all tokens
     start: Tensor  # [B] fresh rows are written from it on: the base, but for a slot that idles
     positions: Tensor  # [B, T]
+    first: Tensor | None = None  # [B] the last fresh row that the first token sees; nothing: 0
     expand: bool = False  # many tokens: attention may make keys and values of all rows at once
 
 
@@ -35,7 +38,22 @@ class RMSNorm(nn.RMSNorm):
         self.requires_grad_(False)
 
 
-class Rope(nn.Module):
+class Kernels(nn.Module):
+    """A module that computes otherwise on a GPU, if `use_kernels` said so."""
+
+    kernels = False
+    fused = False  # also what stands between products is ops that have kernels
+    most: int | None = None  # tokens of a pass, where their number varies
+
+
+def use_kernels(model: nn.Module, most: int | None = None, fused: bool = False) -> None:
+    """Let a model compute as a GPU wants it. most: tokens of a pass whose number is a symbol."""
+    for module in model.modules():
+        if isinstance(module, Kernels):
+            module.kernels, module.most, module.fused = True, most, fused
+
+
+class Rope(Kernels):
     """Angles from positions; computed, not looked up, so no table bounds the sequence."""
 
     def __init__(self, rope: RopeConfig, dim: int) -> None:
@@ -46,6 +64,8 @@ class Rope(nn.Module):
 
     def forward(self, start: Tensor, tokens: int, base: Tensor | None = None) -> Rows:
         """Tokens at positions start .. start + tokens - 1 of each slot; base defaults to start."""
+        if self.fused and base is None:
+            return self.placed(start, tokens)
         positions = start[:, None] + torch.arange(tokens, device=start.device)
         angles = positions[..., None].float() * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
@@ -53,19 +73,23 @@ class Rope(nn.Module):
             cos, sin = cos * self.scale, sin * self.scale
         return Rows(cos, sin, start if base is None else base, start, positions)
 
+    def placed(
+        self,
+        start: Tensor,
+        tokens: int,
+        active: Tensor | None = None,
+        end: int = 0,
+        offset: int = 0,
+    ) -> Rows:
+        """The same by one op; tokens are `offset` behind the start, inactive slots at `end`.
 
-class Kernels(nn.Module):
-    """A module that computes otherwise on a GPU, if `use_kernels` said so."""
-
-    kernels = False
-    most: int | None = None  # tokens of a pass, where their number varies
-
-
-def use_kernels(model: nn.Module, most: int | None = None) -> None:
-    """Let a model compute as a GPU wants it. most: tokens of a pass whose number is a symbol."""
-    for module in model.modules():
-        if isinstance(module, Kernels):
-            module.kernels, module.most = True, most
+        Every layer's kernels read its results. What PyTorch's operators give them instead, the
+        compiler would make anew for each kernel.
+        """
+        operands = (start, active, self.inv_freq, tokens, offset, end, self.scale)
+        cos, sin, base, place, first = rotary_rows(*operands)
+        positions = place[:, None] + offset + torch.arange(tokens, device=start.device)
+        return Rows(cos, sin, base, place, positions, first)
 
 
 class Attention(Kernels):
@@ -74,6 +98,11 @@ class Attention(Kernels):
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """x [B, T, E] -> query input [B, T, ..], and the tokens' cache rows [B, 1, T, C]."""
         raise NotImplementedError
+
+    def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, and the cache with these rows in it, from rows.start on."""
+        q, fresh = self.project(x, rows)
+        return q, fresh, kv_write(cache, fresh, rows.start)
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         """Query input [B, T, ..] -> [B, T, E].
@@ -85,15 +114,23 @@ class Attention(Kernels):
         raise NotImplementedError
 
 
-class MLP(nn.Module):
+class MLP(Kernels):
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate_up_proj = parameter(hidden, 2 * inner)
         self.down_proj = parameter(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) @ self.down_proj
+
+    def inner(self, x: Tensor) -> Tensor:
+        """x [.., E] -> [.., I]; for a step's few tokens and a plain weight an op does it."""
+        tokens = math.prod(x.shape[:-1])  # a symbol where slots or a prompt's chunk are open
+        few = isinstance(tokens, int) and tokens <= MAX_TOKENS
+        if self.fused and few and isinstance(self.gate_up_proj, Tensor):
+            return gated_product(x, self.gate_up_proj)
         gate, up = (x @ self.gate_up_proj).chunk(2, dim=-1)
-        return (F.silu(gate) * up) @ self.down_proj
+        return F.silu(gate) * up
 
 
 class DecoderLayer(nn.Module):
@@ -113,19 +150,17 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """All T tokens attend; their rows are written from rows.start on. x [B, T, E]."""
-        q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
-        cache = kv_write(cache, fresh, rows.start)
-        return self.finish(x, q, rows, cache, fresh, torch.zeros_like(rows.base)), cache
+        q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
+        first = torch.zeros_like(rows.base) if rows.first is None else rows.first
+        return self.finish(x, q, rows, cache, fresh, first), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         """Write only the cache rows: nobody reads the last layer's output in a prompt."""
-        _, fresh = self.self_attn.project(self.input_layernorm(x), rows)
-        return kv_write(cache, fresh, rows.start)
+        return self.self_attn.write(self.input_layernorm(x), rows, cache)[-1]
 
     def last(self, x: Tensor, cache: Tensor, rows: Rows, at: Tensor) -> tuple[Tensor, Tensor]:
         """Compute as forward does, but only token at[b] of each slot: [B, 1, E], and the cache."""
-        q, fresh = self.self_attn.project(self.input_layernorm(x), rows)
-        cache = kv_write(cache, fresh, rows.start)
+        q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
         own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base, rows.start, position)
         return self.finish(pick(x, at), pick(q, at), own, cache, fresh, at), cache
@@ -139,7 +174,9 @@ class DecoderLayer(nn.Module):
         """
         q, row = self.self_attn.project(self.input_layernorm(x), rows)
         side = row if side is None else torch.cat([side, row], dim=2)
-        first = torch.full_like(rows.base, side.shape[2] - 1)
+        first = rows.first
+        if first is None:
+            first = torch.full_like(rows.base, side.shape[2] - 1)
         return self.finish(x, q, rows, cache, side, first), side
 
     def finish(

@@ -14,26 +14,36 @@ from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank
 from mtpbuild.builder.models.common.layers import MLP, Kernels
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
-from mtpbuild.plugins import experts, moe
-from mtpbuild.plugins.moe.op import MAX_TOKENS, NOBODY
+from mtpbuild.plugins import experts, moe, moe_route
+from mtpbuild.plugins.moe.op import MAX_TOKENS, NOBODY, with_shared
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 DENSE_EXPERTS = 16  # up to here all experts are computed, chosen or not
 
 
-class Gate(nn.Module):
+class Gate(Kernels):
     """Sigmoid scores in fp32; the bias selects, the unbiased scores weigh."""
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
         self.config = c
+        self.always = 0  # shared experts that stand behind the routed ones, for every token
         self.weight = parameter(c.hidden_size, c.n_routed_experts)
         self.e_score_correction_bias = parameter(c.n_routed_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [.., E] -> weights and ids of the chosen experts, both [.., num_experts_per_tok]."""
-        c = self.config
-        scores = (x.float() @ self.weight.float()).sigmoid()
+        """x [.., E] -> weights and ids of a token's experts, both [.., num_experts_per_tok].
+
+        With shared experts among them they are the last ones.
+        """
+        c, logits = self.config, x.float() @ self.weight.float()
+        if self.fused:
+            how = (c.n_group, c.topk_group, c.num_experts_per_tok)
+            scaled = (c.norm_topk_prob, c.routed_scaling_factor)
+            bias = self.e_score_correction_bias
+            weights, ids = moe_route(logits.flatten(0, -2), bias, *how, *scaled, self.always)
+            return weights.unflatten(0, x.shape[:-1]), ids.unflatten(0, x.shape[:-1])
+        scores = logits.sigmoid()
         biased = scores + self.e_score_correction_bias
         if c.topk_group < c.n_group:
             groups = biased.unflatten(-1, (c.n_group, -1))
@@ -45,7 +55,7 @@ class Gate(nn.Module):
         weights = scores.gather(-1, ids)
         if c.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * c.routed_scaling_factor, ids
+        return with_shared(weights * c.routed_scaling_factor, ids, c.n_routed_experts, self.always)
 
 
 class MoE(Kernels):
@@ -132,6 +142,14 @@ class GatheredMoE(MoE):
         self.gate_up_proj = parameter(experts, c.hidden_size, 2 * inner)
         self.down_proj = parameter(experts, inner, c.hidden_size)
         self.shared_experts = shared_experts(c, ranks)
+
+    def join_shared(self) -> None:
+        """Make the shared expert the last one of the stack, which every token chooses."""
+        for name in ("gate_up_proj", "down_proj"):
+            experts, *shape = self.get_parameter(name).shape
+            held = parameter(experts + 1, *shape, dtype=self.get_parameter(name).dtype)
+            setattr(self, name, held)
+        self.shared_experts, self.gate.always = None, 1
 
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.gate(x)

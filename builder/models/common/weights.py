@@ -226,3 +226,39 @@ def by_outputs(weight: Weight) -> Weight:
         return torch.stack(w, dim=1).flatten(0, 1)[None]
 
     return replace(weight, name=f"{weight.name}.rows", transform=in_turn)
+
+
+STACKS = ("gate_up_proj", "down_proj")
+
+
+def with_shared(table: list[Weight], modules: set[str]) -> list[Weight]:
+    """Make the shared expert of these MoE modules the last slice of the stacks of routed ones."""
+    named = {weight.name: weight for weight in table}
+    joined = {f"{module}.{leaf}": module for module in modules for leaf in STACKS}
+    gone = {f"{module}.shared_experts.{leaf}" for module in modules for leaf in STACKS}
+
+    def stacked(weight: Weight) -> Weight:
+        if weight.name not in joined:
+            return weight
+        leaf = weight.name.rpartition(".")[2]
+        last = named[f"{joined[weight.name]}.shared_experts.{leaf}"]
+        return replace(weight, sources=(*weight.sources, *last.sources), slices=weight.slices + 1)
+
+    return [stacked(weight) for weight in table if weight.name not in gone]
+
+
+def like_routed(table: list[Weight], share: Share) -> set[str]:
+    """Name the MoE modules that have one shared expert of a routed one's shape in this share."""
+    named, found = {weight.name: weight for weight in table}, set[str]()
+
+    def shapes(sources: tuple[Source, ...]) -> list[tuple[int, ...]]:
+        return [share.cut(s, torch.empty(s.shape, device="meta")).shape for s in sources]
+
+    for weight in table:
+        module, _, leaf = weight.name.rpartition(".")
+        shared = named.get(f"{module}.shared_experts.{leaf}")
+        if shared is None or weight.slices == 1 or leaf != STACKS[0]:
+            continue
+        if shapes(next(weight.groups)) == shapes(shared.sources):
+            found.add(module)
+    return found

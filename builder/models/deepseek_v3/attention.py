@@ -4,6 +4,8 @@ Shapes: B slots, T tokens, E hidden size, H heads, S cache rows, C = kv_lora_ran
 `reference.py` is the plain counterpart, `weights.py` says where each parameter comes from.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,14 @@ from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.common.rope import softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-from mtpbuild.plugins import mla_attention, rope
+from mtpbuild.plugins import (
+    mla_attention,
+    mla_queries,
+    mla_rows,
+    mla_rows_write,
+    mla_values,
+    rope,
+)
 from mtpbuild.plugins.mla_attention.op import floored_softmax
 from mtpbuild.runtime.ranks import Ranks
 
@@ -35,8 +44,28 @@ class LatentAttention(Attention):
         self.w_uv = parameter(H, c.kv_lora_rank, c.v_head_dim)
         self.o_proj = parameter(H * c.v_head_dim, c.hidden_size)
 
+    @property
+    def by_ops(self) -> bool:
+        """Whether ops do what stands around the products; they take plain weights of heads."""
+        return self.fused and isinstance(self.w_uk, Tensor)
+
+    def first_product(self, x: Tensor, rows: Rows) -> tuple[Any, ...]:
+        """Make the operands that `mla_rows` begins with."""
+        norm = None if self.config.q_lora_rank is None else self.q_a_layernorm.weight
+        return x @ self.qkv_a_proj, norm, self.kv_a_layernorm.weight, rows.cos, rows.sin
+
+    def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.by_ops:
+            return super().write(x, rows, cache)
+        c, operands = self.config, self.first_product(x, rows)
+        return mla_rows_write(*operands, cache, rows.start, c.latent_norm_eps, c.rope_interleave)
+
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """With ops the query input is normed already."""
         c = self.config
+        if self.by_ops:
+            operands = self.first_product(x, rows)
+            return mla_rows(*operands, c.latent_norm_eps, c.rope_interleave)
         a = x @ self.qkv_a_proj
         width = a.shape[-1] - c.cache_dim
         q, latent, k_pe = a.split([width, c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
@@ -45,17 +74,26 @@ class LatentAttention(Attention):
 
     def queries(self, q: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Query input [B, T, ..] -> [B, H, T, qk_nope_head_dim] and [B, H, T, qk_rope_head_dim]."""
-        c, (B, T, _) = self.config, q.shape
-        if c.q_lora_rank is not None:
-            q = self.q_a_layernorm(q) @ self.q_b_proj
-        H = self.heads
+        c, (B, T, _), H = self.config, q.shape, self.heads
+        q = self.second_product(q)
         q_nope, q_pe = q.split([H * c.qk_nope_head_dim, H * c.qk_rope_head_dim], dim=-1)
         q_pe = rope(q_pe, rows.cos, rows.sin, H, c.rope_interleave)
         q_nope, q_pe = q_nope.reshape(B, T, H, -1), q_pe.reshape(B, T, H, -1)
         return q_nope.transpose(1, 2), q_pe.transpose(1, 2)
 
+    def second_product(self, q: Tensor) -> Tensor:
+        """Query input [B, T, ..] -> all heads' nope, then all heads' pe."""
+        if self.config.q_lora_rank is None:
+            return q
+        return (q if self.by_ops else self.q_a_layernorm(q)) @ self.q_b_proj
+
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         c, base = self.config, rows.base
+        if self.by_ops and not rows.expand:
+            q = self.second_product(q)
+            q = mla_queries(q, self.w_uk, rows.cos, rows.sin, c.rope_interleave)
+            o = mla_attention(q, cache, fresh, base, first, self.scale, c.kv_lora_rank)
+            return mla_values(o, self.w_uv) @ self.o_proj
         q_nope, q_pe = self.queries(q, rows)
         if rows.expand:
             o = self.expanded(q_nope, q_pe, cache, base)

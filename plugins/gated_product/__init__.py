@@ -1,0 +1,1 @@
+"""The first half of a gated feed-forward: two products and what joins them."""

@@ -1,0 +1,58 @@
+"""gated_product in Triton: a program has the same columns of gate and up."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, tile
+from mtpbuild.plugins.moe.triton import columns_of_a_program
+
+INPUTS = 64  # at a time
+STAGES = 3  # tiles of weights in flight
+
+
+@triton.jit
+def gated(
+    x, gate_up,
+    rows,
+    inner,
+    DEPTH: tl.constexpr, INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program i computes BLOCK_N columns of silu(x gate) * (x up) for all rows."""
+    m = tl.arange(0, BLOCK_M)[:, None]
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    some, right = m < rows, n < INNER
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for begin in range(0, DEPTH, BLOCK_K):
+        k = begin + tl.arange(0, BLOCK_K)
+        column = k[None, :]
+        given = tl.load(x + m * DEPTH + column, some & (column < DEPTH), 0.0)
+        of = gate_up + k.to(tl.int64)[:, None] * (2 * INNER) + n
+        there = (k < DEPTH)[:, None] & right
+        gate = tl.dot(given, tl.load(of, there, 0.0), gate, input_precision="ieee")
+        up = tl.dot(given, tl.load(of + INNER, there, 0.0), up, input_precision="ieee")
+    value = gate * tl.sigmoid(gate) * up
+    tl.store(inner + m * INNER + n, value.to(inner.dtype.element_ty), some & right)
+
+
+def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
+    """Make the launch for the op's operands. Raises NotImplementedError for too many tokens."""
+    (*slots, E), width = x.shape, gate_up.shape[1] // 2
+    rows = x.numel() // E
+    if rows > MAX_TOKENS:
+        raise NotImplementedError(f"gated_product takes up to {MAX_TOKENS} tokens, not {rows}")
+    inner, wide = x.new_empty(*slots, width), columns_of_a_program(1, width)
+    constants = {"DEPTH": E, "INNER": width, "BLOCK_M": tile(rows), "BLOCK_N": wide}
+    constants["BLOCK_K"] = min(INPUTS, tile(E))
+    grid = (cdiv(width, wide),)
+    launch = Launch(gated, grid, (x, gate_up), (rows,), (inner,), constants, stages=STAGES)
+    return Launches((launch,), inner)
+
+
+@by_kernels(gated_product)
+def gated_product_triton(x: Tensor, gate_up: Tensor) -> Tensor:
+    """Do gated_product on a GPU."""
+    return gated_product_launches(x.contiguous(), gate_up.contiguous()).run()

@@ -1,0 +1,43 @@
+"""mla_queries and mla_values: the absorbed projections of each head, in the layouts around them."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.rope.op import rope
+
+
+@torch.library.custom_op("mtpbuild::mla_queries", mutates_args=())
+def mla_queries(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Make attention's queries [B, H, T, kv_lora_rank + R] of q [B, T, H * (n + R)].
+
+    q has all heads' n values without position, then all heads' R rotary ones. The former are
+    multiplied by w_uk [H, n, kv_lora_rank], the latter are rotated by cos, sin [B, T, R / 2] fp32
+    as in `rope`. Source: spec/deepseek-v3.md section 2.2.
+    """
+    (B, T, width), (H, n, _) = q.shape, w_uk.shape
+    nope, pe = q.split([H * n, width - H * n], dim=-1)
+    pe = rope(pe.contiguous(), cos, sin, H, interleaved)
+    nope, pe = (part.reshape(B, T, H, -1).transpose(1, 2) for part in (nope, pe))
+    return torch.cat([nope @ w_uk, pe], dim=-1)
+
+
+@mla_queries.register_fake
+def empty_queries(q: Tensor, w_uk: Tensor, cos: Tensor, *_: object) -> Tensor:
+    """Make a tensor like the op's result."""
+    heads, rank = w_uk.shape[0], w_uk.shape[2]
+    return q.new_empty(q.shape[0], heads, q.shape[1], rank + 2 * cos.shape[-1])
+
+
+@torch.library.custom_op("mtpbuild::mla_values", mutates_args=())
+def mla_values(o: Tensor, w_uv: Tensor) -> Tensor:
+    """Project mixed latents o [B, H, T, kv_lora_rank] by w_uv [H, kv_lora_rank, v]: [B, T, H * v].
+
+    Source: spec/deepseek-v3.md section 2.2.
+    """
+    return (o @ w_uv).transpose(1, 2).flatten(2)
+
+
+@mla_values.register_fake
+def empty_values(o: Tensor, w_uv: Tensor) -> Tensor:
+    """Make a tensor like the op's result."""
+    return o.new_empty(o.shape[0], o.shape[2], w_uv.shape[0] * w_uv.shape[2])

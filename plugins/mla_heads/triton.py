@@ -1,0 +1,138 @@
+"""mla_queries and mla_values in Triton: each program has some columns of one head's product."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, tile
+from mtpbuild.plugins.mla_heads.op import empty_queries, empty_values, mla_queries, mla_values
+from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
+from mtpbuild.plugins.moe.triton import columns_of_a_program
+
+INPUTS = 64  # of a product, at a time
+MOST_ROWS, OPEN_ROWS = 64, 16  # of a program; the latter where the number of slots is open
+STAGES = 3  # tiles of weights in flight
+
+
+@triton.jit
+def absorbed_query(
+    q, w_uk, cos, sin,
+    rows, tokens,
+    out,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (h, j, i) makes BLOCK_N columns of head h's queries for BLOCK_M tokens of all slots.
+
+    The last j rotates: ROTARY is ROPE as a power of two.
+    """
+    h = tl.program_id(0)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    some = (m < rows)[:, None]
+    given = q + m.to(tl.int64)[:, None] * (HEADS * (NOPE + ROPE))
+    at = (m // tokens * HEADS + h) * tokens + m % tokens
+    to = out + at.to(tl.int64)[:, None] * (RANK + ROPE)
+    if tl.program_id(1) < tl.num_programs(1) - 1:
+        n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+        total = product_of_head(
+            given + h * NOPE, w_uk + h * NOPE * RANK, some, n,
+            NOPE, RANK, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        tl.store(to + n, total.to(out.dtype.element_ty), some & (n < RANK))
+    else:
+        r = tl.arange(0, ROTARY)[None, :]
+        there = some & (r < ROPE)
+        angle = m.to(tl.int64)[:, None] * (ROPE // 2) + angle_of(r, ROPE, INTERLEAVED)
+        other, sign = partner_of(r, ROPE, INTERLEAVED)
+        pe = given + HEADS * NOPE + h * ROPE
+        turned = tl.load(pe + r, there, 0.0) * tl.load(cos + angle, there, 0.0)
+        turned += sign * tl.load(pe + other, there, 0.0) * tl.load(sin + angle, there, 0.0)
+        tl.store(to + RANK + r, turned.to(out.dtype.element_ty), there)
+
+
+@triton.jit
+def value_of_head(
+    o, w_uv,
+    rows, tokens,
+    out,
+    HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Program (h, j, i) makes BLOCK_N columns of head h's values for BLOCK_M tokens."""
+    h = tl.program_id(0)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    some = (m < rows)[:, None]
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    at = (m // tokens * HEADS + h) * tokens + m % tokens
+    total = product_of_head(
+        o + at.to(tl.int64)[:, None] * RANK, w_uv + h * RANK * VALUE, some, n,
+        RANK, VALUE, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    to = out + (m.to(tl.int64)[:, None] * HEADS + h) * VALUE
+    tl.store(to + n, total.to(out.dtype.element_ty), some & (n < VALUE))
+
+
+@triton.jit
+def product_of_head(
+    given, weight, some, n,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply the rows that `given` [BLOCK_M, 1] points to by columns n of one head's weight."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for begin in range(0, DEPTH, BLOCK_K):
+        k = begin + tl.arange(0, BLOCK_K)
+        row, column = k[:, None], k[None, :]
+        x = tl.load(given + column, some & (column < DEPTH), 0.0)
+        w = tl.load(weight + row * WIDTH + n, (row < DEPTH) & (n < WIDTH), 0.0)
+        total = tl.dot(x, w, total, input_precision="ieee")
+    return total
+
+
+def tiles(rows: int, heads: int, depth: int, columns: int) -> tuple[dict[str, int], int, int]:
+    """The kernel's constants, blocks of columns and blocks of rows; `rows` may be a symbol."""
+    block = tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
+    wide = columns_of_a_program(heads, columns)
+    constants = {"BLOCK_M": block, "BLOCK_N": wide, "BLOCK_K": min(INPUTS, tile(depth))}
+    return constants, cdiv(columns, wide), cdiv(rows, block)
+
+
+def mla_queries_launches(
+    q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Launches:
+    """Make the launch for the op's operands."""
+    (B, T, _), (H, n, rank), R = q.shape, w_uk.shape, 2 * cos.shape[-1]
+    out = empty_queries(q, w_uk, cos)
+    constants, columns, blocks = tiles(B * T, H, n, rank)
+    sizes = {"HEADS": H, "NOPE": n, "ROPE": R, "RANK": rank, "ROTARY": tile(R)}
+    constants |= {**sizes, "INTERLEAVED": interleaved}
+    grid = H, columns + 1, blocks
+    operands = (q, w_uk, cos, sin)
+    launch = Launch(absorbed_query, grid, operands, (B * T, T), (out,), constants, stages=STAGES)
+    return Launches((launch,), out)
+
+
+def mla_values_launches(o: Tensor, w_uv: Tensor) -> Launches:
+    """Make the launch for the op's operands."""
+    (B, H, T, rank), v = o.shape, w_uv.shape[2]
+    out = empty_values(o, w_uv)
+    constants, columns, blocks = tiles(B * T, H, rank, v)
+    constants |= {"HEADS": H, "RANK": rank, "VALUE": v}
+    grid = H, columns, blocks
+    launch = Launch(value_of_head, grid, (o, w_uv), (B * T, T), (out,), constants, stages=STAGES)
+    return Launches((launch,), out)
+
+
+@by_kernels(mla_queries)
+def mla_queries_triton(q: Tensor, w_uk: Tensor, *others: Any) -> Tensor:
+    """Do mla_queries on a GPU."""
+    return mla_queries_launches(q.contiguous(), w_uk.contiguous(), *others).run()
+
+
+@by_kernels(mla_values)
+def mla_values_triton(o: Tensor, w_uv: Tensor) -> Tensor:
+    """Do mla_values on a GPU."""
+    return mla_values_launches(o.contiguous(), w_uv.contiguous()).run()

@@ -1,0 +1,1 @@
+"""What stands between latent attention's first two products: norms, rotation, cache rows."""

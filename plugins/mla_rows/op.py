@@ -1,0 +1,75 @@
+"""mla_rows: from the first product of latent attention to its query input and its cache rows."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpbuild.plugins.kv_write.op import kv_write
+from mtpbuild.plugins.rope.op import rope
+
+
+@torch.library.custom_op("mtpbuild::mla_rows", mutates_args=())
+def mla_rows(
+    a: Tensor,
+    q_norm: Tensor | None,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Norm and rotate a [B, T, Q + kv_lora_rank + R]: queries' part, latent, rotary key.
+
+    q_norm [Q] and kv_norm [kv_lora_rank] are RMSNorms' weights, computed in fp32; without q_norm
+    the queries' part stays as it is. cos, sin [B, T, R / 2] fp32. Returns the query input
+    [B, T, Q] and the cache rows [B, 1, T, kv_lora_rank + R]. Source: spec/deepseek-v3.md section
+    2.2.
+    """
+    rank, rotary = kv_norm.shape[0], 2 * cos.shape[-1]
+    q, latent, key = a.split([a.shape[-1] - rank - rotary, rank, rotary], dim=-1)
+    q = q.clone() if q_norm is None else F.rms_norm(q, q_norm.shape, q_norm, eps)
+    latent = F.rms_norm(latent, kv_norm.shape, kv_norm, eps)
+    key = rope(key.contiguous(), cos, sin, 1, interleaved)
+    return q.contiguous(), torch.cat([latent, key], dim=-1)[:, None]
+
+
+@mla_rows.register_fake
+def empty_rows(
+    a: Tensor, q_norm: Tensor | None, kv_norm: Tensor, cos: Tensor, *_: object
+) -> tuple[Tensor, Tensor]:
+    """Make tensors like the op's results."""
+    (B, T, width), kept = a.shape, kv_norm.shape[0] + 2 * cos.shape[-1]
+    return a.new_empty(B, T, width - kept), a.new_empty(B, 1, T, kept)
+
+
+@torch.library.custom_op("mtpbuild::mla_rows_write", mutates_args=())
+def mla_rows_write(
+    a: Tensor,
+    q_norm: Tensor | None,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    start: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`mla_rows`, and `kv_write` of its rows into a cache [B, 1, S, C] from row start [B] on.
+
+    The third result is the cache. As with `kv_write`, a target gives it the cache's own memory.
+    """
+    q, fresh = mla_rows(a, q_norm, kv_norm, cos, sin, eps, interleaved)
+    return q, fresh, kv_write(cache, fresh, start)
+
+
+@mla_rows_write.register_fake
+def _(
+    a: Tensor,
+    q_norm: Tensor | None,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    *others: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *empty_rows(a, q_norm, kv_norm, cos), torch.empty_like(cache)

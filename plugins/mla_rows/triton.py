@@ -1,0 +1,160 @@
+"""mla_rows in Triton: two programs per token, one for its queries and one for its cache row."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, tile
+from mtpbuild.plugins.mla_rows.op import empty_rows, mla_rows, mla_rows_write
+
+
+@triton.jit
+def latent_row(
+    a, q_norm, kv_norm, cos, sin, start, cache,
+    tokens, capacity,
+    q, fresh,
+    QUERY: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, EPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """Program (n, 0) norms the queries' part of token n of all slots, (n, 1) makes its cache row.
+
+    With a cache the row is written there too. WIDE, LATENT and ROTARY are QUERY, RANK and ROPE as
+    powers of two.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    row = a + n * (QUERY + RANK + ROPE)
+    if tl.program_id(1) == 0:
+        w = tl.arange(0, WIDE)
+        query = tl.load(row + w, w < QUERY, 0.0)
+        if q_norm is not None:
+            query = normed(query, tl.load(q_norm + w, w < QUERY, 0.0), QUERY, EPS)
+        tl.store(q + n * QUERY + w, query.to(q.dtype.element_ty), w < QUERY)
+    else:
+        c, r = tl.arange(0, LATENT), tl.arange(0, ROTARY)
+        x = tl.load(row + QUERY + c, c < RANK, 0.0)
+        x = normed(x, tl.load(kv_norm + c, c < RANK, 0.0), RANK, EPS).to(fresh.dtype.element_ty)
+        angle = n * (ROPE // 2) + angle_of(r, ROPE, INTERLEAVED)
+        other, sign = partner_of(r, ROPE, INTERLEAVED)
+        key = row + QUERY + RANK
+        turned = tl.load(key + r, r < ROPE, 0.0) * tl.load(cos + angle, r < ROPE, 0.0)
+        turned += sign * tl.load(key + other, r < ROPE, 0.0) * tl.load(sin + angle, r < ROPE, 0.0)
+        turned = turned.to(fresh.dtype.element_ty)
+        to = fresh + n * (RANK + ROPE)
+        tl.store(to + c, x, c < RANK)
+        tl.store(to + RANK + r, turned, r < ROPE)
+        if cache is not None:
+            b = n // tokens
+            to = cache + (b * capacity + tl.load(start + b) + n % tokens) * (RANK + ROPE)
+            tl.store(to + c, x, c < RANK)
+            tl.store(to + RANK + r, turned, r < ROPE)
+
+
+@triton.jit
+def normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
+    """RMSNorm of a row in fp32; what is behind its end must be 0."""
+    x = x.to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS) * weight.to(tl.float32)
+
+
+@triton.jit
+def angle_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The pair that rotary value r belongs to."""
+    return r // 2 if INTERLEAVED else r % (ROPE // 2)
+
+
+@triton.jit
+def partner_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The other value of that pair, and the sign that its sine has in this one's result."""
+    if INTERLEAVED:
+        first = r % 2 == 0
+        other = tl.where(first, r + 1, r - 1)
+    else:
+        first = r < ROPE // 2
+        other = tl.where(first, r + ROPE // 2, r - ROPE // 2)
+    return other, tl.where(first, -1.0, 1.0)
+
+
+def rows_launch(
+    a: Tensor,
+    q_norm: Tensor | None,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    interleaved: bool,
+    cache: Tensor | None = None,
+    start: Tensor | None = None,
+) -> Launch:
+    """Make the launch for `mla_rows`; with a cache it is an input that the kernel writes into."""
+    q, fresh = empty_rows(a, q_norm, kv_norm, cos)
+    (B, T, Q), R = q.shape, 2 * cos.shape[-1]
+    constants = {
+        **{"QUERY": Q, "RANK": kv_norm.shape[0], "ROPE": R, "EPS": eps, "INTERLEAVED": interleaved},
+        **{"WIDE": tile(Q), "LATENT": tile(kv_norm.shape[0]), "ROTARY": tile(R)},
+    }
+    inputs = (a, q_norm, kv_norm, cos, sin, start, cache)
+    sizes = (T, 0 if cache is None else cache.shape[2])
+    return Launch(latent_row, (B * T, 2), inputs, sizes, (q, fresh), constants)
+
+
+def mla_rows_launches(*operands: object) -> Launches:
+    """Make the launch for the op's operands."""
+    launch = rows_launch(*operands)  # type: ignore[arg-type]
+    return Launches((launch,), launch.outputs)
+
+
+def mla_rows_write_launches(
+    a: Tensor,
+    q_norm: Tensor | None,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    start: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> Launches:
+    """Make the launch for the op's operands; it writes into `cache` itself."""
+    launch = rows_launch(a, q_norm, kv_norm, cos, sin, eps, interleaved, cache, start)
+    return Launches((launch,), (*launch.outputs, cache))
+
+
+@by_kernels(mla_rows)
+def mla_rows_triton(a: Tensor, *operands: object) -> tuple[Tensor, ...]:
+    """Do mla_rows on a GPU."""
+    return rows_launch(a.contiguous(), *operands).run()  # type: ignore[arg-type]
+
+
+@by_kernels(mla_rows_write)
+def mla_rows_write_triton(
+    a: Tensor,
+    q_norm: Tensor | None,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    *others: object,
+) -> tuple[Tensor, ...]:
+    """Do mla_rows_write on a GPU, into a copy of the cache; `mla_rows_into` makes none."""
+    written = cache.clone()
+    q, fresh = mla_rows_into(a, q_norm, kv_norm, cos, sin, written, *others)
+    return q, fresh, written
+
+
+@torch.library.triton_op("mtpbuild_triton::mla_rows_into", mutates_args={"cache"})
+def mla_rows_into(
+    a: Tensor,
+    q_norm: Tensor | None,
+    kv_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    start: Tensor,
+    eps: float,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Do mla_rows_write on a GPU in place: only the query input and the rows are returned."""
+    operands = (a.contiguous(), q_norm, kv_norm, cos, sin, eps, interleaved, cache, start)
+    q, fresh = rows_launch(*operands).run()
+    return q, fresh

@@ -1,0 +1,39 @@
+"""rotary_rows: what all layers of a pass read of its tokens' places, made once."""
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("mtpbuild::rotary_rows", mutates_args=())
+def rotary_rows(
+    start: Tensor,
+    active: Tensor | None,
+    inv_freq: Tensor,
+    tokens: int,
+    offset: int,
+    end: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Place so many tokens of each slot at positions start [B] + offset and on.
+
+    A slot that is not active [B] bool stands at `end`, and its base is 0. Returns cos and sin
+    [B, tokens, R / 2] fp32 of the positions times inv_freq [R / 2], times scale; base [B], the rows
+    before which all tokens see; place [B], from which fresh rows are written; and first [B], the
+    last fresh row that the first token sees: the offset.
+    """
+    base, place = start.clone(), start.clone()
+    if active is not None:
+        base, place = torch.where(active, start, 0), torch.where(active, start, end)
+    positions = place[:, None] + offset + torch.arange(tokens, device=start.device)
+    angles = positions[..., None].float() * inv_freq
+    first = torch.full_like(start, offset)
+    return angles.cos() * scale, angles.sin() * scale, base, place, first
+
+
+@rotary_rows.register_fake
+def empty_places(
+    start: Tensor, active: Tensor | None, inv_freq: Tensor, tokens: int, *_: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Make tensors like the op's results."""
+    cos, like = inv_freq.new_empty(start.shape[0], tokens, inv_freq.shape[0]), torch.empty_like
+    return cos, like(cos), like(start), like(start), like(start)
