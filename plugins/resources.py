@@ -93,7 +93,7 @@ def resources(case: str, launch: Launch, architecture: int) -> Resources:
         next((name for name in PRODUCTS[::-1] if main[name]), "-"),
         copies,
         steps,
-        steps * launch.warps / streamed if streamed else 0.0,
+        steps * launch.warps / streamed if streamed and _products(main) else 0.0,
     )
 
 
@@ -106,14 +106,22 @@ def _dump(what: str, file: Path) -> str:
 
 
 def _loops(sass: str) -> Iterator[list[str]]:
-    """Yield the opcodes of each loop: what lies between a branch back and where it leads."""
+    """Yield the opcodes of each loop: what lies between a branch back and where it leads.
+
+    A loop around one with products is left out: its own instructions are not those of a tile.
+    """
     found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([^;]*);", sass)
     at = {int(place, 16): i for i, (place, _) in enumerate(found)}
+    names = [re.split(r"[.\s]", instruction)[0] for _, instruction in found]
+    spans = list[tuple[int, int]]()
     for i, (place, text) in enumerate(found):
         target = re.match(r"BRA\b.*?0x([0-9a-f]+)", text)
         if target and int(target[1], 16) < int(place, 16) and int(target[1], 16) in at:
-            body = found[at[int(target[1], 16)] : i + 1]
-            yield [re.split(r"[.\s]", instruction)[0] for _, instruction in body]
+            spans.append((at[int(target[1], 16)], i + 1))
+    busy = [(a, b) for a, b in spans if not set(PRODUCTS).isdisjoint(names[a:b])]
+    for a, b in spans:
+        if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in busy):
+            yield names[a:b]
 
 
 def _products(ops: Mapping[str, int]) -> int:
@@ -137,9 +145,8 @@ def streamed_bytes(launch: Launch) -> int:
     if launch.kernel.__name__ not in weights:
         return 0
     weight = _tensor(named[weights[launch.kernel.__name__]])
-    products = 2 if launch.kernel.__name__ == "gate_and_up" else 1
     packed = 2 if named.get("scales_2") is not None else 1
-    return int(products * sizes["BLOCK_K"] * sizes["BLOCK_N"] * weight.itemsize // packed)
+    return int(sizes["BLOCK_K"] * sizes["BLOCK_N"] * weight.itemsize // packed)
 
 
 def _tensor(value: Tensor | None) -> Tensor:
