@@ -42,6 +42,14 @@ _NIBBLES = "shl.b32 u, $8, 4; shl.b32 v, $9, 4; " + " ".join(
 E4M3 = tl.constexpr(_NUMBERS + _e4m3("$", "size") + " }")
 LARGE_E4M3 = tl.constexpr(_NUMBERS + _e4m3("$", "size", "large") + " }")  # times 2^119
 E2M1 = tl.constexpr(_NUMBERS + _NIBBLES + " }")  # times scales of LARGE_E4M3: 2^-7 of the value
+# Four e4m3 in one register, NaN among them; it needs sm_89.
+CONVERTED = tl.constexpr(
+    "{ .reg .b16 a, b, c, d; .reg .b32 low, high; .reg .f32 p, q, r, s;"
+    " mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 low, a; cvt.rn.f16x2.e4m3x2 high, b;"
+    " mov.b32 {a, b}, low; mov.b32 {c, d}, high;"
+    " cvt.f32.f16 p, a; cvt.f32.f16 q, b; cvt.f32.f16 r, c; cvt.f32.f16 s, d;"
+    " cvt.rn.bf16x2.f32 $0, q, p; cvt.rn.bf16x2.f32 $1, s, r; }"
+)
 SMALLER = tl.constexpr(128.0)  # 2^7, for the sums of products with E2M1
 
 
@@ -114,3 +122,17 @@ def _nibbles(bytes_, scale):
     low = float_of(bytes_, 2, 1) * by
     high = float_of(bytes_ >> 4, 2, 1) * by
     return low.to(tl.bfloat16), high.to(tl.bfloat16)
+
+
+@triton.jit
+def bf16_of_e4m3(tile, ASSEMBLY: tl.constexpr):
+    """Make bf16 of e4m3 numbers, once for all that read them: as if the assembly had side effects.
+
+    Triton would rather convert a tile apart for each product, from single bytes of shared memory.
+    """
+    if ASSEMBLY:
+        codes = tile.to(tl.uint8, bitcast=True)
+        tile = tl.inline_asm_elementwise(
+            CONVERTED, "=r,=r,r", [codes], tl.bfloat16, is_pure=False, pack=4
+        )
+    return tile.to(tl.bfloat16)
