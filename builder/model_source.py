@@ -54,6 +54,7 @@ class ModelSource:
     absorbed: bool = False  # attention never expands its cache: it reads projections by head alone
     scheme: Scheme | None = None  # by which weights are quantised anew; None: they are as stored
     expert_rows: bool = False  # plain experts are stored by outputs, for the op of the CPU's graphs
+    for_gpu: bool = False  # in bfloat16 the head is too
     family: Family = field(init=False)
     stored: Checkpoint = field(init=False)
     checkpoint: Checkpoint = field(init=False)  # the same, or as the scheme quantises it
@@ -76,7 +77,7 @@ class ModelSource:
         with torch.device("meta"):
             all_ranks = self.family.make_model(self.config, ALONE)
         self.parameters = sum(p.numel() for p in all_ranks.parameters())
-        hold_in(self.model, FLOATS[self.dtype])
+        hold_in(self.model, FLOATS[self.dtype], self.for_gpu)
         experts_of_all = Ranks(attention_dp=self.ranks.attention_dp)
         self.table = self.family.weight_table(self.config, Share(experts_of_all))
         own = self.family.weight_table(self.config, Share(self.ranks))

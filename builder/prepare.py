@@ -79,6 +79,7 @@ class Job:
             draft_ids=plan.draft_ids,
             absorbed=plan.style.shared_trunk,
             expert_rows=not plan.style.for_gpu,
+            for_gpu=plan.style.for_gpu,
         )
 
 

@@ -104,6 +104,7 @@ def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]
         absorbed=any(map(is_trunk, old.programs)),
         scheme=engine_scheme(old.build.quantised_to, old.build.head_weights),
         expert_rows=not old.target.compute_capabilities,
+        for_gpu=bool(old.target.compute_capabilities),
     )
     if new.weights_type != old.build.weights:
         refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])

@@ -22,6 +22,7 @@ from mtpbuild.plugins.matmul_scaled.op import (
 from mtpbuild.plugins.matmul_scaled.op import (
     matmul_scaled as matmul_scaled,
 )
+from mtpbuild.plugins.matmul_wide.op import matmul_wide as matmul_wide
 from mtpbuild.plugins.mla_attention.op import mla_attention as mla_attention
 from mtpbuild.plugins.moe.op import moe as moe
 from mtpbuild.plugins.moe.op import moe_route as moe_route
@@ -48,6 +49,7 @@ FACETS: dict[Any, tuple[str | None, ...]] = {
     kv_write:          ("onnx", "inductor", None,     "triton", "tensorrt"),  # gpu: would copy
     matmul_nbits:      ("onnx", "op",       None,     None,     None),
     matmul_scaled:     (None,   "op",       "triton", "triton", "tensorrt"),
+    matmul_wide:       (None,   "op",       "triton", "triton", "tensorrt"),
     mla_attention:     ("onnx", "inductor", "triton", "triton", "plugins"),
     moe:               (None,   "op",       "triton", "triton", "tensorrt"),
     moe_route:         (None,   "op",       None,     "triton", None),

@@ -38,7 +38,7 @@ def _pairs(BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _of_pairs(scale, BLOCK_K: tl.constexpr):
-    """Give scales of a tile's blocks, in the order of `_blocks`, to their pairs [BLOCK_K / 2, W]."""
+    """Give scales of a tile's blocks, as `_nvfp4_words` orders them, to pairs [BLOCK_K / 2, W]."""
     W: tl.constexpr = scale.shape[1]
     each = tl.reshape(scale, (BLOCK_K // 64, 1, 4, 1, W))
     each = tl.broadcast_to(each, (BLOCK_K // 64, 4, 4, 2, W))
@@ -144,7 +144,7 @@ def _nvfp4_words(
     there = right if DEPTH % BLOCK_K == 0 else right & (pair < DEPTH // 2)[:, None]
     words = tl.load(values.to(tl.pointer_type(tl.int32)) + of, there, 0)
     i = tl.arange(0, BLOCK_K // 16)
-    block = begin // 16 + i % 4 * (BLOCK_K // 64) + i // 4  # of _pairs
+    block = begin // 16 + i % 4 * (BLOCK_K // 64) + i // 4  # as _of_pairs takes them
     of = (expert * (DEPTH // 16) + block)[:, None] * (WIDTH // 4) + word[None, :]
     there = right if DEPTH % BLOCK_K == 0 else right & (block < DEPTH // 16)[:, None]
     scale = tl.load(scales.to(tl.pointer_type(tl.int32)) + of, there, 0)

@@ -49,10 +49,13 @@ def scaled_product(
     tl.store(to, total, (m < rows)[:, None] & (n < WIDTH)[None, :])
 
 
-def product_launch(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None) -> Launch:
+def product_launch(
+    x: Tensor, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
+) -> Launch:
     """Make the launch for x [rows, K]; its output [splits, rows, N] is summed over the splits.
 
-    How a row is summed does not depend on the rows beside it.
+    A weight without scales is a plain one. How a row is summed does not depend on the rows beside
+    it.
     """
     (rows, K), N = x.shape, values.shape[1]
     constants = {"DEPTH": K, "WIDTH": N, **tile_constants(x.dtype, values, scales, scales_2)}

@@ -65,8 +65,8 @@ def mla_partial(
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         top, weight, mixed = _attend(
             queries, some, query, turned, cache + b * capacity * width, n, end, last, scale,
-            top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
-            ASSEMBLY,
+            top, weight, mixed,
+            RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION, ASSEMBLY,
         )  # fmt: skip
     if split == splits - 1:
         start = tl.load(first + b).to(tl.int32)
@@ -75,8 +75,8 @@ def mla_partial(
         for n in tl.range(0, end_fresh, BLOCK_N, num_stages=1):
             top, weight, mixed = _attend(
                 queries, some, query, turned, fresh + b * fresh_rows * width, n, end_fresh, last,
-                scale, top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
-            ASSEMBLY,
+                scale, top, weight, mixed,
+                RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION, ASSEMBLY,
             )  # fmt: skip
 
     row = (b * splits + split) * rows + m
@@ -133,9 +133,8 @@ def _attend(
 @triton.jit
 def _as_query(rows, query, ASSEMBLY: tl.constexpr):
     if rows.dtype == tl.float8e4nv and query.dtype == tl.bfloat16:
-        return bf16_of_e4m3(rows, ASSEMBLY)
-    else:
-        return rows.to(query.dtype)
+        rows = bf16_of_e4m3(rows, ASSEMBLY)
+    return rows.to(query.dtype)
 
 
 @triton.jit

@@ -83,7 +83,7 @@ FINITE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F])
 
 
 def words_of(codes: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Put each code in each byte of two words; also return byte j of both, as bf16 is made of it."""
+    """Put each code in each byte of two words; also return byte j of both, low word first."""
     columns = [codes.roll(7 * j) for j in range(8)]
     first, second = (
         sum((column << 8 * j for j, column in enumerate(columns[i : i + 4])), torch.tensor(0))
