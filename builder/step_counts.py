@@ -13,10 +13,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.plugins import FACETS, file_of, matmul_scaled, moe
+from mtpbuild.plugins import FACETS, file_of, matmul_scaled, matmul_wide, moe
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
-KERNELS = {op._opoverload: op for op in FACETS if op is not matmul_scaled}
+OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
+KERNELS = {op._opoverload: op for op in FACETS if op._opoverload not in OWN_PRODUCTS}
 
 
 class OpenSizeError(Exception):
@@ -69,7 +70,7 @@ def kind_of(node: Node) -> str | None:
         return None if op is torch.ops._c10d_functional.wait_tensor.default else "collectives"
     if op in KERNELS:
         return "kernels"
-    if op is matmul_scaled._opoverload or op._schema.name.partition("::")[2] in PRODUCTS:
+    if op in OWN_PRODUCTS or op._schema.name.partition("::")[2] in PRODUCTS:
         return "products"
     views = any(result.alias_info is not None for result in op._schema.returns)
     return None if views else "others"

@@ -106,22 +106,14 @@ def _dump(what: str, file: Path) -> str:
 
 
 def _loops(sass: str) -> Iterator[list[str]]:
-    """Yield the opcodes of each loop: what lies between a branch back and where it leads.
-
-    A loop around one with products is left out: its own instructions are not those of a tile.
-    """
+    """Yield the opcodes of each loop: what lies between a branch back and where it leads."""
     found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([^;]*);", sass)
     at = {int(place, 16): i for i, (place, _) in enumerate(found)}
-    names = [re.split(r"[.\s]", instruction)[0] for _, instruction in found]
-    spans = list[tuple[int, int]]()
     for i, (place, text) in enumerate(found):
         target = re.match(r"BRA\b.*?0x([0-9a-f]+)", text)
         if target and int(target[1], 16) < int(place, 16) and int(target[1], 16) in at:
-            spans.append((at[int(target[1], 16)], i + 1))
-    busy = [(a, b) for a, b in spans if not set(PRODUCTS).isdisjoint(names[a:b])]
-    for a, b in spans:
-        if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in busy):
-            yield names[a:b]
+            body = found[at[int(target[1], 16)] : i + 1]
+            yield [re.split(r"[.\s]", instruction)[0] for _, instruction in body]
 
 
 def _products(ops: Mapping[str, int]) -> int:
@@ -166,18 +158,21 @@ class Sizes:
     experts: int
     chosen: int
     projection: int  # outputs of a product with a weight [hidden, projection]
+    head: int  # tokens of the vocabulary
     capacity: int
     computed: torch.dtype
 
 
 MODELS = {
-    "r1": Sizes(16, 512, 64, 7168, 256, 256, 8, 2112, 4096, torch.bfloat16),  # 1 of 8 ranks
-    "deepseek-tiny": Sizes(4, 64, 16, 192, 64, 8, 2, 176, 512, torch.float32),
+    "r1": Sizes(16, 512, 64, 7168, 256, 256, 8, 2112, 16160, 4096, torch.bfloat16),  # 1 of 8 ranks
+    "deepseek-tiny": Sizes(4, 64, 16, 192, 64, 8, 2, 176, 4096, 512, torch.float32),
 }
 
 
 def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
     """Yield the launches of a step with the tiles that this GPU would take."""
+    from mtpbuild.plugins.matmul_scaled.triton import product_launch
+
     shared = SHARED[architecture]
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8 cache": torch.float8_e4m3fn}
     for name, dtype in dtypes.items():
@@ -190,6 +185,8 @@ def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
         yield "attention of 48 KB, 4 tokens", launch
     for form in ("fp8", "nvfp4"):
         yield from _products_of(s, form)
+    given = empty(4, s.hidden, dtype=s.computed), empty(s.hidden, s.head, dtype=s.computed)
+    yield "head, 4 tokens", product_launch(*given, None, None)
     for tokens in (1, 4):
         for launch in _experts(s, tokens, None).each:
             yield f"experts, {tokens} tokens", launch

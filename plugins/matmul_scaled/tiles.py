@@ -94,8 +94,8 @@ def tile_product(
         deep, right = k < DEPTH, columns < WIDTH
         there = deep[:, None] & right[None, :]
         if scales_2 is None:
-            of = values + (expert * DEPTH + k)[:, None] * WIDTH + columns[None, :]
-            weight = tl.load(of, there, 0)
+            row = (expert * DEPTH + k).to(tl.int64)[:, None]  # a head may have over 2^31 values
+            weight = tl.load(values + row * WIDTH + columns[None, :], there, 0)
         else:
             pair = begin // 2 + tl.arange(0, BLOCK_K // 2)
             of = values + (expert * (DEPTH // 2) + pair)[:, None] * WIDTH + columns[None, :]

@@ -52,12 +52,12 @@ def scaled_product(
 def product_launch(
     x: Tensor, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
 ) -> Launch:
-    """Make the launch for x [rows, K]; its output [splits, rows, N] is summed over the splits.
+    """Make the launch for x [.., K]; its output [splits, rows, N] is summed over the splits.
 
     A weight without scales is a plain one. How a row is summed does not depend on the rows beside
     it.
     """
-    (rows, K), N = x.shape, values.shape[1]
+    rows, K, N = math.prod(x.shape[:-1]), x.shape[-1], values.shape[1]
     constants = {"DEPTH": K, "WIDTH": N, **tile_constants(x.dtype, values, scales, scales_2)}
     columns = cdiv(N, constants["BLOCK_N"])
     splits = split_count(columns, K)
@@ -70,7 +70,7 @@ def product_launch(
 @by_kernels(matmul_scaled)
 def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
     """Multiply by the kernel, which is for few tokens."""
-    (parts,) = product_launch(x.flatten(0, -2).contiguous(), values, scales, scales_2).run()
+    (parts,) = product_launch(x.contiguous(), values, scales, scales_2).run()
     return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
 
 

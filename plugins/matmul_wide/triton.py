@@ -9,7 +9,7 @@ from mtpbuild.plugins.matmul_wide.op import matmul_wide
 
 def matmul_wide_launches(x: Tensor, weight: Tensor) -> Launches:
     """Make the launch for the op's operands; its result [splits, rows, N] is summed over splits."""
-    launch = product_launch(x.flatten(0, -2), weight, None, None)
+    launch = product_launch(x, weight, None, None)
     return Launches((launch,), launch.outputs[0])
 
 
