@@ -109,8 +109,9 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
     assert [tensor.name for tensor in results] == [f"verdict_of_slot.{i}" for i in range(5)]
 
 
-def test_a_head_sums_its_splits(trtp: Plugins) -> None:
-    """Its plugin takes the network's own tensors; what it gives is summed and has x's rows again."""
+@pytest.mark.usefixtures("trtp")
+def test_a_head_sums_its_splits() -> None:
+    """Its plugin takes the network's own tensors; their sum has the rows of x again."""
     made: list[Any] = []
     layers: list[Any] = []
 
