@@ -62,6 +62,7 @@ class ModelSource:
     scheme: Scheme | None = None  # by which weights are quantised anew; None: they are as stored
     expert_rows: bool = False  # plain experts are stored by outputs, for the op of the CPU's graphs
     join_shared: bool = False  # shared experts stand behind the routed ones where they fit there
+    for_gpu: bool = False  # in bfloat16 the head is too
     family: Family = field(init=False)
     stored: Checkpoint = field(init=False)
     checkpoint: Checkpoint = field(init=False)  # the same, or as the scheme quantises it
@@ -85,7 +86,7 @@ class ModelSource:
         with torch.device("meta"):
             all_ranks = self.family.make_model(self.config, ALONE)
         self.parameters = sum(p.numel() for p in all_ranks.parameters())
-        hold_in(self.model, FLOATS[self.dtype])
+        hold_in(self.model, FLOATS[self.dtype], self.for_gpu)
         experts_of_all = Ranks(attention_dp=self.ranks.attention_dp)
         self.table = self.family.weight_table(self.config, Share(experts_of_all))
         own = self.family.weight_table(self.config, Share(self.ranks))

@@ -80,6 +80,7 @@ class Job:
             absorbed=plan.style.shared_trunk,
             expert_rows=not plan.style.for_gpu,
             join_shared=plan.style.fused,
+            for_gpu=plan.style.for_gpu,
         )
 
 

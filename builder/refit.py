@@ -105,6 +105,7 @@ def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]
         scheme=engine_scheme(old.build.quantised_to, old.build.head_weights),
         expert_rows=not old.target.compute_capabilities,
         join_shared=not any(".shared_experts." in name for name in header(engine / WEIGHTS)),
+        for_gpu=bool(old.target.compute_capabilities),
     )
     if new.weights_type != old.build.weights:
         refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])

@@ -14,11 +14,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.plugins import FACETS, file_of, matmul_scaled, moe
+from mtpbuild.plugins import FACETS, file_of, matmul_scaled, matmul_wide, moe
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
-KERNELS = {op._opoverload: op for op in FACETS if op is not matmul_scaled}
-SUMMED = {op._opoverload for op in (matmul_scaled, moe)}  # behind them PyTorch sums their parts
+OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
+KERNELS = {op._opoverload: op for op in FACETS if op._opoverload not in OWN_PRODUCTS}
+SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts
 ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with
 REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", "log_softmax"}
 
@@ -132,7 +133,7 @@ def kind_of(node: Node) -> str | None:
         return None if op is torch.ops._c10d_functional.wait_tensor.default else "collectives"
     if op in KERNELS:
         return "kernels"
-    if op is matmul_scaled._opoverload or _name(node) in PRODUCTS:
+    if op in OWN_PRODUCTS or _name(node) in PRODUCTS:
         return "products"
     if op is torch.ops.aten.clone.default and node.all_input_nodes[0].op == "placeholder":
         return None  # state that is passed on

@@ -23,6 +23,7 @@ from mtpbuild.plugins.matmul_scaled.op import (
 from mtpbuild.plugins.matmul_scaled.op import (
     matmul_scaled as matmul_scaled,
 )
+from mtpbuild.plugins.matmul_wide.op import matmul_wide as matmul_wide
 from mtpbuild.plugins.mla_attention.op import mla_attention as mla_attention
 from mtpbuild.plugins.mla_heads.op import mla_queries as mla_queries
 from mtpbuild.plugins.mla_heads.op import mla_values as mla_values
@@ -55,6 +56,7 @@ FACETS: dict[Any, tuple[str | None, ...]] = {
     kv_write:          ("onnx", "inductor", None,     "triton", "tensorrt"),  # gpu: would copy
     matmul_nbits:      ("onnx", "op",       None,     None,     None),
     matmul_scaled:     (None,   "op",       "triton", "triton", "tensorrt"),
+    matmul_wide:       (None,   "op",       "triton", "triton", "tensorrt"),
     mla_attention:     ("onnx", "inductor", "triton", "triton", "plugins"),
     mla_queries:       (None,   "op",       "triton", None,     None),
     mla_rows:          (None,   "op",       "triton", None,     None),

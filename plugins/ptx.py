@@ -142,6 +142,7 @@ def launches(s: Shape) -> tuple[Launch, ...]:
         route_launch(empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5),
         *scaled(fp8),
         *scaled(nvfp4),
+        product_launch(x, empty(s.hidden, 1000, dtype=compute), None, None),
         *moe_launches(x, shares, ids, *experts).each,
     )
 

@@ -93,7 +93,7 @@ def resources(case: str, launch: Launch, architecture: int) -> Resources:
         next((name for name in PRODUCTS[::-1] if main[name]), "-"),
         copies,
         steps,
-        steps * launch.warps / streamed if streamed else 0.0,
+        steps * launch.warps / streamed if streamed and _products(main) else 0.0,
     )
 
 
@@ -137,9 +137,8 @@ def streamed_bytes(launch: Launch) -> int:
     if launch.kernel.__name__ not in weights:
         return 0
     weight = _tensor(named[weights[launch.kernel.__name__]])
-    products = 2 if launch.kernel.__name__ == "gate_and_up" else 1
     packed = 2 if named.get("scales_2") is not None else 1
-    return int(products * sizes["BLOCK_K"] * sizes["BLOCK_N"] * weight.itemsize // packed)
+    return int(sizes["BLOCK_K"] * sizes["BLOCK_N"] * weight.itemsize // packed)
 
 
 def _tensor(value: Tensor | None) -> Tensor:
@@ -159,18 +158,21 @@ class Sizes:
     experts: int
     chosen: int
     projection: int  # outputs of a product with a weight [hidden, projection]
+    head: int  # tokens of the vocabulary
     capacity: int
     computed: torch.dtype
 
 
 MODELS = {
-    "r1": Sizes(16, 512, 64, 7168, 256, 256, 8, 2112, 4096, torch.bfloat16),  # 1 of 8 ranks
-    "deepseek-tiny": Sizes(4, 64, 16, 192, 64, 8, 2, 176, 512, torch.float32),
+    "r1": Sizes(16, 512, 64, 7168, 256, 256, 8, 2112, 16160, 4096, torch.bfloat16),  # 1 of 8 ranks
+    "deepseek-tiny": Sizes(4, 64, 16, 192, 64, 8, 2, 176, 4096, 512, torch.float32),
 }
 
 
 def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
     """Yield the launches of a step with the tiles that this GPU would take."""
+    from mtpbuild.plugins.matmul_scaled.triton import product_launch
+
     shared = SHARED[architecture]
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8 cache": torch.float8_e4m3fn}
     for name, dtype in dtypes.items():
@@ -183,6 +185,8 @@ def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
         yield "attention of 48 KB, 4 tokens", launch
     for form in ("fp8", "nvfp4"):
         yield from _products_of(s, form)
+    given = empty(4, s.hidden, dtype=s.computed), empty(s.hidden, s.head, dtype=s.computed)
+    yield "head, 4 tokens", product_launch(*given, None, None)
     for tokens in (1, 4):
         for launch in _experts(s, tokens, None).each:
             yield f"experts, {tokens} tokens", launch

@@ -36,7 +36,7 @@ class Eager:
         config = load_config(folder)
         sizes = built.max_batch, built.max_seq_len, built.prefill_chunk
         plan = Plan(config, built.nextn, built.drafter, *sizes, GraphStyle(dtype=built.dtype))
-        model = load_model(folder, config, built.dtype).to(device)
+        model = load_model(folder, config, built.dtype, for_gpu=True).to(device)
         self.lookahead, self.device = plan.lookahead, device
         self.prefill_program, self.step_program, _ = make_programs(plan, model)
         self.state = {

@@ -28,7 +28,7 @@ def meta_model(case: Slice) -> DeepseekV3:
     """The model without memory for its weights."""
     with torch.device("meta"):
         model = DeepseekV3(case.config, case.ranks)
-        hold_in(model, FLOATS[case.dtype])
+        hold_in(model, FLOATS[case.dtype], for_gpu=True)
         join_shared(model, joined(case))
         for name, kept in kept_weights(case).items():
             put(model, name, kept.module(model.get_parameter(name).shape))

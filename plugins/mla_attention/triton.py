@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, shared_memory, tile
+from mtpbuild.plugins.matmul_scaled.codes import bf16_of_e4m3
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * 132  # two for every multiprocessor of an H100
@@ -25,7 +27,7 @@ def mla_partial(
     HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr, WANTED: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Program (b, m, s) has BLOCK_M of slot b's HEADS * TOKENS query rows and split s of its cache.
 
@@ -63,7 +65,8 @@ def mla_partial(
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         top, weight, mixed = _attend(
             queries, some, query, turned, cache + b * capacity * width, n, end, last, scale,
-            top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
+            top, weight, mixed,
+            RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION, ASSEMBLY,
         )  # fmt: skip
     if split == splits - 1:
         start = tl.load(first + b).to(tl.int32)
@@ -72,7 +75,8 @@ def mla_partial(
         for n in tl.range(0, end_fresh, BLOCK_N, num_stages=1):
             top, weight, mixed = _attend(
                 queries, some, query, turned, fresh + b * fresh_rows * width, n, end_fresh, last,
-                scale, top, weight, mixed, RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
+                scale, top, weight, mixed,
+                RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION, ASSEMBLY,
             )  # fmt: skip
 
     row = (b * splits + split) * rows + m
@@ -91,7 +95,7 @@ def _attend(
     queries, some, query, turned, keys, n, end, last, scale,
     top, weight, mixed,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
-    ROTARY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    ROTARY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of keys into the running softmax; row j is seen if j <= last [BLOCK_M].
 
@@ -104,8 +108,8 @@ def _attend(
     at = keys + j.to(tl.int64)[:, None] * (RANK + ROPE)
     there = (j < end)[:, None]
     latent, rotary = tl.arange(0, LATENT)[None, :], tl.arange(0, ROTARY)[None, :]
-    values = tl.load(at + latent, there & (latent < RANK), 0.0).to(query.dtype)
-    k = tl.load(at + RANK + rotary, there & (rotary < ROPE), 0.0).to(query.dtype)
+    values = _as_query(tl.load(at + latent, there & (latent < RANK), 0.0), query, ASSEMBLY)
+    k = _as_query(tl.load(at + RANK + rotary, there & (rotary < ROPE), 0.0), query, ASSEMBLY)
     scores = tl.dot(turned, tl.trans(k), input_precision=PRECISION)
     if CHUNK == LATENT:
         scores = tl.dot(query, tl.trans(values), scores, input_precision=PRECISION)
@@ -113,7 +117,7 @@ def _attend(
         for c in tl.range(0, LATENT, CHUNK, num_stages=3):
             chunk = c + tl.arange(0, CHUNK)[None, :]
             a = tl.load(queries + chunk, some & (chunk < RANK), 0.0)
-            part = tl.load(at + chunk, there & (chunk < RANK), 0.0).to(query.dtype)
+            part = _as_query(tl.load(at + chunk, there & (chunk < RANK), 0.0), query, ASSEMBLY)
             scores = tl.dot(a, tl.trans(part), scores, input_precision=PRECISION)
     seen = (j[None, :] <= last[:, None]) & (j < end)[None, :]
     scores = tl.where(seen, scores * scale, float("-inf"))
@@ -124,6 +128,13 @@ def _attend(
     faded = mixed * fade[:, None]
     mixed = tl.dot(p.to(query.dtype), values, faded, input_precision=PRECISION)
     return highest, weight, mixed
+
+
+@triton.jit
+def _as_query(rows, query, ASSEMBLY: tl.constexpr):
+    if rows.dtype == tl.float8e4nv and query.dtype == tl.bfloat16:
+        rows = bf16_of_e4m3(rows, ASSEMBLY)
+    return rows.to(query.dtype)
 
 
 @triton.jit
@@ -172,7 +183,7 @@ def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, i
     for n in (32, 16):
         if (16 * 2 + 2 * n * each) * width + (16 << 10) <= shared:
             constants |= {"BLOCK_N": n, "STAGES": 3}
-            return {"BLOCK_M": 16, **constants}, 4 if each == 2 else 8
+            return {"BLOCK_M": 16, **constants}, 4
     constants |= {"BLOCK_N": 16, "STAGES": 2, "CHUNK": min(latent, 128)}
     return {"BLOCK_M": 16, **constants}, 4
 
@@ -210,7 +221,7 @@ def mla_attention_launches(
     known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2]}
     known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "SCALE": known["scale"]}
     known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
-    known |= {"WANTED": PROGRAMS, "LEAST": least}
+    known |= {"WANTED": PROGRAMS, "LEAST": least, "ASSEMBLY": not knobs.runtime.interpret}
     made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
     first = Launch.by_name(mla_partial, grid, known, made, warps)
     if splits == 1:

@@ -8,15 +8,27 @@ before, is a row of zeros.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, tile
-from mtpbuild.plugins.matmul_scaled.triton import scaled_tile
+from mtpbuild.plugins.launch import (
+    Launch,
+    Launches,
+    bind,
+    by_kernels,
+    cdiv,
+    tile,
+)
+from mtpbuild.plugins.matmul_scaled.tiles import (
+    load_rows,
+    split_count,
+    tile_constants,
+    tile_product,
+    with_global_scales,
+)
 from mtpbuild.plugins.moe.op import MAX_TOKENS, empty_routes, moe, moe_route
-
-PROGRAMS = 132  # an H100's multiprocessors
 
 
 @triton.jit
@@ -68,104 +80,147 @@ def route(
 @triton.jit
 def pairs_of_tokens(
     count,
-    CHOSEN: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr,
+    CHOSEN: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Number the pairs of each token [BLOCK_M, WIDE]; the rest is filled up with count.
+    """Number the pairs of each token [TOKENS, WIDE]; the rest is filled up with count.
 
     (Ids are loaded by the kernels: the compiler takes a pointer that a function gets, and whose
     result is part of an address, for one that is written to, and copies what is there.)
     """
-    m, k = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDE)[None, :]
+    m, k = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDE)[None, :]
     p = m * CHOSEN + k
     return tl.where((p < count) & (k < CHOSEN), p, count)
+
+
+@triton.jit
+def rows_of_expert(pairs, count, BLOCK_M: tl.constexpr):
+    """Count the pairs; 1 if there are BLOCK_M at most, so that the compiler sees no loop."""
+    if pairs.shape[0] <= BLOCK_M:
+        number: tl.constexpr = 1
+    else:
+        number = tl.sum((pairs < count).to(tl.int32), 0)
+    return number
+
+
+@triton.jit
+def next_rows(pairs, count, done, BLOCK_M: tl.constexpr):
+    """Find the tokens that have the BLOCK_M pairs behind the first `done` ones: [BLOCK_M, TOKENS].
+
+    `pairs` [TOKENS] has each token's pair with the expert, or count.
+    """
+    number = tl.cumsum((pairs < count).to(tl.int32), 0) - 1
+    wanted = done + tl.arange(0, BLOCK_M)
+    return (number[None, :] == wanted[:, None]) & (pairs < count)[None, :]
 
 
 @triton.jit
 def gate_and_up(
     x, ids, gate_up, scales, scales_2,
     count,
-    inner,
-    CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    sums,
+    CHOSEN: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr, WORDS: tl.constexpr,
+    ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i) computes BLOCK_N columns of silu(x gate) * (x up) for the expert of pair p."""
-    pair = tl.program_id(0)
+    """Program (p, i, s) computes BLOCK_N columns of x times gate and up of the expert of pair p.
+
+    It sums split s of the inputs, for BLOCK_M of the expert's pairs at a time.
+    """
+    pair, split, splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     expert = tl.load(ids + pair).to(tl.int64)
-    every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
+    every = pairs_of_tokens(count, CHOSEN, WIDE, TOKENS)
     same = tl.load(ids + every, every < count, -1) == expert
     pairs = tl.min(tl.where(same, every, count), 1)  # each token's with this expert, or count
     if (expert >= 0) & (tl.min(pairs, 0) == pair):
-        some = (pairs < count)[:, None]
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        right = n < INNER
-        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for begin in range(0, HIDDEN, BLOCK_K):
-            k = begin + tl.arange(0, BLOCK_K)
-            deep = k < HIDDEN
-            at = x + (pairs // CHOSEN)[:, None] * HIDDEN + k[None, :]
-            rows = tl.load(at, some & deep[None, :], 0.0)
-            if scales is None:
-                of = gate_up + (expert * HIDDEN + k)[:, None] * (2 * INNER) + n[None, :]
-                there = deep[:, None] & right[None, :]
-                gates, ups = tl.load(of, there, 0.0), tl.load(of + INNER, there, 0.0)
-            else:
-                gates = scaled_tile(
-                    gate_up, scales, scales_2, expert, begin, k, n, deep, right,
-                    HIDDEN, 2 * INNER, BLOCK, False, BLOCK_K,
-                ).to(rows.dtype)  # fmt: skip
-                ups = scaled_tile(
-                    gate_up, scales, scales_2, expert, begin, k, n + INNER, deep, right,
-                    HIDDEN, 2 * INNER, BLOCK, False, BLOCK_K,
-                ).to(rows.dtype)  # fmt: skip
-            gate = tl.dot(rows, gates, gate, input_precision="ieee")
-            up = tl.dot(rows, ups, up, input_precision="ieee")
-        value = gate * tl.sigmoid(gate) * up
-        to = inner + pairs[:, None] * INNER + n[None, :]
-        tl.store(to, value.to(inner.dtype.element_ty), some & right[None, :])
+        first = tl.program_id(1) * BLOCK_N
+        n = first + tl.arange(0, BLOCK_N)
+        share = tl.cdiv(tl.cdiv(HIDDEN, splits), BLOCK_K) * BLOCK_K
+        start = split * share
+        end = tl.minimum(start + share, HIDDEN)
+        for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
+            taken = next_rows(pairs, count, done, BLOCK_M)
+            rows = tl.min(tl.where(taken, pairs[None, :], count), 1)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for begin in tl.range(start, end, BLOCK_K, num_stages=STAGES):
+                given = load_rows(
+                    x, rows // CHOSEN, rows < count, begin,
+                    HIDDEN, BLOCK_K, WORDS and scales_2 is not None,
+                )  # fmt: skip
+                total += tile_product(
+                    given, gate_up, scales, scales_2, expert, begin, first,
+                    HIDDEN, 2 * INNER, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            total = with_global_scales(
+                total, scales_2, expert, first, 2 * INNER, BY_INPUT, WORDS, BLOCK_N
+            )
+            to = sums + (split * count + rows)[:, None] * (2 * INNER) + n[None, :]
+            tl.store(to, total, (rows < count)[:, None] & (n < 2 * INNER)[None, :])
 
 
 @triton.jit
 def down(
-    inner, weights, ids, down_proj, scales, scales_2,
+    sums, weights, ids, down_proj, scales, scales_2,
     count,
-    parts,
-    CHOSEN: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    inner, parts,
+    CHOSEN: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HIDDEN: tl.constexpr,
+    INNER: tl.constexpr, ROW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    BY_INPUT: tl.constexpr, WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i) computes BLOCK_N columns of the weighted outputs of the expert of pair p."""
+    """Program (p, i) computes BLOCK_N columns of the weighted outputs of the expert of pair p.
+
+    Its inputs are silu(gate) * up of `gate_and_up`'s SPLITS sums. Each program makes them for its
+    rows, and writes to `inner` what the expert's other programs write there too. ROW is INNER as a
+    power of two.
+    """
     pair = tl.program_id(0)
     expert = tl.load(ids + pair).to(tl.int64)
-    every = pairs_of_tokens(count, CHOSEN, WIDE, BLOCK_M)
+    every = pairs_of_tokens(count, CHOSEN, WIDE, TOKENS)
     same = tl.load(ids + every, every < count, -1) == expert
     pairs = tl.min(tl.where(same, every, count), 1)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
     right = n < HIDDEN
     before = tl.arange(0, WIDE)
     earlier = tl.load(ids + pair // CHOSEN * CHOSEN + before, before < pair % CHOSEN, -1)
     if (expert < 0) | (tl.max((earlier == expert).to(tl.int32), 0) > 0):
         tl.store(parts + pair * HIDDEN + n, tl.zeros((BLOCK_N,), tl.float32), right)
     elif tl.min(pairs, 0) == pair:
-        some = pairs < count
-        value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for begin in range(0, INNER, BLOCK_K):
-            k = begin + tl.arange(0, BLOCK_K)
-            deep = k < INNER
-            at = inner + pairs[:, None] * INNER + k[None, :]
-            rows = tl.load(at, some[:, None] & deep[None, :], 0.0)
-            if scales is None:
-                of = down_proj + (expert * INNER + k)[:, None] * HIDDEN + n[None, :]
-                columns = tl.load(of, deep[:, None] & right[None, :], 0.0)
-            else:
-                columns = scaled_tile(
-                    down_proj, scales, scales_2, expert, begin, k, n, deep, right,
-                    INNER, HIDDEN, BLOCK, False, BLOCK_K,
-                ).to(rows.dtype)  # fmt: skip
-            value = tl.dot(rows, columns, value, input_precision="ieee")
-        all_weights = tl.load(weights + every, same & (every < count), 0.0)
-        value = value * tl.sum(all_weights, 1)[:, None]
-        to = parts + pairs[:, None] * HIDDEN + n[None, :]
-        tl.store(to, value, some[:, None] & right[None, :])
+        i = tl.arange(0, ROW)
+        row = pair
+        while row < count:
+            at = sums + row * (2 * INNER) + i
+            gate = tl.load(at, i < INNER, 0.0)
+            up = tl.load(at + INNER, i < INNER, 0.0)
+            for s in tl.static_range(1, SPLITS):
+                at = sums + (s * count + row) * (2 * INNER) + i
+                gate += tl.load(at, i < INNER, 0.0)
+                up += tl.load(at + INNER, i < INNER, 0.0)
+            gated = gate * tl.sigmoid(gate) * up
+            tl.store(inner + row * INNER + i, gated.to(inner.dtype.element_ty), i < INNER)
+            row = tl.min(tl.where(pairs > row, pairs, count), 0)
+        tl.debug_barrier()  # what some threads wrote, all read
+        every_weight = tl.sum(tl.load(weights + every, same & (every < count), 0.0), 1)
+        for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
+            taken = next_rows(pairs, count, done, BLOCK_M)
+            rows = tl.min(tl.where(taken, pairs[None, :], count), 1)
+            value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for begin in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
+                given = load_rows(
+                    inner, rows, rows < count, begin,
+                    INNER, BLOCK_K, WORDS and scales_2 is not None,
+                )  # fmt: skip
+                value += tile_product(
+                    given, down_proj, scales, scales_2, expert, begin, first,
+                    INNER, HIDDEN, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+            value = with_global_scales(
+                value, scales_2, expert, first, HIDDEN, BY_INPUT, WORDS, BLOCK_N
+            )
+            weight = tl.sum(tl.where(taken, every_weight[None, :], 0.0), 1)
+            to = parts + rows[:, None] * HIDDEN + n[None, :]
+            tl.store(to, value * weight[:, None], (rows < count)[:, None] & right[None, :])
 
 
 def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
@@ -186,37 +241,35 @@ def moe_route_launches(*operands: Any) -> Launches:
     return Launches((launch,), launch.outputs)
 
 
-def columns_of_a_program(chosen: int, columns: int) -> int:
-    """Choose 64, 32 or 16 columns, so that one token has programs for most multiprocessors.
-
-    It is for plain weights: narrow tiles of fp8 or nvfp4 take far more instructions per byte.
-    It does not depend on the number of tokens, so that neither does how a token's sums are rounded.
-    """
-    fits = (wide for wide in (64, 32) if chosen * cdiv(columns, wide) >= PROGRAMS)
-    return next(fits, 16)
-
-
 def moe_launches(*operands: Any) -> Launches:
-    """Make the launches for the op's operands; their result [N, k, E] is summed over k."""
+    """Make the launches for the op's operands; their result [N, k, E] is summed over k.
+
+    How a token's sums are rounded does not depend on the number of tokens.
+    """
     known = bind(moe, operands)
     x, (N, k) = known["x"], known["ids"].shape
     if N > MAX_TOKENS:
         raise NotImplementedError(f"moe takes up to {MAX_TOKENS} tokens, not {N}")
     count, E, width = N * k, x.shape[1], known["gate_up_proj"].shape[2] // 2
-    inner, parts = x.new_empty(count, width), known["weights"].new_empty(N, k, E)
-    known |= {"count": count, "inner": inner, "gate_up": known["gate_up_proj"]}
-    known |= {"CHOSEN": k, "WIDE": tile(k, 2), "HIDDEN": E, "INNER": width}
-    known |= {"BLOCK_M": tile(N), "BLOCK_K": 64}
+    known |= {"count": count, "gate_up": known["gate_up_proj"]}
+    known |= {"CHOSEN": k, "WIDE": tile(k, 2), "TOKENS": tile(N, 2), "HIDDEN": E, "INNER": width}
+    known["ROW"] = tile(width)
 
-    def product(kernel: Any, weight: str, depth: int, columns: int, made: Any) -> Launch:
+    def own(weight: str) -> dict[str, Any]:
         scales, scales_2 = known[f"{weight}_scales"], known[f"{weight}_scales_2"]
-        block = depth if scales is None else depth // scales.shape[1]  # inputs that share a scale
-        wide = columns_of_a_program(k, columns) if scales is None else 64
-        own = {"scales": scales, "scales_2": scales_2, "BLOCK": block, "BLOCK_N": wide}
-        return Launch.by_name(kernel, (count, cdiv(columns, wide)), known | own, made)
+        constants = tile_constants(x.dtype, known[f"{weight}_proj"], scales, scales_2)
+        return {"scales": scales, "scales_2": scales_2, **constants}
 
-    first = product(gate_and_up, "gate_up", E, width, {"inner": inner})
-    return Launches((first, product(down, "down", width, E, {"parts": parts})), parts)
+    up, down_ = own("gate_up"), own("down")
+    grid = count, cdiv(2 * width, up["BLOCK_N"])
+    splits = split_count(k * grid[1], E)  # what one token has programs for
+    sums = x.new_empty(splits, count, 2 * width, dtype=torch.float32)
+    parts = known["weights"].new_empty(N, k, E)
+    known |= {"sums": sums, "SPLITS": splits}
+    first = Launch.by_name(gate_and_up, (*grid, splits), known | up, {"sums": sums})
+    grid, made = (count, cdiv(E, down_["BLOCK_N"])), {"inner": x.new_empty(count, width)}
+    second = Launch.by_name(down, grid, known | down_, made | {"parts": parts})
+    return Launches((first, second), parts)
 
 
 @by_kernels(moe_route)

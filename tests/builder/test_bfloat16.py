@@ -59,10 +59,10 @@ def model() -> Transformer:
     return rounded(make_predictable())
 
 
-def narrow(model: Transformer) -> DeepseekV3:
+def narrow(model: Transformer, for_gpu: bool = False) -> DeepseekV3:
     """The program's model in bfloat16."""
     wide, made = lower(model).state_dict(), DeepseekV3(model.config)
-    hold_in(made, torch.bfloat16)
+    hold_in(made, torch.bfloat16, for_gpu)
     types = {name: weight.dtype for name, weight in made.named_parameters()}
     made.load_state_dict({n: w.to(types[n]) for n, w in wide.items()}, assign=True)
     return made.eval()
@@ -80,7 +80,7 @@ def eagerly(model: Transformer) -> MakePrograms:
     ) -> tuple[Programs, Manifest]:
         style = style_of("inductor", device="cuda" if gpu else "cpu", dtype="bfloat16")
         plan = Plan(model.config, nextn, drafter, SLOTS, 200, CHUNK, style)
-        made = make_programs(plan, narrow(model))
+        made = make_programs(plan, narrow(model, gpu is not None))
         packages, manifest = {p.name: EagerPackage(p) for p in made}, manifest_of(plan, made)
         opener = opened(packages)
         if gpu is None:

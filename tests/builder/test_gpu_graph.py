@@ -79,7 +79,7 @@ for case, slots, dtype, experts in CASES:
     style, ranks = style_of("inductor", device="cuda", dtype=dtype), Ranks(tp, tp, "dp" in case)
     plan = Plan(model.config, {NEXTN}, "mtp-eagle", slots, 200, 4, style, ranks, ("9.0",))
     lowered = lower(model, Share(ranks, tp - 1))
-    hold_in(lowered, FLOATS[dtype])
+    hold_in(lowered, FLOATS[dtype], for_gpu=True)
     for name, weight in list(lowered.named_parameters()):
         if "fp8" in case and ".mlp." in name and name.endswith(("_up_proj", "down_proj")):
             put(lowered, name, Scaled(tuple(weight.shape), 16))

@@ -87,6 +87,11 @@ def test_matmul_scaled(case: kernels.Product) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scaled_experts(form: str, dtype: torch.dtype) -> None:
     kernels.check_scaled_moe(0, (form, form), dtype, "cuda")
+    kernels.check_scaled_moe(1, (form, form), dtype, "cuda", tokens=33)
+
+
+def test_logits_of_a_narrow_head_do_not_tie() -> None:
+    kernels.check_wide_product(0, "cuda")
 
 
 @RANDOM

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from mtpbuild.plugins import accept_mixed_op, accept_rewind, aot, facets
+from mtpbuild.plugins import accept_mixed_op, accept_rewind, aot, facets, matmul_wide
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import SHAPES, ContractError, Ptx, launches
 from mtpbuild.runtime.controls import CORE_CONTROLS, control_shapes
@@ -58,7 +58,8 @@ def trtp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plugins]:
     plugins: Any = Plugins()
     utils: Any = SimpleNamespace(get_trt_tensor=lambda ctx, tensor, name: tensor)
     kinds = SimpleNamespace(**{name: name for name in aot.TORCH})
-    tensorrt: Any = SimpleNamespace(DataType=kinds, int32="INT32")
+    sums = SimpleNamespace(SUM="SUM")
+    tensorrt: Any = SimpleNamespace(DataType=kinds, int32="INT32", ReduceOperation=sums)
     monkeypatch.setattr(aot, "compile_launch", lambda launch, architecture: PTX)
     modules = {
         "tensorrt": tensorrt,
@@ -106,6 +107,34 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
         ("verdict_of_slot", ["best_of_block.0", "best_of_block.1", *names]),
     ]
     assert [tensor.name for tensor in results] == [f"verdict_of_slot.{i}" for i in range(5)]
+
+
+@pytest.mark.usefixtures("trtp")
+def test_a_head_sums_its_splits() -> None:
+    """Its plugin takes the network's own tensors; their sum has the rows of x again."""
+    made: list[Any] = []
+    layers: list[Any] = []
+
+    def layer(kind: str, *operands: Any) -> Any:
+        made.append((kind, *operands))
+        layers.append(SimpleNamespace(get_output=lambda i: f"{kind}.{i}"))
+        return layers[-1]
+
+    net = SimpleNamespace(
+        add_plugin=lambda plugin, aot: layer("plugin", *(t.name for t in plugin[1])),
+        add_reduce=lambda *operands: layer("reduce", *operands),
+        add_shuffle=lambda tensor: layer("shuffle", tensor),
+    )
+    operands = given("x", "BF16", 2, 3, 1024), given("head", "BF16", 1024, 200)
+    convert = facets("tensorrt")[matmul_wide._opoverload]
+    result = convert(SimpleNamespace(net=net), matmul_wide._opoverload, operands, {}, "logits")
+    assert result == "shuffle.0"
+    assert made == [
+        ("plugin", "x", "head"),
+        ("reduce", "plugin.0", "SUM", 1, False),
+        ("shuffle", "reduce.0"),
+    ]
+    assert layers[-1].reshape_dims == (2, 3, 200)
 
 
 def test_a_list_is_an_operand(trtp: Plugins) -> None:

@@ -116,7 +116,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from mtpbuild.plugins import accept_rewind, facets, kv_write, matmul_scaled, mla_attention
-from mtpbuild.plugins import moe, moe_route
+from mtpbuild.plugins import matmul_wide, moe, moe_route
 
 
 class Pretended:  # a GPU, for what is asked while tracing
@@ -129,12 +129,15 @@ driver.set_active(Pretended())
 
 class Step(torch.nn.Module):
     def forward(
-        self, q, cache, fresh, base, logits, window, active, x, scores, bias, up, down, codes, by
+        self, q, cache, fresh, base, logits, window, active, x, scores, bias, up, down, codes, by,
+        narrow, fp8, fp8_by, fp4, fp4_by, second, head,
     ):
         cache = kv_write(cache, fresh, base)
         o = mla_attention(q, cache, fresh, base, torch.zeros_like(base), 0.1, 16)
         weights, ids = moe_route(scores, bias, 2, 1, 2, True, 2.5)
         y = matmul_scaled(moe(x, weights, ids, up, down), codes, by)
+        words = matmul_scaled(narrow, fp8, fp8_by), matmul_scaled(narrow, fp4, fp4_by, second)
+        y = y, *words, matmul_wide(narrow, head)
         return o, cache, y, accept_rewind(logits, window, base, base, active)
 
 
@@ -145,6 +148,9 @@ example = (
     torch.randn(B, T, 99), torch.zeros(B, T, dtype=torch.int64), torch.ones(B, dtype=torch.bool),
     torch.randn(6, 20), torch.randn(6, 8), torch.randn(8), torch.randn(8, 20, 24),
     torch.randn(8, 12, 20), torch.zeros(20, 10, dtype=torch.uint8), torch.randn(5, 10),
+    torch.randn(6, 32).bfloat16(), torch.zeros(32, 12, dtype=torch.uint8), torch.randn(2, 12),
+    torch.zeros(16, 12, dtype=torch.uint8), torch.zeros(2, 12, dtype=torch.uint8),
+    torch.randn(1, 12), torch.randn(32, 12).bfloat16(),
 )
 exported = torch.export.export(Step(), example).run_decompositions(facets("cuda"))
 module = exported.module()
@@ -171,9 +177,9 @@ def test_too_much_shared_memory_is_refused_and_export_sees_the_kernels(cache: Pa
             "out lse",  # mla_partial
             "out",  # mla_combine
             "weights ids",  # route
-            "inner",  # gate_and_up
-            "parts",  # down
-            "parts",  # scaled_product
+            "sums",  # gate_and_up
+            "inner parts",  # down
+            *["parts"] * 4,  # scaled_product
             "best ids",  # best_of_block
             "tokens num_tokens new_lengths logprobs margins",  # verdict_of_slot
         ]

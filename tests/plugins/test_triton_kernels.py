@@ -12,7 +12,7 @@ from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.models.common.moe import GatheredMoE
 from mtpbuild.builder.models.config import RopeConfig
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-from mtpbuild.plugins import matmul_scaled, mla_attention, moe, moe_route
+from mtpbuild.plugins import mla_attention, moe, moe_route
 from mtpbuild.plugins.moe.op import NOBODY
 from mtpbuild.runtime.ranks import Ranks
 from tests.support import kernels
@@ -140,6 +140,14 @@ def test_scaled_experts(forms: tuple[str, str], dtype: torch.dtype) -> None:
     kernels.check_scaled_moe(0, forms, dtype, "cpu")
 
 
+def test_an_expert_of_more_tokens_than_a_block() -> None:
+    kernels.check_scaled_moe(1, ("fp8", "nvfp4"), torch.bfloat16, "cpu", tokens=33)
+
+
+def test_logits_of_a_narrow_head_do_not_tie() -> None:
+    kernels.check_wide_product(0, "cpu")
+
+
 @pytest.mark.parametrize(
     ("slots", "splits", "held", "used"),
     [(1, 128, 700, 29), (1, 128, 47, 1), (1, 4, 700, 4), (140, 4, 300, 2)],
@@ -161,19 +169,29 @@ def test_splits_by_what_a_slot_holds(slots: int, splits: int, held: int, used: i
     assert used / 2 <= filled - last <= used  # of whole tiles
 
 
-def test_splits_of_the_inputs() -> None:
-    """A weight this wide has several programs per column block; a row's sum is its own."""
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("fp8", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)],
+)
+def test_splits_of_the_inputs(form: str, dtype: torch.dtype) -> None:
+    """A weight this deep has several programs per column block; a row's sum is its own.
+
+    Sums are those of exact values, with rows in bf16 too.
+    """
+    from mtpbuild.plugins.matmul_scaled.op import dequantise
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
 
     g = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(4, 1600, generator=g), kernels.random_scaled(g, "fp8", 1600, 20)
+    x = torch.randn(20, 1600, generator=g).to(dtype)
+    weight = kernels.random_scaled(g, form, 1600, 20)
     sums = []
     for rows in (x, x[1:2]):
         launch = product_launch(rows.contiguous(), *weight)
-        assert launch.grid == (1, 3, 1)
+        assert launch.grid == (1, 3, -(-len(rows) // 16))
         launch.run()
         sums.append(launch.outputs[0].sum(0))
-    torch.testing.assert_close(sums[0], matmul_scaled(x, *weight), rtol=1e-4, atol=1e-3)
+    wanted = x.double() @ dequantise(*weight).double()
+    torch.testing.assert_close(sums[0].double(), wanted, rtol=1e-5, atol=1e-3)
     assert torch.equal(sums[0][1:2], sums[1])
 
 

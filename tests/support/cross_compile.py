@@ -111,7 +111,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
         whole = make_model(vocab_size=64, num_hidden_layers=1, num_nextn_predict_layers=1)
         ranks = Ranks(2, 2)
         lowered = lower(whole, Share(ranks, 1))
-        hold_in(lowered, FLOATS[options.dtype])
+        hold_in(lowered, FLOATS[options.dtype], for_gpu=True)
         plan = plan_of(whole.config, ranks)
         yield from ((program, plan) for program in make_programs(plan, lowered)[1:2])
         return

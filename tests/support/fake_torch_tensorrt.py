@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from mtpbuild.plugins import FACETS, file_of, moe
+from mtpbuild.plugins import FACETS, file_of, matmul_wide, moe
 from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
 from mtpbuild.runtime.group.start import time_limit
 from mtpbuild.runtime.programs.tensorrt_api import errors_of
@@ -352,7 +352,7 @@ with contextlib.suppress(RuntimeError):  # of the real package
 
 # The ops whose launches are plugins.
 PLUGINS = {op._opoverload for op in FACETS if file_of(op, "tensorrt") == "plugins"}
-PLUGINS.add(moe._opoverload)
+PLUGINS |= {moe._opoverload, matmul_wide._opoverload}
 
 
 class TRTInterpreter(Interpreter):
@@ -401,11 +401,19 @@ class TRTInterpreter(Interpreter):
         if kind is LayerType.PLUGIN_V3:
             shapes = [each.shape for each in _flat(args) if isinstance(each, ITensor)]
             assert not any(-1 in shape for shape in shapes), "a plugin has fixed shapes"
-        frozen = torch.utils._pytree.tree_map(self._frozen, (args, kwargs))
+        narrow = {torch.bfloat16} if kind is LayerType.PLUGIN_V3 else set()  # as its converter does
+        frozen = torch.utils._pytree.tree_map(
+            lambda value: self._frozen(value, narrow), (args, kwargs)
+        )
         return net.add_torch(name_of(target), *frozen, node.meta.get("val"), kind)
 
-    def _frozen(self, value: Any) -> Any:
-        return freeze(self.ctx, value, self.node.name) if isinstance(value, Tensor) else value
+    def _frozen(self, value: Any, narrow: set[torch.dtype]) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dtype in narrow:
+            name = f"{self.node.name}_{self.ctx.net.num_layers}"
+            return self.ctx.constants.constant(value, DataType.BF16, name)
+        return freeze(self.ctx, value, self.node.name)
 
 
 def _flat(values: Any) -> list[Any]:

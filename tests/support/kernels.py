@@ -19,6 +19,7 @@ from mtpbuild.plugins import (
     accept_rewind,
     kv_write,
     matmul_scaled,
+    matmul_wide,
     mla_attention,
     moe,
     moe_route,
@@ -449,12 +450,36 @@ def check_product(case: Product, device: str) -> None:
         torch.testing.assert_close(y.cpu(), wanted, rtol=tolerance, atol=tolerance)
 
 
-def check_scaled_moe(seed: int, forms: tuple[str, str], dtype: torch.dtype, device: str) -> None:
+def check_wide_product(seed: int, device: str) -> None:
+    """Check that logits of a head in bf16 choose the tokens that exact ones choose, without ties.
+
+    Among as many rows some would tie if logits were rounded to bf16, and the check would fail.
+    """
+    from mtpbuild.plugins.matmul_wide.triton import matmul_wide_triton
+
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 40, 64, generator=g).bfloat16()
+    weight = torch.randn(64, 4000, generator=g).bfloat16()
+    exact = x.double() @ weight.double()
+    first, second = exact.bfloat16().topk(2).values.unbind(-1)
+    assert (first == second).any()
+    for product in (matmul_wide, matmul_wide_triton):
+        got = product(x.to(device), weight.to(device)).cpu()
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-4)
+        first, second = got.topk(2).values.unbind(-1)
+        assert not (first == second).any()
+        assert torch.equal(got.argmax(-1), exact.argmax(-1))
+
+
+def check_scaled_moe(
+    seed: int, forms: tuple[str, str], dtype: torch.dtype, device: str, tokens: int = 5
+) -> None:
     """Check experts whose two products are in the formats `forms`."""
     from mtpbuild.plugins.moe.triton import moe_triton
 
     g = torch.Generator().manual_seed(seed)
-    N, X, E, inner = 5, 6, 80, 48
+    N, X, E, inner = tokens, 6, 80, 48
     x = torch.randn(N, E, generator=g).to(dtype)
     weights = torch.rand(N, 2, generator=g)
     ids = torch.randn(N, X, generator=g).topk(2).indices.int()
@@ -466,6 +491,9 @@ def check_scaled_moe(seed: int, forms: tuple[str, str], dtype: torch.dtype, devi
     assert y.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(y.cpu(), wanted, rtol=tolerance, atol=tolerance)
+    alone = (x[-1:], weights[-1:], ids[-1:], *operands[3:])
+    last = moe_triton(*(t if t is None else t.to(device) for t in alone))
+    assert torch.equal(y[-1:], last)  # a token's sums are its own
 
 
 def scaled_or_plain(

@@ -10,6 +10,7 @@ from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, r
 from mtpbuild.builder.models.common.layers import DecoderLayer, MTPModule, RMSNorm, Rope, Rows
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.plugins import matmul_wide
 from mtpbuild.runtime.ranks import Ranks
 
 NEVER = -1e30  # a logit; finite, as it is divided by temperatures
@@ -122,6 +123,9 @@ class CausalLM(nn.Module):
         return every.scatter(-1, self.draft_ids.expand_as(logits), logits)
 
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits are fp32: in bf16 they tie."""
-        logits = (cast(hidden, torch.float32) @ weight).float()
+        """Logits are fp32, of a head in bf16 too: rounded to bf16 they tie."""
+        if weight.dtype == torch.bfloat16:
+            logits = matmul_wide(cast(hidden, torch.bfloat16), weight)
+        else:
+            logits = (cast(hidden, torch.float32) @ weight).float()
         return logits if self.ranks.parts == 1 else all_gather(logits, self.rank, self.ranks.parts)

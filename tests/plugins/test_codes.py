@@ -1,0 +1,138 @@
+"""The inline assembly that expands fp8 and nvfp4 codes, executed by a small model of its PTX.
+
+Triton's interpreter runs the kernels without it, so every code goes through the text itself here.
+"""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.matmul_scaled.op import e2m1, e4m3
+
+pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+
+ONES = (1 << 32) - 1
+
+
+def executed(text: str, outputs: int, *inputs: Tensor) -> list[Tensor]:
+    """Run assembly on registers of 32 bits, as int64 tensors of one shape."""
+    held = {f"${outputs + i}": value for i, value in enumerate(inputs)}
+
+    def value(name: str) -> Tensor:
+        return held[name] if name in held else torch.full_like(inputs[0], int(name, 0))
+
+    body = text.strip().removeprefix("{").removesuffix("}")
+    for line in filter(None, map(str.strip, body.split(";"))):
+        op, _, rest = line.partition(" ")
+        if op == ".reg":
+            continue
+        names = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+        to, given = names[0], names[1:]
+        if to.startswith("{"):  # a register's halves
+            (whole,) = map(value, given)
+            low, high = re.findall(r"\w+", to)
+            held |= {low: whole & 0xFFFF, high: whole >> 16}
+            continue
+        held[to] = OPERATIONS[op](*map(value, given))
+    return [held[f"${i}"] for i in range(outputs)]
+
+
+def prmt(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
+    result, both = torch.zeros_like(a), a | b << 32
+    for i in range(4):
+        which = selector >> 4 * i & 0xF
+        byte = both >> 8 * (which & 7) & 0xFF
+        result |= torch.where(which > 7, (byte >> 7) * 0xFF, byte) << 8 * i
+    return result
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Multiply and add halves as bf16; the sum is exact in double precision before its rounding."""
+    one, two, three = (halves(x, torch.bfloat16).double() for x in (a, b, c))
+    return joined((one * two + three).bfloat16())
+
+
+def halves(x: Tensor, dtype: torch.dtype) -> Tensor:
+    both = torch.stack([x & 0xFFFF, x >> 16], dim=-1)
+    return both.to(torch.uint16).view(dtype)
+
+
+def joined(pair: Tensor) -> Tensor:
+    low, high = pair.view(torch.uint16).long().unbind(-1)
+    return low | high << 16
+
+
+def e4m3_to_half(x: Tensor) -> Tensor:
+    both = torch.stack([x & 0xFF, x >> 8], dim=-1).to(torch.uint8)
+    return joined(both.view(torch.float8_e4m3fn).half())
+
+
+OPERATIONS = {
+    "prmt.b32": prmt,
+    "shl.b32": lambda a, by: a << by & ONES,
+    "and.b32": lambda a, b: a & b,
+    "mov.b32": lambda a: a,
+    "fma.rn.bf16x2": fma,
+    "cvt.rn.f16x2.e4m3x2": e4m3_to_half,
+    "cvt.f32.f16": lambda a: a.to(torch.uint16).view(torch.float16).float(),
+    "cvt.rn.bf16x2.f32": lambda high, low: joined(torch.stack([low, high], dim=-1).bfloat16()),
+}
+FINITE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F])
+
+
+def words_of(codes: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Put each code in each byte of two words; also return byte j of both, low word first."""
+    columns = [codes.roll(7 * j) for j in range(8)]
+    first, second = (
+        sum((column << 8 * j for j, column in enumerate(columns[i : i + 4])), torch.tensor(0))
+        for i in (0, 4)
+    )
+    return first, second, [torch.stack(columns[j::4], dim=-1).to(torch.uint8) for j in range(4)]
+
+
+def test_the_model_of_prmt() -> None:
+    a, b = torch.tensor([0x8476_0291]), torch.tensor([0x0000_0080])
+    assert prmt(a, b, torch.tensor([0xC480])).item() == 0xFF80_FF91
+    assert prmt(a, b, torch.tensor([0x3210])).item() == 0x8476_0291
+
+
+@pytest.mark.parametrize("larger", [0, 119])
+def test_every_e4m3_code(larger: int) -> None:
+    from mtpbuild.plugins.matmul_scaled.codes import E4M3, LARGE_E4M3
+
+    first, second, bytes_ = words_of(FINITE)
+    made = executed((LARGE_E4M3 if larger else E4M3).value, 4, first, second)
+    for result, codes in zip(made, bytes_, strict=True):
+        wanted = e4m3(codes).double() * 2.0**larger
+        assert torch.equal(halves(result, torch.bfloat16).double(), wanted)
+
+
+def test_every_e2m1_code_with_every_scale() -> None:
+    """The product is exact: 1 / 128 of it, which the global scales take back."""
+    from mtpbuild.plugins.matmul_scaled.codes import E2M1, SMALLER
+
+    codes, scales = (x.flatten() for x in torch.meshgrid(torch.arange(256), FINITE, indexing="ij"))
+    first, second, bytes_ = words_of(codes)
+    by = [scales.roll(j) for j in range(4)]
+    large = [(e4m3(s.to(torch.uint8)).double() * 2.0**119).bfloat16() for s in by]
+    made = executed(
+        E2M1.value, 8, first, second, *(joined(torch.stack([s, s], dim=-1)) for s in large)
+    )
+    for j in range(4):
+        scale = e4m3(by[j].to(torch.uint8)).double()[:, None]
+        for i in range(2):
+            value = e2m1(bytes_[j] >> 4 * i & 0xF).double()
+            got = halves(made[2 * j + i], torch.bfloat16).double()
+            assert torch.equal(got * SMALLER.value, value * scale)
+
+
+def test_e4m3_of_a_cache_with_nan() -> None:
+    from mtpbuild.plugins.matmul_scaled.codes import CONVERTED
+
+    word = sum((torch.arange(256).roll(j) << 8 * j for j in range(4)), torch.tensor(0))
+    low, high = (halves(x, torch.bfloat16) for x in executed(CONVERTED.value, 2, word))
+    for j, got in enumerate((*low.unbind(-1), *high.unbind(-1))):
+        wanted = torch.arange(256).roll(j).to(torch.uint8).view(torch.float8_e4m3fn)
+        assert torch.equal(got.float().nan_to_num(9e9), wanted.float().nan_to_num(9e9))
