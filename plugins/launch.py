@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 AOT_SHARED = 48 << 10  # bytes of shared memory that TensorRT gives an AOT plugin
+MULTIPROCESSORS = 132  # of an H100
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,15 @@ def by_kernels(op: CustomOpDef) -> Callable[[Callable[..., Any]], Callable[..., 
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return (a + b - 1) // b
+
+
+def columns_of_a_program(groups: int, columns: int) -> int:
+    """Choose 64, 32 or 16 columns of each group, so that most multiprocessors have a program.
+
+    It does not depend on the number of rows, so that neither does how a row's sums are rounded.
+    """
+    fits = (wide for wide in (64, 32) if groups * cdiv(columns, wide) >= MULTIPROCESSORS)
+    return next(fits, 16)
 
 
 def tile(size: int, least: int = 16) -> int:

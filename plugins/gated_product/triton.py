@@ -5,8 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, tile
-from mtpbuild.plugins.moe.triton import columns_of_a_program
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, columns_of_a_program, tile
 
 INPUTS = 64  # at a time
 STAGES = 3  # tiles of weights in flight

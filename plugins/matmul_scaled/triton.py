@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.launch import Launch, by_kernels, cdiv
 from mtpbuild.plugins.matmul_scaled.op import dequantise, matmul_scaled
-from mtpbuild.plugins.matmul_scaled.tiles import (
+from mtpbuild.plugins.tiles import (
     load_rows,
     split_count,
     tile_constants,

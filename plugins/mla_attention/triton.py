@@ -8,11 +8,20 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, cdiv, shared_memory, tile
-from mtpbuild.plugins.matmul_scaled.codes import bf16_of_e4m3
+from mtpbuild.plugins.codes import bf16_of_e4m3
+from mtpbuild.plugins.launch import (
+    MULTIPROCESSORS,
+    Launch,
+    Launches,
+    bind,
+    by_kernels,
+    cdiv,
+    shared_memory,
+    tile,
+)
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
-PROGRAMS = 2 * 132  # two for every multiprocessor of an H100
+PROGRAMS = 2 * MULTIPROCESSORS
 LEAST_ROWS = 24  # of what a slot holds, for a split of a call with one block of query rows
 MOST_OF_LEAST = 64  # and of a call with many: each split writes partial sums for every query row
 OPEN_ROWS = 512  # of the capacity, for a split of an open batch: all its slots have memory for it

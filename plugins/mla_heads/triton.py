@@ -6,10 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, tile
+from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, columns_of_a_program, tile
 from mtpbuild.plugins.mla_heads.op import empty_queries, empty_values, mla_queries, mla_values
 from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
-from mtpbuild.plugins.moe.triton import columns_of_a_program
 
 INPUTS = 64  # of a product, at a time
 MOST_ROWS, OPEN_ROWS = 64, 16  # of a program; the latter where the number of slots is open

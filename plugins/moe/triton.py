@@ -21,14 +21,14 @@ from mtpbuild.plugins.launch import (
     cdiv,
     tile,
 )
-from mtpbuild.plugins.matmul_scaled.tiles import (
+from mtpbuild.plugins.moe.op import MAX_TOKENS, empty_routes, moe, moe_route
+from mtpbuild.plugins.tiles import (
     load_rows,
     split_count,
     tile_constants,
     tile_product,
     with_global_scales,
 )
-from mtpbuild.plugins.moe.op import MAX_TOKENS, empty_routes, moe, moe_route
 
 
 @triton.jit

@@ -100,7 +100,7 @@ def test_the_model_of_prmt() -> None:
 
 @pytest.mark.parametrize("larger", [0, 119])
 def test_every_e4m3_code(larger: int) -> None:
-    from mtpbuild.plugins.matmul_scaled.codes import E4M3, LARGE_E4M3
+    from mtpbuild.plugins.codes import E4M3, LARGE_E4M3
 
     first, second, bytes_ = words_of(FINITE)
     made = executed((LARGE_E4M3 if larger else E4M3).value, 4, first, second)
@@ -111,7 +111,7 @@ def test_every_e4m3_code(larger: int) -> None:
 
 def test_every_e2m1_code_with_every_scale() -> None:
     """The product is exact: 1 / 128 of it, which the global scales take back."""
-    from mtpbuild.plugins.matmul_scaled.codes import E2M1, SMALLER
+    from mtpbuild.plugins.codes import E2M1, SMALLER
 
     codes, scales = (x.flatten() for x in torch.meshgrid(torch.arange(256), FINITE, indexing="ij"))
     first, second, bytes_ = words_of(codes)
@@ -129,7 +129,7 @@ def test_every_e2m1_code_with_every_scale() -> None:
 
 
 def test_e4m3_of_a_cache_with_nan() -> None:
-    from mtpbuild.plugins.matmul_scaled.codes import CONVERTED
+    from mtpbuild.plugins.codes import CONVERTED
 
     word = sum((torch.arange(256).roll(j) << 8 * j for j in range(4)), torch.tensor(0))
     low, high = (halves(x, torch.bfloat16) for x in executed(CONVERTED.value, 2, word))

@@ -13,15 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.matmul_scaled.codes import (
+from mtpbuild.plugins.codes import (
     SMALLER,
     e2m1_of_words,
     e4m3_of_words,
     float_of,
     scales_of_words,
 )
+from mtpbuild.plugins.launch import MULTIPROCESSORS
 
-PROGRAMS = 2 * 132  # enough for every multiprocessor of an H100
+PROGRAMS = 2 * MULTIPROCESSORS
 SPLIT_INPUTS = 512  # a split of fewer inputs costs more than it saves
 
 
