@@ -4,6 +4,7 @@ Triton's interpreter runs the kernels without it, so every code goes through the
 """
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def e4m3_to_half(x: Tensor) -> Tensor:
     return joined(both.view(torch.float8_e4m3fn).half())
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": prmt,
     "shl.b32": lambda a, by: a << by & ONES,
     "and.b32": lambda a, b: a & b,
