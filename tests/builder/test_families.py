@@ -265,6 +265,8 @@ def rule(**changes: bool) -> Callable[[CausalLM], None]:
 
 def draft_positions_stand_still(model: CausalLM) -> None:
     class Still(torch.nn.Module):
+        fused = False
+
         def __init__(self, rope: Rope) -> None:
             super().__init__()
             self.rope = rope

@@ -125,10 +125,10 @@ class MLP(Kernels):
 
     def inner(self, x: Tensor) -> Tensor:
         """x [.., E] -> [.., I]; for a step's few tokens and a plain weight an op does it."""
-        tokens = math.prod(x.shape[:-1])  # a symbol where slots or a prompt's chunk are open
-        few = isinstance(tokens, int) and tokens <= MAX_TOKENS
-        if self.fused and few and isinstance(self.gate_up_proj, Tensor):
-            return gated_product(x, self.gate_up_proj)
+        if self.fused and isinstance(self.gate_up_proj, Tensor):
+            tokens = math.prod(x.shape[:-1])  # a symbol where slots or a prompt's chunk are open
+            if isinstance(tokens, int) and tokens <= MAX_TOKENS:
+                return gated_product(x, self.gate_up_proj)
         gate, up = (x @ self.gate_up_proj).chunk(2, dim=-1)
         return F.silu(gate) * up
 
