@@ -19,7 +19,7 @@ from tests.support.prompts import CODE, QUESTIONS
 from tests.support.transformers_oracle import transformers_greedy, transformers_model
 
 pytestmark = pytest.mark.xdist_group("tiny")  # another worker would wait for the same engines
-CHUNK, OUTPUT = 32, 128  # of the fixture's engines; tokens of a text
+CHUNK, OUTPUT = 32, 64  # of the fixture's engines; tokens of a text
 TIE = 1e-3  # fp32 kernels for one and for four tokens round differently
 # What a broken drafter would not reach; the card has what the shipped one does.
 MEAN_ACCEPTANCE_LENGTH = {1: 1.4, 2: 1.6, 3: 1.8, 4: 1.8}
@@ -87,10 +87,10 @@ def test_engine_equals_transformers(
     """O1, on a part of the prompts: transformers takes 20 ms per token."""
     torch.set_num_threads(1)
     model = transformers_model(find_model("deepseek-tiny").folder)
-    some = [0, 3, 20, 25, -7, -6, -1]
+    some = [0, 20, -7, -6, -1]
     chosen = [prompts[i] for i in some]
-    theirs = [transformers_greedy(model, prompt, 64) for prompt in chosen]
-    equal_but_ties(chosen, [baseline[i][:64] for i in some], theirs, reference)
+    theirs = [transformers_greedy(model, prompt, 48) for prompt in chosen]
+    equal_but_ties(chosen, [baseline[i][:48] for i in some], theirs, reference)
 
 
 @pytest.mark.parametrize(("nextn", "drafter"), DRAFTED)

@@ -72,8 +72,9 @@ class Layout:
     plain: Callable[[Source], str]  # dtype of a weight that is not quantised
     repeated: bool  # MTP layers hold copies of embedding and head
 
-    def parts(self, source: Source) -> dict[str, Part]:
-        if (format := self.format(source)) is not None:
+    def parts(self, source: Source, format: Format | None) -> dict[str, Part]:
+        """The tensors that make a weight in its format."""
+        if format is not None:
             return format.parts(source.shape)
         return {"": Part(self.plain(source), source.shape)}
 
@@ -114,7 +115,7 @@ def classes(layout: Layout, ranks: Ranks) -> list[Class]:
         one = found.setdefault(key, Class(*key))
         one.parameters += prod(source.shape)
         format = layout.format(source)
-        for part in layout.parts(source).values():
+        for part in layout.parts(source, format).values():
             size = nbytes(part)
             one.bytes += size
             one.per_rank += size * held(source, part.shape, ranks)

@@ -3,6 +3,7 @@
 import json
 import reprlib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ _REGISTERED: dict[str, Family] = {}
 def register(family: Family) -> None:
     """Add a family beside those that are built in."""
     _REGISTERED[family.name] = family
+    _family_of_type.cache_clear()
 
 
 def families() -> list[Family]:
@@ -42,7 +44,12 @@ def find_family(raw: Mapping[str, Any]) -> Family:
 
 def family_of(config: ModelConfig) -> Family:
     """The family whose configuration this is."""
-    return next(family for family in families() if type(config) is family.config)
+    return _family_of_type(type(config))
+
+
+@cache  # it is asked for every weight
+def _family_of_type(config: type[ModelConfig]) -> Family:
+    return next(family for family in families() if config is family.config)
 
 
 def load_config(folder: Path) -> ModelConfig:

@@ -21,6 +21,7 @@ from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime.errors import UsageError
 from tests.support.engines import greedy_ids
+from tests.support.fake_target import quick_target
 from tests.support.requests import build_request
 
 pytestmark = pytest.mark.xdist_group("one_machine")  # one engine serves them
@@ -73,14 +74,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {folder.name: folder for folder in place.iterdir()}
 
 
-@pytest.fixture(scope="module")
-def engine(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_engine(model: Path, place: Path) -> Path:
     """One draft, from a quarter of the vocabulary."""
-    place = tmp_path_factory.mktemp("engine")
     (place / "ids.json").write_text(json.dumps([*range(128)]))
     flags = {"max_seq_len": 256, "max_batch": 2, "draft_vocab": str(place / "ids.json")}
-    build(build_request(folders["moe"], (1,), out=place / "n1", **flags))
+    build(build_request(model, (1,), out=place / "n1", **flags))
     return place / "n1"
+
+
+@pytest.fixture(scope="module")
+def engine(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_engine(folders["moe"], tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture
+def no_programs(folders: dict[str, Path], tmp_path: Path) -> Path:
+    """The same, but for programs: its weights are those of an engine."""
+    with quick_target("onnxruntime"):
+        return make_engine(folders["moe"], tmp_path)
 
 
 def test_a_checkpoint_is_what_quantize_would_write(
@@ -114,11 +125,13 @@ def test_random_weights_make_a_model_that_can_be_timed(name: str, folders: dict[
     assert all(count > 20 for count in chosen), "of 24"
 
 
+@pytest.mark.full
 def test_an_engine_of_it_drafts(folders: dict[str, Path], engine: Path) -> None:
     (said,) = greedy_ids(engine, [[5, 6, 7]], 40)
     assert len(set(said)) > 20
 
 
+@pytest.mark.full
 def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
     """Real prompts, filled caches of two requests, drafts that are accepted by chance."""
     sides = module("one.sides")
@@ -142,9 +155,9 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
     assert "no such engine directory" in dead["error"]["message"]
 
 
-def test_a_steps_bytes(folders: dict[str, Path], engine: Path) -> None:
+def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
     """By hand, of a step over two tokens of one request and of two, and of a step of llama.cpp."""
-    cost = module("one.cost")
+    cost, engine = module("one.cost"), no_programs
     counted = cost.count(folders["moe"])
     held = cost.weight_groups(engine, counted.config)
     assert set(held) == {

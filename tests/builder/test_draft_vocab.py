@@ -47,6 +47,7 @@ def rows_of_other_tokens(model: CausalLM) -> None:
     model.draft_ids.add_(1)
 
 
+@pytest.mark.full
 def test_an_engine(tmp_path: Path) -> None:
     """Text is the model's own, greedy and sampled; drafts are the plain model's best of the ids."""
     torch.set_num_threads(1)
@@ -55,7 +56,7 @@ def test_an_engine(tmp_path: Path) -> None:
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps(IDS))
     flags = {"draft_vocab": str(ids), "prefill_chunk": CHUNK, "out": tmp_path / "reduced"}
-    (built,) = build(build_request(folder, (2,), drafter="mtp-vanilla", **flags))
+    (built,) = build(build_request(folder, (1,), **flags))
     assert built.manifest.build.draft_vocab == len(IDS)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, n).tolist() for n in (1, 2, 17, 30)]
@@ -72,14 +73,14 @@ def test_an_engine(tmp_path: Path) -> None:
     assert isinstance(programs, Inspectable)
     for length in (11, 1, CHUNK + 1):
         prompt = rng.integers(0, 61, length).tolist()
-        Run(programs, ours, 2, "mtp-vanilla", CHUNK, rng).steps(prompt, 6)
+        Run(programs, ours, 1, "mtp-vanilla", CHUNK, rng).steps(prompt, 6)
 
     other = make_family("glm-flash", seed=1, hidden_size=32)
     refit(built.folder, str(save_family(tmp_path / "new", "glm-flash", other, hidden_size=32)))
     other.config = replace(other.config, draft_ids=IDS)
     programs = load_programs(built.folder, read_manifest(built.folder), threads=1)
     assert isinstance(programs, Inspectable)
-    Run(programs, other, 2, "mtp-vanilla", CHUNK, rng).steps([3, 1, 4], 6)
+    Run(programs, other, 1, "mtp-vanilla", CHUNK, rng).steps([3, 1, 4], 6)
     assert json.loads((built.folder / DRAFT_VOCAB).read_text()) == list(IDS)
 
 

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 pytestmark = pytest.mark.xdist_group("gpu_graph")  # one worker traces for all
 
-NEXTN, LAYERS, MODULES = 2, 1, 1
+NEXTN, LAYERS, MODULES = 1, 1, 1
 MANY = {"first_k_dense_replace": 0, "n_routed_experts": 24, "num_experts_per_tok": 3}
 TRACE = f"""
 import json

@@ -24,7 +24,7 @@ from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.transformers_oracle import transformers_greedy, transformers_model
 
 pytestmark = pytest.mark.xdist_group("many-experts")  # another worker would wait for the engines
-EXPERTS, LAYERS, NEXTN = 32, 2, 3
+EXPERTS, LAYERS, NEXTN = 32, 2, 2
 MANY: dict[str, Any] = {
     "n_routed_experts": EXPERTS,
     "num_experts_per_tok": 4,
@@ -67,7 +67,7 @@ def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> Non
     readers = [node for node in graph.node if weights & set(node.input)]
     assert {node.op_type for node in readers} == {"MoE"}
     read = [name for node in readers for name in node.input if name in weights]
-    # Prompts leave out the module's experts: they need its cache alone. A step drafts three times.
+    # Prompts leave out the module's experts: they need its cache alone. A step drafts twice.
     trunk, drafts = LAYERS, 0 if program == "prefill" else NEXTN
     assert set(read) == weights
     assert len(weights) == 2 * (trunk + bool(drafts))

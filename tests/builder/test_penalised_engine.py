@@ -18,7 +18,11 @@ from tests.support.fakes import fake_manifest
 
 pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engines
 CHUNK, COUNT = 4, 40
-ENGINES: list[tuple[int, DrafterName | None]] = [(0, None), (3, "mtp-eagle"), (3, "mtp-vanilla")]
+ENGINES = [
+    (0, None),
+    (3, "mtp-vanilla"),
+    pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
+]
 PLAIN = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 ALL = replace(
     PLAIN,

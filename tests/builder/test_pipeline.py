@@ -91,15 +91,16 @@ def test_several_nextn_share_one_copy_of_the_weights(engines: Path) -> None:
 
 
 @pytest.mark.xdist_group("pipeline")
-def test_builds_are_reproducible(engines: Path, smallest: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nextn", ["0", pytest.param("1", marks=pytest.mark.full)])
+def test_builds_are_reproducible(nextn: str, engines: Path, smallest: Path, tmp_path: Path) -> None:
     """Another folder, another parent, another process and order: the same bytes."""
     copy = shutil.copytree(smallest, tmp_path / "elsewhere" / "small")
     code = "import sys; from mtpbuild.builder.cli import app; app(sys.argv[1:])"
-    flags = ["--model", str(copy), "--nextn", "1", "--out", str(tmp_path / "again")]
+    flags = ["--model", str(copy), "--nextn", nextn, "--out", str(tmp_path / "again")]
     run = [sys.executable, "-c", code, "build", *flags]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert contents(tmp_path / "again") == contents(engines / "small_n1")
+    assert contents(tmp_path / "again") == contents(engines / f"small_n{nextn}")
 
 
 @pytest.mark.xdist_group("pipeline")
@@ -333,7 +334,7 @@ def test_usage_errors(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("nextn", [pytest.param(0, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("nextn", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 2))])
 def test_the_shortest_engine_can_be_traced(nextn: int, smallest: Path, tmp_path: Path) -> None:
     built = build_one(smallest, nextn, tmp_path / "engine", max_seq_len=nextn + 4, prefill_chunk=1)
     assert built.manifest.build.max_seq_len == nextn + 4

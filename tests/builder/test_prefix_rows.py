@@ -267,6 +267,7 @@ def test_traffic_on_an_engine(vanilla: Any) -> None:
     check_traffic(vanilla)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_traffic(predictable: Transformer, drafter: DrafterName | None) -> None:
     check_traffic(eager(predictable, drafter))

@@ -178,6 +178,7 @@ def alive(pid: int) -> bool:
     return False
 
 
+@pytest.mark.full  # test_headline_inductor.py asks so too
 def test_the_command(engine: Path, model: Transformer, tmp_path: Path) -> None:
     """Any way to ask: rank 0 alone reads and writes."""
     requests = tmp_path / "requests.jsonl"

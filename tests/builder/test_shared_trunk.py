@@ -31,13 +31,19 @@ from tests.support.invoke import invoke
 
 pytestmark = pytest.mark.xdist_group("predictable")
 CHUNK = 4
+NEXTN = 1  # of the engine that `make test` builds; a layer of a program is compiled as any other
 SHARED: dict[str, Any] = {"trunk": "shared", "prefill_chunk": CHUNK}
 PRODUCTS = {"MatMul", "MatMulNBits", "QMoE", "Gemm"}
 
 
 @pytest.mark.parametrize(
     ("nextn", "drafter"),
-    [(0, None), (3, "mtp-vanilla"), pytest.param(3, "mtp-eagle", marks=pytest.mark.full)],
+    [
+        (NEXTN, "mtp-vanilla"),
+        pytest.param(0, None, marks=pytest.mark.full),
+        pytest.param(3, "mtp-vanilla", marks=pytest.mark.full),
+        pytest.param(3, "mtp-eagle", marks=pytest.mark.full),
+    ],
 )
 def test_every_step_equals_recomputation(
     nextn: int,
@@ -47,7 +53,8 @@ def test_every_step_equals_recomputation(
     build_engine: EngineBuilder,
 ) -> None:
     """Drafts and tokens, of one request after the other, and of a batch in any mode."""
-    engine = build_engine(predictable_folder, nextn, drafter, max_batch=3, **SHARED)
+    slots = {"max_batch": 3} if nextn != NEXTN else {}
+    engine = build_engine(predictable_folder, nextn, drafter, **slots, **SHARED)
     manifest = read_manifest(engine)
     assert trunk_of(engine)
     assert ("prefill" in manifest.programs) == bool(nextn)  # nothing else is filled
@@ -111,7 +118,7 @@ def copies(engine: Path) -> Counter[int]:
 
 def test_layers_of_the_programs(predictable_folder: Path, build_engine: EngineBuilder) -> None:
     """Each layer is in one program, in order; hidden states go from one to the next."""
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", max_batch=3, **SHARED)
+    engine = build_engine(predictable_folder, NEXTN, "mtp-vanilla", **SHARED)
     programs = read_manifest(engine).programs
     given = [[t.name for t in programs[name].inputs] for name in trunk_of(engine)]
     layers = load_config(predictable_folder).num_hidden_layers
@@ -122,7 +129,7 @@ def test_layers_of_the_programs(predictable_folder: Path, build_engine: EngineBu
 
 def test_one_copy_of_the_weights(predictable_folder: Path, build_engine: EngineBuilder) -> None:
     """Each session packs what its products read: of the main model's weights there is one copy."""
-    shared = build_engine(predictable_folder, 3, "mtp-vanilla", max_batch=3, **SHARED)
+    shared = build_engine(predictable_folder, NEXTN, "mtp-vanilla", **SHARED)
     inline = build_engine(predictable_folder, 3, "mtp-vanilla", prefill_chunk=CHUNK)
     trunk = {place for name in trunk_of(shared) for place, _ in products(shared, name)}
     assert len(trunk) > 10
@@ -135,7 +142,7 @@ def test_heads_are_loaded_before_the_main_model(
     predictable_folder: Path, build_engine: EngineBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What packs most for a moment does it while little else is in memory."""
-    engine = build_engine(predictable_folder, 3, "mtp-vanilla", max_batch=3, **SHARED)
+    engine = build_engine(predictable_folder, NEXTN, "mtp-vanilla", **SHARED)
     begun, load = list[str](), OnnxPrograms._session
 
     def noted(programs: OnnxPrograms, program: str) -> object:
@@ -161,7 +168,7 @@ def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_projections_by_head(quantizable: Path, build_engine: EngineBuilder) -> None:
     """With integer products `kv_b_proj` is int8 too, in blocks along what each head reads."""
-    engine = build_engine(quantizable, 1, weights="int4", max_batch=3, **SHARED)
+    engine = build_engine(quantizable, 0, weights="int4", **SHARED)
     assert read_manifest(engine).build.block_size == 32
     config = load_config(quantizable)
     assert isinstance(config, DeepseekV3Config)
@@ -174,7 +181,7 @@ def test_projections_by_head(quantizable: Path, build_engine: EngineBuilder) -> 
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 61, 7).tolist() for _ in range(20)]
     params = SamplingParams(max_tokens=1, ignore_eos=True)
-    inline = build_engine(quantizable, 1, weights="int4", trunk="inline", prefill_chunk=CHUNK)
+    inline = build_engine(quantizable, 0, weights="int4", trunk="inline", prefill_chunk=CHUNK)
     texts = []
     for folder in (engine, inline):  # there they are in fp32
         with Engine.load(folder, threads=1) as loaded:

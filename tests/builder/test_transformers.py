@@ -25,13 +25,8 @@ def test_the_plain_model_equals_transformers(shape: str, tmp_path: Path) -> None
     assert difference < ATOL
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        shape if shape == "yarn-three-modules" else pytest.param(shape, marks=pytest.mark.full)
-        for shape in SHAPES
-    ],
-)
+@pytest.mark.full  # tests/test_tiny.py compares an engine of the first shape
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_engine_equals_transformers(
     shape: str, tmp_path: Path, build_engine: EngineBuilder
 ) -> None:

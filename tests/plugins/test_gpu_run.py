@@ -18,6 +18,7 @@ NO_GPU, ON_CPU = "skipped: no GPU", "on the CPU alone"
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 
 
+@pytest.mark.full
 def test_smoke(tmp_path: Path) -> None:
     """Every command runs to its end; of what needs a GPU nothing is called passed."""
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

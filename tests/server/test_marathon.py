@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "marathon.py"
 
 @pytest.mark.xdist_group("tiny")
 @pytest.mark.parametrize(
-    ("requests", "clients"), [(60, 8), pytest.param(2000, 32, marks=pytest.mark.full)]
+    ("requests", "clients"), [(40, 8), pytest.param(2000, 32, marks=pytest.mark.full)]
 )
 def test_the_server_is_whole_in_the_end(
     requests: int, clients: int, tiny_engine: Callable[..., Path]

@@ -252,8 +252,9 @@ def test_the_process(tiny_engine: Callable[..., Path]) -> None:
     """SIGTERM: who streams gets all tokens, then the process ends with 0; another one ends it."""
     folder = tiny_engine(3)
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(folder), "--port", "0"]
-    body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    for signals, code, ends in ((1, 0, {"data: [DONE]"}), (2, 130, set[str]())):
+    body: dict[str, Any] = {"prompt": "x", "ignore_eos": True, "stream": True}
+    for signals, count, code, ends in ((1, 400, 0, {"data: [DONE]"}), (2, 1900, 130, set[str]())):
+        body["max_tokens"] = count
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             url = process.stderr.readline().split()[-1]
