@@ -30,7 +30,7 @@ def stored(layout: Layout) -> dict[str, Part]:
     return {
         source.name + suffix: part
         for source in sources.values()
-        for suffix, part in layout.parts(source).items()
+        for suffix, part in layout.parts(source, layout.format(source)).items()
     }
 
 

@@ -44,11 +44,12 @@ def find_family(raw: Mapping[str, Any]) -> Family:
 
 def family_of(config: ModelConfig) -> Family:
     """The family whose configuration this is."""
-    return _family_of_type(type(config))
+    kind: type = type(config)
+    return _family_of_type(kind)
 
 
 @cache  # it is asked for every weight
-def _family_of_type(config: type[ModelConfig]) -> Family:
+def _family_of_type(config: type) -> Family:
     return next(family for family in families() if config is family.config)
 
 
