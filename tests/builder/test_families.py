@@ -168,11 +168,16 @@ RULES = [
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
-def test_what_published_engines_do_otherwise_is_one_field(rules: MTPRules) -> None:
+@pytest.mark.parametrize(
+    ("nextn", "drafter"),
+    [(3, "mtp-eagle"), pytest.param(2, "mtp-vanilla", marks=pytest.mark.full)],
+)
+def test_what_published_engines_do_otherwise_is_one_field(
+    nextn: int, drafter: DrafterName, rules: MTPRules
+) -> None:
     model = make_family("glm-air")
     model.config = replace(model.config, mtp=rules)
-    check_family(model, 3, "mtp-eagle")
-    check_family(model, 2, "mtp-vanilla")
+    check_family(model, nextn, drafter)
 
 
 @pytest.mark.parametrize("name", ["gigachat", "glm-flash", "glm-air", "glm-4.6"])

@@ -19,6 +19,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.invoke import invoke, options
 
+pytestmark = pytest.mark.xdist_group("forecast")  # one worker counts R1's weights
 EIGHT = Ranks(8)
 FORMATS = {"attention": "bf16", "dense MLPs": "nvfp4", "experts": "nvfp4"}
 

@@ -91,7 +91,7 @@ def peak(checkpoint: Path, out: Path, *how: object) -> tuple[int, int]:
     return int(done.stdout), written
 
 
-@pytest.mark.parametrize(("tp", "rank"), [(1, 0), (4, 3)])
+@pytest.mark.parametrize(("tp", "rank"), [(1, 0), pytest.param(4, 3, marks=pytest.mark.full)])
 def test_the_peak_is_bounded(tp: int, rank: int, checkpoint: Path, tmp_path: Path) -> None:
     taken, written = peak(checkpoint, tmp_path, tp, rank, "none", "none")
     assert written > 24 * LARGEST / tp

@@ -124,6 +124,7 @@ def test_without_graphs(engine: Path, model: Transformer, logs: Path) -> None:
     assert all(line.startswith("at once: ") for line in agreed(logs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bug", "here", "there"),
     [
@@ -132,14 +133,9 @@ def test_without_graphs(engine: Path, model: Transformer, logs: Path) -> None:
             "at once: decode of 1: sum",
             "at once: decode_mixed of 1: sum",
         ),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                ("captures_nothing", "at once: capture 0 of 9 sums", "at once: decode of 2: sum"),
-                ("computes_one_slot_more", "graph 0: decode of 1", "graph 1: decode of 2"),
-                ("runs_prompts_behind_steps", "at once: prefill", "graph 0: decode of 1"),
-            )
-        ),
+        ("captures_nothing", "at once: capture 0 of 9 sums", "at once: decode of 2: sum"),
+        ("computes_one_slot_more", "graph 0: decode of 1", "graph 1: decode of 2"),
+        ("runs_prompts_behind_steps", "at once: prefill", "graph 0: decode of 1"),
     ],
 )
 def test_a_bug_in_the_order_is_caught(

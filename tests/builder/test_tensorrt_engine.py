@@ -59,6 +59,7 @@ from tests.support.requests import altered, build_request
 from tests.support.stand_ins import failing, importing
 from tests.support.styles import style_of
 
+pytestmark = pytest.mark.xdist_group("tensorrt-rtx")  # another worker would wait for the engine
 CHUNK, SLOTS, COUNT = 4, 2, 40
 GREEDY = SamplingParams(max_tokens=COUNT, ignore_eos=True)
 HOT = replace(GREEDY, temperature=0.8, top_p=0.95, top_k=30, seed=5)

@@ -34,10 +34,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("nextn", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export.load's own
-def test_it_is_built_and_run(smallest: Path, tmp_path: Path) -> None:
+def test_it_is_built_and_run(nextn: int, smallest: Path, tmp_path: Path) -> None:
     """The tokens are the plain model's, whatever is drafted; sampling has its program too."""
-    request = build_request(smallest, (1,), target="toy", out=tmp_path / "n1", mark="abc")
+    request = build_request(smallest, (nextn,), target="toy", out=tmp_path / "toy", mark="abc")
     (built,) = build(request)
     assert read_manifest(built.folder).target.versions == {"mark": "abc"}
     (again,) = build(request)

@@ -18,7 +18,7 @@ from mtpbuild.runtime.controls import Controls
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 
-CHUNK, NEXTN, SLOTS = 4, 1, 3
+CHUNK, NEXTN, SLOTS = 4, 2, 3
 # One layer and one module; rotary frequencies too many to be written into the code.
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 1,
