@@ -101,8 +101,9 @@ def test_a_rank_of_eight_of_r1(gpu: str, format: str, headers: Path, tmp_path: P
     for program in programs:
         check(program, gpu.replace("sm", "sm_"), headers)
         assert OWN[program.program] <= set(program.kernels)
-        # nvfp4 has no products but those of experts, and shared ones are among the routed.
-        scaled = {"": (), "nvfp4": ("dense_layer",), "fp8": OWN.keys()}[format]
+        # A head is such a product in every format. Products in nvfp4 are those of dense MLPs and of
+        # experts, the shared ones among the routed.
+        scaled = {"": ("head",), "nvfp4": ("dense_layer",), "fp8": OWN.keys()}[format]
         assert ("scaled_product" in program.kernels) == (program.program in scaled)
         assert program.calls <= MOST_CALLS[program.program][FORMATS.index(format)]
 
