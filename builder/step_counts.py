@@ -14,12 +14,13 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.plugins import FACETS, file_of, matmul_scaled, matmul_wide, moe
+from mtpbuild.plugins import FACETS, SUM_PARTS, file_of, matmul_scaled, matmul_wide, moe
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
 KERNELS = {op._opoverload: op for op in FACETS if op._opoverload not in OWN_PRODUCTS}
-SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts
+SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts, unless read by
+READERS = {op._opoverload for op in SUM_PARTS}
 ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with
 REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", "log_softmax"}
 
@@ -113,6 +114,9 @@ def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
 
 def _is_summed(node: Node) -> bool:
     op = node.target
+    apart = op is matmul_scaled._opoverload and len(node.users) == 1
+    if apart and all(user.target in READERS and user.args[0] is node for user in node.users):
+        return False
     return op in SUMMED
 
 

@@ -73,6 +73,10 @@ FACETS: dict[Any, tuple[str | None, ...]] = {
 # an operand: facet -> that op, the operand's place, and the place of the result that it is.
 IN_PLACE = {"mtpbuild_triton::mla_rows_write": ("mtpbuild_triton::mla_rows_into", 5, 2)}
 
+# Ops whose facets on a GPU take a product's parts for their first operand, and sum them: where no
+# other op reads a product by `matmul_scaled`, a launch is saved.
+SUM_PARTS = (mla_queries, mla_rows, mla_rows_write)
+
 
 def facets(target: str) -> dict[Any, Callable[..., Any]]:
     """Map each op to its facet for one of `TARGETS`; this imports what the target needs."""

@@ -151,6 +151,7 @@ class Sizes:
     """What one rank of a model computes with."""
 
     heads: int
+    nope: int
     rank: int
     rope: int
     hidden: int
@@ -164,8 +165,10 @@ class Sizes:
 
 
 MODELS = {
-    "r1": Sizes(16, 512, 64, 7168, 256, 256, 8, 2112, 16160, 4096, torch.bfloat16),  # 1 of 8 ranks
-    "deepseek-tiny": Sizes(4, 64, 16, 192, 64, 8, 2, 176, 4096, 512, torch.float32),
+    "r1": Sizes(
+        16, 128, 512, 64, 7168, 256, 256, 8, 2112, 16160, 4096, torch.bfloat16
+    ),  # 1 of 8 ranks
+    "deepseek-tiny": Sizes(4, 32, 64, 16, 192, 64, 8, 2, 176, 4096, 512, torch.float32),
 }
 
 
@@ -183,6 +186,7 @@ def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
                 yield f"attention {name}, {tokens} tokens", launch
     for launch in _attention(s, 4, s.computed, 48 << 10).each:
         yield "attention of 48 KB, 4 tokens", launch
+    yield from _around_attention(s)
     for form in ("fp8", "nvfp4"):
         yield from _products_of(s, form)
     given = empty(4, s.hidden, dtype=s.computed), empty(s.hidden, s.head, dtype=s.computed)
@@ -206,6 +210,36 @@ def _attention(s: Sizes, tokens: int, cache: torch.dtype, shared: int) -> Launch
         empty(1) if packed else None,
         shared=shared,
     )
+
+
+def _around_attention(s: Sizes) -> Iterator[tuple[str, Launch]]:
+    """Yield what reads plain products, or the parts of those in fp8, and the product of values."""
+    from mtpbuild.plugins.matmul_scaled.triton import product_launch
+    from mtpbuild.plugins.mla_heads.triton import mla_queries_launches, mla_values_launches
+    from mtpbuild.plugins.mla_rows.triton import mla_rows_launches
+
+    query, width = s.projection - s.rank - s.rope, s.heads * (s.nope + s.rope)
+    turns = empty(1, 4, s.rope // 2), empty(1, 4, s.rope // 2)
+    norms = empty(query, dtype=s.computed), empty(s.rank, dtype=s.computed)
+    w_uk = empty(s.heads, s.nope, s.rank, dtype=s.computed)
+    for form in ("plain", "fp8"):
+
+        def product(inputs: int, outputs: int, form: str = form) -> Tensor:
+            x = empty(1, 4, inputs, dtype=s.computed)
+            if form == "plain":
+                return empty(1, 4, outputs, dtype=s.computed)
+            (parts,) = product_launch(x, *FORMS[form](inputs, outputs)).outputs
+            return parts.unflatten(1, (1, 4))
+
+        (rows,) = mla_rows_launches(
+            product(s.hidden, s.projection), *norms, *turns, 1e-6, True
+        ).each
+        yield f"rows of {form}, 4 tokens", rows
+        (queries,) = mla_queries_launches(product(query, width), w_uk, *turns, True).each
+        yield f"queries of {form}, 4 tokens", queries
+    mixed = empty(1, s.heads, 4, s.rank, dtype=s.computed)
+    (values,) = mla_values_launches(mixed, w_uk.transpose(1, 2).contiguous()).each
+    yield "values, 4 tokens", values
 
 
 def _products_of(s: Sizes, form: str) -> Iterator[tuple[str, Launch]]:

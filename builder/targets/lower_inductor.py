@@ -33,7 +33,7 @@ from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import cross_cuda
-from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
 from mtpbuild.plugins import IN_PLACE, facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.group.start import GROUP
@@ -187,12 +187,6 @@ def in_place(traced: Traced) -> GraphModule:
     end.args = (tuple(outputs),)
     program.graph.set_codegen(CodeGen())  # plain arguments in the order of the manifest
     return GraphModule(program, program.graph)
-
-
-def op_name(node: Node) -> str:
-    """The name of the operator that a node calls, or nothing."""
-    op = node.target
-    return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
 
 
 def _write_into_operand(program: GraphModule, node: Node) -> None:

@@ -67,6 +67,24 @@ def product_launch(
     return Launch(scaled_product, grid, inputs, (rows,), (parts,), constants)
 
 
+@triton.jit
+def sum_of_parts(at, there, apart, PARTS: tl.constexpr, dtype: tl.constexpr):
+    """Load the sum of PARTS values, so far apart, as the product would have been rounded."""
+    total = tl.load(at, there, 0.0)
+    for i in tl.static_range(1, PARTS):
+        total += tl.load(at + i * apart, there, 0.0)
+    return total.to(dtype)
+
+
+@torch.library.triton_op("mtpbuild_triton::matmul_scaled_parts", mutates_args=())
+def matmul_scaled_parts(
+    x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
+) -> Tensor:
+    """Multiply as `few_rows` does, and leave the sum [splits, .., N] to who reads the product."""
+    (parts,) = product_launch(x.contiguous(), values, scales, scales_2).run()
+    return parts.unflatten(1, x.shape[:-1])
+
+
 @by_kernels(matmul_scaled)
 def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
     """Multiply by the kernel, which is for few tokens."""

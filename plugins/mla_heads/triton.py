@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, columns_of_a_program, tile
+from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_heads.op import empty_queries, empty_values, mla_queries, mla_values
 from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
 
@@ -20,36 +21,40 @@ def absorbed_query(
     q, w_uk, cos, sin,
     rows, tokens,
     out,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
+    RANK: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (h, j, i) makes BLOCK_N columns of head h's queries for BLOCK_M tokens of all slots.
 
-    The last j rotates: ROTARY is ROPE as a power of two.
+    The last j rotates: ROTARY is ROPE as a power of two. `q` has PARTS addends of each row.
     """
     h = tl.program_id(0)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     some = (m < rows)[:, None]
     given = q + m.to(tl.int64)[:, None] * (HEADS * (NOPE + ROPE))
+    apart = rows * (HEADS * (NOPE + ROPE))
+    dtype: tl.constexpr = out.dtype.element_ty
     at = (m // tokens * HEADS + h) * tokens + m % tokens
     to = out + at.to(tl.int64)[:, None] * (RANK + ROPE)
     if tl.program_id(1) < tl.num_programs(1) - 1:
         n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
         total = product_of_head(
-            given + h * NOPE, w_uk + h * NOPE * RANK, some, n,
-            NOPE, RANK, BLOCK_M, BLOCK_N, BLOCK_K,
+            given + h * NOPE, apart, w_uk + h * NOPE * RANK, some, n,
+            PARTS, NOPE, RANK, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        tl.store(to + n, total.to(out.dtype.element_ty), some & (n < RANK))
+        tl.store(to + n, total.to(dtype), some & (n < RANK))
     else:
         r = tl.arange(0, ROTARY)[None, :]
         there = some & (r < ROPE)
         angle = m.to(tl.int64)[:, None] * (ROPE // 2) + angle_of(r, ROPE, INTERLEAVED)
         other, sign = partner_of(r, ROPE, INTERLEAVED)
         pe = given + HEADS * NOPE + h * ROPE
-        turned = tl.load(pe + r, there, 0.0) * tl.load(cos + angle, there, 0.0)
-        turned += sign * tl.load(pe + other, there, 0.0) * tl.load(sin + angle, there, 0.0)
-        tl.store(to + RANK + r, turned.to(out.dtype.element_ty), there)
+        own = sum_of_parts(pe + r, there, apart, PARTS, dtype)
+        partner = sum_of_parts(pe + other, there, apart, PARTS, dtype)
+        turned = own * tl.load(cos + angle, there, 0.0)
+        turned += sign * partner * tl.load(sin + angle, there, 0.0)
+        tl.store(to + RANK + r, turned.to(dtype), there)
 
 
 @triton.jit
@@ -67,8 +72,8 @@ def value_of_head(
     n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     at = (m // tokens * HEADS + h) * tokens + m % tokens
     total = product_of_head(
-        o + at.to(tl.int64)[:, None] * RANK, w_uv + h * RANK * VALUE, some, n,
-        RANK, VALUE, BLOCK_M, BLOCK_N, BLOCK_K,
+        o + at.to(tl.int64)[:, None] * RANK, 0, w_uv + h * RANK * VALUE, some, n,
+        1, RANK, VALUE, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     to = out + (m.to(tl.int64)[:, None] * HEADS + h) * VALUE
     tl.store(to + n, total.to(out.dtype.element_ty), some & (n < VALUE))
@@ -76,16 +81,20 @@ def value_of_head(
 
 @triton.jit
 def product_of_head(
-    given, weight, some, n,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    given, apart, weight, some, n,
+    PARTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the rows that `given` [BLOCK_M, 1] points to by columns n of one head's weight."""
+    """Multiply the rows that `given` [BLOCK_M, 1] points to by columns n of one head's weight.
+
+    A row is the sum of PARTS parts, so many values apart.
+    """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for begin in range(0, DEPTH, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         row, column = k[:, None], k[None, :]
-        x = tl.load(given + column, some & (column < DEPTH), 0.0)
+        dtype: tl.constexpr = weight.dtype.element_ty
+        x = sum_of_parts(given + column, some & (column < DEPTH), apart, PARTS, dtype)
         w = tl.load(weight + row * WIDTH + n, (row < DEPTH) & (n < WIDTH), 0.0)
         total = tl.dot(x, w, total, input_precision="ieee")
     return total
@@ -102,11 +111,15 @@ def tiles(rows: int, heads: int, depth: int, columns: int) -> tuple[dict[str, in
 def mla_queries_launches(
     q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> Launches:
-    """Make the launch for the op's operands."""
-    (B, T, _), (H, n, rank), R = q.shape, w_uk.shape, 2 * cos.shape[-1]
+    """Make the launch for the op's operands.
+
+    `q` may be a product's parts [splits, B, T, ..] in fp32, which the kernel sums.
+    """
+    (B, T, _), (H, n, rank), R = q.shape[-3:], w_uk.shape, 2 * cos.shape[-1]
     out = empty_queries(q, w_uk, cos)
     constants, columns, blocks = tiles(B * T, H, n, rank)
     sizes = {"HEADS": H, "NOPE": n, "ROPE": R, "RANK": rank, "ROTARY": tile(R)}
+    constants |= {"PARTS": q.shape[0] if q.dim() == 4 else 1}
     constants |= {**sizes, "INTERLEAVED": interleaved}
     grid = H, columns + 1, blocks
     operands = (q, w_uk, cos, sin)

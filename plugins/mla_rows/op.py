@@ -37,9 +37,9 @@ def mla_rows(
 def empty_rows(
     a: Tensor, q_norm: Tensor | None, kv_norm: Tensor, cos: Tensor, *_: object
 ) -> tuple[Tensor, Tensor]:
-    """Make tensors like the op's results."""
-    (B, T, width), kept = a.shape, kv_norm.shape[0] + 2 * cos.shape[-1]
-    return a.new_empty(B, T, width - kept), a.new_empty(B, 1, T, kept)
+    """Make tensors like the op's results; `a` may be a product's parts [splits, B, T, ..]."""
+    (B, T, width), kept = a.shape[-3:], kv_norm.shape[0] + 2 * cos.shape[-1]
+    return kv_norm.new_empty(B, T, width - kept), kv_norm.new_empty(B, 1, T, kept)
 
 
 @torch.library.custom_op("mtpbuild::mla_rows_write", mutates_args=())

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mtpbuild.plugins.launch import Launch, Launches, by_kernels, tile
+from mtpbuild.plugins.matmul_scaled.triton import sum_of_parts
 from mtpbuild.plugins.mla_rows.op import empty_rows, mla_rows, mla_rows_write
 
 
@@ -14,32 +15,35 @@ def latent_row(
     a, q_norm, kv_norm, cos, sin, start, cache,
     tokens, capacity,
     q, fresh,
-    QUERY: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, EPS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
+    PARTS: tl.constexpr, QUERY: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    EPS: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr,
+    ROTARY: tl.constexpr,
 ):  # fmt: skip
     """Program (n, 0) norms the queries' part of token n of all slots, (n, 1) makes its cache row.
 
-    With a cache the row is written there too. WIDE, LATENT and ROTARY are QUERY, RANK and ROPE as
-    powers of two.
+    `a` has PARTS addends of each row. With a cache the row is written there too. WIDE, LATENT and
+    ROTARY are QUERY, RANK and ROPE as powers of two.
     """
     n = tl.program_id(0).to(tl.int64)
-    row = a + n * (QUERY + RANK + ROPE)
+    row, apart = a + n * (QUERY + RANK + ROPE), tl.num_programs(0) * (QUERY + RANK + ROPE)
+    dtype: tl.constexpr = fresh.dtype.element_ty
     if tl.program_id(1) == 0:
         w = tl.arange(0, WIDE)
-        query = tl.load(row + w, w < QUERY, 0.0)
+        query = sum_of_parts(row + w, w < QUERY, apart, PARTS, dtype)
         if q_norm is not None:
             query = normed(query, tl.load(q_norm + w, w < QUERY, 0.0), QUERY, EPS)
-        tl.store(q + n * QUERY + w, query.to(q.dtype.element_ty), w < QUERY)
+        tl.store(q + n * QUERY + w, query.to(dtype), w < QUERY)
     else:
         c, r = tl.arange(0, LATENT), tl.arange(0, ROTARY)
-        x = tl.load(row + QUERY + c, c < RANK, 0.0)
-        x = normed(x, tl.load(kv_norm + c, c < RANK, 0.0), RANK, EPS).to(fresh.dtype.element_ty)
+        x = sum_of_parts(row + QUERY + c, c < RANK, apart, PARTS, dtype)
+        x = normed(x, tl.load(kv_norm + c, c < RANK, 0.0), RANK, EPS).to(dtype)
         angle = n * (ROPE // 2) + angle_of(r, ROPE, INTERLEAVED)
         other, sign = partner_of(r, ROPE, INTERLEAVED)
-        key = row + QUERY + RANK
-        turned = tl.load(key + r, r < ROPE, 0.0) * tl.load(cos + angle, r < ROPE, 0.0)
-        turned += sign * tl.load(key + other, r < ROPE, 0.0) * tl.load(sin + angle, r < ROPE, 0.0)
-        turned = turned.to(fresh.dtype.element_ty)
+        own = sum_of_parts(row + QUERY + RANK + r, r < ROPE, apart, PARTS, dtype)
+        partner = sum_of_parts(row + QUERY + RANK + other, r < ROPE, apart, PARTS, dtype)
+        turned = own * tl.load(cos + angle, r < ROPE, 0.0)
+        turned += sign * partner * tl.load(sin + angle, r < ROPE, 0.0)
+        turned = turned.to(dtype)
         to = fresh + n * (RANK + ROPE)
         tl.store(to + c, x, c < RANK)
         tl.store(to + RANK + r, turned, r < ROPE)
@@ -86,10 +90,14 @@ def rows_launch(
     cache: Tensor | None = None,
     start: Tensor | None = None,
 ) -> Launch:
-    """Make the launch for `mla_rows`; with a cache it is an input that the kernel writes into."""
+    """Make the launch for `mla_rows`; with a cache it is an input that the kernel writes into.
+
+    `a` may be a product's parts [splits, B, T, ..] in fp32, which the kernel sums.
+    """
     q, fresh = empty_rows(a, q_norm, kv_norm, cos)
     (B, T, Q), R = q.shape, 2 * cos.shape[-1]
     constants = {
+        "PARTS": a.shape[0] if a.dim() == 4 else 1,
         **{"QUERY": Q, "RANK": kv_norm.shape[0], "ROPE": R, "EPS": eps, "INTERLEAVED": interleaved},
         **{"WIDE": tile(Q), "LATENT": tile(kv_norm.shape[0]), "ROTARY": tile(R)},
     }

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.plugins.launch import Launch
 from tests.support.checkpoints import SMALLEST, make_predictable, random_checkpoint, save_checkpoint
 from tests.support.fake_target import quick_target
 from tests.support.inductor_engines import touch
@@ -43,3 +46,15 @@ def quick_inductor() -> Iterator[None]:
     """As `quick`, for target inductor."""
     with quick_target("inductor", lower=touch):
         yield
+
+
+@pytest.fixture
+def traced_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter would run a kernel on the tensors without memory of a trace."""
+    run = Launch.run
+
+    def unless_fake(launch: Launch) -> tuple[Tensor, ...]:
+        fake = any(isinstance(output, FakeTensor) for output in launch.outputs)
+        return launch.outputs if fake else run(launch)
+
+    monkeypatch.setattr(Launch, "run", unless_fake)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.model_source import join_shared
@@ -24,7 +23,6 @@ from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.targets.lower_inductor import in_place, op_name
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
 from mtpbuild.plugins import IN_PLACE
-from mtpbuild.plugins.launch import Launch
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import SHAPES, lower, made_of, make_model, make_predictable
@@ -110,18 +108,6 @@ def test_which_shared_experts_fit() -> None:
         share = Share(ranks)
         table = weight_table(replace(reference.config, **changed), share)
         assert len(like_routed(table, share)) == count
-
-
-@pytest.fixture
-def traced_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter would run a kernel on the tensors without memory of a trace."""
-    run = Launch.run
-
-    def unless_fake(launch: Launch) -> tuple[Tensor, ...]:
-        fake = any(isinstance(output, FakeTensor) for output in launch.outputs)
-        return launch.outputs if fake else run(launch)
-
-    monkeypatch.setattr(Launch, "run", unless_fake)
 
 
 @torch.no_grad()

@@ -53,6 +53,17 @@ def test_attention_copies_ahead_without_spills(architecture: int, tmp_path: Path
 
 
 @FULL
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_what_sums_parts_spills_nothing(architecture: int, tmp_path: Path) -> None:
+    """Rows sum 14 parts of a product, queries 3."""
+    rows = compiled("r1", architecture, "", "latent_row,absorbed_query,value_of_head", tmp_path)
+    assert len(rows) == 5
+    for row in rows:
+        assert row["spills"] == row["stack"] == 0, row
+        assert row["registers"] <= 128, row
+
+
+@FULL
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_an_fp8_cache_is_converted_once(architecture: int, tmp_path: Path) -> None:
     """Instructions allow 80 % of an H100's bandwidth twice over, and about that of a B200's."""

@@ -93,6 +93,10 @@ def check_latents(case: Latents, device: str) -> None:
         assert torch.equal(held, before), "a copy is written"
         q, fresh = mla_rows_into(*on(device, (*rows, before, start)), *how)
         assert all(map(torch.equal, (q, fresh, before), got)), "and here the cache itself"
+        parts = in_parts(g, a)
+        apart = mla_rows_triton(*on(device, (parts, *rows[1:])), *how)
+        whole = on(device, (parts.sum(0).to(case.dtype), *rows[1:]))
+        close(apart, tuple(on("cpu", mla_rows_triton(*whole, *how))), case.dtype)
     for b, at in enumerate(start.tolist()):
         kept = [row for row in range(capacity) if not at <= row < at + T]
         assert torch.equal(before[b, :, kept].cpu(), cache[b, :, kept]), "other rows stay"
@@ -102,7 +106,17 @@ def check_latents(case: Latents, device: str) -> None:
     with uninitialised_memory_is_nan():
         got = mla_queries_triton(*on(device, heads), case.interleaved)
         close((got,), (mla_queries(*heads, case.interleaved),), case.dtype)
+        parts = in_parts(g, heads[0])
+        apart = mla_queries_triton(*on(device, (parts, *heads[1:])), case.interleaved)
+        whole = on(device, (parts.sum(0).to(case.dtype), *heads[1:]))
+        close((apart,), (mla_queries_triton(*whole, case.interleaved).cpu(),), case.dtype)
         close((mla_values_triton(*on(device, (o, w_uv))),), (mla_values(o, w_uv),), case.dtype)
+
+
+def in_parts(g: torch.Generator, x: Tensor) -> Tensor:
+    """Draw fp32 parts [splits, ..] of a product of x's shape, one or several."""
+    splits = 1 + x.numel() % 4
+    return torch.randn(splits, *x.shape, generator=g) / splits
 
 
 def check_places(seed: int, device: str) -> None:

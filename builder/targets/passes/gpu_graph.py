@@ -1,11 +1,14 @@
 """A traced program as AOTInductor takes it for a GPU: no branches, on the device, with kernels."""
 
+from typing import Any
+
 import torch
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
-from mtpbuild.plugins import facets
+from mtpbuild.plugins import SUM_PARTS, facets
 
 
 def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgram:
@@ -15,7 +18,38 @@ def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgra
     PyTorch's checks of tensors tell cuda and cuda:0 apart. `exported` is spent.
     """
     without_branches(exported)
-    return move_to_device_pass(exported, device).run_decompositions(facets("gpu"))
+    lowered = move_to_device_pass(exported, device).run_decompositions(facets("gpu"))
+    products_in_parts(lowered)
+    return lowered
+
+
+def products_in_parts(exported: ExportedProgram) -> None:
+    """Before: a kernel reads a product whose parts were summed. After: it sums them. In place."""
+    own = "mtpbuild_triton::"
+    readers = {own + op._qualname.rpartition("::")[2] for op in SUM_PARTS}
+    graph = exported.graph_module.graph
+    for node in graph.nodes:
+        product = node.args[0] if op_name(node) in readers else None
+        if not isinstance(product, Node) or op_name(product) != own + "matmul_scaled":
+            continue
+        if len(product.users) > 1:
+            continue
+        with graph.inserting_before(product):
+            op = torch.ops.mtpbuild_triton.matmul_scaled_parts.default
+            parts = graph.call_function(op, product.args, product.kwargs)
+            parts.meta["val"] = op(*pytree.tree_map(_value, product.args))
+        node.replace_input_with(product, parts)
+        graph.erase_node(product)
+
+
+def _value(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, Node) else arg
+
+
+def op_name(node: Node) -> str:
+    """The name of the operator that a node calls, or nothing."""
+    op = node.target
+    return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
 
 
 def without_branches(exported: ExportedProgram) -> None:
