@@ -24,7 +24,7 @@ def mla_queries(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 @mla_queries.register_fake
 def empty_queries(q: Tensor, w_uk: Tensor, cos: Tensor, *_: object) -> Tensor:
     """Make a tensor like the op's result; `q` may be a product's parts [splits, B, T, ..]."""
-    (B, T, _), (heads, _, rank) = q.shape[-3:], w_uk.shape
+    B, T, heads, rank = *q.shape[-3:-1], w_uk.shape[0], w_uk.shape[2]
     return w_uk.new_empty(B, heads, T, rank + 2 * cos.shape[-1])
 
 

@@ -20,8 +20,8 @@ from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
-from mtpbuild.builder.targets.lower_inductor import in_place, op_name
-from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from mtpbuild.builder.targets.lower_inductor import in_place
+from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
 from mtpbuild.plugins import IN_PLACE
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
