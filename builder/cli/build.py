@@ -111,7 +111,7 @@ def build(
 def refit(
     engine: Annotated[Path, Option(help="Engine directory.")],
     checkpoint: Annotated[
-        str, Option(help="New weights of the same architecture: a folder, or a recipe.")
+        str, Option(help="New weights of the same architecture: a folder, a recipe, or OWNER/NAME.")
     ],
 ) -> None:
     """Put new weights into an engine without lowering its programs again."""
@@ -132,7 +132,7 @@ def refit(
 @error_line
 @grouped
 def quantize(
-    model: Annotated[str, Option(help="Recipe name or checkpoint folder.")],
+    model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
     to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
     out: Annotated[Path, Option(help="Folder of the new checkpoint.")],
     mtp: str | None = flag(None, "Format of the MTP modules. Default: as --to; with nvfp4, bf16."),

@@ -24,7 +24,7 @@ TOPK, DELTA = "2,5,10", "0.1,0.3,0.6"
 @error_line
 @grouped
 def bench(
-    model: Annotated[str, Option(help="Recipe name or checkpoint folder.")],
+    model: Annotated[str, Option(help="Recipe name, checkpoint folder, or OWNER/NAME.")],
     sampling: SamplingFlags,
     compat: CompatFlags,
     relaxing: RelaxedFlags,
@@ -145,7 +145,7 @@ def verify(
         None, "Engine to compare with; default: nextn 0's, built if missing."
     ),
     model: str | None = flag(
-        None, "Recipe name or checkpoint folder; default: the recipe of that name."
+        None, "Recipe name, checkpoint folder, or OWNER/NAME; default: the recipe of that name."
     ),
     prompts: Path | None = flag(None, "JSONL file (docs/cli-json.md); default: built-in ones."),
     output_len: int = flag(64, "Tokens of each text."),

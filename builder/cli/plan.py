@@ -21,7 +21,9 @@ FOR_GPUS = (  # parameters that mean nothing with --cpu
 @grouped
 def plan(
     context: typer.Context,
-    model: Annotated[str, Option(help="Recipe name (needs no weights) or checkpoint.")],
+    model: Annotated[
+        str, Option(help="Recipe name (needs no weights), checkpoint, or OWNER/NAME.")
+    ],
     ranks: RankFlags,
     nextn: str | None = flag(
         None, "Draft tokens per step: a number, 0,1,3 or 0..5. Default: 0..5, or 0 without modules."

@@ -101,8 +101,9 @@ def check_latents(case: Latents, device: str) -> None:
         kept = [row for row in range(capacity) if not at <= row < at + T]
         assert torch.equal(before[b, :, kept].cpu(), cache[b, :, kept]), "other rows stay"
 
-    heads = random(B, T, H * (case.nope + case.rope)), random(H, case.nope, rank), *turns
-    o, w_uv = random(B, H, T, rank), random(H, rank, case.value)
+    w_uk = random(H, case.nope, rank) / case.nope**0.5
+    heads = random(B, T, H * (case.nope + case.rope)), w_uk, *turns
+    o, w_uv = random(B, H, T, rank), random(H, rank, case.value) / rank**0.5
     with uninitialised_memory_is_nan():
         got = mla_queries_triton(*on(device, heads), case.interleaved)
         close((got,), (mla_queries(*heads, case.interleaved),), case.dtype)
