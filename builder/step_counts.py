@@ -19,8 +19,8 @@ from mtpbuild.plugins import FACETS, SUM_PARTS, file_of, matmul_scaled, matmul_w
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
 KERNELS = {op._opoverload: op for op in FACETS if op._opoverload not in OWN_PRODUCTS}
-SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts, unless read by
-READERS = {op._opoverload for op in SUM_PARTS}
+SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts
+READERS = {op._opoverload for op in SUM_PARTS}  # unless one of these reads them
 ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with
 REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", "log_softmax"}
 
@@ -114,10 +114,14 @@ def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
 
 def _is_summed(node: Node) -> bool:
     op = node.target
-    apart = op is matmul_scaled._opoverload and len(node.users) == 1
-    if apart and all(user.target in READERS and user.args[0] is node for user in node.users):
+    if op is matmul_scaled._opoverload and [_sums(user, node) for user in node.users] == [True]:
         return False
     return op in SUMMED
+
+
+def _sums(reader: Node, product: Node) -> bool:
+    op = reader.target
+    return op in READERS and reader.args[0] is product
 
 
 def _name(node: Node) -> str:

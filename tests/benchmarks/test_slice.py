@@ -180,7 +180,7 @@ def test_what_a_rank_of_eight_holds_and_reads() -> None:
     draft = parts.further_draft(torch.empty(1, 1, CONTEXT, 576, device="meta")).cost
     own = BF16 * (2 * E * E // 8 + 3 * E)  # its part of eh_proj, and three norms
     assert draft.nbytes == pytest.approx(one.nbytes + own)
-    assert parts.head(4).cost.nbytes == FP32 * E * 16160
+    assert parts.head(4).cost.nbytes == BF16 * E * 16160
     assert parts.acceptance(4).cost.nbytes == FP32 * 4 * 129280
 
 

@@ -205,8 +205,9 @@ def test_one_request_in_bfloat16(graphs: Graphs) -> None:
     """Its experts are kernels too; caches and what goes to the experts stay narrow."""
     nodes = graphs["one"]
     attention = [["out", "lse"], ["out"]] * PASSES
-    experts = [["weights", "ids"], ["inner"], ["parts"], ["inner"]] * PASSES  # and shared ones
-    assert kernels(nodes) == sorted(AROUND + ACCEPTANCE + attention + experts)
+    experts = [["weights", "ids"], ["sums"], ["inner", "parts"], ["inner"]] * PASSES  # and shared
+    heads = [["parts"]] * (1 + NEXTN)
+    assert kernels(nodes) == sorted(AROUND + ACCEPTANCE + attention + experts + heads)
     given = {(*shape,): dtype for kind, *_, shape, dtype in nodes if kind == "placeholder"}
     assert given["1", "1", "256", "20"] == "torch.bfloat16"
     wide = [shape for *_, shape, dtype in nodes if dtype == "torch.float32" and len(shape) == 4]
@@ -216,24 +217,23 @@ def test_one_request_in_bfloat16(graphs: Graphs) -> None:
 @pytest.mark.full
 def test_fp8_is_dequantised_in_the_kernels(all_graphs: Graphs) -> None:
     """Experts and products."""
-    check_fp8(all_graphs["fp8"], all_graphs["one"], 3, PASSES)
+    check_fp8(all_graphs["fp8"], all_graphs["one"], PASSES)
 
 
 @pytest.mark.full
 def test_fp8_with_an_open_number_of_slots(all_graphs: Graphs) -> None:
-    check_fp8(all_graphs["fp8-batch"], all_graphs["batch"], 2, 0)
+    check_fp8(all_graphs["fp8-batch"], all_graphs["batch"], 0)
 
 
-def check_fp8(nodes: list[Node], wide: list[Node], products: int, gated: int) -> None:
-    """Its kernels are those of the same graph with wide weights, and those of fp8's products.
+def check_fp8(nodes: list[Node], wide: list[Node], gated: int) -> None:
+    """Its kernels are those of the same graph with wide weights, and both products of each MLP.
 
     gated: products of the former that are one kernel with what joins gates and ups.
     """
     own = kernels(wide)
-    more = products - own.count(["parts"]) // PASSES
     for _ in range(gated):
         own.remove(["inner"])
-    assert kernels(nodes) == sorted(own + [["parts"]] * more * PASSES)
+    assert kernels(nodes) == sorted(own + [["parts"]] * 2 * PASSES)
     stored = [shape for kind, *_, shape, dtype in nodes if dtype == "torch.uint8"]
     assert stored
     made = [shape for kind, *_, shape, dtype in nodes if kind == "call_function" and "fl" in dtype]

@@ -89,10 +89,10 @@ def test_products_by_bytes(case: str, architecture: int, tmp_path: Path) -> None
         assert row["spills"] == row["stack"] == 0, row
         assert row["programs"] >= 132, row
         assert row["shared"] <= 48 << 10, row  # as an AOT plugin has it
-        if row["per_byte"]:  # else the loop was unrolled
-            assert row["per_byte"] <= LIMITS[form], row
-            assert row["copies"] > 0, row
-    assert any(row["per_byte"] for row in rows)
+        assert row["per_byte"] <= LIMITS[form], row  # 0: the loop was unrolled
+    streaming = [row for row in rows if row["per_byte"]]
+    assert streaming
+    assert all(row["copies"] > 0 for row in streaming)
     assert all(row["per_byte"] for row in rows if "fp" in row["case"])
 
 

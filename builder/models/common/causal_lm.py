@@ -124,7 +124,7 @@ class CausalLM(nn.Module):
 
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Logits are fp32, of a head in bf16 too: rounded to bf16 they tie."""
-        if weight.dtype == torch.bfloat16:
+        if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
             logits = matmul_wide(cast(hidden, torch.bfloat16), weight)
         else:
             logits = (cast(hidden, torch.float32) @ weight).float()
