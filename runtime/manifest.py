@@ -136,6 +136,7 @@ class TargetInfo(_Record):
     versions: dict[str, str]
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that an engine runs on, such as 12.0
     cross_compiled: CrossCompiled | None = None  # None: on a machine that it runs on
+    attention_backend: Literal["flashinfer"] | None = None  # None: the target's own kernels
 
     @field_validator("name")
     @classmethod

@@ -166,6 +166,7 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "caches": f"{len(caches)} of {caches[0].shape} {caches[0].dtype}" if caches else "none",
         "prefill chunk": str(build.prefill_chunk),
         "target": f"{target.name} on {target.hardware} ({versions})",
+        **({"attention by": target.attention_backend} if target.attention_backend else {}),
         **_cross(target),
         "capabilities": ", ".join(f"{k}: {' '.join(v)}" for k, v in manifest.capabilities.items()),
         "built by": f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}",

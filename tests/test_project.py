@@ -57,6 +57,7 @@ ONLY_HERE = {
         "group.channel",
         "group.nccl",
         "programs.aot_package",
+        "programs.flashinfer_attention",
         "programs.inductor",
         "programs.inductor_cpu",
         "programs.inductor_cuda",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.request import BuildRequest
 
 DEVICES = ("cpu", "cuda")
+BACKENDS = ("triton", "flashinfer")
 DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow it
 
 
@@ -25,6 +26,9 @@ class InductorOptions:
     dtype: str = flag("float32", "Of weights and caches: float32 or bfloat16.")
     compute_capability: str | None = flag(
         None, "With --device cuda, of a GPU that need not be here: sm80, sm90, sm100 or sm120."
+    )
+    attention_backend: str = flag(
+        "triton", "With --device cuda: triton, or flashinfer on sm100 for a step's window."
     )
 
 
@@ -39,10 +43,18 @@ class Inductor(Target):
         for name, value, known in (
             ("--device", options.device, DEVICES),
             ("--dtype", options.dtype, DTYPES),
+            ("--attention-backend", options.attention_backend, BACKENDS),
         ):
             if value not in known:
                 raise UsageError(f"{name} {value} is unknown; supported: {', '.join(known)}")
         check_capability(options)
+        if options.attention_backend != BACKENDS[0] and (
+            (options.device, options.dtype) != ("cuda", "bfloat16")
+        ):
+            raise UsageError(
+                f"--attention-backend {options.attention_backend} is for --device cuda "
+                "--dtype bfloat16"
+            )
 
     def compute_capabilities(
         self, request: "BuildRequest", options: InductorOptions

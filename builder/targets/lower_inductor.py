@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch._inductor
@@ -33,6 +33,7 @@ from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import cross_cuda
+from mtpbuild.builder.targets.passes import attention_backend
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
 from mtpbuild.plugins import IN_PLACE, facets
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
@@ -82,6 +83,8 @@ def check(plan: Plan) -> None:
         )
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
+    if backend(plan) is not None:
+        attention_backend.check(plan)
     if cross:
         cross_cuda.check()
 
@@ -108,7 +111,14 @@ def info(plan: Plan) -> TargetInfo:
         versions={"torch": TORCH},
         compute_capabilities=gpus,
         cross_compiled=cross_cuda.info(gpus[0]) if crosses(plan) else None,
+        attention_backend=backend(plan),
     )
+
+
+def backend(plan: Plan) -> Literal["flashinfer"] | None:
+    """What attends in place of our own kernels, if anything does."""
+    asked = getattr(plan.options, "attention_backend", None)
+    return "flashinfer" if asked == "flashinfer" else None
 
 
 def crosses(plan: Plan) -> bool:
@@ -140,6 +150,8 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     ):
         if crosses(plan):
             cross_cuda.without_values(traced.exported)
+        if backend(plan) is not None:
+            attention_backend.by_flashinfer(traced.exported, plan.config)
         if plan.compute_capabilities:
             traced = replace(traced, exported=for_gpu(traced.exported))
         program = in_place(traced)

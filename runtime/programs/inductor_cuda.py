@@ -148,6 +148,10 @@ def load(
     make: Callable[[Manifest, Gpu, Opener], CudaPrograms] = CudaPrograms,
 ) -> CudaPrograms:
     """The programs of an engine for a GPU; refuses another kind of GPU, or too little memory."""
+    if manifest.target.attention_backend is not None:
+        from mtpbuild.runtime.programs import flashinfer_attention
+
+        flashinfer_attention.check(folder)  # importing it has registered what the programs call
     advice = "build it on this machine (--force)"
     check_gpu(folder, manifest, gpu, advice, "weights", manifest.files[WEIGHTS].size)
     try:

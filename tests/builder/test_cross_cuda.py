@@ -135,6 +135,16 @@ def test_calls_of_a_mixed_step(headers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_step_by_flashinfer(headers: Path, tmp_path: Path) -> None:
+    """Both layers' windows; the three drafts are ours."""
+    (program,) = compiled(tmp_path, "r1/step of 1+1/sm100/bfloat16/flashinfer")
+    check(program, "sm_100", headers)
+    assert program.operators["proxy_executor"] == 2
+    assert program.kernels["mla_partial"] == program.kernels["mla_combine"] == 3
+    assert program.calls <= 117, "two more for each, where FlashInfer's own count as one"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("gpu", ["sm80", "sm90", "sm100", "sm120"])
 def test_kernels_are_compiled_once(gpu: str, headers: Path, tmp_path: Path) -> None:
     """Programs of an engine share them; both have the same attention."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.model_source import join_shared
@@ -17,7 +16,7 @@ from mtpbuild.builder.models.common.weights import Share, like_routed, with_shar
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.plan import DrafterName, Plan, state_specs
+from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.targets.lower_inductor import in_place
@@ -27,7 +26,7 @@ from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import SHAPES, lower, made_of, make_model, make_predictable
 from tests.support.op_calls import OpCalls
-from tests.support.steps import CHUNK, check_steps
+from tests.support.steps import CHUNK, begin, check_steps
 from tests.support.styles import style_of
 
 ON_GPU = style_of("inductor", device="cuda")
@@ -145,17 +144,3 @@ def test_what_a_gpu_is_given(slots: int) -> None:
             torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-3)
     assert (state["lengths"][active] > 8).all()
     assert (state["lengths"][~active] == 5).all()
-
-
-def begin(plan: Plan) -> dict[str, Tensor]:
-    """Five committed rows of each slot, a newest token, and no drafts."""
-    torch.manual_seed(2)
-    state = {}
-    for spec in state_specs(plan):
-        value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
-        if spec.kind == "cache":
-            value[:, :, :5].normal_(std=0.3)
-        state[spec.name] = value
-    state["lengths"] += 5
-    state["window"][:, 0] = torch.arange(plan.max_batch) + 7
-    return state

@@ -6,8 +6,9 @@ A process of its own, because Triton's interpreter must be off. Before the first
 `r1` (of which one rank of eight is compiled) or `r1-alone` (one rank), of which come parts of a
 step that `benchmarks/gpu.py` measures, or whole steps with nextn 3 of some of the layers (`step of
 1+2`: a dense one and two with experts; `mixed step of ..`); `rank`, the step of one rank of two; or
-the name of a model that is built as an engine. What is compiled has no weights: nobody computes
-with it. With --kernels-only the C++ is written, and not compiled.
+the name of a model that is built as an engine. Last may stand who attends (`/flashinfer`). What is
+compiled has no weights: nobody computes with it. With --kernels-only the C++ is written, and not
+compiled.
 """
 
 import ctypes
@@ -62,7 +63,8 @@ def count_calls(wrapper: str, into: Compiled) -> None:
     body = wrapper[wrapper.index("::run_impl(") :]
     kernels = re.findall(r"^\s*call_(\w+)\(", body, re.M)
     into.kernels = dict(Counter(re.sub(r"_\d+$", "", kernel) for kernel in kernels))
-    into.operators = dict(Counter(re.findall(r"\baoti_torch_(?:cpu|cuda)_(\w+)\(", body)))
+    found = re.findall(r"\baoti_torch_(?:(?:cpu|cuda)_(\w+)|(proxy_executor)_call_\w+)\(", body)
+    into.operators = dict(Counter(name or proxy for name, proxy in found))
 
 
 def read_package(path: Path, into: Compiled, scratch: Path) -> None:
@@ -210,8 +212,8 @@ def main(folder: Path, *cases: str) -> None:
     for case in cases:
         if case == "--kernels-only":
             continue
-        model, parts, gpu, dtype = case.split("/")
-        options = InductorOptions(device="cuda", dtype=dtype, compute_capability=gpu)
+        model, parts, gpu, dtype, *backend = case.split("/")
+        options = InductorOptions("cuda", dtype, gpu, *backend)
         if model not in ("small", "r1", "r1-alone", "rank"):
             for path in engine(model, folder, options):
                 tell(case, path)  # with the kernels of all its programs

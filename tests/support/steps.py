@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.plain import PlainModel
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
-from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import cache_rows
 from tests.support.checkpoints import SHAPES, lower, make_predictable
@@ -95,3 +96,17 @@ def check_state(programs: EagerPrograms, reference: PlainModel, tokens: list[int
         final = length - (module if late else 0)
         got = programs.state[name][0, 0, :final]
         np.testing.assert_allclose(got, cache[0, 0, :final], atol=2e-4)
+
+
+def begin(plan: Plan) -> dict[str, Tensor]:
+    """Five committed rows of each slot, a newest token, and no drafts."""
+    torch.manual_seed(2)
+    state = {}
+    for spec in state_specs(plan):
+        value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+        if spec.kind == "cache":
+            value[:, :, :5].normal_(std=0.3)
+        state[spec.name] = value
+    state["lengths"] += 5
+    state["window"][:, 0] = torch.arange(plan.max_batch) + 7
+    return state

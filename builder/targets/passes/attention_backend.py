@@ -1,0 +1,98 @@
+"""Gives a step's attention to FlashInfer, where its kernel computes the same: a GPU's graph."""
+
+import operator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from mtpbuild.builder.targets.passes.gpu_graph import op_name
+from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.programs.flashinfer_attention import PAGE, mla_decode
+
+if TYPE_CHECKING:
+    from mtpbuild.builder.models.config import ModelConfig
+    from mtpbuild.builder.plan import Plan
+
+aten, DECODE = torch.ops.aten, mla_decode._opoverload
+CAPABILITIES = ("10.0", "10.3")  # what its kernels for Blackwell's data centres run on
+SHAPES = ((512, 64, 128), (256, 64, 64))  # kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim
+
+
+def check(plan: "Plan") -> None:
+    """Raise BuildError unless FlashInfer has a kernel for the plan's model and GPU."""
+    asked, config = "--attention-backend flashinfer", plan.config
+    for capability in plan.compute_capabilities:
+        if capability not in CAPABILITIES:
+            raise BuildError(
+                f"{asked} has kernels for compute capability {' and '.join(CAPABILITIES)} alone, "
+                f"not {capability}; leave it out"
+            )
+    names = "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"
+    shape = tuple(getattr(config, name, None) for name in names)
+    if shape not in SHAPES:
+        known = " or ".join(", ".join(map(str, each)) for each in SHAPES)
+        raise BuildError(
+            f"{asked} has kernels for a {', '.join(names)} of {known}, not "
+            f"{', '.join(map(str, shape))}; leave it out"
+        )
+
+
+def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
+    """Before: `mla_attention` over rows that the step has just written. After: FlashInfer's kernel.
+
+    In place; returns how many there were. The others stay: a draft's that is a single token of a
+    window or has rows beside the cache.
+    """
+    nope: int = config.qk_nope_head_dim  # type: ignore[attr-defined]  # a family with latents
+    graph = exported.graph_module.graph
+    found = [node for node in graph.nodes if reads_what_was_written(node)]
+
+    def call(op: Any, *operands: Any, **options: Any) -> Node:
+        made = graph.call_function(op, operands, options)
+        values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in operands]
+        made.meta["val"] = op(*values, **options)
+        return made
+
+    for node in found:
+        q, cache, _, base, _, scale, rank = cast(tuple[Any, ...], node.args)
+        assert cache.meta["val"].shape[2] % PAGE == 0, "a GPU's caches have whole pages"
+        with graph.inserting_before(node):
+            end = call(aten.add.Tensor, base, q.meta["val"].shape[2])
+            lengths = call(aten._to_copy.default, end, dtype=torch.int32)
+            by_token = call(aten.permute.default, q, [0, 2, 1, 3])
+            query = call(aten.clone.default, by_token, memory_format=torch.contiguous_format)
+            mixed = call(DECODE, query, cache, lengths, scale, nope, rank)
+            by_head = call(aten.permute.default, mixed, [0, 2, 1, 3])
+        node.replace_all_uses_with(by_head)
+        graph.erase_node(node)
+    exported.graph_module.recompile()
+    return len(found)
+
+
+def reads_what_was_written(node: Node) -> bool:
+    """Whether all fresh rows stand in the cache behind `base`, and query t sees t + 1 of them."""
+    if op_name(node) != "mtpbuild::mla_attention" or len(node.args) != 7:
+        return False
+    q, cache, fresh, base, first, *_ = cast(tuple[Any, ...], node.args)
+    if q.meta["val"].shape[2] != fresh.meta["val"].shape[2]:
+        return False
+    write, place = source_of(cache, 2), source_of(base, 2)
+    if write is None or place is None or op_name(write) != "mtpbuild::mla_rows_write":
+        return False
+    return bool(
+        op_name(place) == "mtpbuild::rotary_rows"
+        and place.args[4] == 0
+        and source_of(fresh, 1) is write
+        and source_of(write.args[6], 3) is place
+        and source_of(first, 4) is place
+    )
+
+
+def source_of(node: Any, result: int) -> Node | None:
+    """The op whose result of that number the node is."""
+    if not isinstance(node, Node) or node.target is not operator.getitem:
+        return None
+    source, number = node.args
+    return source if number == result and isinstance(source, Node) else None

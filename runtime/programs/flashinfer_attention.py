@@ -1,0 +1,100 @@
+"""FlashInfer's attention as an operator that an engine's programs call: `--attention-backend`.
+
+Only engines whose manifest names it import this module. It was never run on a GPU
+(docs/plugins.md, "FlashInfer").
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+
+PACKAGE = "flashinfer"
+PAGE = 64  # rows; a cache has whole pages
+WORKSPACE = 128 << 20  # bytes: what FlashInfer's own tests and servers give it
+GIVEN = (  # of flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla
+    *("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank"),
+    *("qk_rope_head_dim", "block_tables", "seq_lens", "max_seq_len"),
+    *("bmm1_scale", "bmm2_scale", "backend"),
+)
+
+_kept: dict[tuple[Any, ...], Tensor] = {}
+
+
+def check(folder: Path) -> None:
+    """Raise an EngineError unless FlashInfer is here, with the function that is called."""
+    advice = "pip install flashinfer-python, or build without --attention-backend flashinfer"
+    try:
+        from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla as attention
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{folder}: its attention is FlashInfer's ({error}): {advice}"
+        ) from None
+    known = inspect.signature(attention).parameters
+    missing = [name for name in GIVEN if name not in known]
+    if missing:
+        raise EngineError(
+            f"{folder}: this FlashInfer's trtllm_batch_decode_with_kv_cache_mla has no "
+            f"{', '.join(missing)}; 0.7.2 has"
+        )
+
+
+@torch.library.custom_op("mtpbuild_flashinfer::mla_decode", mutates_args=())
+def mla_decode(
+    query: Tensor, cache: Tensor, lengths: Tensor, scale: float, nope: int, kv_lora_rank: int
+) -> Tensor:
+    """Attend to the latent rows of each slot, of which the last T are the queries' own.
+
+    query [B, T, H, C], cache [B, 1, S, C] bfloat16, S in whole pages; lengths [B] int32 are rows in
+    use. Query t of T sees the rows before lengths - T + t + 1. nope: a query's width without
+    position, before it was absorbed. Returns [B, T, H, kv_lora_rank].
+    """
+    from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla as attention
+
+    (B, _, S, C), device = cache.shape, cache.device
+    pages = B * S // PAGE
+    table = kept(("table", device, B, S), lambda: _table(B, pages, device))
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    # Kernels count in it: it begins as zeros, and one stream has it for itself.
+    workspace = kept(
+        ("workspace", device, stream),
+        lambda: torch.zeros(WORKSPACE, dtype=torch.uint8, device=device),
+    )
+    result: Tensor = attention(
+        query=query,
+        kv_cache=cache.view(pages, PAGE, C),
+        workspace_buffer=workspace,
+        qk_nope_head_dim=nope,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=C - kv_lora_rank,
+        block_tables=table,
+        seq_lens=lengths,
+        max_seq_len=S,
+        bmm1_scale=scale,
+        bmm2_scale=1.0,
+        backend="trtllm-gen",  # it plans nothing on the host, so that a CUDA graph can hold it
+    )
+    return result
+
+
+@mla_decode.register_fake
+def _(
+    query: Tensor, cache: Tensor, lengths: Tensor, scale: float, nope: int, kv_lora_rank: int
+) -> Tensor:
+    return query.new_empty(*query.shape[:3], kv_lora_rank)
+
+
+def kept(key: tuple[Any, ...], make: Any) -> Tensor:
+    """A tensor that stays where it is: a CUDA graph holds its address."""
+    if key not in _kept:
+        _kept[key] = make()
+    return _kept[key]
+
+
+def _table(slots: int, pages: int, device: torch.device) -> Tensor:
+    """Each slot's pages [slots, pages / slots] int32: one behind the other."""
+    return torch.arange(pages, dtype=torch.int32, device=device).view(slots, -1)

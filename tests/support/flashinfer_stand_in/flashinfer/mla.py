@@ -1,0 +1,43 @@
+"""The one function of `flashinfer.mla` that an engine calls, by its contract and on any device."""
+
+import torch
+from torch import Tensor
+
+calls = 0
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
+    backend: str = "auto",
+) -> Tensor:
+    """query [B, T, H, C] over pages [pages, rows, C]: query t sees seq_lens - T + t + 1 rows."""
+    global calls
+    calls += 1
+    (B, T, _, C), rows = query.shape, kv_cache.shape[1]
+    assert query.is_contiguous()
+    assert kv_cache.is_contiguous()
+    assert C == kv_cache.shape[2] == kv_lora_rank + qk_rope_head_dim
+    assert qk_nope_head_dim > 0
+    assert rows in (32, 64)
+    assert (block_tables.dtype, seq_lens.dtype) == (torch.int32, torch.int32)
+    assert (block_tables.shape[0], *seq_lens.shape) == (B, B)
+    assert block_tables.shape[1] * rows == max_seq_len
+    assert backend == "trtllm-gen"
+    assert not workspace_buffer.any(), "zeros when it is first used, and this leaves them"
+    latents = kv_cache[block_tables.long()].flatten(1, 2).float()  # [B, S, C]
+    seen = seq_lens[:, None] - T + torch.arange(1, T + 1)
+    there = torch.arange(max_seq_len) < seen[..., None]  # [B, T, S]
+    scores = torch.einsum("bthc,bsc->bths", query.float(), latents) * bmm1_scale
+    weights = scores.masked_fill(~there[:, :, None], float("-inf")).softmax(-1)
+    mixed = torch.einsum("bths,bsc->bthc", weights, latents[..., :kv_lora_rank]) * bmm2_scale
+    return mixed.to(query.dtype)
