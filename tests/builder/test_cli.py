@@ -42,6 +42,7 @@ def mtpbuild(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_frozen_flags() -> None:
     assert options("build") == [
+        "--attention-backend",
         "--attention-dp",
         "--checkpoint",
         "--compute-capability",

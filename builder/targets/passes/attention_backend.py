@@ -37,6 +37,12 @@ def check(plan: "Plan") -> None:
             f"{asked} has kernels for a {', '.join(names)} of {known}, not "
             f"{', '.join(map(str, shape))}; leave it out"
         )
+    heads: int = config.num_attention_heads // plan.ranks.parts  # type: ignore[attr-defined]
+    if 64 < heads < 128:
+        raise BuildError(
+            f"{asked} has no kernels for {heads} heads of a rank, which are between 64 and 128; "
+            "leave it out"
+        )
 
 
 def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
