@@ -43,7 +43,10 @@ def check(folder: Path) -> None:
         )
 
 
-@torch.library.custom_op("mtpbuild_flashinfer::mla_decode", mutates_args=())
+# Where strides are fixed, AOTInductor copies an operand for each call that shares it: the lengths.
+@torch.library.custom_op(
+    "mtpbuild_flashinfer::mla_decode", mutates_args=(), tags=(torch.Tag.flexible_layout,)
+)
 def mla_decode(
     query: Tensor, cache: Tensor, lengths: Tensor, scale: float, nope: int, kv_lora_rank: int
 ) -> Tensor:
@@ -65,7 +68,7 @@ def mla_decode(
         lambda: torch.zeros(WORKSPACE, dtype=torch.uint8, device=device),
     )
     result: Tensor = attention(
-        query=query,
+        query=query.contiguous(),
         kv_cache=cache.view(pages, PAGE, C),
         workspace_buffer=workspace,
         qk_nope_head_dim=nope,

@@ -61,15 +61,17 @@ def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
         made.meta["val"] = op(*values, **options)
         return made
 
+    lengths: dict[Node, Node] = {}  # by base: all layers of a pass share them
     for node in found:
         q, cache, _, base, _, scale, rank = cast(tuple[Any, ...], node.args)
         assert cache.meta["val"].shape[2] % PAGE == 0, "a GPU's caches have whole pages"
         with graph.inserting_before(node):
-            end = call(aten.add.Tensor, base, q.meta["val"].shape[2])
-            lengths = call(aten._to_copy.default, end, dtype=torch.int32)
+            if base not in lengths:
+                end = call(aten.add.Tensor, base, q.meta["val"].shape[2])
+                lengths[base] = call(aten._to_copy.default, end, dtype=torch.int32)
             by_token = call(aten.permute.default, q, [0, 2, 1, 3])
             query = call(aten.clone.default, by_token, memory_format=torch.contiguous_format)
-            mixed = call(DECODE, query, cache, lengths, scale, nope, rank)
+            mixed = call(DECODE, query, cache, lengths[base], scale, nope, rank)
             by_head = call(aten.permute.default, mixed, [0, 2, 1, 3])
         node.replace_all_uses_with(by_head)
         graph.erase_node(node)
