@@ -193,18 +193,18 @@ def test_what_a_gpus_compiler_is_given(tmp_path: Path) -> None:
     done = subprocess.run(command, env=compiling, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {name: kernels for name, *kernels in (x.split("; ") for x in done.stdout.splitlines())}
-    attention, experts = ["out lse"], ["inner", "parts"]
+    attention, experts, head = ["out", "out lse"], ["inner parts", "sums"], ["parts"]
     expert_layer = sorted(attention + experts)
     judging = ["best ids", "tokens num_tokens new_lengths logprobs margins"]
     assert found == {
         "dense layer": attention,
         "MoE layer": expert_layer,
-        "head": [],
+        "head": head,
         "acceptance": judging,
         "first draft": expert_layer,
-        "head of a draft": [],
+        "head of a draft": head,
         "further draft": expert_layer,
-        "step": sorted(attention * 4 + experts * 3 + judging),
+        "step": sorted(attention * 4 + experts * 3 + head * 3 + judging),
     }
 
 
