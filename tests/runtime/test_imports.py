@@ -9,7 +9,7 @@ import mtpbuild.runtime
 
 RUNTIME = Path(mtpbuild.runtime.__file__).parent
 
-NEED_TORCH = {"aot_package", "channel", "nccl", "torch_cuda"}
+NEED_TORCH = {"aot_package", "channel", "flashinfer_attention", "nccl", "torch_cuda"}
 
 RUN = """
 import sys

@@ -12,7 +12,7 @@ from schemathesis.generation import GenerationMode
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.server.app import make_app
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
-from tests.support.live_server import Live, live
+from tests.support.live_server import Live, live, until
 
 CASES = [pytest.param(200), pytest.param(2000, marks=pytest.mark.full)]
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
@@ -56,7 +56,7 @@ def test_no_request_makes_the_server_fail(server: Live, count: int) -> None:
     ask()
     assert seen.keys() <= {200, 400, 404, 405, 413}, seen
     assert seen[200] > count / 10 < seen[400], seen
-    assert server.service.open == 0
+    until(lambda: server.service.open == 0)  # an answer may be read before it is put away
 
 
 def operations(schema: Any) -> Iterator[Any]:

@@ -28,7 +28,7 @@ from tests.support.fakes import (
     mixed,
     scripted,
 )
-from tests.support.live_server import Live, live
+from tests.support.live_server import Live, live, until
 
 ASK = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
 LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
@@ -55,13 +55,6 @@ def served(
     engine, programs = fake_engine(next_token, **flags)
     with engine, live(engine, settings) as server:
         yield server, programs
-
-
-def until(condition: Any, seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.005)
 
 
 def events(response: httpx2.Response) -> list[Any]:
@@ -264,7 +257,7 @@ def test_many_who_come_at_once() -> None:
     with served(settings=Settings(max_queue=3), step_s=0.005) as (server, _):
         statuses = asyncio.run(main(server.url))
         assert Counter(statuses) == {200: 5, 429: 35}
-        assert server.service.open == 0
+        until(lambda: server.service.open == 0)
 
 
 def test_a_long_prompt_does_not_hold_up_the_others() -> None:

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import httpx2
@@ -45,3 +46,11 @@ def live(engine: Engine | None, settings: Settings | None = None) -> Iterator[Li
         own.close()
         loop.close()
         assert not thread.is_alive(), "the server did not end"
+
+
+def until(condition: Callable[[], object], seconds: float = 10) -> None:
+    """Wait until it holds; fail if it takes longer."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.005)
