@@ -104,6 +104,7 @@ def listing(folder: Path) -> dict[str, Any]:
     from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.trace import trace
+    from mtpbuild.builder.targets import lower_tensorrt
     from mtpbuild.builder.targets.tensorrt import TARGET
     from mtpbuild.builder.targets.trt_compile import place
 
@@ -117,7 +118,7 @@ def listing(folder: Path) -> dict[str, Any]:
         compute_capabilities=("12.0",),
         options=options,
     )
-    TARGET.check_machine(plan)
+    assert not list(lower_tensorrt.missing(plan)), "all but a GPU is here"
     ids = GenerationIds(None, (), None)
     source = model_source.ModelSource("toy", folder, config, ids, formats=TARGET.formats)
     found = {}
