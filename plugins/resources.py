@@ -164,10 +164,8 @@ class Sizes:
     computed: torch.dtype
 
 
-MODELS = {
-    "r1": Sizes(
-        16, 128, 512, 64, 7168, 256, 256, 8, 2112, 16160, 4096, torch.bfloat16
-    ),  # 1 of 8 ranks
+MODELS = {  # of R1, one of eight ranks
+    "r1": Sizes(16, 128, 512, 64, 7168, 256, 256, 8, 2112, 16160, 4096, torch.bfloat16),
     "deepseek-tiny": Sizes(4, 32, 64, 16, 192, 64, 8, 2, 176, 4096, 512, torch.float32),
 }
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 
-PACKAGE = "flashinfer"
 PAGE = 64  # rows; a cache has whole pages
 WORKSPACE = 128 << 20  # bytes: what FlashInfer's own tests and servers give it
 GIVEN = (  # of flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla
@@ -30,7 +29,7 @@ def check(folder: Path) -> None:
     advice = "pip install flashinfer-python, or build without --attention-backend flashinfer"
     try:
         from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla as attention
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # also of what it loads itself
         raise MissingDependencyError(
             f"{folder}: its attention is FlashInfer's ({error}): {advice}"
         ) from None

@@ -190,8 +190,10 @@ def test_what_it_has_no_kernels_for() -> None:
     check(plan("10.3", **R1))
     with pytest.raises(BuildError, match=r"10\.0 and 10\.3 alone, not 9\.0; leave it out"):
         check(plan("9.0", **R1))
-    with pytest.raises(BuildError, match="no kernels for 96 heads of a rank"):
-        check(plan("10.0", **R1, num_attention_heads=96))
+    for heads in (96, 256):
+        with pytest.raises(BuildError, match=f"up to 64 heads of a rank, or 128, not {heads}"):
+            check(plan("10.0", **R1, num_attention_heads=heads))
+    check(plan("10.0", **R1, num_attention_heads=128))
     with pytest.raises(BuildError, match="of 512, 64, 128 or 256, 64, 64, not 512, 32, 128"):
         check(plan("10.0", **R1 | {"qk_rope_head_dim": 32}))
 
