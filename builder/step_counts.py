@@ -19,6 +19,7 @@ from mtpbuild.plugins import FACETS, SUM_PARTS, file_of, matmul_scaled, matmul_w
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
 KERNELS = {op._opoverload: op for op in FACETS if op._opoverload not in OWN_PRODUCTS}
+CALLED = "mtpbuild_flashinfer"  # operators that are one kernel of another package
 SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts
 READERS = {op._opoverload for op in SUM_PARTS}  # unless one of these reads them
 ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused with
@@ -33,7 +34,8 @@ class OpenSizeError(Exception):
 class Counts:
     """Of one program: the graph's nodes, and what of them is a call.
 
-    Views and sizes are none. An op of ours counts as many as it has kernels. Other operators of
+    Views and sizes are none. An op of ours counts as many as it has kernels, FlashInfer's counts as
+    one of these. Other operators of
     PyTorch that stand together between products, kernels and collectives count as one (`groups`).
     """
 
@@ -139,7 +141,7 @@ def kind_of(node: Node) -> str | None:
         return None
     if op.namespace == "_c10d_functional":
         return None if op is torch.ops._c10d_functional.wait_tensor.default else "collectives"
-    if op in KERNELS:
+    if op in KERNELS or op.namespace == CALLED:
         return "kernels"
     if op in OWN_PRODUCTS or _name(node) in PRODUCTS:
         return "products"
@@ -152,6 +154,8 @@ def kind_of(node: Node) -> str | None:
 def launches_of(node: Node) -> int:
     """How many kernels one of our ops is, where Triton is here to tell; else one."""
     assert isinstance(node.target, torch._ops.OpOverload)
+    if node.target.namespace == CALLED:
+        return 1
     op = KERNELS[node.target]
     if not {file_of(op, "gpu"), file_of(op, "tensorrt")} & {"triton", "plugins"}:
         return 1

@@ -13,6 +13,9 @@ from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
+    from mtpbuild.builder.plan import Plan
+    from mtpbuild.builder.program.programs import Program
+    from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
 
 DEVICES = ("cpu", "cuda")
@@ -81,6 +84,14 @@ class Inductor(Target):
             spare_windows=2,
             dtype=options.dtype,  # type: ignore[arg-type]
         )
+
+    def trace(self, program: "Program", plan: "Plan") -> "Traced":
+        traced = super().trace(program, plan)
+        if plan.options.attention_backend == "flashinfer":
+            from mtpbuild.builder.targets.passes.attention_backend import by_flashinfer
+
+            by_flashinfer(traced.exported, plan.config)
+        return traced
 
     def compiling(self) -> AbstractContextManager[None]:
         from mtpbuild.builder.targets.lower_inductor import shared_kernels

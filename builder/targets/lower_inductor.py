@@ -150,8 +150,6 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     ):
         if crosses(plan):
             cross_cuda.without_values(traced.exported)
-        if backend(plan) is not None:
-            attention_backend.by_flashinfer(traced.exported, plan.config)
         if plan.compute_capabilities:
             traced = replace(traced, exported=for_gpu(traced.exported))
         program = in_place(traced)

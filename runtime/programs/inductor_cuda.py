@@ -148,12 +148,13 @@ def load(
     make: Callable[[Manifest, Gpu, Opener], CudaPrograms] = CudaPrograms,
 ) -> CudaPrograms:
     """The programs of an engine for a GPU; refuses another kind of GPU, or too little memory."""
+    held, size = "weights", manifest.files[WEIGHTS].size
     if manifest.target.attention_backend is not None:
         from mtpbuild.runtime.programs import flashinfer_attention
 
         flashinfer_attention.check(folder)  # importing it has registered what the programs call
-    advice = "build it on this machine (--force)"
-    check_gpu(folder, manifest, gpu, advice, "weights", manifest.files[WEIGHTS].size)
+        held, size = "weights and FlashInfer's workspace", size + flashinfer_attention.WORKSPACE
+    check_gpu(folder, manifest, gpu, "build it on this machine (--force)", held, size)
     try:
         return make(manifest, gpu, opener)
     except torch.OutOfMemoryError as error:

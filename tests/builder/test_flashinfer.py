@@ -22,9 +22,10 @@ from torch.utils import _pytree as pytree
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
-from mtpbuild.builder.targets.inductor import InductorOptions
+from mtpbuild.builder.step_counts import counted
+from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 from mtpbuild.builder.targets.lower_inductor import in_place
-from mtpbuild.builder.targets.passes.attention_backend import by_flashinfer, check
+from mtpbuild.builder.targets.passes.attention_backend import check
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
 from mtpbuild.plugins import mla_attention
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError
@@ -38,6 +39,7 @@ from tests.support.styles import style_of
 STAND_IN = Path(__file__).parents[1] / "support" / "flashinfer_stand_in"
 FUNCTION = "trtllm_batch_decode_with_kv_cache_mla"
 ON_GPU = style_of("inductor", device="cuda")
+ASKED = InductorOptions("cuda", "bfloat16", None, "flashinfer")
 
 
 @pytest.fixture
@@ -85,10 +87,12 @@ def test_a_step(flashinfer: ModuleType) -> None:
     pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     torch.set_num_threads(1)
     reference, slots = make_predictable(num_hidden_layers=1, num_nextn_predict_layers=1), 2
-    plan = Plan(reference.config, 2, "mtp-eagle", slots, 40, CHUNK, ON_GPU)
+    plan = Plan(reference.config, 2, "mtp-eagle", slots, 40, CHUNK, ON_GPU, options=ASKED)
     program = make_programs(plan, lower(reference))[1]
-    traced = trace(program, plan)
-    assert by_flashinfer(traced.exported, plan.config) == 1, "of the layer, and not of drafts"
+    ours, traced = counted(trace(program, plan)), TARGET.trace(program, plan)
+    counts = counted(traced)
+    assert counts.kernels == ours.kernels, "as ours count where the number of slots is open"
+    assert counts.others == ours.others + 3, "queries by token, results by head, lengths"
     graph = in_place(replace(traced, exported=for_gpu(traced.exported, "cpu")))
     called = [op_name(node) for node in graph.graph.nodes]
     assert called.count("mtpbuild_flashinfer::mla_decode") == 1
@@ -171,14 +175,13 @@ def test_the_real_function_takes_what_is_given() -> None:
 
 def plan(capability: str, **shape: int) -> Plan:
     config = make_model(num_hidden_layers=1, num_nextn_predict_layers=1).config
-    options = InductorOptions("cuda", "bfloat16", None, "flashinfer")
     sizes = 1, "mtp-eagle", 1, 64, 8
     return Plan(
         replace(config, **shape),  # type: ignore[arg-type]
         *sizes,  # type: ignore[arg-type]
         ON_GPU,
         compute_capabilities=(capability,),
-        options=options,
+        options=ASKED,
     )
 
 
@@ -223,6 +226,19 @@ def test_an_engine_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(MissingDependencyError, match="pip install flashinfer-python, or build"):
         flashinfer_attention.check(tmp_path)
+
+
+@pytest.mark.parametrize("error", ["OSError('libcuda.so.1')", "RuntimeError('no GPU')"])
+def test_a_package_that_fails_to_load(
+    error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "flashinfer.py").write_text(f"raise {error}\n")
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        MissingDependencyError, match=r"FlashInfer's \((libcuda.so.1|no GPU)\): pip"
+    ):
+        flashinfer_attention.check(Path("engine"))
 
 
 def test_an_older_package(flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs import inductor_cuda
+from mtpbuild.runtime.programs import flashinfer_attention, inductor_cuda
+from mtpbuild.runtime.programs.flashinfer_attention import WORKSPACE
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy
@@ -168,6 +169,21 @@ def test_too_little_memory_is_said_before_loading(on_gpu: MakePrograms, tmp_path
     )
     assert f", {(needed - 1) / 1e9:.2f} GB are free; build with a smaller" in str(caught.value)
     assert not gpu._memory, "nothing was allocated"
+    opener = opened(programs._packages)
+    inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed), opener)  # type: ignore[arg-type]
+
+
+def test_flashinfers_workspace_takes_memory(
+    on_gpu: MakePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of `--attention-backend flashinfer` need it besides weights, caches and state."""
+    programs, manifest, _ = on_gpu()
+    target = manifest.target.model_copy(update={"attention_backend": "flashinfer"})
+    manifest = manifest.model_copy(update={"target": target})
+    monkeypatch.setattr(flashinfer_attention, "check", lambda folder: None)  # it is not here
+    needed = 5 * 10**9 + WORKSPACE + sum(tensor.nbytes for tensor in programs._given.values())
+    with pytest.raises(EngineError, match=r"\(weights and FlashInfer's workspace 5\.13, caches"):
+        inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed - 1), never)  # type: ignore[arg-type]
     opener = opened(programs._packages)
     inductor_cuda.load(tmp_path, manifest, FakeGpu(free=needed), opener)  # type: ignore[arg-type]
 

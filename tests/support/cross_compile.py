@@ -169,7 +169,6 @@ def main(folder: Path, *cases: str) -> None:
     from triton import knobs
 
     from mtpbuild.builder.engine.weights_file import Placed
-    from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.step_counts import counted
     from mtpbuild.builder.targets import lower_inductor
     from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
@@ -225,7 +224,7 @@ def main(folder: Path, *cases: str) -> None:
                 names = (name for name, _ in program.module.named_parameters())
                 weights = {name.removeprefix("model."): Placed(0, 0) for name in names}
                 triton.clear()
-                traced, path = trace(program, plan), place / f"{program.name}.pt2"
+                traced, path = TARGET.trace(program, plan), place / f"{program.name}.pt2"
                 foreseen = counted(traced).launches
                 try:
                     TARGET.lower(traced, weights, place)

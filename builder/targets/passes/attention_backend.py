@@ -60,6 +60,11 @@ def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
         made.meta["val"] = op(*values, **options)
         return made
 
+    def by_the_other(rows: Node) -> Node:
+        """Make rows by head of rows by token, or the reverse."""
+        turned = call(aten.permute.default, rows, [0, 2, 1, 3])
+        return call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+
     lengths: dict[Node, Node] = {}  # by base: all layers of a pass share them
     for node in found:
         q, cache, _, base, _, scale, rank = cast(tuple[Any, ...], node.args)
@@ -68,10 +73,9 @@ def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
             if base not in lengths:
                 end = call(aten.add.Tensor, base, q.meta["val"].shape[2])
                 lengths[base] = call(aten._to_copy.default, end, dtype=torch.int32)
-            by_token = call(aten.permute.default, q, [0, 2, 1, 3])
-            query = call(aten.clone.default, by_token, memory_format=torch.contiguous_format)
+            query = by_the_other(q)
             mixed = call(DECODE, query, cache, lengths[base], scale, nope, rank)
-            by_head = call(aten.permute.default, mixed, [0, 2, 1, 3])
+            by_head = by_the_other(mixed)
         node.replace_all_uses_with(by_head)
         graph.erase_node(node)
     exported.graph_module.recompile()
