@@ -87,14 +87,14 @@ def build_seconds() -> float:
 
 
 def load_seconds(engine: str, threads: int) -> float:
-    """In a fresh process, from before the first import; the median of five."""
+    """Time a fresh process from its first import to its first token; the median of five."""
     command = [sys.executable, "-c", FIRST_TOKEN, engine, str(threads)]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(5)]
     return statistics.median(float(run.stdout) for run in runs)
 
 
 def host_share(engine: str, threads: int) -> float:
-    """Percent."""
+    """Measure the percentage of a step that is spent outside the program."""
     with Engine.load(engine, threads=threads, overlap=False) as loaded:
         measure(loaded, 64)
         inside, outside, _ = measure(loaded, 256)

@@ -53,7 +53,7 @@ class Command:
 
 
 def checked(file: Path) -> Rows:
-    """Rows of `on_gpu/checks.py`."""
+    """Read the rows that `on_gpu/checks.py` has written."""
     return lines_of(file)
 
 
@@ -197,7 +197,7 @@ def walk_through(given: list[str], said: IO[str]) -> int:
 
 
 def be(given: list[str], said: int) -> None:
-    """Become the command."""
+    """Turn this process into the command: its output, its folder and its arguments."""
     for stream in (1, 2):
         os.dup2(said, stream)
     os.chdir(ROOT)

@@ -175,7 +175,7 @@ class Marathon:
         return tokens
 
     async def settled(self, http: httpx2.AsyncClient) -> None:
-        """At the end nobody is served, and nothing has grown."""
+        """Check that nobody is served at the end, and that nothing has grown."""
         for _ in range(100):
             running, waiting = await self.gauges(http)
             if running == waiting == 0:

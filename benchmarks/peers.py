@@ -223,7 +223,7 @@ def measure(
     output: int,
     console: Console,
 ) -> list[Measured]:
-    """Everything about everyone."""
+    """Measure all peers, round by round."""
     found, workers = [Measured(peer) for peer in wanted], list[Worker]()
     try:
         for each in found:

@@ -122,7 +122,7 @@ def cores() -> int:
 
 
 async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) -> None:
-    """One streamed completion."""
+    """Ask for one streamed completion, and note its times."""
     body = {
         "prompt": prompt,
         "max_tokens": tokens,

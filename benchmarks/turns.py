@@ -54,7 +54,7 @@ class Gaps:
         self.at.append(time.perf_counter())
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """Nothing is noted of the end."""
+        """Note nothing of the end."""
 
 
 def main() -> None:

@@ -32,11 +32,11 @@ class OpenSizeError(Exception):
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one program: the graph's nodes, and what of them is a call.
+    """The nodes of one program's graph, and how many of them are calls.
 
-    Views and sizes are none. An op of ours counts as many as it has kernels, FlashInfer's counts as
-    one of these. Other operators of
-    PyTorch that stand together between products, kernels and collectives count as one (`groups`).
+    Views and sizes are none. An op of ours counts as many as it has kernels, FlashInfer's as one.
+    Other operators of PyTorch that stand together between products, kernels and collectives count
+    as one (`groups`).
     """
 
     nodes: int
@@ -171,7 +171,7 @@ def launches_of(node: Node) -> int:
 
 
 def nbytes(given: Any) -> int:
-    """Of a tensor, with one for each size that is open."""
+    """Count a tensor's bytes, where each open size counts as one."""
     value = given.meta["val"]
     return prod(n for n in value.shape if isinstance(n, int)) * int(value.element_size())
 

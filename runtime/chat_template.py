@@ -51,7 +51,7 @@ class ChatTemplates:
 
     @property
     def text(self) -> str:
-        """All templates' source."""
+        """Give the source of all templates."""
         return "\n".join(source.text for source in self._sources.values())
 
     def render(

@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def suffix(self) -> str:
-        """Behind an engine's name: `_tp8_ep2`; nothing where there is but one."""
+        """Give what stands behind an engine's name: `_tp8_ep2`, or nothing if there is one rank."""
         named = {"tp": self.tp, "ep": self.ep}
         found = "".join(f"_{name}{count}" for name, count in named.items() if count > 1)
         return found + ("_adp" if self.attention_dp else "")

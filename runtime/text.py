@@ -1,4 +1,4 @@
-"""From tokens to text as they come: whole characters only, cut before a stop string."""
+"""Makes text of tokens as they come: whole characters only, cut before a stop string."""
 
 import codecs
 from collections.abc import Sequence

@@ -42,7 +42,7 @@ def measure_machine() -> Machine:
 
 
 def microseconds(calls: Sequence[Call]) -> float:
-    """Per call, of all calls in one CUDA graph; the median of 7 replays."""
+    """Time a call, of all of them in one CUDA graph: the median of 7 replays."""
     for call in calls:
         call()  # compiles
     torch.cuda.synchronize()

@@ -45,7 +45,7 @@ def alone() -> Channel:
 
 
 def run_over_gloo(checks: Checks, bench: Bench) -> None:
-    """Without a GPU: the program as PyTorch runs it, and gloo for the sums."""
+    """Do without a GPU: PyTorch runs the program, and gloo makes the sums."""
     program, given, wanted = layer(bench)
     forget_ranks()
     dist.destroy_process_group()

@@ -125,7 +125,7 @@ class Cost:
     operations: float
 
     def bound(self, machine: Machine) -> float:
-        """Microseconds."""
+        """Give the microseconds that the bytes or the operations take at least."""
         return 1e6 * max(self.nbytes / machine.bandwidth, self.operations / machine.rate)
 
 
@@ -140,7 +140,7 @@ class Part:
 
 
 class Parts:
-    """Of one model behind `context` cached tokens."""
+    """Makes the parts of one model's step behind `context` cached tokens."""
 
     def __init__(self, model: DeepseekV3, context: int) -> None:
         self.model, self.context = model, context
@@ -158,7 +158,7 @@ class Parts:
         return self._part("head", tokens, Head(self.model), {"x": self._hidden(tokens)}, outputs)
 
     def acceptance(self, tokens: int) -> Part:
-        """Over the whole vocabulary: each rank has gathered it."""
+        """Accept over the whole vocabulary, which each rank has gathered."""
         arguments = {
             "logits": torch.randn(1, tokens, self.vocabulary, device=self.device),
             "window": self._tokens(tokens),
@@ -180,7 +180,7 @@ class Parts:
         return self._part("first draft", tokens, module, arguments, ("hidden",), (MTP_CACHE,))
 
     def further_draft(self, cache: Tensor) -> Part:
-        """The second one."""
+        """Make the second draft, which has one row beside the cache."""
         arguments = {
             "cache": cache,
             "following": self._tokens(1),

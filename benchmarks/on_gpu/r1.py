@@ -108,7 +108,7 @@ def other(operand: Tensor) -> Tensor:
 
 
 def token_errors(wanted: Tensor, got: Tensor) -> list[float]:
-    """Of each row [.., values], over the largest wanted value."""
+    """Divide the largest error of each row [.., values] by the largest wanted value."""
     error = (got - wanted).abs().flatten(0, -2).amax(-1)
     return (error / wanted.abs().max()).tolist()
 

@@ -102,7 +102,7 @@ class Bench:
             return make_programs(self.plan(nextn), self.model)[1]
 
     def runner(self, program: Program) -> Runner:
-        """Of a program for caches as the state of `most` drafts has them."""
+        """Make the runner of a program whose caches are those of a state with `most` drafts."""
         if not self.compiled:
             return Eagerly(program)
         from mtpbuild.builder.targets.inductor import TARGET  # loads the compiler

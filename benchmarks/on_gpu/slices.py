@@ -49,7 +49,7 @@ def r1_share(tp: int, nextn: tuple[int, ...], weights: str = PLAIN) -> Slice:
 
 
 def small(nextn: tuple[int, ...]) -> Slice:
-    """For a machine without a GPU: the same kinds of layers, of one of two ranks."""
+    """Make what a machine without a GPU can run: the same kinds of layers, of one of two ranks."""
     config = DeepseekV3Config(
         vocab_size=160,
         hidden_size=48,

@@ -35,7 +35,7 @@ class Cost:
     attention: float
 
     def seconds(self, machine: Machine, weights: str) -> float:
-        """At least so long; attention is in fp32, whatever weights are in."""
+        """Give the least time that it takes; attention is in fp32, whatever weights are in."""
         work = self.products / machine.rate(weights) + self.attention / machine.fp32
         return max(self.bytes / machine.bandwidth(self.bytes), work)
 
@@ -72,7 +72,7 @@ class Counted:
         return Cost(read, *self.operations(nextn, context, batch))
 
     def operations(self, nextn: int, context: int, batch: int) -> tuple[float, float]:
-        """Of products, and of attention."""
+        """Count the operations of products, and those of attention."""
         parts = self.model.step(nextn, Load(batch, context, "fp32"))
         attention = sum(part.operations for part in parts if part.name.endswith("caches"))
         return sum(part.operations for part in parts) - attention, attention
@@ -108,7 +108,7 @@ class Counted:
 
 
 def count(checkpoint: Path) -> Counted:
-    """Of a checkpoint on disk, which is not needed any more afterwards."""
+    """Count a checkpoint on disk, which is not needed any more afterwards."""
     layout = find_layout(str(checkpoint), None)
     return Counted(layout.config, engine_model(layout, NONE))
 

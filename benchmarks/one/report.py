@@ -70,7 +70,7 @@ def table(title: str, rows: Iterable[Row]) -> Table:
 
 
 def over(above: float | None, below: float | None) -> float | None:
-    """Their ratio, where both are known."""
+    """Divide one by the other, where both are known."""
     return above / below if above is not None and below else None
 
 

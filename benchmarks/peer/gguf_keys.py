@@ -23,7 +23,7 @@ def architecture(c: Config) -> str:
 
 
 def write_keys(writer: Any, c: Config) -> None:
-    """writer: a gguf.GGUFWriter."""
+    """Give the configuration's keys to `writer`, a gguf.GGUFWriter."""
     writer.add_vocab_size(c["vocab_size"])
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])

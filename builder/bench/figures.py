@@ -42,7 +42,7 @@ class Cost:
 
     @property
     def whole(self) -> float:
-        """v + d."""
+        """Give v + d: a whole step over a step without drafts."""
         return self.step / self.base
 
     @property

@@ -69,7 +69,7 @@ def measure(
     groups: Sequence[Group],
     watch: Callable[[int], None] = lambda done: None,
 ) -> dict[Nextn, Measured]:
-    """By nextn. The first contender (nextn 0) says at which contexts steps are timed."""
+    """Measure by nextn; the first contender (nextn 0) says at which contexts steps are timed."""
     measured = {contender.nextn: Measured() for contender in contenders}
     capacity = contenders[0].engine.manifest.build.max_seq_len
     most = capacity - STEPS * max(c.engine.manifest.window for c in contenders)

@@ -15,7 +15,7 @@ MAIN = "main"
 
 
 def cache_folder() -> Path:
-    """Where huggingface_hub has its cache; the variables are its own."""
+    """Find huggingface_hub's cache, by its own environment variables."""
     env = os.environ
     default = env.get("XDG_CACHE_HOME") or "~/.cache"
     home = env.get("HF_HOME") or os.path.join(default, "huggingface")

@@ -42,7 +42,7 @@ class LayersSlice:
 
 
 def parse_layers(text: str) -> LayersSlice:
-    """`0-3`; raises UsageError."""
+    """Read a range such as `0-3`; raises UsageError."""
     found = re.fullmatch(r"(\d{1,6})-(\d{1,6})", text)
     if found is None:
         raise UsageError(f"--layers {text!r} is not a range such as 0-3")

@@ -1,4 +1,4 @@
-"""The command `plan`."""
+"""Defines the command `plan`."""
 
 from pathlib import Path
 from typing import Annotated

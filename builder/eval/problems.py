@@ -94,7 +94,7 @@ def ask(
     settings: Settings,
     watch: Callable[[int], None] = lambda done: None,
 ) -> dict[str, list[Answered]]:
-    """By setting, in the order of the problems. The settings take turns at being first."""
+    """Answer the problems in order, by setting; the settings take turns at being first."""
     answered: dict[str, list[Answered]] = {name: [] for name in settings}
     with no_garbage_collection():
         for i, problem in enumerate(problems):

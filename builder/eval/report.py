@@ -31,7 +31,7 @@ class Report:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """docs/eval.md describes it."""
+    """Make the JSON that docs/eval.md describes."""
     return {
         "engine": report.engine,
         "model": report.manifest.model.name,

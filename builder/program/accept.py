@@ -69,7 +69,7 @@ class MixedAcceptance(Acceptance):
         return verdict
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
-        """By the inverse CDF at the number that strict acceptance will use for that position.
+        """Draw by the inverse CDF at the number that strict acceptance will use for that position.
 
         So a draft that the target agrees with in distribution is mostly the target's token
         (DESIGN 5): accepted more often than an argmax, or than one drawn at a number of its own.

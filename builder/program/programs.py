@@ -1,4 +1,4 @@
-"""From a plan to the two programs of an engine: modules, state and example inputs."""
+"""Makes the programs of an engine from its plan: modules, state and example inputs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -102,7 +102,7 @@ class KeptHeads(Kept):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[H, in, out]."""
+        """Give the shape that the program has it in: [H, in, out]."""
         sources = (torch.empty(source.shape, device="meta") for source in self.weight.sources)
         return self.weight.transform(*sources).shape
 

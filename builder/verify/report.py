@@ -13,7 +13,7 @@ STYLES = {"passed": "green", "failed": "bold red", "not checked": "yellow"}
 
 
 def to_json(verification: Verification) -> dict[str, Any]:
-    """docs/verify.md describes it."""
+    """Make the JSON that docs/verify.md describes."""
     v = verification
     return {
         "engine": str(v.folder),

@@ -9,7 +9,7 @@ _of_each_expert = as_plugins(moe_launches)
 
 
 def moe_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Convert for Torch-TensorRT."""
+    """Convert the op for Torch-TensorRT: its launches as plugins, and the sum behind them."""
     import tensorrt as trt
 
     outputs = _of_each_expert(ctx, target, args, kwargs, name)  # [N, k, E]

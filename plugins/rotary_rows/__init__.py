@@ -1,1 +1,1 @@
-"""Where a pass's tokens stand: rotary angles, and the cache rows that they see and fill."""
+"""Says where a pass's tokens stand: rotary angles, and the cache rows that they see and fill."""

@@ -41,7 +41,7 @@ class CompatFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class RelaxedFlags:
-    """TensorRT-LLM's relaxed acceptance."""
+    """The flags of TensorRT-LLM's relaxed acceptance."""
 
     use_relaxed_acceptance_for_thinking: bool = flag(
         False, "Accept near misses within <think> (docs/configuration.md)."

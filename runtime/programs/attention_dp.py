@@ -40,7 +40,7 @@ class AttentionDP(Slots):
         raise NotImplementedError
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        """Before the next step or move, so that ranks fill in their prompts together."""
+        """Wait until the next step or move, so that ranks fill in their prompts together."""
         rank, own = divmod(slot, self._batch)
         self._chunks[rank].append((own, start, tokens))
 

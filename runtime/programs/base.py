@@ -100,7 +100,7 @@ class Adaptive(Programs, Protocol):
     """Programs that need not draft nextn tokens."""
 
     def draft(self, nextn: int) -> None:
-        """From the next step on, judge and make so many drafts at most; at first as many as can be.
+        """Judge and make so many drafts at most from the next step on; at first as many as can be.
 
         Of the drafts that a slot holds, those behind the first `nextn` are dropped.
         """
@@ -138,7 +138,7 @@ class Keeping(Programs, Protocol):
         """Make the first rows of slot `target`'s caches those of slot `source`'s."""
 
     def swap(self, source: int, target: int) -> None:
-        """As `move`; slot `source` then has the cache rows that `target` had."""
+        """Do what `move` does, and give slot `source` the cache rows that `target` had."""
 
 
 @runtime_checkable
@@ -146,7 +146,7 @@ class Closing(Programs, Protocol):
     """Programs that others run too, and wait for."""
 
     def close(self) -> None:
-        """Nothing will be called again."""
+        """Tell the others that nothing will be called again."""
         ...
 
 

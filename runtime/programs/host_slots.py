@@ -138,7 +138,7 @@ class PackedCaches(Caches):
         }
 
     def start(self, slot: int) -> int:
-        """Where a slot's rows begin in each allocation."""
+        """Say where a slot's rows begin in each allocation."""
         return slot * (self.rows if slot < self.packed else self._capacity)
 
     def pointers(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""From chunks to the answer that a client gets: its choices, their pieces, its usage."""
+"""Makes the answer that a client gets of chunks: its choices, their pieces, its usage."""
 
 import asyncio
 import contextlib

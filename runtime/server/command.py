@@ -1,4 +1,4 @@
-"""The command `serve`."""
+"""Defines the command `serve`."""
 
 import contextlib
 from pathlib import Path

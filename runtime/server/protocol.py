@@ -66,7 +66,7 @@ class Tool(Body):
 
 
 class ChatBody(Sampled):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -85,7 +85,7 @@ class ChatBody(Sampled):
 
 
 class CompletionBody(Sampled):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | list[str] | list[Id] | list[list[Id]]
     logprobs: int | None = None

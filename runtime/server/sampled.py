@@ -1,4 +1,4 @@
-"""From a body's fields to SamplingParams; what is missing comes from the model, then from vLLM."""
+"""Makes SamplingParams of a body's fields; the model, then vLLM, says what is missing."""
 
 from collections.abc import Sequence
 from typing import Any

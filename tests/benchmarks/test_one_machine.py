@@ -155,7 +155,7 @@ def test_our_side_answers(engine: Path, tmp_path: Path) -> None:
 
 
 def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
-    """By hand, of a step over two tokens of one request and of two, and of a step of llama.cpp."""
+    """They were counted by hand: two tokens of one request and of two, and a step of llama.cpp."""
     cost, engine = module("one.cost"), no_programs
     counted = cost.count(folders["moe"])
     held = cost.weight_groups(engine, counted.config)
@@ -185,7 +185,7 @@ def test_a_steps_bytes(folders: dict[str, Path], no_programs: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_gguf_has_the_trunks_weights(kind: str, folders: dict[str, Path]) -> None:
-    """As many as the checkpoint's, without MTP modules."""
+    """There are as many as in the checkpoint without its MTP modules."""
     keys, shape = module("gguf_keys"), tiny(kind)
     found = keys.shapes(dict(shape.raw))
     layers = tuple(f"model.layers.{i}." for i in range(2))
@@ -331,7 +331,7 @@ def test_a_mistake_is_one_line(
 
 
 def test_tables_of_a_section_that_nobody_answered() -> None:
-    """As much as is known is printed."""
+    """What is known is printed."""
     script, section, machine = (module(n) for n in ("one_machine", "one.section", "one.machine"))
     able = machine.Machine(((1e9, 1e9),), 1e9, 1e9)
     cost = {"bytes": 1e9, "products": 1.0, "attention": 1.0}

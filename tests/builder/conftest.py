@@ -43,7 +43,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture
 def quick_inductor() -> Iterator[None]:
-    """As `quick`, for target inductor."""
+    """Do what `quick` does, for target inductor."""
     with quick_target("inductor", lower=touch):
         yield
 

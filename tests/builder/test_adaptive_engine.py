@@ -38,7 +38,7 @@ class Restless(AdaptiveNextn):
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one draft: five programs to compile. tests/builder/test_step.py has more."""
+    """Allow one draft, which is five programs to compile; tests/builder/test_step.py has more."""
     monkeypatch.setattr("mtpbuild.builder.plan.ADAPTIVE_NEXTN", 1)
 
 

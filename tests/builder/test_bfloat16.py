@@ -123,7 +123,7 @@ def test_caches_are_bits_to_the_host(eagerly: MakePrograms) -> None:
 
 
 def test_on_a_gpu(eagerly: MakePrograms, model: Transformer, tmp_path: Path) -> None:
-    """Its run time, on a GPU that is not there; a cache takes half the memory."""
+    """The run time works on a GPU that is not there; a cache takes half the memory."""
     gpu = FakeGpu()
     programs, manifest = eagerly(2, "mtp-eagle", gpu)
     asked = prompts(9, 3, 5)

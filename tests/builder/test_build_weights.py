@@ -152,7 +152,7 @@ def test_the_plain_model(plain: Path, tmp_path: Path) -> None:
 def test_a_weight_is_encoded_once(
     name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its values and scales are asked for together."""
+    """A weight's values and scales are asked for together."""
     model = source(plain, SCHEMES[name])
     seen, encoded = list[str](), Requantised.encoded
 

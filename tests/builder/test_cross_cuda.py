@@ -83,7 +83,7 @@ def check(program: Compiled, architecture: str, headers: Path) -> None:
 
 
 def test_kernels_without_a_gpu(headers: Path, tmp_path: Path) -> None:
-    """Up to the host's code, which is written: acceptance is our kernels, and no branch."""
+    """The host's code is written, and not compiled: acceptance is our kernels, and no branch."""
     (program,) = compiled(tmp_path, "--kernels-only", "small/acceptance/sm90/bfloat16")
     assert set(program.architectures) == {"sm_90"}
     assert {"best_of_block", "verdict_of_slot"} <= set(program.fresh)

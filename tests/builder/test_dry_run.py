@@ -84,7 +84,7 @@ FULL = pytest.mark.full
 def test_a_rank_for_tensorrt(
     flags: tuple[str, ...], wide: int, calls: int, fp4: Path, tmp_path: Path
 ) -> None:
-    """Its graphs are exported, on a machine without a GPU and without TensorRT's packages.
+    """The graphs are exported on a machine without a GPU and without TensorRT's packages.
 
     Sums: embedding, attention, MLP and head of the layer; of the module these and `eh_proj`. With
     attention-DP two where there are experts, which the module has alone.

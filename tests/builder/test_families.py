@@ -343,7 +343,7 @@ def own_ends(tmp_path: Path) -> Path:
 def test_copies_that_differ_are_used(
     own_ends: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the step program, which is what an engine compiles."""
+    """The step program uses them, which is what an engine compiles."""
     with quick_target("onnxruntime"), caplog.at_level(logging.WARNING):
         build(build_request(own_ends, (2,), out=tmp_path / "n2"))
     said = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]

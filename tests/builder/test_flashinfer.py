@@ -57,7 +57,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_it_is_the_attention_of_the_op(dtype: torch.dtype, flashinfer: ModuleType) -> None:
-    """Where the fresh rows stand behind the base; rows behind them are not seen."""
+    """They agree where fresh rows stand behind the base; rows behind them are not seen."""
     g = torch.Generator().manual_seed(3)
     B, H, T, S, rank, C = 3, 2, 4, 128, 16, 24
     q, cache = torch.randn(B, H, T, C, generator=g), torch.randn(B, 1, S, C, generator=g)

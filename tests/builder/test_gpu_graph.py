@@ -183,7 +183,7 @@ def test_a_rank_of_two(all_graphs: Graphs) -> None:
 
 @pytest.mark.full
 def test_a_rank_of_two_in_bfloat16(all_graphs: Graphs) -> None:
-    """Its sums are narrow but for the heads', where logits would tie; its kernels are the same."""
+    """Sums are narrow but for the heads', where logits would tie; the kernels are the same."""
     nodes = all_graphs["ranks-bf16"]
     passes, heads = LAYERS + NEXTN, 1 + NEXTN
     sums = Counter(dtype for _, target, *_, dtype in nodes if "all_reduce" in target)
@@ -202,7 +202,7 @@ def test_attention_dp_of_two(all_graphs: Graphs) -> None:
 
 
 def test_one_request_in_bfloat16(graphs: Graphs) -> None:
-    """Its experts are kernels too; caches and what goes to the experts stay narrow."""
+    """Experts are kernels too; caches and what goes to the experts stay narrow."""
     nodes = graphs["one"]
     attention = [["out", "lse"], ["out"]] * PASSES
     experts = [["weights", "ids"], ["sums"], ["inner", "parts"], ["inner"]] * PASSES  # and shared
@@ -216,7 +216,7 @@ def test_one_request_in_bfloat16(graphs: Graphs) -> None:
 
 @pytest.mark.full
 def test_fp8_is_dequantised_in_the_kernels(all_graphs: Graphs) -> None:
-    """Experts and products."""
+    """Experts and products take their weights in fp8."""
     check_fp8(all_graphs["fp8"], all_graphs["one"], PASSES)
 
 
@@ -226,7 +226,7 @@ def test_fp8_with_an_open_number_of_slots(all_graphs: Graphs) -> None:
 
 
 def check_fp8(nodes: list[Node], wide: list[Node], gated: int) -> None:
-    """Its kernels are those of the same graph with wide weights, and both products of each MLP.
+    """Check that the kernels are those with wide weights, and both products of each MLP.
 
     gated: products of the former that are one kernel with what joins gates and ups.
     """

@@ -188,7 +188,7 @@ def test_only_build_downloads(hub: LoopbackHub) -> None:
 
 
 def test_a_cut_is_mended(hub: LoopbackHub, large: Path) -> None:
-    """In the same download, from what was written down."""
+    """The same download goes on behind what was written down."""
     hub.repositories[NAME] = Hosted(large)
     size, kept = (large / SINGLE).stat().st_size, constants.DOWNLOAD_CHUNK_SIZE
     hub.cuts[SINGLE] = [kept + 1000]

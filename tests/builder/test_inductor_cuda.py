@@ -211,7 +211,7 @@ def test_more_rows_than_there_are(on_gpu: MakePrograms) -> None:
 
 
 def test_a_full_slot_beside_a_running_one(on_gpu: MakePrograms, predictable: Transformer) -> None:
-    """Up to max_seq_len, one step too many included."""
+    """It runs up to max_seq_len, one step too many included."""
     programs, manifest, _ = on_gpu()
     asked = prompts(190, 3)
     params = [replace(GREEDY, max_tokens=n) for n in (1000, 20)]

@@ -67,7 +67,7 @@ def test_its_weights_are_those_layers(
 
 @pytest.mark.full
 def test_it_is_verified(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against its nextn 0 engine, which is built, and the plain model of these layers."""
+    """It equals its nextn 0 engine, which is built, and the plain model of these layers."""
     monkeypatch.chdir(tmp_path)
     build(BuildRequest(str(folder), (2,), layers=parse_layers("1-2"), max_batch=2))
     (tmp_path / "prompts.jsonl").write_text('{"input_ids": [9, 10, 11, 12]}\n')

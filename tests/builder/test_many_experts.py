@@ -61,7 +61,7 @@ def test_tokens(engine: Path, model: Transformer, folder: Path) -> None:
 
 @pytest.mark.parametrize("program", ["prefill", "decode", "decode_mixed"])
 def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> None:
-    """In each layer one node reads them, whatever the tokens: nothing gathers them for a token."""
+    """One node of each layer reads them, whatever the tokens: nothing gathers them for a token."""
     graph = onnx.load(engine / f"{program}.onnx", load_external_data=False).graph
     weights = {i.name for i in graph.initializer if len(i.dims) == 3 and i.dims[0] == EXPERTS}
     readers = [node for node in graph.node if weights & set(node.input)]
@@ -85,7 +85,7 @@ def test_the_weights_are_stored_once(engine: Path) -> None:
 
 
 def test_both_layouts_are_the_same_model(folder: Path, tmp_path: Path) -> None:
-    """By outputs for a CPU, by inputs for a GPU: in both the experts compute the same."""
+    """Experts compute the same by outputs, for a CPU, and by inputs, for a GPU."""
     config, ids = load_config(folder), GenerationIds(None, (), None)
     source = ModelSource("x", folder, config, ids, expert_rows=True)
     EngineWeights(source).write(tmp_path, siblings=None)

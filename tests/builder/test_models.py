@@ -260,7 +260,7 @@ def test_grouped_attention(name: str) -> None:
     ("name", "tensors"), [("glm-4.7-flash", 9703), ("gigachat3-10b-a1.8b-bf16", 5113 + 208)]
 )
 def test_a_checkpoint_of_holes(name: str, tensors: int, tmp_path: Path) -> None:
-    """Its headers are the published checkpoint's: as many tensors, copies in the MTP layer too."""
+    """The headers are the published checkpoint's: as many tensors, copies in the MTP layer too."""
     out = tmp_path / "sparse"
     command = [sys.executable, str(TOOL), name, "--out", str(out)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -99,7 +99,7 @@ def test_requests_share_slots(
     texts: list[list[list[int]]],
     build_engine: EngineBuilder,
 ) -> None:
-    """In a batch whose slots move, and in slots that others had, cancelled ones too."""
+    """Texts are the same if slots move, or if others had them, cancelled requests too."""
     rejection = replace(HOT, acceptance="rejection")
     block = replace(rejection, rejection_sample_method="block")
     params = [ALL, PLAIN, HOT, rejection, replace(ALL, max_tokens=9), block, HOT, PLAIN]

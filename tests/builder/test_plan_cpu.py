@@ -35,7 +35,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine(available: float = 24e9, downloads: float = 70e9, engines: float = 70e9) -> Machine:
-    """Two disks."""
+    """Make a machine of two disks."""
     return Machine(25 * 10**9, int(available), Disk(1, int(downloads)), Disk(2, int(engines)))
 
 
@@ -60,7 +60,7 @@ def test_an_engine_in_fp32_holds_every_parameter(tied: bool, tmp_path: Path) -> 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
-    """As it is, its engine has the size that a dry run finds: integers stay, the rest is fp32."""
+    """Its engine has the size that a dry run finds: integers stay, the rest is fp32."""
     plain, folder = random_checkpoint(tmp_path / "plain", **EVEN), tmp_path / format
     quantize(QuantizeRequest(str(plain), make_scheme(format, None, None), folder))
     (found,) = dry_run(build_request(folder, nextn=(0,), out=tmp_path / "e"), Stages()).engines

@@ -74,7 +74,7 @@ class Noted:
         self.steps.append((window.tolist(), emitted.tolist(), margins.tolist()))
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """Nothing is noted of the end."""
+        """Note nothing of the end."""
 
 
 def check_same(steps: Steps, wanted: Steps, where: str) -> None:
@@ -200,7 +200,7 @@ def a_gap_is_closed(traffic: Traffic) -> None:
 
 
 def the_layout_grows(traffic: Traffic) -> None:
-    """Of two that run one outgrows the rows that both have; a third one's are kept meanwhile."""
+    """One of two that run outgrows the rows that both have; a third one's are kept meanwhile."""
     kept = traffic.ask(tokens(3, 60), 4)
     traffic.ended(kept)
     both = traffic.ask(tokens(2, 100), 60), traffic.ask(tokens(1, 20), 60)
@@ -211,7 +211,7 @@ def the_layout_grows(traffic: Traffic) -> None:
 
 
 def a_prompt_is_cancelled(traffic: Traffic) -> None:
-    """Between its chunks, as others run; what it had filled in is used, and no more."""
+    """It is cancelled between its chunks, as others run; what it had filled in is used."""
     running = traffic.ask(tokens(5, 6), 60)
     traffic.steps(2)
     late = traffic.ask(tokens(6, 40), 5)

@@ -256,7 +256,7 @@ def test_the_report(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_large_files_are_known_by_samples(tmp_path: Path) -> None:
-    """On any machine: neither time stamps nor places matter."""
+    """Neither time stamps nor places matter, so any machine knows them."""
     file = tmp_path / "a" / "model.safetensors"
     file.parent.mkdir()
     size = 2 * EVERY + 5 * SAMPLE

@@ -85,7 +85,7 @@ def test_engines_of_two_gpus(program: str, graphs: Path, predictable_folder: Pat
 
 
 def test_a_build(predictable_folder: Path, tmp_path: Path) -> None:
-    """From the command's request to a directory that is whole, and what this machine says of it."""
+    """A request becomes a directory that is whole; this machine says that it has no GPU for it."""
     request = build_request(
         predictable_folder,
         (0,),

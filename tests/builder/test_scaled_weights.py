@@ -79,7 +79,7 @@ def source(folder: Path, formats: tuple[str, ...] = BOTH, **how: Any) -> ModelSo
 
 
 def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> CausalLM:
-    """With the weights that an engine would have."""
+    """Make the model with the weights that an engine would have."""
     kept = source(folder, dtype=dtype)
     EngineWeights(kept).write(to, siblings=None)
     kept.model.load_state_dict(load_file(to / WEIGHTS), assign=True)
@@ -87,7 +87,7 @@ def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> CausalLM
 
 
 def logits(model: CausalLM) -> list[Tensor]:
-    """Of the main model, and of a module."""
+    """Compute those of the main model, and of a module."""
     tokens, start = torch.tensor([[5, 17, 3, 60, 9]]), torch.zeros(1, dtype=torch.int64)
     kind = model.embed_tokens.dtype
     width = family_of(model.config).cache_specs(model.config, ALONE)[0]
@@ -134,7 +134,7 @@ def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> Non
     ids=["1", "2", "4-2", "attention-dp"],
 )
 def test_ranks_hold_their_part(name: str, ranks: Ranks, folder: MakeFolder) -> None:
-    """Of values and scales, cut so that they decode to what a rank would hold in fp32."""
+    """Values and scales are cut so that they decode to what a rank would hold in fp32."""
     for rank in range(ranks.tp):
         share = Share(ranks, rank)
         kept = source(folder(name), ranks=ranks)
@@ -199,7 +199,7 @@ def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_experts_go_by_kernels_on_a_gpu(slots: int, folder: MakeFolder, tmp_path: Path) -> None:
-    """In prompts and in open batches too: an expert per token would be the model many times."""
+    """Prompts and open batches go by them too: an expert per token would be the model many times."""
     kept = kept_model(folder("fp8-experts"), tmp_path)
     style = style_of("inductor", device="cuda")
     plan = Plan(kept.config, 1, "mtp-eagle", slots, 64, 8, style)

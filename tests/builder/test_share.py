@@ -43,7 +43,7 @@ CASES: list[tuple[int, int, str, DrafterName]] = [
 
 
 class Meeting:
-    """Collectives of threads."""
+    """Stands in for collectives: ranks are threads."""
 
     def __init__(self, ranks: int) -> None:
         self.here, self.given = threading.local(), [torch.zeros(0)] * ranks

@@ -96,7 +96,7 @@ def trunk_of(engine: Path) -> list[str]:
 
 
 def products(engine: Path, program: str) -> Iterator[tuple[int, str]]:
-    """Where a weight lies that a product reads, and the product's type; branches count too."""
+    """List where each product's weight lies, and the product's type; branches count too."""
     graph = onnx.load(engine / f"{program}.onnx", load_external_data=False).graph
     places = {}
     for tensor in graph.initializer:
@@ -109,7 +109,7 @@ def products(engine: Path, program: str) -> Iterator[tuple[int, str]]:
 
 
 def copies(engine: Path) -> Counter[int]:
-    """In how many programs of a greedy run each product's weight is packed."""
+    """Count the programs of a greedy run that pack each product's weight."""
     names = [name for name in read_manifest(engine).programs if not name.startswith(MIXED)]
     return Counter(
         place for name in names for place in {place for place, _ in products(engine, name)}
@@ -167,7 +167,7 @@ def quantizable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_projections_by_head(quantizable: Path, build_engine: EngineBuilder) -> None:
-    """With integer products `kv_b_proj` is int8 too, in blocks along what each head reads."""
+    """Where products are integer, `kv_b_proj` is int8 too, in blocks along what each head reads."""
     engine = build_engine(quantizable, 0, weights="int4", **SHARED)
     assert read_manifest(engine).build.block_size == 32
     config = load_config(quantizable)

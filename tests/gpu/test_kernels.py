@@ -183,7 +183,7 @@ def test_the_driver_launches_the_ptx(name: str, portable: bool) -> None:
 
 
 def filled(launch: Launch) -> Launch:
-    """Its meta tensors as real ones: small integers, floats in [0, 1), zeroed outputs."""
+    """Make its meta tensors real: small integers, floats in [0, 1), zeroed outputs."""
 
     def operand(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:

@@ -111,7 +111,7 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
 
 @pytest.mark.usefixtures("trtp")
 def test_a_head_sums_its_splits() -> None:
-    """Its plugin takes the network's own tensors; their sum has the rows of x again."""
+    """The plugin takes the network's own tensors; their sum has the rows of x again."""
     made: list[Any] = []
     layers: list[Any] = []
 

@@ -60,7 +60,7 @@ def test_every_bit_counts(vocabulary: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_forbidden_is_emitted(seed: int) -> None:
-    """In no mode, unless drafts are kept by chance; log-probabilities stay the model's own."""
+    """This holds in all modes but synthetic; log-probabilities stay the model's own."""
     case = random_mixed(seed, 70, 2)
     case.asked["synthetic"][:] = -1
     case.asked["banned_until"][:] = 0

@@ -168,7 +168,7 @@ def test_rope_of_a_part_of_each_head() -> None:
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize(("heads", "groups", "tokens"), [(6, 2, 4), (3, 3, 2), (4, 1, 1)])
 def test_grouped_attention(written: bool, heads: int, groups: int, tokens: int) -> None:
-    """Over the cache that was just written to, and over cache and fresh rows side by side."""
+    """It attends to a cache that was just written to, or to cache and fresh rows side by side."""
 
     def attention(q: Tensor, cache: Tensor, fresh: Tensor, base: Tensor, first: Tensor) -> Tensor:
         if written:

@@ -34,7 +34,7 @@ def compiled(model: str, architecture: int, case: str, kernels: str, cache: Path
 
 @FULL
 def test_combination_of_splits_is_not_serial(tmp_path: Path) -> None:
-    """Its programs at batch 1 fill an H100, and nothing is spilled."""
+    """At batch 1 there are programs enough for an H100, and nothing is spilled."""
     (found,) = compiled("r1", 90, "attention bf16, 4", "mla_combine", tmp_path)
     assert found["spills"] == found["stack"] == 0
     assert found["programs"] >= 132
@@ -78,7 +78,7 @@ def test_an_fp8_cache_is_converted_once(architecture: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("case", ["product", "experts", "head"])
 def test_products_by_bytes(case: str, architecture: int, tmp_path: Path) -> None:
-    """Their instructions per byte; they copy ahead, spill nothing and fill an H100 with one token.
+    """They copy ahead, spill nothing, and fill an H100 with one token; instructions are few per byte.
 
     An H100 could read at 80 % of its bandwidth with 0.346, a B200 with 0.171.
     """

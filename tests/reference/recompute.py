@@ -30,7 +30,7 @@ def greedy(model: Reference, tokens: list[int], count: int) -> list[int]:
 
 @torch.no_grad()
 def draft_logits(model: Reference, tokens: list[int], nextn: int, drafter: str) -> list[Tensor]:
-    """For each draft behind the known `tokens`, the logits [V] that it is the argmax of."""
+    """Compute the logits [V] of each draft behind the known `tokens`; the draft is their argmax."""
     if len(tokens) < 2:
         raise ValueError("drafting starts behind the first emitted token")
     return (_eagle if drafter == "mtp-eagle" else _vanilla)(model, tokens, nextn)

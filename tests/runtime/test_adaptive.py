@@ -17,7 +17,7 @@ Kinds = Sequence[Sequence[float]]  # chances of each draft, of texts that take t
 
 
 def tokens_per_second(kinds: Kinds, fixed: int | None = None, requests: int = 1) -> float:
-    """Over 2,000 steps; a text of another kind begins every 100, as another request."""
+    """Simulate 2,000 steps; a text of another kind begins every 100, as another request."""
     rng, chooser = random.Random(1), AdaptiveNextn(MOST)
     tokens, seconds, drafts = 0, 0.0, [0] * requests
     for step in range(2000):

@@ -1,4 +1,4 @@
-"""With attention-DP a rank runs the programs of all ranks on its own slots, on CPUs and GPUs."""
+"""A rank with attention-DP runs the programs of all ranks on its own slots, on CPUs and GPUs."""
 
 import contextlib
 from collections.abc import Callable, Iterator

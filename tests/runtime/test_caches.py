@@ -1,4 +1,4 @@
-"""Where the caches' rows lie in the host's memory."""
+"""The caches' rows lie in the host's memory where they are expected."""
 
 import mmap
 from itertools import pairwise
@@ -78,7 +78,7 @@ def test_memory_is_held_where_rows_are(large: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_rows_grow_by_a_quarter_and_shrink_late() -> None:
-    """Of several slots: they are to be moved seldom, and steps to read few rows too many."""
+    """Rows of several slots are moved seldom, and steps read few rows too many."""
     caches = PackedCaches([spec(SLOTS, 10_000)])
     seen = []
     for rows in range(1, 10_001):

@@ -312,7 +312,7 @@ def test_what_training_left_in_the_file_does_not_cut_prompts(tmp_path: Path) -> 
 
 
 def test_an_added_token_is_plain_text(tmp_path: Path) -> None:
-    """Also of letters that bytes are spelled with, which transformers takes for these bytes."""
+    """This holds of letters that bytes are spelled with too, which transformers takes for bytes."""
     backend = tokenizers.Tokenizer.from_str(features()["tokenizer.json"])
     backend.add_tokens(plain("<né>", "Ġx", "<｜ж｜>", "a b\n"))
     pair = load(tmp_path, folder_of(backend, {"tokenizer_class": "PreTrainedTokenizerFast"}))

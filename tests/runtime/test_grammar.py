@@ -137,7 +137,7 @@ def test_ids_beyond_the_tokenizer(backend: tokenizers.Tokenizer) -> None:
 
 
 def test_a_thought_is_free(grammars: Grammars) -> None:
-    """Its end may be a draft: rows behind it are masked, and tokens behind it count."""
+    """A thought's end may be a draft: rows behind it are masked, and tokens behind it count."""
     grammar = grammars.matcher(JSON, THINKING)
     (brace,) = bits(grammars.matcher(JSON, GREEDY).ahead([]).allowed[0])
     everything = [-1] * (VOCABULARY // 32)
@@ -159,7 +159,7 @@ def test_a_thought_is_free(grammars: Grammars) -> None:
 
 
 def test_no_drafts_to_replace(backend: tokenizers.Tokenizer) -> None:
-    """Of nextn 0: there is one row, and nothing is forced ahead."""
+    """An engine of nextn 0 has one row, and nothing is forced ahead."""
     grammar = Grammars(manifest(nextn=0), Tokenizer(backend), able=True).matcher(JSON, GREEDY)
     window = grammar.ahead([])
     assert (window.drafts, window.kept, window.allowed.shape) == ([], 0, (1, VOCABULARY // 32))

@@ -104,7 +104,7 @@ def test_graphs_that_are_not_there(tmp_path: Path) -> None:
 
 
 def test_a_package_that_is_not_installed(tmp_path: Path) -> None:
-    """Where a target says what to install; else it is Python's own error."""
+    """The error says what to install if the target does; else it is Python's own."""
     (folder := tmp_path / "engine").parent.mkdir(exist_ok=True)
     write_engine(folder, fake_manifest())
     manifest = read_manifest(folder)

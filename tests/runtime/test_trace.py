@@ -32,7 +32,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_line(tmp_path: Path) -> None:
-    """Against plain decoding: positions 3 .. 9; the draft for 4 is wrong, and that for 8."""
+    """Lines agree with plain decoding at positions 3 to 9; the drafts for 4 and 8 are wrong."""
     path, params = tmp_path / "out.jsonl", SamplingParams(max_tokens=7)
     t = [*PROMPT, *continuation(PROMPT, 9)]
     with fake_engine() as engine, Trace(engine, path) as trace:

@@ -194,7 +194,7 @@ def test_one_ends_earlier(a: Path, b: Path) -> None:
 
 
 def test_an_interrupted_run(a: Path, b: Path) -> None:
-    """Its common part is compared; half a last line is left out."""
+    """The common part is compared; half a last line is left out."""
     whole = a.read_bytes()
     second = [n for n, line in enumerate(whole.splitlines()) if b'"request"' in line][1]
     b.write_bytes(b"\n".join(whole.splitlines()[: second - 2]) + b'\n{"kind": "st')

@@ -102,7 +102,7 @@ def test_headers_that_trickle(server: Live) -> None:
 
 
 def test_a_connection_that_is_used_again(server: Live) -> None:
-    """Its time begins with the first byte of the second request."""
+    """The time limit begins with the first byte of the second request."""
     with connected(server) as own:
         for wait in (0.0, 0.6):  # longer than headers may take
             time.sleep(wait)
@@ -158,7 +158,7 @@ def test_what_is_no_http(server: Live) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_does_not_read(server: Live, stream: bool) -> None:
-    """Its answer is dropped: the server does not keep it for ever."""
+    """The answer is dropped: the server does not keep it for ever."""
     with connected(server, SO_RCVBUF=4096) as own:
         own.sendall(large(stream))
         end = time.monotonic() + 20

@@ -122,7 +122,7 @@ def test_a_conversation_fills_in_its_new_turns(client: openai.OpenAI) -> None:
 
 
 def test_choices_and_seeds(client: openai.OpenAI, engine: Engine) -> None:
-    """More choices than slots; choice i is what seed + i gives."""
+    """There are more choices than slots; choice i is what seed + i gives."""
     answer = client.completions.create(
         model=MODEL, prompt="def f(", n=6, seed=5, temperature=0.8, max_tokens=12
     )

@@ -161,7 +161,7 @@ async def one(client: httpx2.AsyncClient, text: str, begun: list[int]) -> tuple[
 
 
 def test_a_replica_that_is_killed(cluster: tuple[str, int]) -> None:
-    """Its requests fail so that clients ask again; the others' do not; soon there are two."""
+    """Requests to it fail so that clients ask again; the others' do not; soon there are two."""
 
     async def main() -> tuple[Outcomes, Outcomes]:
         async with httpx2.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:

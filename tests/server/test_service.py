@@ -354,7 +354,7 @@ def test_a_request_that_takes_too_long() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_client_that_goes_away(stream: bool, waits: bool) -> None:
-    """Its request ends within a step, also one that still waits for a slot."""
+    """The request ends within a step, also one that still waits for a slot."""
     with served(step_s=0.01, max_batch=1) as (server, programs), server.client() as client:
         with contextlib.ExitStack() as stack:
             if waits:
@@ -468,7 +468,7 @@ def test_markers_that_are_special_tokens() -> None:
 
 
 def test_a_prompt_that_is_repeated() -> None:
-    """Of each choice, whole or streamed; a text as it was sent, ids as their text."""
+    """Each choice begins with it, whole or streamed: a text as it was sent, ids as their text."""
     with served() as (server, _), server.client() as client:
         ids = fake_tokenizer().encode("größer 🙂", add_special_tokens=False)
         for prompt, first in (("größer 🙂", "größer 🙂"), ([0, *ids], "größer 🙂")):

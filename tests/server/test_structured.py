@@ -152,7 +152,7 @@ def test_what_ends_fits_its_schema(engine: Engine) -> None:
 
 
 def test_slots_are_free_of_the_last_grammar(engine: Engine) -> None:
-    """After one is cancelled in mid-answer, and after one has ended."""
+    """They are free after a request was cancelled in mid-answer, and after one has ended."""
     free = SamplingParams(max_tokens=30)
     wanted = engine.generate(CODE, free).token_ids
     with engine.stream(CODE, GREEDY) as stream:
@@ -405,7 +405,7 @@ def test_the_command_line(folder: Path, tmp_path: Path, engine: Engine) -> None:
 
 
 def test_engines_built_before_go_on(folder: Path) -> None:
-    """Their steps have no inputs for masks: such slots run, and say that they take no grammar."""
+    """Steps without inputs for masks run, and say that they take no grammar."""
     manifest = read_manifest(folder)
     mixed = manifest.programs["decode_mixed"]
     inputs = tuple(t for t in mixed.inputs if t.name not in ("constrained", "allowed"))

@@ -101,7 +101,7 @@ def load(
     channel: Channel | None = None,
     **options: bool,
 ) -> Programs:
-    """In the place of target inductor's."""
+    """Stand in for target inductor's `load`."""
     from mtpbuild.runtime.programs.inductor import load as load_inductor
 
     machine = {"open_programs": open_eagerly, "find_gpu": fake_gpu, "peers": GlooPeers}

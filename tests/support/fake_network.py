@@ -115,7 +115,7 @@ class ILayer:
 class IConstantLayer(ILayer):
     @property
     def weights(self) -> Any:
-        """As NumPy's array, or as an address where it has no such type."""
+        """Give the values as NumPy's array, or as an address where it has no such type."""
         assert self.tensor is not None
         assert self.dtype is not None
         if self.dtype in BITS or self.dtype == DataType.BF16:
@@ -239,7 +239,7 @@ class Network:
     def add_torch(
         self, function: str, args: Any, kwargs: Any, like: Any, kind: LayerType = LayerType.OTHER
     ) -> Any:
-        """Not TensorRT's: a PyTorch operator whose results are `like` these fake ones."""
+        """Add a PyTorch operator, which TensorRT has not; its results are `like` these fake ones."""
         outputs = tree_map(self._like, like)
         every = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         self.layers.append(ILayer(kind, function, args, kwargs, every))

@@ -205,4 +205,4 @@ class _Handler(BaseHTTPRequestHandler):
         return bearer.removeprefix("Bearer ") if bearer else None
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is printed: `asked` and `sent` are the log."""
+        """Print nothing: `asked` and `sent` are the log."""

@@ -38,7 +38,7 @@ def captures_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def computes_one_slot_more(patch: pytest.MonkeyPatch) -> None:
-    """As a rank would that chose by its own slots alone."""
+    """Plant a rank that chooses by its own slots alone."""
     real: Callable[..., tuple[str, int]] = CudaPrograms._choose
 
     def choose(self: CudaRankPrograms, *slots: Any) -> tuple[str, int]:

@@ -92,7 +92,7 @@ def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alter
 
 
 def sums(calls: Calls) -> list[int]:
-    """Where a program's collectives are among its calls."""
+    """Find a program's collectives among its calls."""
     return [i for i, (function, *_) in enumerate(calls) if function == "all_reduce"]
 
 

@@ -39,7 +39,7 @@ visible_gpus = tensorrt.visible_gpus
 def load(
     folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
 ) -> Programs:
-    """In the place of target tensorrt's."""
+    """Stand in for target tensorrt's `load`."""
     trt = sys.modules["tensorrt"]
     assert isinstance(trt, FakeDataCentre)
     return tensorrt.load(folder, manifest, threads, channel, nccl=lambda: trt.nccl)

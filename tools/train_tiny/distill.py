@@ -66,7 +66,7 @@ class Distiller:
     def mean(
         self, hidden: Tensor, teacher: Tensor, batch: Batch, length: int, ahead: int, start: int
     ) -> Tensor:
-        """Against the trunk at p + ahead, where slot p - start is in the same document."""
+        """Compare with the trunk at p + ahead, where slot p - start is in the same document."""
         kept = slice(start, length - ahead)
         valid = batch.targets(ahead + 1, length)[:, kept] >= 0
         valid &= batch.document[:, kept] == batch.document[:, : length - ahead - start]

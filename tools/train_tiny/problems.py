@@ -214,7 +214,7 @@ def blended(rng: random.Random, words: Sequence[str]) -> str:
 
 
 def spelling(rng: random.Random, words: Sequence[str]) -> Problem:
-    """Not asked for by itself: it teaches which letters a token has."""
+    """Teach which letters a token has; nobody asks for it by itself."""
     kinds = rng.choices((some_word, blended), k=rng.randint(1, 5))
     some = [make(rng, words) for make in kinds]
     working = "\n".join(f"The letters of {word} are {spaced(word)}." for word in some)
@@ -223,7 +223,7 @@ def spelling(rng: random.Random, words: Sequence[str]) -> Problem:
 
 
 def marking(rng: random.Random) -> Problem:
-    """Not asked for by itself: the steps of `counting`, with "yes" as often as "no"."""
+    """Teach the steps of `counting`, with "yes" as often as "no"; nobody asks for it by itself."""
     marked = rng.sample(string.ascii_lowercase, rng.randint(1, 3))
     kinds = (marked, string.ascii_lowercase)
     letters = [rng.choice(rng.choice(kinds)) for _ in range(rng.randint(6, 16))]
@@ -233,7 +233,7 @@ def marking(rng: random.Random) -> Problem:
 
 
 def digits(rng: random.Random) -> Problem:
-    """Not asked for by itself: the steps of `larger`, densely."""
+    """Teach the steps of `larger`, densely; nobody asks for it by itself."""
     drawn = [rng.choices("0123456789", k=2) for _ in range(rng.randint(4, 10))]
     pairs = [(p, p if rng.random() < 0.4 else q) for p, q in drawn]
     lines = [f"{rng.choice(PLACES)}: {compared(p, q)}" for p, q in pairs]
@@ -243,7 +243,7 @@ def digits(rng: random.Random) -> Problem:
 
 
 def copying(rng: random.Random, words: Sequence[str]) -> Problem:
-    """Not asked for by itself: it teaches to copy a list, forwards and backwards."""
+    """Teach to copy a list, forwards and backwards; nobody asks for it by itself."""
     if rng.random() < 0.6:
         items = [str(rng.randrange(10 ** rng.randint(1, 4))) for _ in range(rng.randint(2, 6))]
         what = "numbers"
@@ -303,7 +303,7 @@ def training_problems(count: int, words: Sequence[str], seed: int) -> list[Probl
 
 
 def held_out_problems(per_form: int, words: Sequence[str], seed: int) -> list[Problem]:
-    """Up to `per_form` different held-out problems of every form but the auxiliary ones."""
+    """Make up to `per_form` different held-out problems of every form but the auxiliary ones."""
     rng, problems = random.Random(seed), {}
     for form, make in makers(words).items():
         if form in AUXILIARY:

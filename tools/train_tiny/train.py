@@ -41,7 +41,7 @@ BALANCE_RATE = 0.001
 
 @dataclass(frozen=True)
 class Phase:
-    """Until `end` of the budget: code rows x length and chat rows x length in every step."""
+    """Lasts until `end` of the budget; each step has code rows x length and chat rows x length."""
 
     end: float
     code: tuple[int, int]

@@ -26,7 +26,7 @@ def tied_head(c: ModelConfig) -> list[Copy]:
 
 
 def copies_in_layers(c: ModelConfig) -> list[Copy]:
-    """Where DeepSeek's and GLM's checkpoints may hold copies: in the MTP layers themselves."""
+    """List where DeepSeek's and GLM's checkpoints may hold copies: in the MTP layers themselves."""
     head = EMBEDDING if c.tie_word_embeddings else HEAD
     found = tied_head(c)
     for j in range(c.num_nextn_predict_layers):

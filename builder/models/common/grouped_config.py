@@ -63,7 +63,7 @@ def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
 
 
 def row_operations(c: GroupedConfig, ranks: Ranks) -> float:
-    """Of one token over one cached row: a score and a value for each head."""
+    """Count one token's operations over one cached row: a score and a value for each head."""
     return 4.0 * c.num_attention_heads * c.head_dim / ranks.parts
 
 

@@ -100,7 +100,7 @@ class Attention(Kernels):
         raise NotImplementedError
 
     def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `project`, and the cache with these rows in it, from rows.start on."""
+        """Do what `project` does, and write these rows into the cache, from rows.start on."""
         q, fresh = self.project(x, rows)
         return q, fresh, kv_write(cache, fresh, rows.start)
 

@@ -178,7 +178,7 @@ class MTPModule(DecoderLayer):
             self.shared_head["head"] = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
 
     def own(self, name: str) -> nn.Module | None:
-        """Its own `embed_tokens` or `head`."""
+        """Give its own `embed_tokens` or `head`, if it has one."""
         where = self.shared_head if name == "head" else self
         return dict(where.named_children()).get(name)
 
@@ -228,7 +228,7 @@ class PlainModel(Reference):
         return Model(self.config, [*trunk, *modules])
 
     def module(self, k: int) -> MTPModule:
-        """Module k (1-based)."""
+        """Give module k; the first one is 1."""
         module = self.model.layers[self.config.num_hidden_layers + k - 1]
         assert isinstance(module, MTPModule)
         return module

@@ -61,7 +61,7 @@ class LatentAttention(Attention):
         return mla_rows_write(*operands, cache, rows.start, c.latent_norm_eps, c.rope_interleave)
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """With ops the query input is normed already."""
+        """Make queries and rows; with ops the query input is normed already."""
         c = self.config
         if self.by_ops:
             operands = self.first_product(x, rows)

@@ -49,7 +49,7 @@ def parse_config(raw: Mapping[str, Any]) -> DeepseekV3Config:
 
 
 def parse_fields(kind: type[C], raw: Mapping[str, Any]) -> C:
-    """As `parse_config`, for DeepSeek-V3 and for families that only name or default otherwise."""
+    """Do as `parse_config`, for DeepSeek-V3 and families that only name or default otherwise."""
     read = Reader(raw)
     read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
     if raw.get("attention_bias"):
