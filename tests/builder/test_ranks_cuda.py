@@ -111,7 +111,7 @@ def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
 
 
 def sums_of_a_step(manifest: Manifest) -> int:
-    """Count four of each pass (attention, feed-forward, embedding, head) and a draft's projection."""
+    """Count four of a pass (attention, feed-forward, embedding, head), and a draft's projection."""
     drafts = manifest.build.nextn
     return 4 * (1 + drafts) + drafts
 

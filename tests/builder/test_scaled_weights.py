@@ -199,7 +199,7 @@ def test_programs(name: str, folder: MakeFolder, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_experts_go_by_kernels_on_a_gpu(slots: int, folder: MakeFolder, tmp_path: Path) -> None:
-    """Prompts and open batches go by them too: an expert per token would be the model many times."""
+    """Prompts and open batches do too: an expert per token would be the model many times."""
     kept = kept_model(folder("fp8-experts"), tmp_path)
     style = style_of("inductor", device="cuda")
     plan = Plan(kept.config, 1, "mtp-eagle", slots, 64, 8, style)

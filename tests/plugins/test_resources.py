@@ -78,7 +78,7 @@ def test_an_fp8_cache_is_converted_once(architecture: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("case", ["product", "experts", "head"])
 def test_products_by_bytes(case: str, architecture: int, tmp_path: Path) -> None:
-    """They copy ahead, spill nothing, and fill an H100 with one token; instructions are few per byte.
+    """They copy ahead, spill nothing, fill an H100 with one token; instructions per byte are few.
 
     An H100 could read at 80 % of its bandwidth with 0.346, a B200 with 0.171.
     """

@@ -239,7 +239,7 @@ class Network:
     def add_torch(
         self, function: str, args: Any, kwargs: Any, like: Any, kind: LayerType = LayerType.OTHER
     ) -> Any:
-        """Add a PyTorch operator, which TensorRT has not; its results are `like` these fake ones."""
+        """Add a PyTorch operator, which is not TensorRT's; its results are `like` these."""
         outputs = tree_map(self._like, like)
         every = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         self.layers.append(ILayer(kind, function, args, kwargs, every))
