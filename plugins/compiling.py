@@ -16,6 +16,7 @@ PTX_VERSION = 87  # Triton's own is newer than what drivers of CUDA 12.8 take
 TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.bool: "i1",
     torch.uint8: "u8",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",

@@ -1,58 +1,24 @@
-"""The inline assembly that expands fp8 and nvfp4 codes, executed by a small model of its PTX.
+"""The inline assembly that expands fp8 and nvfp4 codes, executed as PTX.
 
 Triton's interpreter runs the kernels without it, so every code goes through the text itself here.
 """
 
-import re
-from collections.abc import Callable
-
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from mtpbuild.plugins.matmul_scaled.op import e2m1, e4m3
+from tests.support.ptx_machine import run_assembly
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
-
-ONES = (1 << 32) - 1
 
 
 def executed(text: str, outputs: int, *inputs: Tensor) -> list[Tensor]:
     """Run assembly on registers of 32 bits, as int64 tensors of one shape."""
-    held = {f"${outputs + i}": value for i, value in enumerate(inputs)}
-
-    def value(name: str) -> Tensor:
-        return held[name] if name in held else torch.full_like(inputs[0], int(name, 0))
-
-    body = text.strip().removeprefix("{").removesuffix("}")
-    for line in filter(None, map(str.strip, body.split(";"))):
-        op, _, rest = line.partition(" ")
-        if op == ".reg":
-            continue
-        names = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
-        to, given = names[0], names[1:]
-        if to.startswith("{"):  # a register's halves
-            (whole,) = map(value, given)
-            low, high = re.findall(r"\w+", to)
-            held |= {low: whole & 0xFFFF, high: whole >> 16}
-            continue
-        held[to] = OPERATIONS[op](*map(value, given))
-    return [held[f"${i}"] for i in range(outputs)]
-
-
-def prmt(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
-    result, both = torch.zeros_like(a), a | b << 32
-    for i in range(4):
-        which = selector >> 4 * i & 0xF
-        byte = both >> 8 * (which & 7) & 0xFF
-        result |= torch.where(which > 7, (byte >> 7) * 0xFF, byte) << 8 * i
-    return result
-
-
-def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Multiply and add halves as bf16; the sum is exact in double precision before its rounding."""
-    one, two, three = (halves(x, torch.bfloat16).double() for x in (a, b, c))
-    return joined((one * two + three).bfloat16())
+    words = (value.numpy().astype(np.uint32) for value in inputs)
+    held = run_assembly(text, {f"${outputs + i}": value for i, value in enumerate(words)})
+    return [torch.from_numpy(held[f"${i}"].astype(np.int64)) for i in range(outputs)]
 
 
 def halves(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,21 +31,6 @@ def joined(pair: Tensor) -> Tensor:
     return low | high << 16
 
 
-def e4m3_to_half(x: Tensor) -> Tensor:
-    both = torch.stack([x & 0xFF, x >> 8], dim=-1).to(torch.uint8)
-    return joined(both.view(torch.float8_e4m3fn).half())
-
-
-OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "prmt.b32": prmt,
-    "shl.b32": lambda a, by: a << by & ONES,
-    "and.b32": lambda a, b: a & b,
-    "mov.b32": lambda a: a,
-    "fma.rn.bf16x2": fma,
-    "cvt.rn.f16x2.e4m3x2": e4m3_to_half,
-    "cvt.f32.f16": lambda a: a.to(torch.uint16).view(torch.float16).float(),
-    "cvt.rn.bf16x2.f32": lambda high, low: joined(torch.stack([low, high], dim=-1).bfloat16()),
-}
 FINITE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F])
 
 
@@ -93,10 +44,11 @@ def words_of(codes: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     return first, second, [torch.stack(columns[j::4], dim=-1).to(torch.uint8) for j in range(4)]
 
 
-def test_the_model_of_prmt() -> None:
+def test_prmt() -> None:
     a, b = torch.tensor([0x8476_0291]), torch.tensor([0x0000_0080])
-    assert prmt(a, b, torch.tensor([0xC480])).item() == 0xFF80_FF91
-    assert prmt(a, b, torch.tensor([0x3210])).item() == 0x8476_0291
+    for selector, wanted in ((0xC480, 0xFF80_FF91), (0x3210, 0x8476_0291)):
+        (got,) = executed(f"{{ prmt.b32 $0, $1, $2, {selector}; }}", 1, a, b)
+        assert got.item() == wanted
 
 
 @pytest.mark.parametrize("larger", [0, 119])

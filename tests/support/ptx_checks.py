@@ -1,0 +1,117 @@
+"""Runs the kernels' contracts on the PTX that a GPU would get: a line of JSON for each.
+
+    python -m tests.support.ptx_checks 90 [CHECK or MISTAKE ..]
+
+They are those of `kernels.py` and `step_kernels.py`. Mistakes are planted in the PTX, and must be
+found. A process of its own, because Triton's interpreter must be off.
+"""
+
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+Check = Callable[[], Any]
+MISTAKES = {  # -> a check, what is changed in the PTX, and into what
+    "no barrier": ("product bfloat16 in nvfp4", r"bar\.sync\s+0;", ""),
+    "nobody waits for copies": (
+        "product bfloat16 in nvfp4",
+        r"cp\.async\.wait_group\s+\d+;",
+        "cp.async.wait_group 9;",
+    ),
+    "no mask": ("product bfloat16 in nvfp4 of 70 columns", r"@%p\d+ (ld\.global)", r"\1"),
+    "another scale": ("product bfloat16 in fp8", "0x7B807B80", "0x7B007B80"),
+}
+
+
+def checks(architecture: int) -> Iterator[tuple[str, Check]]:
+    """Each check by its name; those with "R1" have the shapes of one rank of eight."""
+    import torch
+
+    from tests.support import kernels, step_kernels
+    from tests.support.kernels import FP8, Attention, Experts, Product
+    from tests.support.step_kernels import Latents
+
+    wide, narrow = torch.float32, torch.bfloat16
+    caches = [(wide, wide), (narrow, narrow)]
+    if architecture >= 89:  # Triton converts fp8 from there on
+        caches.append((narrow, FP8))
+    for dtype, cache in caches:
+        kind = str(cache).removeprefix("torch.")
+        small = Attention(3, 3, 4, 6, 24, 2, 80, dtype, cache, 5, 1 << 20, 20, 7)
+        yield f"attention {kind}", partial(kernels.check_attention, small, "cpu")
+        r1 = Attention(2, 16, 4, 4, 512, 64, 600, dtype, cache, None, 227 << 10, 64, 3)
+        yield f"attention {kind} R1", partial(kernels.check_attention, r1, "cpu")
+        plugin = Attention(1, 8, 1, 3, 130, 16, 90, dtype, cache, 2, 48 << 10, 1, 4)
+        yield f"attention {kind} of a plugin", partial(kernels.check_attention, plugin, "cpu")
+    yield "kv_write", partial(kernels.check_kv_write, 3, "cpu")
+    yield "greedy acceptance", partial(kernels.check_greedy, 3, 4500, 3, "cpu")
+    mixed = kernels.random_mixed(2, 70, 2)
+    yield "mixed acceptance", partial(kernels.check_mixed, mixed, "cpu")
+    larger = kernels.random_mixed(4, 5000, 3, slots=3)
+    yield "mixed acceptance of many tokens", partial(kernels.check_mixed, larger, "cpu")
+    yield "laws", partial(kernels.check_shaped_probs, 5, 700, 2, "cpu")
+    for dtype in (wide, narrow):
+        kind = str(dtype).removeprefix("torch.")
+        experts = Experts(17, 12, 4, 2, 3, 70, 66, dtype, 11)
+        yield f"experts {kind}", partial(kernels.check_moe, experts, "cpu")
+        for forms in (("fp8", "nvfp4"), ("nvfp4", "fp8"), ("nvfp4", "plain")):
+            name = f"experts {kind} in {forms[0]} and {forms[1]}"
+            yield name, partial(kernels.check_scaled_moe, 1, forms, dtype, "cpu", 17)
+        for form, columns in itertools.product(("fp8", "nvfp4"), (128, 70)):  # words, and none
+            product = Product(form, 17, 512, columns, columns == 70, dtype, 5)
+            name = f"product {kind} in {form}" + (" of 70 columns" if columns == 70 else "")
+            yield name, partial(kernels.check_product, product, "cpu")
+        layer = Latents(2, 4, 3, 16, 20, 130, 70, 24, True, dtype, 9)
+        yield f"latents {kind}", partial(step_kernels.check_latents, layer, "cpu")
+        halves = Latents(1, 1, 3, 70, 2, 16, 4, None, False, dtype, 10)
+        yield f"latents {kind} in halves", partial(step_kernels.check_latents, halves, "cpu")
+    for form in ("fp8", "nvfp4"):
+        product = Product(form, 3, 7168, 1024, False, narrow, 5)
+        yield f"product bfloat16 in {form} R1", partial(kernels.check_product, product, "cpu")
+    layer = Latents(1, 4, 16, 128, 64, 512, 128, 1536, True, narrow, 9)
+    yield "latents bfloat16 R1", partial(step_kernels.check_latents, layer, "cpu")
+    yield "a wide head", partial(kernels.check_wide_product, 0, "cpu")
+    for seed in (0, 1, 5):
+        yield f"places {seed}", partial(step_kernels.check_places, seed, "cpu")
+    yield "shared routes", partial(step_kernels.check_shared_routes, 1, "cpu")
+    yield "gated product", partial(step_kernels.check_gated, 2, 5, 70, 40, "cpu")
+
+
+def main(architecture: int, *wanted: str) -> None:
+    import torch
+
+    from mtpbuild.plugins.launch import Launch
+    from tests.support.ptx_machine import run_launch
+
+    edit: Callable[[str], str] | None = None
+
+    def run(launch: Launch) -> Any:
+        run_launch(launch, architecture, edit)
+        return launch.outputs
+
+    torch.set_num_threads(1)
+    Launch.run = run  # type: ignore[assignment, method-assign]
+    known = dict(checks(architecture))
+    for name in wanted or known:
+        edit, check = None, name
+        if name in MISTAKES:
+            check, pattern, other = MISTAKES[name]
+            edit = partial(re.sub, pattern, other)
+        begin, said = time.perf_counter(), "passed"
+        try:
+            known[check]()
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        seconds = round(time.perf_counter() - begin, 2)
+        print(json.dumps({"check": name, "said": said, "seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    main(int(sys.argv[1]), *sys.argv[2:])
