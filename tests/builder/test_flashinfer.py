@@ -17,28 +17,25 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.step_counts import counted
 from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
-from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.targets.passes.attention_backend import check
-from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
+from mtpbuild.builder.targets.passes.gpu_graph import op_name
 from mtpbuild.plugins import mla_attention
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError
 from mtpbuild.runtime.programs import flashinfer_attention
 from mtpbuild.runtime.programs.flashinfer_attention import GIVEN, mla_decode
 from tests.support.checkpoints import lower, make_model, make_predictable
+from tests.support.gpu_steps import ON_GPU, check_step, graph_of
 from tests.support.invoke import invoke
-from tests.support.steps import CHUNK, begin
-from tests.support.styles import style_of
+from tests.support.steps import CHUNK
 
 STAND_IN = Path(__file__).parents[1] / "support" / "flashinfer_stand_in"
 FUNCTION = "trtllm_batch_decode_with_kv_cache_mla"
-ON_GPU = style_of("inductor", device="cuda")
 ASKED = InductorOptions("cuda", "bfloat16", None, "flashinfer")
 
 
@@ -93,27 +90,12 @@ def test_a_step(flashinfer: ModuleType) -> None:
     counts = counted(traced)
     assert counts.kernels == ours.kernels, "as ours count where the number of slots is open"
     assert counts.others == ours.others + 3, "queries by token, results by head, lengths"
-    graph = in_place(replace(traced, exported=for_gpu(traced.exported, "cpu")))
+    graph = graph_of(traced)
     called = [op_name(node) for node in graph.graph.nodes]
     assert called.count("mtpbuild_flashinfer::mla_decode") == 1
     assert called.count("mtpbuild_triton::mla_attention") == 2, "two drafts"
-
-    plain = replace(plan, style=replace(ON_GPU, fused=False, all_kernels=False))
-    steps = make_programs(plain, lower(reference))[1]
-    state = begin(plan)
-    expected = {name: tensor.clone() for name, tensor in state.items()}
-    active = torch.arange(slots) != 1
-    for _ in range(3):
-        outputs = graph(*pytree.tree_leaves((state, active)))
-        expected, wanted = steps.module(expected, active)
-        for got, name in zip(outputs, program.results, strict=True):
-            torch.testing.assert_close(got[active], wanted[name][active], rtol=1e-3, atol=1e-3)
-        for name, tensor in state.items():
-            told = expected[name]
-            torch.testing.assert_close(tensor[active], told[active], rtol=1e-3, atol=1e-3)
-        assert all(torch.equal(state[name], expected[name]) for name in ("lengths", "window"))
+    check_step(graph, reference, plan, 3, idle=False)
     assert vars(flashinfer)["calls"] == 3
-    assert (state["lengths"][active] > 5).all()
 
 
 RUN = """

@@ -1,0 +1,79 @@
+"""A step's graph as AOTInductor gets it for a GPU, run on a CPU beside the step without any ops."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mtpbuild.builder.model_source import join_shared
+from mtpbuild.builder.models.common.weights import Share, like_routed, with_shared
+from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
+from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.models.deepseek_v3.weights import weight_table
+from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.program.programs import make_programs
+from mtpbuild.builder.program.trace import Traced, trace
+from mtpbuild.builder.targets.lower_inductor import in_place
+from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from tests.support.checkpoints import lower, made_of, make_predictable
+from tests.support.steps import CHUNK, begin
+from tests.support.styles import style_of
+
+ON_GPU = style_of("inductor", device="cuda")
+MANY = {"n_routed_experts": 24, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
+
+
+def with_joined(reference: Transformer) -> DeepseekV3:
+    """The program's model with its shared experts in the stacks, through the table of weights."""
+    table = weight_table(reference.config, Share())
+    modules = like_routed(table, Share())
+    assert len(modules) == 2, "the layer with experts and the module"
+    model, tensors = lower(reference), reference.state_dict()
+    join_shared(model, modules)
+    weights = {
+        w.name: made_of(w, {s.name: tensors[s.name] for s in w.sources})
+        for w in with_shared(table, modules)
+    }
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
+def graph_of(traced: Traced) -> Any:
+    """The graph for a GPU, whose state is written over."""
+    return in_place(replace(traced, exported=for_gpu(traced.exported, "cpu")))
+
+
+def check_step(
+    graph: Any, reference: Transformer, plan: Plan, steps: int, idle: bool = True
+) -> None:
+    """Tokens, caches and other state are those of the plain step. Slot 1, if there is one, idles.
+
+    idle: what is computed for that slot is the same too; nobody reads it.
+    """
+    plain = replace(plan, style=replace(plan.style, fused=False, all_kernels=False))
+    program = make_programs(plain, lower(reference))[1]
+    state = begin(plan)
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    active = torch.arange(plan.max_batch) != 1
+    some = active | idle
+    with torch.no_grad():
+        for _ in range(steps):
+            outputs = graph(*pytree.tree_leaves((state, active)))
+            expected, wanted = program.module(expected, active)
+            for got, name in zip(outputs, program.results, strict=True):
+                torch.testing.assert_close(got[some], wanted[name][some], rtol=1e-3, atol=1e-3)
+            for name, got in state.items():
+                torch.testing.assert_close(got[some], expected[name][some], rtol=1e-3, atol=1e-3)
+            assert all(torch.equal(state[name], expected[name]) for name in ("lengths", "window"))
+    assert (state["lengths"][active] >= 5 + steps).all()
+    assert (state["lengths"][~active] == 5).all()
+
+
+def check_fused_step(slots: int) -> Any:
+    """Check a step with all ops, of a model with both kinds of layers; returns its graph."""
+    reference = make_predictable(num_hidden_layers=2, num_nextn_predict_layers=1, **MANY)
+    plan = Plan(reference.config, 2, "mtp-eagle", slots, 40, CHUNK, ON_GPU)
+    graph = graph_of(trace(make_programs(plan, with_joined(reference))[1], plan))
+    check_step(graph, reference, plan, 4)
+    return graph
