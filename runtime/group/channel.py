@@ -102,7 +102,7 @@ class Channel:
         """All ranks' bytes, [ranks, ..]; called between programs, on all ranks."""
         every = torch.empty(self.ranks, *own.shape, dtype=torch.uint8)
         with self.unbroken():
-            dist.all_gather([*every], torch.from_numpy(own), group=self._groups[1])
+            dist.all_gather([*every], torch.from_numpy(own), group=self._groups[2])
         return every.numpy()
 
     def close(self) -> None:
@@ -138,8 +138,9 @@ class Channel:
                 world_size=self.ranks,
                 timeout=meeting,
             )
-        # Messages and programs: gloo would mix up what two threads do in one.
-        for _ in range(2):
+        # One for messages: gloo would mix up what two threads do in one. One for programs: they keep
+        # Python's lock, and gloo's threads need it, inside their own, to drop a tensor of Python's.
+        for _ in range(3):
             group = dist.new_group(backend="gloo", timeout=limit)
             assert isinstance(group, dist.ProcessGroup)
             self._groups.append(group)

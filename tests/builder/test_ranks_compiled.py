@@ -1,7 +1,9 @@
 """Compiled engines of several ranks say what the engine of one rank says: O2 and O7."""
 
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -96,3 +98,40 @@ def test_torchrun(make: Callable[..., Path]) -> None:
     )
     (line,) = done.stdout.splitlines()
     assert json.loads(line)["token_ids"] == wanted
+
+
+GATHER = """
+import sys
+import numpy as np
+import torch
+from mtpbuild.runtime.group.channel import Channel
+from mtpbuild.runtime.group.start import GROUP
+
+class Sums(torch.nn.Module):
+    def forward(self, x):
+        for _ in range(4):
+            summed = torch.ops._c10d_functional.all_reduce(x + 1, "sum", GROUP)
+            x = torch.ops._c10d_functional.wait_tensor(summed)
+        return x * 2
+
+channel, x = Channel(0, 1), torch.zeros(8)
+exported = torch.export.export(Sums(), (x,))
+path = torch._inductor.aoti_compile_and_package(exported, package_path=sys.argv[1])
+program, own = torch._inductor.aoti_load_package(path), np.zeros(300, np.uint8)
+for _ in range(3000):
+    assert channel.gather(own).shape == (1, 300)
+    assert program(x).tolist() == [8.0] * 8
+"""
+
+
+def test_a_program_right_behind_a_gather(tmp_path: Path) -> None:
+    """It does not wait for gloo's thread while that one waits for Python's lock: seen in steps.
+
+    One rank is enough, as its collectives go by gloo's threads too.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", GATHER, str(tmp_path / "sums.pt2")]
+    subprocess.run(command, env=os.environ | alone, check=True, timeout=60)
