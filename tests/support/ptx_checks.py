@@ -1,6 +1,7 @@
 """Runs the kernels' contracts on the PTX that a GPU would get: a line of JSON for each.
 
     python -m tests.support.ptx_checks 90 [CHECK or MISTAKE ..]
+    python -m tests.support.ptx_checks plugin      # as TensorRT gets it, for sm_80
 
 They are those of `kernels.py` and `step_kernels.py`. Mistakes are planted in the PTX, and must be
 found. A process of its own, because Triton's interpreter must be off.
@@ -29,8 +30,11 @@ MISTAKES = {  # -> a check, what is changed in the PTX, and into what
 }
 
 
-def checks(architecture: int) -> Iterator[tuple[str, Check]]:
-    """Each check by its name; those with "R1" have the shapes of one rank of eight."""
+def checks(architecture: int, shared: int) -> Iterator[tuple[str, Check]]:
+    """Each check by its name; those with "R1" have the shapes of one rank of eight.
+
+    shared: bytes of shared memory that a program may have.
+    """
     import torch
 
     from tests.support import gpu_steps, kernels, step_kernels
@@ -45,7 +49,7 @@ def checks(architecture: int) -> Iterator[tuple[str, Check]]:
         kind = str(cache).removeprefix("torch.")
         small = Attention(3, 3, 4, 6, 24, 2, 80, dtype, cache, 5, 1 << 20, 20, 7)
         yield f"attention {kind}", partial(kernels.check_attention, small, "cpu")
-        r1 = Attention(2, 16, 4, 4, 512, 64, 600, dtype, cache, None, 227 << 10, 64, 3)
+        r1 = Attention(2, 16, 4, 4, 512, 64, 600, dtype, cache, None, shared, 64, 3)
         yield f"attention {kind} R1", partial(kernels.check_attention, r1, "cpu")
         plugin = Attention(1, 8, 1, 3, 130, 16, 90, dtype, cache, 2, 48 << 10, 1, 4)
         yield f"attention {kind} of a plugin", partial(kernels.check_attention, plugin, "cpu")
@@ -84,23 +88,26 @@ def checks(architecture: int) -> Iterator[tuple[str, Check]]:
     yield "gated product", partial(step_kernels.check_gated, 2, 5, 70, 40, "cpu")
 
 
-def main(architecture: int, *wanted: str) -> None:
+def main(form: str, *wanted: str) -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    from mtpbuild.plugins.launch import Launch
-    from tests.support.ptx_machine import run_launch
+    from mtpbuild.plugins.launch import AOT_SHARED, Launch
+    from mtpbuild.plugins.resources import SHARED
+    from tests.support.ptx_machine import run_launch, run_plugin
 
+    plugin = form == "plugin"
+    architecture, shared = (80, AOT_SHARED) if plugin else (int(form), SHARED[int(form)])
     edit: Callable[[str], str] | None = None
 
     def run(launch: Launch) -> Any:
         if not any(isinstance(output, FakeTensor) for output in launch.outputs):  # of a trace
-            run_launch(launch, architecture, edit)
+            (run_plugin if plugin else run_launch)(launch, architecture, edit)
         return launch.outputs
 
     torch.set_num_threads(1)
     Launch.run = run  # type: ignore[assignment, method-assign]
-    known = dict(checks(architecture))
+    known = dict(checks(architecture, shared))
     for name in wanted or known:
         edit, check = None, name
         if name in MISTAKES:
@@ -117,4 +124,4 @@ def main(architecture: int, *wanted: str) -> None:
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)
-    main(int(sys.argv[1]), *sys.argv[2:])
+    main(*sys.argv[1:])

@@ -1,13 +1,11 @@
 """Threads that execute a program: the ones that are furthest behind go on first."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.plugins.compiling import compiled
-from mtpbuild.plugins.launch import Launch
 from tests.support.ptx_machine.arithmetic import function_of, type_of, unsigned
 from tests.support.ptx_machine.memory import (
     UNKNOWN,
@@ -38,41 +36,8 @@ from tests.support.ptx_machine.warp import (
 
 Array = NDArray[Any]
 WARP = 32
-AT_ONCE = 1 << 15  # threads; a larger grid goes in turns
-WRITTEN = {"latent_row": "cache"}  # inputs that a kernel writes into
 REDUCED = {"add": np.add, "min": np.fmin, "max": np.fmax}
 NOTHING = {"fence", "membar", "griddepcontrol"}
-
-
-def run_launch(launch: Launch, architecture: int, edit: Callable[[str], str] | None = None) -> None:
-    """Compile a launch as Triton's JIT would for that GPU, and run it on its tensors.
-
-    edit: changes the PTX before it is run. Raises PtxError for what a GPU would not do.
-    """
-    built = compiled(launch, architecture, specialised=True)
-    text = built.asm["ptx"]
-    into = WRITTEN.get(launch.kernel.__name__)
-    named = zip(launch.kernel.arg_names, launch.inputs, strict=False)
-    given = [(tensor, name == into) for name, tensor in named if tensor is not None]
-    inputs = [tensor for tensor, written in given if not written]
-    tensors = Tensors(inputs, [*(t for t, written in given if written), *launch.outputs])
-    places = {id(t): at for t, at in zip(tensors.tensors, tensors.addresses(), strict=True)}
-    sizes = [size for size in launch.sizes if size != 1]  # which are constants by now
-    own = [places[id(tensor)] for tensor in launch.outputs]
-    parameters = [*(places[id(tensor)] for tensor, _ in given), *sizes, *own]
-    program, threads = parse(edit(text) if edit else text), WARP * launch.warps
-    each = [np.arange(n) for n in (*launch.grid, 1, 1)[:3]]
-    z, y, x = (axis.flatten() for axis in np.meshgrid(*each[::-1], indexing="ij"))
-    step = max(1, AT_ONCE // threads)
-    for begin in range(0, len(x), step):
-        some = [axis[begin : begin + step] for axis in (x, y, z)]
-        machine = Machine(program, len(some[0]), threads, built.metadata.shared)
-        machine.tensors, machine.parameters, machine.first = tensors, parameters, begin
-        for name, place, count in zip("xyz", some, (*launch.grid, 1, 1), strict=False):
-            machine.known[f"%ctaid.{name}"] = np.repeat(place.astype(np.uint32), threads)
-            machine.known[f"%nctaid.{name}"] = np.full(machine.lanes, count, np.uint32)
-        machine.run()
-    tensors.give_back()
 
 
 def run_assembly(text: str, given: dict[str, Array]) -> dict[str, Array]:
