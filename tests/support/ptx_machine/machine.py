@@ -253,7 +253,10 @@ class Machine:
         self._barriers[there] += 1
 
     def _copy(self, name: tuple[str, ...], operands: Sequence[Operand], lanes: Any) -> None:
-        """cp.async: bytes are read at once, and arrive when their group is waited for."""
+        """cp.async: bytes are read at once, and arrive when their group is waited for.
+
+        They might arrive at once too, so nobody may still read what they overwrite.
+        """
         assert name[1] == "async"
         if name[2] == "commit_group":
             self._committed[lanes] += 1
@@ -273,9 +276,9 @@ class Machine:
             raise PtxError("copies of a part are not known")
         at = self.tensors.index(self._addresses(source, lanes)[some], size.bits)
         data[some] = self.tensors.bytes[at[:, None] + np.arange(size.bits)]
-        self._copies.append(
-            (every, self._committed[lanes].copy(), self._addresses(to, lanes), data)
-        )
+        places = self._addresses(to, lanes)
+        self.shared.claim(self._who(lanes), self._program[lanes], places, size.bits)
+        self._copies.append((every, self._committed[lanes].copy(), places, data))
 
     def _arrive(self, lanes: Array, still_open: int) -> None:
         waits = np.zeros(self.lanes, np.bool_)

@@ -135,9 +135,12 @@ class Shared(Memory):
         return self.load(at, width)
 
     def store_by(self, who: Array, programs: Array, offsets: Array, values: Array) -> None:
-        at = self._index(programs, offsets, values.dtype.itemsize)
-        self._watch.writes(at, values.dtype.itemsize, who)
-        self.store(at, values)
+        self.claim(who, programs, offsets, values.dtype.itemsize)
+        self.store(self._index(programs, offsets, values.dtype.itemsize), values)
+
+    def claim(self, who: Array, programs: Array, offsets: Array, width: int) -> None:
+        """Something may be written there from now on."""
+        self._watch.writes(self._index(programs, offsets, width), width, who)
 
     def _index(self, programs: Array, offsets: Array, width: int) -> Array:
         if ((offsets < 0) | (offsets + width > self.size)).any():
