@@ -138,8 +138,8 @@ class Channel:
                 world_size=self.ranks,
                 timeout=meeting,
             )
-        # One for messages: gloo would mix up what two threads do in one. One for programs: they keep
-        # Python's lock, and gloo's threads need it, inside their own, to drop a tensor of Python's.
+        # One for messages: gloo would mix up what two threads do in one. One for programs: these
+        # keep Python's lock, which gloo's threads need, inside their own, to drop Python's tensors.
         for _ in range(3):
             group = dist.new_group(backend="gloo", timeout=limit)
             assert isinstance(group, dist.ProcessGroup)
