@@ -27,7 +27,7 @@ fix: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: venv  ## the suite, about 8 minutes on 2 cores
+test: venv  ## the suite, 8 to 9 minutes on 2 cores
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not full"
 
 test-full: venv  ## and the larger matrix
