@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtpbuild.plugins.launch import Launch
 
-PTX_VERSION = 87  # Triton's own is newer than what drivers of CUDA 12.8 take
+PTX_VERSION = 87  # of a plugin: Triton's own is newer than what drivers of CUDA 12.8 take
 TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
@@ -25,7 +25,9 @@ TYPES = {
 
 
 def compiled(launch: Launch, architecture: int, specialised: bool = False) -> Any:
-    """Compile with Triton. `specialised`: sizes are known to divide by 16, as in its JIT.
+    """Compile with Triton, for a plugin. `specialised`: for that GPU alone, as Triton's JIT does.
+
+    Its sizes are then known to divide by 16, and it takes the GPU's own instructions.
 
     Raises RuntimeError where Triton's interpreter is on.
     """
@@ -33,9 +35,13 @@ def compiled(launch: Launch, architecture: int, specialised: bool = False) -> An
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from mtpbuild.plugins.codes import assembly_for
+
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: compile kernels in another process")
     signature, constants = signature_of(launch)
+    if "ASSEMBLY" in constants:
+        constants["ASSEMBLY"] = assembly_for(architecture if specialised else 80)
     aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
     if specialised:
         sizes = dict(zip(launch.kernel.arg_names[len(launch.inputs) :], launch.sizes, strict=False))
@@ -53,7 +59,7 @@ def compiled(launch: Launch, architecture: int, specialised: bool = False) -> An
     options = {
         "num_warps": launch.warps,
         "num_stages": launch.stages,
-        "ptx_version": PTX_VERSION,
+        "ptx_version": None if specialised else PTX_VERSION,
         "enable_fp_fusion": True,
     }
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)

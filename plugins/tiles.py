@@ -6,6 +6,7 @@ are put side by side again. What is multiplied is exact: scales of fp8 multiply 
 block scales of nvfp4 their values (2 + 4 bits), global ones the sum of all tiles.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,78 +16,53 @@ from torch import Tensor
 
 from mtpbuild.plugins.codes import (
     SMALLER,
+    assembly_on,
     e2m1_of_words,
     e4m3_of_words,
     float_of,
+    halves,
     scales_of_words,
 )
-from mtpbuild.plugins.launch import MULTIPROCESSORS
+from mtpbuild.plugins.launch import MULTIPROCESSORS, cdiv
 
 PROGRAMS = 2 * MULTIPROCESSORS
-SPLIT_INPUTS = 512  # a split of fewer inputs costs more than it saves
-
-
-@triton.jit
-def _pairs(BLOCK_K: tl.constexpr):
-    """Order pairs of inputs so that a thread has whole blocks of 8, which share scales.
-
-    A thread of a tensor core's operand has entries 2 t and 2 t + 1 of every 8 (t is 0 to 3): here
-    they are of quarter t of the tile.
-    """
-    i = tl.arange(0, BLOCK_K // 2)
-    return i // 2 % 4 * (BLOCK_K // 8) + i // 8 * 2 + i % 2
-
-
-@triton.jit
-def _of_pairs(scale, BLOCK_K: tl.constexpr):
-    """Give scales of a tile's blocks, as `_nvfp4_words` orders them, to pairs [BLOCK_K / 2, W]."""
-    W: tl.constexpr = scale.shape[1]
-    each = tl.reshape(scale, (BLOCK_K // 64, 1, 4, 1, W))
-    each = tl.broadcast_to(each, (BLOCK_K // 64, 4, 4, 2, W))
-    return tl.reshape(each, (BLOCK_K // 2, W))
+AHEAD_PROGRAMS = 160  # that copy four tiles ahead: one for each multiprocessor of a B200, or two
+JOINED = 7  # splits whose sum AOTInductor computes in the kernel that reads it
+SPLIT_INPUTS = 448  # a split of fewer inputs costs more than it saves
 
 
 @triton.jit
 def load_rows(
     x, row, some, begin,
-    DEPTH: tl.constexpr, BLOCK_K: tl.constexpr, PAIRED: tl.constexpr,
+    DEPTH: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile's inputs, from `begin` on, of rows of x [.., DEPTH]; what is not there is 0.
-
-    PAIRED: as int32 words of two bf16 each, in the order of `_pairs`.
-    """
-    if PAIRED:
-        k = begin // 2 + _pairs(BLOCK_K)
-        at = x.to(tl.pointer_type(tl.int32)) + row[:, None] * (DEPTH // 2) + k[None, :]
-        rows = tl.load(at, some[:, None] & (k < DEPTH // 2)[None, :], 0)
-    else:
-        k = begin + tl.arange(0, BLOCK_K)
-        at = x + row[:, None] * DEPTH + k[None, :]
-        rows = tl.load(at, some[:, None] & (k < DEPTH)[None, :], 0.0)
-    return rows
+    """Load a tile's inputs, from `begin` on, of rows of x [.., DEPTH]; what is not there is 0."""
+    k = begin + tl.arange(0, BLOCK_K)
+    at = x + row[:, None] * DEPTH + k[None, :]
+    return tl.load(at, some[:, None] & (k < DEPTH)[None, :], 0.0)
 
 
 @triton.jit
 def tile_product(
-    given, values, scales, scales_2, expert, begin, n,
+    total, given, values, scales, scales_2, expert, begin, n,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows by inputs from `begin` on and columns from n on of a weight [DEPTH, WIDTH].
+    """Add rows times inputs from `begin` on and columns from n on of a weight [DEPTH, WIDTH].
 
-    `given` has the tile's inputs, PAIRED for nvfp4 in WORDS. Values beyond the weight are 0.
-    `expert` picks one weight of a stack. BLOCK inputs share a scale. BY_INPUT says that scales_2
-    are per inputs too; where they are not, `with_global_scales` multiplies the sum by them.
+    `given` has the tile's inputs. Values beyond the weight are 0. `expert` picks one weight of a
+    stack. BLOCK inputs share a scale. BY_INPUT says that scales_2 are per inputs too; where they
+    are not, `with_global_scales` multiplies the sum by them.
     """
     if scales is not None and WORDS:
         if scales_2 is None:
-            part = _fp8_words(
+            total += _fp8_words(
                 given, values, scales, expert, begin, n,
                 DEPTH, WIDTH, BLOCK, ASSEMBLY, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
-            part = _nvfp4_words(
-                given, values, scales, scales_2, expert, begin, n,
+            total = _nvfp4_words(
+                total, given, values, scales, scales_2, expert, begin, n,
                 DEPTH, WIDTH, BY_INPUT, ASSEMBLY, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     else:
@@ -112,8 +88,8 @@ def tile_product(
                 weight = weight * float_of(scale, 4, 3)
                 if BY_INPUT:
                     weight *= tl.load(scales_2 + k // BLOCK, deep, 0.0)[:, None]
-        part = tl.dot(given, weight.to(given.dtype), input_precision="ieee")
-    return part
+        total += tl.dot(given, weight.to(given.dtype), input_precision="ieee")
+    return total
 
 
 @triton.jit
@@ -134,41 +110,72 @@ def _fp8_words(
 
 @triton.jit
 def _nvfp4_words(
-    given, values, scales, scales_2, expert, begin, n,
+    total, given, values, scales, scales_2, expert, begin, n,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BY_INPUT: tl.constexpr, ASSEMBLY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    word = n // 4 + tl.arange(0, BLOCK_N // 4)
-    right = (word < WIDTH // 4)[None, :]
-    pair = begin // 2 + _pairs(BLOCK_K)
-    of = (expert * (DEPTH // 2) + pair)[:, None] * (WIDTH // 4) + word[None, :]
-    there = right if DEPTH % BLOCK_K == 0 else right & (pair < DEPTH // 2)[:, None]
+    W: tl.constexpr = BLOCK_N // 4
+    # A warp copies 8 words of 4 rows at a time: whole sectors of 32 bytes, and into shared memory,
+    # where words of a column are neighbours, each into another bank.
+    eighth, word = tl.arange(0, W // 8)[:, None, None], tl.arange(0, 8)[None, None, :]
+    word = n // 4 + 8 * eighth + word
+    pair = begin // 2 + tl.arange(0, BLOCK_K // 2).to(tl.int64)
+    of = (expert * (DEPTH // 2) + pair)[None, :, None] * (WIDTH // 4) + word
+    there = word < WIDTH // 4
+    if DEPTH % BLOCK_K != 0:
+        there = there & (pair < DEPTH // 2)[None, :, None]
     words = tl.load(values.to(tl.pointer_type(tl.int32)) + of, there, 0)
-    i = tl.arange(0, BLOCK_K // 16)
-    block = begin // 16 + i % 4 * (BLOCK_K // 64) + i // 4  # as _of_pairs takes them
+    words = tl.reshape(tl.permute(words, (1, 0, 2)), (BLOCK_K // 2, W))
+    word = n // 4 + tl.arange(0, W)
+    block = begin // 16 + tl.arange(0, BLOCK_K // 16)
     of = (expert * (DEPTH // 16) + block)[:, None] * (WIDTH // 4) + word[None, :]
-    there = right if DEPTH % BLOCK_K == 0 else right & (block < DEPTH // 16)[:, None]
+    there = (word < WIDTH // 4)[None, :]
+    if DEPTH % BLOCK_K != 0:
+        there = there & (block < DEPTH // 16)[:, None]
     scale = tl.load(scales.to(tl.pointer_type(tl.int32)) + of, there, 0)
     a, b, c, d = scales_of_words(scale, ASSEMBLY)
-    a, b = _of_pairs(a, BLOCK_K), _of_pairs(b, BLOCK_K)
-    c, d = _of_pairs(c, BLOCK_K), _of_pairs(d, BLOCK_K)
-    a0, a1, b0, b1, c0, c1, d0, d1 = e2m1_of_words(words, a, b, c, d, ASSEMBLY)
-    low = given.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    high = (given >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    a, b, c, d = _of_pairs(a), _of_pairs(b), _of_pairs(c), _of_pairs(d)
+    a, b, c, d = e2m1_of_words(words, a, b, c, d, ASSEMBLY)
     if BY_INPUT:
-        by = tl.load(scales_2 + pair // 8, pair < DEPTH // 2, 0.0)[None, :]
-        low, high = (low * by).to(tl.bfloat16), (high * by).to(tl.bfloat16)
-    a = tl.dot(high, a1, tl.dot(low, a0))
-    b = tl.dot(high, b1, tl.dot(low, b0))
-    c = tl.dot(high, c1, tl.dot(low, c0))
-    d = tl.dot(high, d1, tl.dot(low, d0))
-    return _side_by_side(a, b, c, d)
+        k = begin + tl.arange(0, BLOCK_K)
+        given = (given * tl.load(scales_2 + k // 16, k < DEPTH, 0.0)[None, :]).to(given.dtype)
+    sums_a, sums_b, sums_c, sums_d = _apart(total)
+    sums_a = tl.dot(given, _one_below_the_other(a), sums_a)
+    sums_b = tl.dot(given, _one_below_the_other(b), sums_b)
+    sums_c = tl.dot(given, _one_below_the_other(c), sums_c)
+    sums_d = tl.dot(given, _one_below_the_other(d), sums_d)
+    return _side_by_side(sums_a, sums_b, sums_c, sums_d)
+
+
+@triton.jit
+def _of_pairs(scale):
+    """Give a block's scale to its 8 pairs of inputs: [B, W] -> [8 B, W]."""
+    B: tl.constexpr = scale.shape[0]
+    W: tl.constexpr = scale.shape[1]
+    return tl.reshape(tl.broadcast_to(scale[:, None, :], (B, 8, W)), (8 * B, W))
+
+
+@triton.jit
+def _one_below_the_other(words):
+    """Put halves i to rows 2 i and 2 i + 1: [P, W] -> bf16 [2 P, W]."""
+    low, high = halves(words)
+    both = tl.permute(tl.join(low, high), (0, 2, 1))
+    return tl.reshape(both, (2 * words.shape[0], words.shape[1]))
 
 
 @triton.jit
 def _side_by_side(a, b, c, d):
     """Put column j of four tensors [M, W] to columns 4 j to 4 j + 3."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], 4 * a.shape[1]))
+
+
+@triton.jit
+def _apart(total):
+    """Take apart what `_side_by_side` made."""
+    ac, bd = tl.split(tl.reshape(total, (total.shape[0], total.shape[1] // 4, 2, 2)))
+    a, c = tl.split(ac)
+    b, d = tl.split(bd)
+    return a, b, c, d
 
 
 @triton.jit
@@ -188,30 +195,42 @@ def with_global_scales(
 
 
 def tile_constants(
-    x: torch.dtype, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
+    x: Tensor, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
 ) -> dict[str, Any]:
-    """Choose tiles for rows of that type and a weight, or a stack, as `matmul_scaled` takes it.
+    """Choose tiles for rows x [.., K] and a weight, or a stack, as `matmul_scaled` takes it.
 
     They are the constants of `tile_product`, with the BLOCK_M rows that are multiplied at a time,
     and fit into the shared memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
     """
-    from triton import knobs
-
-    width, halves = values.shape[-1], 1 if scales_2 is None else 2
-    depth = values.shape[-2] * halves
+    width, packed = values.shape[-1], 1 if scales_2 is None else 2
+    depth = values.shape[-2] * packed
     block = depth if scales is None else depth // scales.shape[-2]
-    wide, deep, stages, words = (64, 64, 1, False) if x != torch.bfloat16 else (128, 64, 3, False)
-    if scales is not None and x == torch.bfloat16:
-        together = 128 if scales_2 is not None else min(block & -block, 128)  # share scales of fp8
-        words = width % 4 == 0 and together >= 16
-        wide, deep, stages = (128, together, 3) if words else (64, 64, 1)
+    narrow, words = x.dtype == torch.bfloat16, width % 4 == 0 and scales is not None
+    together = min(block & -block, 128)  # inputs that share scales of fp8
+    if narrow and words and scales_2 is not None:
+        wide, deep, stages = (256 if width >= 256 else 128), 64, 5
+    elif narrow and words and together >= 16:
+        wide, deep, stages = 128, together, 3
+    elif narrow and scales is None:
+        wide, deep, stages = 128, 64, 3
+    else:
+        wide, deep, stages = 64, 64, 1
     return {
-        **{"BLOCK": block, "WORDS": words, "ASSEMBLY": not knobs.runtime.interpret},
+        **{"BLOCK": block, "WORDS": words and stages > 1, "ASSEMBLY": assembly_on(x.device)},
         "BY_INPUT": scales_2 is not None and scales_2.shape[-2:] != (1, width),
         **{"BLOCK_M": 16, "BLOCK_N": wide, "BLOCK_K": deep, "STAGES": stages},
     }
 
 
-def split_count(programs: int, depth: int) -> int:
-    """Count the splits of `depth` inputs that give every multiprocessor a program or two."""
-    return max(1, min(PROGRAMS // programs, depth // SPLIT_INPUTS))
+def split_count(programs: int, depth: int, constants: Mapping[str, Any]) -> int:
+    """Count the splits of `depth` inputs that give multiprocessors enough to read at a time.
+
+    They have whole tiles, and none is empty. constants: those of `tile_constants`.
+    """
+    tiles, wanted = cdiv(depth, constants["BLOCK_K"]), PROGRAMS
+    if constants["STAGES"] > 3:
+        wanted = AHEAD_PROGRAMS
+        if JOINED * programs >= 0.9 * MULTIPROCESSORS:
+            wanted = min(wanted, JOINED * programs)
+    splits = max(1, min(wanted // programs, depth // SPLIT_INPUTS, tiles))
+    return cdiv(tiles, cdiv(tiles, splits))

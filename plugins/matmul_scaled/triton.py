@@ -38,9 +38,9 @@ def scaled_product(
     start = split * share
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for begin in tl.range(start, tl.minimum(start + share, DEPTH), BLOCK_K, num_stages=STAGES):
-        given = load_rows(x, m, m < rows, begin, DEPTH, BLOCK_K, WORDS and scales_2 is not None)
-        total += tile_product(
-            given, values, scales, scales_2, 0, begin, first,
+        given = load_rows(x, m, m < rows, begin, DEPTH, BLOCK_K)
+        total = tile_product(
+            total, given, values, scales, scales_2, 0, begin, first,
             DEPTH, WIDTH, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     total = with_global_scales(total, scales_2, 0, first, WIDTH, BY_INPUT, WORDS, BLOCK_N)
@@ -58,9 +58,9 @@ def product_launch(
     it.
     """
     rows, K, N = math.prod(x.shape[:-1]), x.shape[-1], values.shape[1]
-    constants = {"DEPTH": K, "WIDTH": N, **tile_constants(x.dtype, values, scales, scales_2)}
+    constants = {"DEPTH": K, "WIDTH": N, **tile_constants(x, values, scales, scales_2)}
     columns = cdiv(N, constants["BLOCK_N"])
-    splits = split_count(columns, K)
+    splits = split_count(columns, K, constants)
     parts = x.new_empty(splits, rows, N, dtype=torch.float32)
     inputs = (x, values, scales, scales_2)
     grid = (columns, splits, cdiv(rows, constants["BLOCK_M"]))

@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
-from mtpbuild.plugins.codes import bf16_of_e4m3
+from mtpbuild.plugins.codes import assembly_on, bf16_of_e4m3
 from mtpbuild.plugins.launch import (
     MULTIPROCESSORS,
     Launch,
@@ -230,7 +229,7 @@ def mla_attention_launches(
     known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2]}
     known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "SCALE": known["scale"]}
     known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
-    known |= {"WANTED": PROGRAMS, "LEAST": least, "ASSEMBLY": not knobs.runtime.interpret}
+    known |= {"WANTED": PROGRAMS, "LEAST": least, "ASSEMBLY": assembly_on(q.device)}
     made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
     first = Launch.by_name(mla_partial, grid, known, made, warps)
     if splits == 1:

@@ -143,12 +143,9 @@ def gate_and_up(
             rows = tl.min(tl.where(taken, pairs[None, :], count), 1)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for begin in tl.range(start, end, BLOCK_K, num_stages=STAGES):
-                given = load_rows(
-                    x, rows // CHOSEN, rows < count, begin,
-                    HIDDEN, BLOCK_K, WORDS and scales_2 is not None,
-                )  # fmt: skip
-                total += tile_product(
-                    given, gate_up, scales, scales_2, expert, begin, first,
+                given = load_rows(x, rows // CHOSEN, rows < count, begin, HIDDEN, BLOCK_K)
+                total = tile_product(
+                    total, given, gate_up, scales, scales_2, expert, begin, first,
                     HIDDEN, 2 * INNER, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
             total = with_global_scales(
@@ -207,12 +204,9 @@ def down(
             rows = tl.min(tl.where(taken, pairs[None, :], count), 1)
             value = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for begin in tl.range(0, INNER, BLOCK_K, num_stages=STAGES):
-                given = load_rows(
-                    inner, rows, rows < count, begin,
-                    INNER, BLOCK_K, WORDS and scales_2 is not None,
-                )  # fmt: skip
-                value += tile_product(
-                    given, down_proj, scales, scales_2, expert, begin, first,
+                given = load_rows(inner, rows, rows < count, begin, INNER, BLOCK_K)
+                value = tile_product(
+                    value, given, down_proj, scales, scales_2, expert, begin, first,
                     INNER, HIDDEN, BLOCK, BY_INPUT, WORDS, ASSEMBLY, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
             value = with_global_scales(
@@ -257,12 +251,12 @@ def moe_launches(*operands: Any) -> Launches:
 
     def own(weight: str) -> dict[str, Any]:
         scales, scales_2 = known[f"{weight}_scales"], known[f"{weight}_scales_2"]
-        constants = tile_constants(x.dtype, known[f"{weight}_proj"], scales, scales_2)
+        constants = tile_constants(x, known[f"{weight}_proj"], scales, scales_2)
         return {"scales": scales, "scales_2": scales_2, **constants}
 
     up, down_ = own("gate_up"), own("down")
     grid = count, cdiv(2 * width, up["BLOCK_N"])
-    splits = split_count(k * grid[1], E)  # what one token has programs for
+    splits = split_count(k * grid[1], E, up)  # what one token has programs for
     sums = x.new_empty(splits, count, 2 * width, dtype=torch.float32)
     parts = known["weights"].new_empty(N, k, E)
     known |= {"sums": sums, "SPLITS": splits}

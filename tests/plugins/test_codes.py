@@ -11,7 +11,9 @@ from torch import Tensor
 from mtpbuild.plugins.matmul_scaled.op import e2m1, e4m3
 from tests.support.ptx_machine import run_assembly
 
-pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
+codes = pytest.importorskip(
+    "mtpbuild.plugins.codes", reason="triton is not installed: mtpbuild[dev] has it"
+)
 
 
 def executed(text: str, outputs: int, *inputs: Tensor) -> list[Tensor]:
@@ -24,11 +26,6 @@ def executed(text: str, outputs: int, *inputs: Tensor) -> list[Tensor]:
 def halves(x: Tensor, dtype: torch.dtype) -> Tensor:
     both = torch.stack([x & 0xFFFF, x >> 16], dim=-1)
     return both.to(torch.uint16).view(dtype)
-
-
-def joined(pair: Tensor) -> Tensor:
-    low, high = pair.view(torch.uint16).long().unbind(-1)
-    return low | high << 16
 
 
 FINITE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F])
@@ -51,41 +48,42 @@ def test_prmt() -> None:
         assert got.item() == wanted
 
 
-@pytest.mark.parametrize("larger", [0, 119])
-def test_every_e4m3_code(larger: int) -> None:
-    from mtpbuild.plugins.codes import E4M3, LARGE_E4M3
-
+@pytest.mark.parametrize("how", ["MOVED", "CONVERTED"])
+def test_every_e4m3_code(how: str) -> None:
     first, second, bytes_ = words_of(FINITE)
-    made = executed((LARGE_E4M3 if larger else E4M3).value, 4, first, second)
-    for result, codes in zip(made, bytes_, strict=True):
-        wanted = e4m3(codes).double() * 2.0**larger
-        assert torch.equal(halves(result, torch.bfloat16).double(), wanted)
+    made = executed(getattr(codes, f"{how}_E4M3").value, 4, first, second)
+    for result, each in zip(made, bytes_, strict=True):
+        assert torch.equal(halves(result, torch.bfloat16).double(), e4m3(each).double())
 
 
-def test_every_e2m1_code_with_every_scale() -> None:
+@pytest.mark.parametrize("how", ["MOVED", "CONVERTED"])
+def test_every_e2m1_code_with_every_scale(how: str) -> None:
     """The product is exact: 1 / 128 of it, which the global scales take back."""
-    from mtpbuild.plugins.codes import E2M1, SMALLER
-
-    codes, scales = (x.flatten() for x in torch.meshgrid(torch.arange(256), FINITE, indexing="ij"))
-    first, second, bytes_ = words_of(codes)
-    by = [scales.roll(j) for j in range(4)]
-    large = [(e4m3(s.to(torch.uint8)).double() * 2.0**119).bfloat16() for s in by]
-    made = executed(
-        E2M1.value, 8, first, second, *(joined(torch.stack([s, s], dim=-1)) for s in large)
-    )
+    values, scales = (x.flatten() for x in torch.meshgrid(torch.arange(256), FINITE, indexing="ij"))
+    word, _, bytes_ = words_of(values)
+    scale_word, _, scale_bytes = words_of(scales)
+    by = executed(getattr(codes, f"{how}_SCALES").value, 4, scale_word)
+    made = executed(getattr(codes, f"{how}_E2M1").value, 4, word, *by)
     for j in range(4):
-        scale = e4m3(by[j].to(torch.uint8)).double()[:, None]
-        for i in range(2):
-            value = e2m1(bytes_[j] >> 4 * i & 0xF).double()
-            got = halves(made[2 * j + i], torch.bfloat16).double()
-            assert torch.equal(got * SMALLER.value, value * scale)
+        scale = e4m3(scale_bytes[j][:, 0]).double()
+        for i, got in enumerate(halves(made[j], torch.bfloat16).double().unbind(-1)):
+            value = e2m1(bytes_[j][:, 0] >> 4 * i & 0xF).double()
+            assert torch.equal(got * codes.SMALLER.value, value * scale)
 
 
-def test_e4m3_of_a_cache_with_nan() -> None:
-    from mtpbuild.plugins.codes import CONVERTED
-
+@pytest.mark.parametrize("how", ["WIDENED", "CONVERTED"])
+def test_e4m3_of_a_cache_with_nan(how: str) -> None:
     word = sum((torch.arange(256).roll(j) << 8 * j for j in range(4)), torch.tensor(0))
-    low, high = (halves(x, torch.bfloat16) for x in executed(CONVERTED.value, 2, word))
+    made = executed(getattr(codes, how).value, 2, word)
+    low, high = (halves(x, torch.bfloat16) for x in made)
     for j, got in enumerate((*low.unbind(-1), *high.unbind(-1))):
         wanted = torch.arange(256).roll(j).to(torch.uint8).view(torch.float8_e4m3fn)
         assert torch.equal(got.float().nan_to_num(9e9), wanted.float().nan_to_num(9e9))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ptxas", "chosen"),
+    [(90, "13.4", 80), (100, "13.1", 80), (100, "13.2", 100), (120, "14.0", 100)],
+)
+def test_the_instructions_of_a_gpu(architecture: int, ptxas: str, chosen: int) -> None:
+    assert codes.assembly_for(architecture, ptxas) == chosen

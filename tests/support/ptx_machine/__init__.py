@@ -10,5 +10,6 @@ rounded as NumPy does it, not as a GPU.
 from tests.support.ptx_machine.launching import run_launch, run_plugin
 from tests.support.ptx_machine.machine import run_assembly
 from tests.support.ptx_machine.memory import PtxError
+from tests.support.ptx_machine.traffic import Traffic
 
-__all__ = ["PtxError", "run_assembly", "run_launch", "run_plugin"]
+__all__ = ["PtxError", "Traffic", "run_assembly", "run_launch", "run_plugin"]

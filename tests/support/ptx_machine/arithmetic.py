@@ -1,5 +1,6 @@
 """What instructions compute: functions of NumPy arrays in the types that their names say."""
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ def type_of(name: str) -> Any:
     if name == "pred":
         return np.bool_
     if name.endswith("x2"):
-        return {"e4m3x2": np.uint16, "f32x2": np.uint64}.get(name, np.uint32)
+        known = {"e2m1x2": np.uint8, "e4m3x2": np.uint16, "f32x2": np.uint64}
+        return known.get(name, np.uint32)
     if name == "tf32":
         return np.uint32
     if name in FLOATS:
@@ -150,12 +152,24 @@ def compared(how: str, a: Array, b: Array) -> Array:
 ROUNDED = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
+def numbers_of_codes(kind: str, to: str, codes: Array, *scales: Array) -> list[Array]:
+    """The low and the high number, times powers of two of which `scales` has the exponents."""
+    of, bits = (ml_dtypes.float8_e4m3fn, 8) if kind == "e4m3x2" else (ml_dtypes.float4_e2m1fn, 4)
+    made = []
+    for i in range(2):
+        code = (codes >> bits * i & (1 << bits) - 1).astype(np.uint8)
+        number = code.view(of).astype(np.float32)
+        for each in scales:
+            number = np.ldexp(number, (each >> 8 * i & 0xFF).astype(np.int32) - 127)
+        made.append(number.astype(FLOATS[to]))
+    return made
+
+
 def converted(how: str, to: str, kind: str, a: Array, *more: Array) -> Array:
+    if kind in ("e2m1x2", "e4m3x2"):
+        return joined(*numbers_of_codes(kind, to.removesuffix("x2"), a, *more))
     if to == "bf16x2":  # the high half comes first
         return joined(*(x.astype(ml_dtypes.bfloat16) for x in (more[0], a)))
-    if kind == "e4m3x2":
-        low, high = ((a >> by & 0xFF).astype(np.uint8) for by in (0, 8))
-        return joined(*(x.view(ml_dtypes.float8_e4m3fn).astype(np.float16) for x in (low, high)))
     if to == "tf32":  # to the nearest, ties away from zero
         bits: Array = a.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)
         return bits
@@ -218,8 +232,9 @@ def function_of(name: tuple[str, ...]) -> tuple[list[Any], Callable[..., Array]]
         return [*narrow, np.float32], lambda *x: ARITHMETIC[verb](*(y.astype("f4") for y in x))
     if how[-1] == "f32x2":
         return [kind] * 3, by_pairs(ARITHMETIC[verb])
-    if verb in ("min", "max") and kind is np.float32:  # a NaN gives way
-        return [kind] * 2, np.fmin if verb == "min" else np.fmax
+    if verb in ("min", "max") and kind is np.float32:  # of two or three; a NaN gives way
+        extreme = np.fmin if verb == "min" else np.fmax
+        return [kind] * 3, lambda *given: functools.reduce(extreme, given)
     if how[0] == "hi":
         return [kind] * 2, high_product
     if how[0] == "wide":

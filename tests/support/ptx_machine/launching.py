@@ -12,21 +12,25 @@ from mtpbuild.plugins.ptx import compile_launch
 from tests.support.ptx_machine.machine import WARP, Machine
 from tests.support.ptx_machine.memory import Tensors
 from tests.support.ptx_machine.program import Program, parse
+from tests.support.ptx_machine.traffic import Traffic
 
 AT_ONCE = 1 << 15  # threads; a larger grid goes in turns
 WRITTEN = {"latent_row": "cache"}  # inputs that a kernel writes into
 Edit = Callable[[str], str]
 
 
-def run_launch(launch: Launch, architecture: int, edit: Edit | None = None) -> None:
+def run_launch(
+    launch: Launch, architecture: int, edit: Edit | None = None, traffic: Traffic | None = None
+) -> None:
     """Compile a launch as Triton's JIT would for that GPU, and run it.
 
-    edit: changes the PTX before it is run. Raises PtxError for what a GPU would not do.
+    edit: changes the PTX before it is run. traffic: counts what shared memory does. Raises PtxError
+    for what a GPU would not do.
     """
     built = compiled(launch, architecture, specialised=True)
     text: str = built.asm["ptx"]
     sizes = [size for size in launch.sizes if size != 1]  # which are constants by now
-    _run(parse(edit(text) if edit else text), launch, built.metadata.shared, sizes)
+    _run(parse(edit(text) if edit else text), launch, built.metadata.shared, sizes, traffic)
 
 
 def run_plugin(launch: Launch, architecture: int, edit: Edit | None = None) -> None:
@@ -45,7 +49,13 @@ def run_plugin(launch: Launch, architecture: int, edit: Edit | None = None) -> N
             tensor.copy_(numbers[id(tensor)] != 0)
 
 
-def _run(program: Program, launch: Launch, shared: int, sizes: Sequence[int]) -> None:
+def _run(
+    program: Program,
+    launch: Launch,
+    shared: int,
+    sizes: Sequence[int],
+    traffic: Traffic | None = None,
+) -> None:
     into = WRITTEN.get(launch.kernel.__name__)
     named = zip(launch.kernel.arg_names, launch.inputs, strict=False)
     given = [(tensor, name == into) for name, tensor in named if tensor is not None]
@@ -62,6 +72,7 @@ def _run(program: Program, launch: Launch, shared: int, sizes: Sequence[int]) ->
         some = [axis[begin : begin + step] for axis in (x, y, z)]
         machine = Machine(program, len(some[0]), threads, shared)
         machine.tensors, machine.parameters, machine.first = tensors, parameters, begin
+        machine.traffic = traffic
         for name, place, count in zip("xyz", some, (*launch.grid, 1, 1), strict=False):
             machine.known[f"%ctaid.{name}"] = np.repeat(place.astype(np.uint32), threads)
             machine.known[f"%nctaid.{name}"] = np.full(machine.lanes, count, np.uint32)

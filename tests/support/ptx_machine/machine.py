@@ -27,6 +27,7 @@ from tests.support.ptx_machine.program import (
     Vector,
     parse,
 )
+from tests.support.ptx_machine.traffic import Traffic
 from tests.support.ptx_machine.warp import (
     matrices_of_rows,
     product,
@@ -57,6 +58,7 @@ class Machine:
         self.tensors, self.parameters = Tensors([], []), list[int]()
         self.first = 0  # of the grid's programs that are here
         self.shared = Shared(programs, shared)
+        self.traffic: Traffic | None = None  # counts, if there is one
         self.local = Memory(program.local * self.lanes)
         lane = np.arange(self.lanes)
         self._program = lane // threads
@@ -186,6 +188,8 @@ class Machine:
             self._set(to, self._value(parameter, kind, lanes), lanes)
             return
         addresses, width = self._addresses(where, lanes), kind.itemsize
+        if name[1].startswith("shared"):
+            self._count(lanes, addresses, width * len(_parts(to)))
         for i, register in enumerate(_parts(to)):
             value = self._load_from(name[1], addresses + i * width, width, lanes)
             self._set(register, value.view(kind), lanes)
@@ -216,6 +220,8 @@ class Machine:
         where, given = operands
         kind = np.dtype(type_of(name[-1]))
         addresses, width = self._addresses(where, lanes), kind.itemsize
+        if name[1].startswith("shared"):
+            self._count(lanes, addresses, width * len(_parts(given)))
         for i, register in enumerate(_parts(given)):
             value = unsigned(self._value(register, kind, lanes))
             if name[1].startswith("shared"):
@@ -225,6 +231,10 @@ class Machine:
                 self.local.store(self._own(addresses + i * width, width, lanes), value)
             else:
                 self.tensors.store_by(self._who(lanes), addresses + i * width, value)
+
+    def _count(self, lanes: Any, offsets: Array, width: int) -> None:
+        if self.traffic is not None:
+            self.traffic.add(np.arange(self.lanes)[lanes], offsets, width)
 
     def _move_parts(self, kind: str, operands: Sequence[Operand], lanes: Any) -> None:
         """Between a register and the parts of it, lowest first."""
@@ -277,6 +287,7 @@ class Machine:
         at = self.tensors.index(self._addresses(source, lanes)[some], size.bits)
         data[some] = self.tensors.bytes[at[:, None] + np.arange(size.bits)]
         places = self._addresses(to, lanes)
+        self._count(lanes, places, size.bits)
         self.shared.claim(self._who(lanes), self._program[lanes], places, size.bits)
         self._copies.append((every, self._committed[lanes].copy(), places, data))
 
@@ -350,6 +361,7 @@ class Machine:
         rows = of_rows(self._addresses(where, lanes))
         if (rows % 16).any():
             raise PtxError("a matrix's row is not at a multiple of 16 bytes")
+        self._count(slice(rows.size), rows.ravel(), 16)
         who = self._who(lanes), self._program[lanes]
         return rows, (of_rows(who[0]).ravel(), of_rows(who[1]).ravel())
 

@@ -1,0 +1,81 @@
+"""Counts what a step's kernels ask of shared memory, without a GPU: a table's row for each.
+
+    python -m tests.support.ptx_traffic 90 [CASE ..]
+
+Weights and caches are R1's, one rank of eight, with fewer columns and experts where a program's
+work is the same. A process of its own, because Triton's interpreter must be off.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+# Wavefronts per byte that 80 % of the bandwidth leaves: one in a cycle of each multiprocessor. An
+# H100 has 132 of them at 1.755 GHz for 2.68e12 bytes per second, a B200 148 at 1.85 for 6.4e12.
+ALLOWED = {90: 132 * 1.755e9 / 2.68e12, 100: 148 * 1.85e9 / 6.4e12}
+HEADER = "| case | kernel | target | wavefronts per KiB | of those allowed |\n" + "|---" * 5 + "|"
+
+
+def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
+    """Yield launches with values, and the bytes of weights or cache that each reads once."""
+    import torch
+
+    from mtpbuild.plugins.matmul_scaled.triton import product_launch
+    from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
+    from mtpbuild.plugins.moe.triton import moe_launches
+    from mtpbuild.plugins.resources import SHARED
+    from tests.support.kernels import random_scaled
+
+    g, bf16 = torch.Generator().manual_seed(0), torch.bfloat16
+    hidden, inner, chosen = 7168, 256, 8
+
+    def drawn(*shape: int) -> Any:
+        return torch.randn(*shape, generator=g).to(bf16)
+
+    ids = torch.arange(chosen, dtype=torch.int32)[None]  # of one token
+    for form in ("plain", "fp8", "nvfp4"):
+        sizes = (chosen, hidden, 2 * inner), (chosen, inner, hidden)
+        if form == "plain":
+            product = drawn(hidden, 1024), None, None
+            up, down = ((drawn(*size), None, None) for size in sizes)
+        else:
+            product = random_scaled(g, form, hidden, 1024)
+            up, down = (random_scaled(g, form, *size) for size in sizes)
+        yield f"product {form}", product_launch(drawn(4, hidden), *product), product[0].nbytes
+        others = (*up[1:], *down[1:])
+        weights = torch.rand(1, chosen, generator=g)
+        made = moe_launches(drawn(1, hidden), weights, ids, up[0], down[0], *others)
+        for launch, weight in zip(made.each, (up, down), strict=True):
+            yield f"experts {form}", launch, weight[0].nbytes
+    rows = 4096
+    for kind, dtype in (("bf16", bf16), ("fp8 cache", torch.float8_e4m3fn)):
+        cache, slots = drawn(1, 1, rows, 576).to(dtype), torch.zeros(1, dtype=torch.int64)
+        k_scale = None if dtype == bf16 else torch.ones(1)
+        made = mla_attention_launches(
+            *(drawn(1, 16, 4, 576), cache, drawn(1, 1, 4, 576).to(dtype)),
+            *(slots + rows - 4, slots + rows - 4, 0.1, 512, k_scale),
+            shared=SHARED[architecture],
+        )
+        yield f"attention {kind}", made.each[0], cache.nbytes
+
+
+def main(architecture: int, *wanted: str) -> None:
+    from tests.support.ptx_machine import Traffic, run_launch
+
+    print(HEADER)
+    for case, launch, streamed in launches(architecture):
+        traffic = Traffic()
+        run_launch(launch, architecture, traffic=traffic)  # gate and up first: `down` reads it
+        if not wanted or case in wanted:
+            per_byte = traffic.wavefronts / streamed
+            print(
+                f"| {case} | {launch.kernel.__name__} | sm_{architecture} | {1024 * per_byte:.1f}"
+                f" | {per_byte / ALLOWED[architecture]:.0%} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    main(int(sys.argv[1]), *sys.argv[2:])
