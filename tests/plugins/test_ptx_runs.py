@@ -15,7 +15,7 @@ pytestmark = pytest.mark.xdist_group("ptx")
 
 FEW = ("attention bfloat16", "product bfloat16 in nvfp4", "greedy acceptance")
 FOUND = {
-    "no barrier": "PtxError: ld.shared",
+    "no barrier": "PtxError: ldmatrix",
     "nobody waits for copies": "AssertionError: Tensor-likes are not close",
     "no mask": "PtxError: ld.global",
     "another scale": "AssertionError: Tensor-likes are not close",

@@ -23,7 +23,10 @@ for case, launch in cases(MODELS[model], int(architecture)):
 """
 FULL = pytest.mark.full
 ALL = "mla_partial,mla_combine,scaled_product,gate_and_up,down"
-LIMITS = {"fp8": 0.171, "nvfp4": 0.27, "plain": 0.05}  # instructions per byte of weights
+# Instructions per byte of weights. An H100 could read at 80 % of its bandwidth with 0.346, a B200
+# with 0.171.
+LIMITS = {"fp8": 0.12, "nvfp4": 0.28, "plain": 0.05}
+OF_SM_100 = {"fp8": 0.1, "nvfp4": 0.171, "plain": 0.05}  # which converts codes itself
 
 
 def compiled(model: str, architecture: int, case: str, kernels: str, cache: Path) -> list[Any]:
@@ -66,11 +69,11 @@ def test_what_sums_parts_spills_nothing(architecture: int, tmp_path: Path) -> No
 @FULL
 @pytest.mark.parametrize("architecture", [90, 100])
 def test_an_fp8_cache_is_converted_once(architecture: int, tmp_path: Path) -> None:
-    """Instructions allow 80 % of an H100's bandwidth twice over, and about that of a B200's."""
+    """Instructions allow 80 % of an H100's bandwidth twice over, and of a B200's."""
     rows = compiled("r1", architecture, "attention fp8", "mla_partial", tmp_path)
     assert len(rows) == 2
     for row in rows:
-        assert 0 < row["per_byte"] < 0.18, row
+        assert 0 < row["per_byte"] < (0.13 if architecture == 100 else 0.18), row
         assert row["copies"] >= 5, row  # of both parts of a tile
 
 
@@ -78,10 +81,8 @@ def test_an_fp8_cache_is_converted_once(architecture: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("case", ["product", "experts", "head"])
 def test_products_by_bytes(case: str, architecture: int, tmp_path: Path) -> None:
-    """They copy ahead, spill nothing, fill an H100 with one token; instructions per byte are few.
-
-    An H100 could read at 80 % of its bandwidth with 0.346, a B200 with 0.171.
-    """
+    """They copy ahead, spill nothing, fill an H100 with one token; instructions per byte are few."""
+    limits = OF_SM_100 if architecture == 100 else LIMITS
     rows = compiled("r1", architecture, case, ALL, tmp_path)
     assert rows
     for row in rows:
@@ -89,7 +90,7 @@ def test_products_by_bytes(case: str, architecture: int, tmp_path: Path) -> None
         assert row["spills"] == row["stack"] == 0, row
         assert row["programs"] >= 132, row
         assert row["shared"] <= 48 << 10, row  # as an AOT plugin has it
-        assert row["per_byte"] <= LIMITS[form], row  # 0: the loop was unrolled
+        assert row["per_byte"] <= limits[form], row  # 0: the loop was unrolled
     streaming = [row for row in rows if row["per_byte"]]
     assert streaming
     assert all(row["copies"] > 0 for row in streaming)

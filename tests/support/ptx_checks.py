@@ -23,7 +23,7 @@ MISTAKES = {  # -> a check, what is changed in the PTX, and into what
     "nobody waits for copies": (
         "product bfloat16 in nvfp4",
         r"cp\.async\.wait_group\s+\d+;",
-        "cp.async.wait_group 9;",
+        "cp.async.wait_group 99;",
     ),
     "no mask": ("product bfloat16 in nvfp4 of 70 columns", r"@%p\d+ (ld\.global)", r"\1"),
     "another scale": ("product bfloat16 in fp8", "0x7B807B80", "0x7B007B80"),

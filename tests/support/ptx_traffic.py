@@ -48,16 +48,20 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
         made = moe_launches(drawn(1, hidden), weights, ids, up[0], down[0], *others)
         for launch, weight in zip(made.each, (up, down), strict=True):
             yield f"experts {form}", launch, weight[0].nbytes
-    rows = 4096
-    for kind, dtype in (("bf16", bf16), ("fp8 cache", torch.float8_e4m3fn)):
-        cache, slots = drawn(1, 1, rows, 576).to(dtype), torch.zeros(1, dtype=torch.int64)
-        k_scale = None if dtype == bf16 else torch.ones(1)
-        made = mla_attention_launches(
-            *(drawn(1, 16, 4, 576), cache, drawn(1, 1, 4, 576).to(dtype)),
-            *(slots + rows - 4, slots + rows - 4, 0.1, 512, k_scale),
-            shared=SHARED[architecture],
-        )
-        yield f"attention {kind}", made.each[0], cache.nbytes
+    # 4,096 rows, which go to 171 or 64 splits, and a part of 16,384, which would go to 66.
+    for tokens, rows, splits in ((1, 4096, None), (4, 4096, None), (4, 992, 4)):
+        for kind, dtype in (("bf16", bf16), ("fp8", torch.float8_e4m3fn)):
+            cache, slots = drawn(1, 1, rows, 576).to(dtype), torch.zeros(1, dtype=torch.int64)
+            made = mla_attention_launches(
+                *(drawn(1, 16, tokens, 576), cache, drawn(1, 1, tokens, 576).to(dtype)),
+                *(slots + rows - tokens, slots + rows - tokens, 0.1, 512),
+                None if dtype == bf16 else torch.ones(1),
+                splits=splits,
+                shared=SHARED[architecture],
+            )
+            each = rows // (splits or made.each[0].grid[2])
+            case = f"attention {kind}, {tokens} tokens, {each} rows a split"
+            yield case, made.each[0], cache.nbytes
 
 
 def main(architecture: int, *wanted: str) -> None:
@@ -66,8 +70,8 @@ def main(architecture: int, *wanted: str) -> None:
     print(HEADER)
     for case, launch, streamed in launches(architecture):
         traffic = Traffic()
-        run_launch(launch, architecture, traffic=traffic)  # gate and up first: `down` reads it
-        if not wanted or case in wanted:
+        if not wanted or case.startswith(wanted):
+            run_launch(launch, architecture, traffic=traffic)  # gate and up first: `down` reads it
             per_byte = traffic.wavefronts / streamed
             print(
                 f"| {case} | {launch.kernel.__name__} | sm_{architecture} | {1024 * per_byte:.1f}"
