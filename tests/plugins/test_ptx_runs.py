@@ -6,9 +6,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.compiling import run
+from tests.support.ptx_machine import Traffic
+from tests.support.ptx_traffic import ALLOWED
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 pytestmark = pytest.mark.xdist_group("ptx")
@@ -48,3 +51,29 @@ def test_planted_mistakes_are_found(tmp_path: Path) -> None:
     assert {name: told.startswith(FOUND[name]) for name, told in found.items()} == dict.fromkeys(
         FOUND, True
     ), found
+
+
+def test_wavefronts_of_shared_memory() -> None:
+    """Nsight's counts of some patterns of 32 threads, which every text on bank conflicts has."""
+    lanes = np.arange(32)
+    patterns = {
+        "words": (lanes * 4, 4, 1),
+        "one word": (lanes * 0, 4, 1),
+        "every second word": (lanes * 8, 4, 2),
+        "a column of a row of 32": (lanes * 128, 4, 32),
+        "16 bytes each": (lanes * 16, 16, 4),
+        "16 bytes each, apart": (lanes * 128, 16, 32),
+        "8 bytes each": (lanes * 8, 8, 2),
+    }
+    for name, (offsets, width, wavefronts) in patterns.items():
+        traffic = Traffic()
+        traffic.add(lanes, offsets, width)
+        assert traffic.wavefronts == wavefronts, name
+
+
+@pytest.mark.full
+def test_products_leave_a_b200_its_bandwidth(tmp_path: Path) -> None:
+    given = ("-W", "ignore", "-m", "tests.support.ptx_traffic", "100", "product nvfp4")
+    *_, row = run(*given, cache=tmp_path).splitlines()
+    assert row.startswith("| product nvfp4 | scaled_product | sm_100 |")
+    assert 0 < float(row.split("|")[4]) <= 1024 * ALLOWED[100]

@@ -81,7 +81,7 @@ def test_an_fp8_cache_is_converted_once(architecture: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("case", ["product", "experts", "head"])
 def test_products_by_bytes(case: str, architecture: int, tmp_path: Path) -> None:
-    """They copy ahead, spill nothing, fill an H100 with one token; instructions per byte are few."""
+    """They copy ahead, spill nothing, fill an H100 with one token, take few instructions."""
     limits = OF_SM_100 if architecture == 100 else LIMITS
     rows = compiled("r1", architecture, case, ALL, tmp_path)
     assert rows

@@ -36,6 +36,9 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
     ids = torch.arange(chosen, dtype=torch.int32)[None]  # of one token
     for form in ("plain", "fp8", "nvfp4"):
         sizes = (chosen, hidden, 2 * inner), (chosen, inner, hidden)
+        product: tuple[Any, ...]
+        up: tuple[Any, ...]
+        down: tuple[Any, ...]
         if form == "plain":
             product = drawn(hidden, 1024), None, None
             up, down = ((drawn(*size), None, None) for size in sizes)
