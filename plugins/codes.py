@@ -15,30 +15,34 @@ from triton import knobs
 CONVERTING_PTXAS = 13, 2  # CUDA's, the first whose PTX (9.2) converts codes to bf16
 
 
-def _moved(pair: int, of: str, left: int, mask: int, *factors: str) -> str:
+def _moved(selector: int, of: str, left: int, mask: int, *factors: str) -> str:
     """Move the bits of two bytes of `of` to where bf16 has its own; multiply them by registers.
 
-    `pair` selects for `prmt`, which fills the bits above each byte with its sign. The bits are
+    `prmt` selects the bytes, and fills the bits above each with its sign. The bits are
     2^-120 (e4m3) or 2^-126 (e2m1) of the value; a subnormal code is a subnormal number.
     """
-    moved = f"prmt.b32 t, {of}, {pair:#x}; shl.b32 t, t, {left}; and.b32 t, t, {mask:#x};"
+    moved = f"prmt.b32 t, {of}, {selector:#x}; shl.b32 t, t, {left}; and.b32 t, t, {mask:#x};"
     return moved + "".join(f" fma.rn.bf16x2 t, t, {by}, none;" for by in factors)
 
 
-def _moved_e4m3(pair: int, of: str, *factors: str) -> str:
-    return _moved(pair, of, 4, 0x87F087F0, *factors)
+def _moved_e4m3(selector: int, of: str, *factors: str) -> str:
+    return _moved(selector, of, 4, 0x87F087F0, *factors)
+
+
+CONSTANTS = {"none": 0x80008000, "size": 0x7B807B80, "large": 0x7B007B00}  # -0, 2^120, 2^119
 
 
 def _text(*lines: str) -> tl.constexpr:
-    """Assembly with its registers: `none` is -0, which adds nothing; size 2^120, large 2^119."""
-    registers = (
-        "{ .reg .b32 t, u, none, size, large; .reg .b16 a, b, by; .reg .b8 b0, b1, b2, b3;"
-        " mov.b32 none, 0x80008000; mov.b32 size, 0x7B807B80; mov.b32 large, 0x7B007B00; "
-    )
-    return tl.constexpr(registers + " ".join(lines) + " }")
+    """Write assembly with its registers; of CONSTANTS it has those that it uses."""
+    body = " ".join(lines)
+    used = {name: value for name, value in CONSTANTS.items() if name in body}
+    registers = ", ".join(("t", "u", *used))
+    moves = "".join(f" mov.b32 {name}, {value:#x};" for name, value in used.items())
+    halves = " .reg .b16 a, b, by; .reg .b8 b0, b1, b2, b3;"
+    return tl.constexpr(f"{{ .reg .b32 {registers};{halves}{moves} {body} }}")
 
 
-# Byte j of the words $4 and $5, as bf16.
+# Byte j of the words $4 and $5 as bf16.
 MOVED_E4M3 = _text(
     *(f"{_moved_e4m3(0xC480 + 0x1111 * j, '$4, $5', 'size')} mov.b32 ${j}, t;" for j in range(4))
 )
@@ -49,7 +53,8 @@ CONVERTED_E4M3 = _text(
         for j in range(4)
     )
 )
-# Byte j of the word $4, twice: times 2^119, and times 2^-7.
+# Byte j of the word $4 as bf16, in both halves of a register: MOVED times 2^119, CONVERTED times
+# 2^-7, as what follows needs them.
 MOVED_SCALES = _text(
     *(
         f"{_moved_e4m3(0x9180 + 0x2222 * i, '$4, $4', 'size', 'large')}"
@@ -77,15 +82,15 @@ CONVERTED_E2M1 = _text(
     "mov.b32 {b0, b1, b2, b3}, $4;",
     *(f"cvt.rn.bf16x2.e2m1x2 t, b{j}; fma.rn.bf16x2 ${j}, t, ${5 + j}, none;" for j in range(4)),
 )
-# Four e4m3 in one register, NaN among them; it needs sm_89.
-WIDENED = tl.constexpr(
+# Four e4m3 of a cache in one register, NaN among them: from sm_89 on by fp16 and fp32.
+WIDENED_CACHE = tl.constexpr(
     "{ .reg .b16 a, b, c, d; .reg .b32 low, high; .reg .f32 p, q, r, s;"
     " mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 low, a; cvt.rn.f16x2.e4m3x2 high, b;"
     " mov.b32 {a, b}, low; mov.b32 {c, d}, high;"
     " cvt.f32.f16 p, a; cvt.f32.f16 q, b; cvt.f32.f16 r, c; cvt.f32.f16 s, d;"
     " cvt.rn.bf16x2.f32 $0, q, p; cvt.rn.bf16x2.f32 $1, s, r; }"
 )
-CONVERTED = _text("mov.b32 {a, b}, $2; cvt.rn.bf16x2.e4m3x2 $0, a; cvt.rn.bf16x2.e4m3x2 $1, b;")
+CONVERTED_CACHE = _text("mov.b32 {a, b}, $2; cvt.rn.bf16x2.e4m3x2 $0, a; cvt.rn.bf16x2.e4m3x2 $1, b;")
 SMALLER = tl.constexpr(128.0)  # 2^7, for the sums of products with `e2m1_of_words`
 
 
@@ -103,7 +108,7 @@ def assembly_for(architecture: int, ptxas: str | None = None) -> int:
 
 
 def assembly_on(device: torch.device) -> int:
-    """Choose ASSEMBLY for tensors on that device; what may run anywhere if it is no GPU."""
+    """Choose ASSEMBLY for tensors on that device; if it is no GPU, what every GPU can run."""
     if knobs.runtime.interpret:
         return 0
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -158,7 +163,7 @@ def scales_of_words(words, ASSEMBLY: tl.constexpr):
         )
     else:
         a, b, c, d = e4m3_of_words(words, 0)
-        a, b, c, d = _pair(a, a), _pair(b, b), _pair(c, c), _pair(d, d)
+        a, b, c, d = _joined(a, a), _joined(b, b), _joined(c, c), _joined(d, d)
     return a, b, c, d
 
 
@@ -188,11 +193,11 @@ def e2m1_of_words(words, a, b, c, d, ASSEMBLY: tl.constexpr):
 def _nibbles(bytes_, scale):
     low, high = float_of(bytes_, 2, 1), float_of(bytes_ >> 4, 2, 1)
     by = halves(scale)[0].to(tl.float32) / SMALLER
-    return _pair((low * by).to(tl.bfloat16), (high * by).to(tl.bfloat16))
+    return _joined((low * by).to(tl.bfloat16), (high * by).to(tl.bfloat16))
 
 
 @triton.jit
-def _pair(low, high):
+def _joined(low, high):
     low, high = low.to(tl.int16, bitcast=True), high.to(tl.int16, bitcast=True)
     return (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
 
@@ -213,7 +218,7 @@ def bf16_of_e4m3(tile, ASSEMBLY: tl.constexpr):
     if ASSEMBLY:
         codes = tile.to(tl.uint8, bitcast=True)
         tile = tl.inline_asm_elementwise(
-            CONVERTED if ASSEMBLY == 100 else WIDENED,
+            CONVERTED_CACHE if ASSEMBLY == 100 else WIDENED_CACHE,
             "=r,=r,r",
             [codes],
             tl.bfloat16,

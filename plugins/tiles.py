@@ -26,8 +26,9 @@ from mtpbuild.plugins.codes import (
 from mtpbuild.plugins.launch import MULTIPROCESSORS, cdiv
 
 PROGRAMS = 2 * MULTIPROCESSORS
-AHEAD_PROGRAMS = 160  # that copy four tiles ahead: one for each multiprocessor of a B200, or two
-JOINED = 7  # splits whose sum AOTInductor computes in the kernel that reads it
+DEEP_PROGRAMS = 160  # that copy four tiles ahead: enough for the 148 multiprocessors of a B200
+JOINED = 7  # splits that AOTInductor adds where their sum is read: it unrolls sums of less than 8
+NEARLY = 0.9  # of the multiprocessors: with so many programs, JOINED splits are enough
 SPLIT_INPUTS = 448  # a split of fewer inputs costs more than it saves
 
 
@@ -48,9 +49,9 @@ def tile_product(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add rows times inputs from `begin` on and columns from n on of a weight [DEPTH, WIDTH].
+    """Add to `total` the product of rows and a weight's tile, from input `begin` and column n on.
 
-    `given` has the tile's inputs. Values beyond the weight are 0. `expert` picks one weight of a
+    `given` has the rows' inputs of that tile; the weight is [DEPTH, WIDTH]. Values beyond the weight are 0. `expert` picks one weight of a
     stack. BLOCK inputs share a scale. BY_INPUT says that scales_2 are per inputs too; where they
     are not, `with_global_scales` multiplies the sum by them.
     """
@@ -119,6 +120,7 @@ def _nvfp4_words(
     # where words of a column are neighbours, each into another bank.
     eighth, word = tl.arange(0, W // 8)[:, None, None], tl.arange(0, 8)[None, None, :]
     word = n // 4 + 8 * eighth + word
+    # In 64 bits the assembler adds constants to one address; in 32 it computes each by itself.
     pair = begin // 2 + tl.arange(0, BLOCK_K // 2).to(tl.int64)
     of = (expert * (DEPTH // 2) + pair)[None, :, None] * (WIDTH // 4) + word
     there = word < WIDTH // 4
@@ -205,13 +207,15 @@ def tile_constants(
     width, packed = values.shape[-1], 1 if scales_2 is None else 2
     depth = values.shape[-2] * packed
     block = depth if scales is None else depth // scales.shape[-2]
-    narrow, words = x.dtype == torch.bfloat16, width % 4 == 0 and scales is not None
+    in_bf16, words = x.dtype == torch.bfloat16, width % 4 == 0 and scales is not None
     together = min(block & -block, 128)  # inputs that share scales of fp8
-    if narrow and words and scales_2 is not None:
-        wide, deep, stages = (256 if width >= 256 else 128), 64, 5
-    elif narrow and words and together >= 16:
+    if in_bf16 and words and scales_2 is not None:
+        programs = cdiv(width, 256) * max(1, depth // SPLIT_INPUTS)
+        enough = values.dim() > 2 or 2 * programs >= MULTIPROCESSORS  # a stack has many experts
+        wide, deep, stages = (256 if width >= 256 and enough else 128), 64, 5
+    elif in_bf16 and words and together >= 16:
         wide, deep, stages = 128, together, 3
-    elif narrow and scales is None:
+    elif in_bf16 and scales is None:
         wide, deep, stages = 128, 64, 3
     else:
         wide, deep, stages = 64, 64, 1
@@ -229,8 +233,8 @@ def split_count(programs: int, depth: int, constants: Mapping[str, Any]) -> int:
     """
     tiles, wanted = cdiv(depth, constants["BLOCK_K"]), PROGRAMS
     if constants["STAGES"] > 3:
-        wanted = AHEAD_PROGRAMS
-        if JOINED * programs >= 0.9 * MULTIPROCESSORS:
+        wanted = DEEP_PROGRAMS
+        if JOINED * programs >= NEARLY * MULTIPROCESSORS:
             wanted = min(wanted, JOINED * programs)
     splits = max(1, min(wanted // programs, depth // SPLIT_INPUTS, tiles))
     return cdiv(tiles, cdiv(tiles, splits))

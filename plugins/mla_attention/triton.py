@@ -40,7 +40,7 @@ def mla_partial(
     """Program (b, m, s) has BLOCK_M of slot b's HEADS * TOKENS query rows and split s of its cache.
 
     A slot's committed rows are dealt evenly to as many splits as WANTED programs of the whole call
-    need, of LEAST rows or more. So what a slot holds decides its cost, not what it could hold. The
+    need, and to no more than there are LEAST rows for each but the last. So what a slot holds decides its cost, not what it could hold. The
     last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is normalised
     within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the weights' sum.
     A split without rows writes only its lse, -inf. The cache's tiles are copied to shared memory
@@ -65,7 +65,7 @@ def mla_partial(
     mixed = tl.zeros((BLOCK_M, LATENT), tl.float32)
     length = tl.load(base + b).to(tl.int32)
     used = tl.cdiv(WANTED, tl.num_programs(0) * tl.num_programs(1))
-    used = tl.maximum(tl.minimum(tl.minimum(used, splits), length // LEAST), 1)
+    used = tl.maximum(tl.minimum(tl.minimum(used, splits), tl.cdiv(length, LEAST)), 1)
     share = tl.cdiv(length, used)
     begin = split * share
     end = tl.minimum(begin + share, length)

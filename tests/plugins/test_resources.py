@@ -111,3 +111,22 @@ def test_the_small_model_too(architecture: int, tmp_path: Path) -> None:
     rows = compiled("deepseek-tiny", architecture, "attention", "mla_partial", tmp_path)
     assert rows
     assert all(row["spills"] == 0 for row in rows)
+
+
+CONVERTS = """
+import json
+from mtpbuild.plugins.compiling import compiled, empty, nvfp4
+from mtpbuild.plugins.matmul_scaled.triton import product_launch
+import torch
+
+launch = product_launch(empty(4, 512, dtype=torch.bfloat16), *nvfp4(512, 256))
+forms = ((100, True), (100, False), (90, True))  # for that GPU alone, or for a plugin
+print(json.dumps(["e2m1x2" in compiled(launch, *form).asm["ptx"] for form in forms]))
+"""
+
+
+@FULL
+def test_codes_are_converted_where_a_gpu_can(tmp_path: Path) -> None:
+    """A plugin's PTX is older than the instruction, also on a GPU that has it."""
+    found = run("-W", "ignore", "-c", CONVERTS, cache=tmp_path)
+    assert json.loads(found) == [True, False, False]

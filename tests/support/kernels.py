@@ -425,7 +425,7 @@ def products(draw: Draw) -> Product:
         form=draw(st.sampled_from(["fp8", "nvfp4"])),
         tokens=draw(st.sampled_from([1, 3, 17, 64, 70])),
         inputs=draw(st.sampled_from([16, 48, 144, 256])),
-        outputs=draw(st.sampled_from([1, 20, 70])),
+        outputs=draw(st.sampled_from([1, 20, 70, 300])),
         by_input=draw(st.booleans()),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         seed=draw(st.integers(0, 1 << 20)),

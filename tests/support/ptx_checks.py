@@ -26,6 +26,11 @@ MISTAKES = {  # -> a check, what is changed in the PTX, and into what
         "cp.async.wait_group 99;",
     ),
     "no mask": ("product bfloat16 in nvfp4 of 70 columns", r"@%p\d+ (ld\.global)", r"\1"),
+    "no mask of copies": (
+        "product bfloat16 in nvfp4 with edges",
+        r"(cp\.async\.ca.* 0x4), %r\d+;",
+        r"\1;",
+    ),
     "another scale": ("product bfloat16 in fp8", "0x7B807B80", "0x7B007B80"),
 }
 
@@ -75,8 +80,10 @@ def checks(architecture: int, shared: int) -> Iterator[tuple[str, Check]]:
         yield f"latents {kind}", partial(step_kernels.check_latents, layer, "cpu")
         halves = Latents(1, 1, 3, 70, 2, 16, 4, None, False, dtype, 10)
         yield f"latents {kind} in halves", partial(step_kernels.check_latents, halves, "cpu")
+    edges = Product("nvfp4", 17, 144, 300, True, narrow, 5)  # of tiles that are 256 columns wide
+    yield "product bfloat16 in nvfp4 with edges", partial(kernels.check_product, edges, "cpu")
     for form in ("fp8", "nvfp4"):
-        product = Product(form, 3, 7168, 1024, False, narrow, 5)
+        product = Product(form, 3, 7168, 2112, False, narrow, 5)
         yield f"product bfloat16 in {form} R1", partial(kernels.check_product, product, "cpu")
     layer = Latents(1, 4, 16, 128, 64, 512, 128, 1536, True, narrow, 9)
     yield "latents bfloat16 R1", partial(step_kernels.check_latents, layer, "cpu")

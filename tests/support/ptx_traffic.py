@@ -21,6 +21,7 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
     """Yield launches with values, and the bytes of weights or cache that each reads once."""
     import torch
 
+    from mtpbuild.plugins.launch import cdiv
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
     from mtpbuild.plugins.moe.triton import moe_launches
@@ -51,7 +52,7 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
         made = moe_launches(drawn(1, hidden), weights, ids, up[0], down[0], *others)
         for launch, weight in zip(made.each, (up, down), strict=True):
             yield f"experts {form}", launch, weight[0].nbytes
-    # 4,096 rows, which go to 171 or 64 splits, and a part of 16,384, which would go to 66.
+    # Rows of 171 and of 64 splits, and a part of 16,384 rows, which would have 66 splits.
     for tokens, rows, splits in ((1, 4096, None), (4, 4096, None), (4, 992, 4)):
         for kind, dtype in (("bf16", bf16), ("fp8", torch.float8_e4m3fn)):
             cache, slots = drawn(1, 1, rows, 576).to(dtype), torch.zeros(1, dtype=torch.int64)
@@ -62,7 +63,7 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
                 splits=splits,
                 shared=SHARED[architecture],
             )
-            each = rows // (splits or made.each[0].grid[2])
+            each = cdiv(rows - tokens, made.each[0].grid[2])
             case = f"attention {kind}, {tokens} tokens, {each} rows a split"
             yield case, made.each[0], cache.nbytes
 
