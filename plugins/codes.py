@@ -90,7 +90,9 @@ WIDENED_CACHE = tl.constexpr(
     " cvt.f32.f16 p, a; cvt.f32.f16 q, b; cvt.f32.f16 r, c; cvt.f32.f16 s, d;"
     " cvt.rn.bf16x2.f32 $0, q, p; cvt.rn.bf16x2.f32 $1, s, r; }"
 )
-CONVERTED_CACHE = _text("mov.b32 {a, b}, $2; cvt.rn.bf16x2.e4m3x2 $0, a; cvt.rn.bf16x2.e4m3x2 $1, b;")
+CONVERTED_CACHE = _text(
+    "mov.b32 {a, b}, $2; cvt.rn.bf16x2.e4m3x2 $0, a; cvt.rn.bf16x2.e4m3x2 $1, b;"
+)
 SMALLER = tl.constexpr(128.0)  # 2^7, for the sums of products with `e2m1_of_words`
 
 

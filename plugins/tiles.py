@@ -51,9 +51,9 @@ def tile_product(
 ):  # fmt: skip
     """Add to `total` the product of rows and a weight's tile, from input `begin` and column n on.
 
-    `given` has the rows' inputs of that tile; the weight is [DEPTH, WIDTH]. Values beyond the weight are 0. `expert` picks one weight of a
-    stack. BLOCK inputs share a scale. BY_INPUT says that scales_2 are per inputs too; where they
-    are not, `with_global_scales` multiplies the sum by them.
+    `given` has the rows' inputs of that tile; the weight is [DEPTH, WIDTH]. Values beyond it are 0.
+    `expert` picks one weight of a stack. BLOCK inputs share a scale. BY_INPUT says that scales_2
+    are per inputs too; where they are not, `with_global_scales` multiplies the sum by them.
     """
     if scales is not None and WORDS:
         if scales_2 is None:

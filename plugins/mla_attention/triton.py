@@ -40,11 +40,11 @@ def mla_partial(
     """Program (b, m, s) has BLOCK_M of slot b's HEADS * TOKENS query rows and split s of its cache.
 
     A slot's committed rows are dealt evenly to as many splits as WANTED programs of the whole call
-    need, and to no more than there are LEAST rows for each but the last. So what a slot holds decides its cost, not what it could hold. The
-    last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is normalised
-    within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the weights' sum.
-    A split without rows writes only its lse, -inf. The cache's tiles are copied to shared memory
-    STAGES - 1 tiles ahead; there are few fresh rows, so their tiles are not.
+    need, but no more than one per LEAST rows. So what a slot holds decides its cost, not what it
+    could hold. The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is
+    normalised within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the
+    weights' sum. A split without rows writes only its lse, -inf. The cache's tiles are copied to
+    shared memory STAGES - 1 tiles ahead; there are few fresh rows, so their tiles are not.
     """
     b = tl.program_id(0).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)

@@ -157,7 +157,7 @@ def test_logits_of_a_narrow_head_do_not_tie() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "splits", "held", "used"),
-    [(1, 128, 700, 29), (1, 128, 47, 1), (1, 4, 700, 4), (7, 4, 300, 2)],
+    [(1, 128, 700, 30), (1, 128, 47, 2), (1, 4, 700, 4), (7, 4, 300, 2)],
 )
 def test_splits_by_what_a_slot_holds(
     slots: int, splits: int, held: int, used: int, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
     from tests.support.kernels import random_scaled
 
     g, bf16 = torch.Generator().manual_seed(0), torch.bfloat16
-    hidden, inner, chosen = 7168, 256, 8
+    hidden, inner, chosen, columns = 7168, 256, 8, 2304
 
     def drawn(*shape: int) -> Any:
         return torch.randn(*shape, generator=g).to(bf16)
@@ -41,10 +41,10 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
         up: tuple[Any, ...]
         down: tuple[Any, ...]
         if form == "plain":
-            product = drawn(hidden, 1024), None, None
+            product = drawn(hidden, columns), None, None
             up, down = ((drawn(*size), None, None) for size in sizes)
         else:
-            product = random_scaled(g, form, hidden, 1024)
+            product = random_scaled(g, form, hidden, columns)
             up, down = (random_scaled(g, form, *size) for size in sizes)
         yield f"product {form}", product_launch(drawn(4, hidden), *product), product[0].nbytes
         others = (*up[1:], *down[1:])
