@@ -18,8 +18,8 @@ from rich.table import Table
 from script import run
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.controls import GREEDY, Controls
-from mtpbuild.runtime.programs.base import Bools, Ints, Programs, StepOutput
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
 
 PROMPT = "def fibonacci(n):"
 

@@ -33,7 +33,7 @@ from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import read_manifest
 
 SOURCE = "bf16"
 VARIANTS = {

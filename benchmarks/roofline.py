@@ -30,8 +30,8 @@ from mtpbuild.builder.forecast.step import Load, Model, Part
 from mtpbuild.builder.forecast.weights import classes, find_layout
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.ranks import Ranks
 
 FP32 = 4  # bytes

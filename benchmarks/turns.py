@@ -19,7 +19,7 @@ from typing import Any
 from script import run
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.programs.base import StepOutput
+from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.request import FinishReason, Request
 
 

@@ -18,7 +18,7 @@ from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.prepare import Job, load_compiler, prepare
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.runtime.manifest import (
+from mtpbuild.runtime.contract.manifest import (
     Manifest,
     ProgramSpec,
     engine_folders,

@@ -12,8 +12,8 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.runtime.manifest import StateSpec
-from mtpbuild.runtime.programs.base import PLAIN
+from mtpbuild.runtime.contract.manifest import StateSpec
+from mtpbuild.runtime.contract.programs import PLAIN
 
 if TYPE_CHECKING:
     from mtpbuild.builder.model_source import ModelSource

@@ -9,8 +9,8 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
 from mtpbuild.builder.plan import Plan
+from mtpbuild.runtime.contract.manifest import HASH_LIMIT, hash_file
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.manifest import HASH_LIMIT, hash_file
 
 SAMPLE, EVERY = 1 << 12, 1 << 23  # bytes that are read of a large file
 PACKAGES = (

@@ -37,8 +37,8 @@ from mtpbuild.builder.quantize.kept import (
 from mtpbuild.builder.quantize.requantised import Requantised, see
 from mtpbuild.builder.quantize.scheme import Scheme
 from mtpbuild.plugins.matmul_nbits.op import BLOCK
+from mtpbuild.runtime.contract.manifest import FloatType, ModelInfo, WeightsType
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.manifest import FloatType, ModelInfo, WeightsType
 from mtpbuild.runtime.ranks import ALONE, Ranks
 from mtpbuild.runtime.tokenizer import TOKENIZER, read_backend
 

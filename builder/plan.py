@@ -7,9 +7,9 @@ from typing import Any, Literal
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.targets.style import GraphStyle
-from mtpbuild.runtime.controls import HISTORY
+from mtpbuild.runtime.contract.controls import HISTORY
+from mtpbuild.runtime.contract.manifest import FloatType, HeadType, QuantisedType, StateSpec
 from mtpbuild.runtime.errors import BuildError, UsageError
-from mtpbuild.runtime.manifest import FloatType, HeadType, QuantisedType, StateSpec
 from mtpbuild.runtime.ranks import Ranks
 
 Nextn = int | Literal["auto"]  # as said on the command line

@@ -22,8 +22,8 @@ from mtpbuild.builder.recipe import Source, find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target, make_options, targets_that
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
 
 if TYPE_CHECKING:
     from mtpbuild.builder.model_source import ModelSource

@@ -25,9 +25,9 @@ from mtpbuild.builder.quantize.scheme import engine_scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
+from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, check_files, read_manifest
+from mtpbuild.runtime.contract.programs import is_trunk
 from mtpbuild.runtime.errors import BuildError, UsageError
-from mtpbuild.runtime.manifest import MANIFEST, Manifest, check_files, read_manifest
-from mtpbuild.runtime.programs.base import is_trunk
 
 SHOWN = 6  # differences in one line
 

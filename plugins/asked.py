@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mtpbuild.runtime.controls import CORE_CONTROLS, Control
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Control
 
 Asked = Mapping[str, Tensor]  # a control's name -> [B, *its shape]
 

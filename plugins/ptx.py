@@ -18,7 +18,7 @@ import torch
 
 from mtpbuild.plugins.compiling import compiled, empty, fp8, nvfp4
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
-from mtpbuild.runtime.controls import CORE_CONTROLS, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, control_shapes
 
 ARCHITECTURES = (80, 90, 100, 120)
 

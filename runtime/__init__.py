@@ -15,12 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mtpbuild.runtime.contract.manifest import Manifest as Manifest
     from mtpbuild.runtime.driver import Stream as Stream
     from mtpbuild.runtime.engine import Engine as Engine
     from mtpbuild.runtime.errors import EngineError as EngineError
     from mtpbuild.runtime.errors import MtpbuildError as MtpbuildError
     from mtpbuild.runtime.errors import RequestError as RequestError
-    from mtpbuild.runtime.manifest import Manifest as Manifest
     from mtpbuild.runtime.request import Chunk as Chunk
     from mtpbuild.runtime.request import Result as Result
     from mtpbuild.runtime.request import TokenLogprobs as TokenLogprobs
@@ -36,7 +36,7 @@ _MODULES = {
     "driver": ("Stream",),
     "engine": ("Engine",),
     "errors": ("EngineError", "MtpbuildError", "RequestError"),
-    "manifest": ("Manifest",),
+    "contract.manifest": ("Manifest",),
     "request": ("Chunk", "Result", "TokenLogprobs"),
     "sampling": ("SamplingParams",),
     "stats": ("EngineStats", "RequestMetrics", "SpeculativeDecoding"),

@@ -4,8 +4,8 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import cast
 
+from mtpbuild.runtime.contract.programs import Adaptive, Bools, Programs
 from mtpbuild.runtime.pace import Land, Pace, Running
-from mtpbuild.runtime.programs.base import Adaptive, Bools, Programs
 
 FORGET = 0.98  # weight of older drafts as a new one is judged: a memory of some 50
 FADE = 0.995  # the same in a step without a draft there; more patient, as trying again costs time

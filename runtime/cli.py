@@ -86,10 +86,10 @@ def run(
     settings = read_flags(compat, relaxed)
     from mtpbuild.runtime import terminal
     from mtpbuild.runtime.compat.settings import check_engine
+    from mtpbuild.runtime.contract.manifest import read_manifest
     from mtpbuild.runtime.engine import Engine
     from mtpbuild.runtime.follow import follow
     from mtpbuild.runtime.group import start as ranks
-    from mtpbuild.runtime.manifest import read_manifest
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
@@ -140,7 +140,7 @@ def inspect(
 ) -> None:
     """Show what is in an engine directory, and check that it is whole."""
     from mtpbuild.runtime import terminal
-    from mtpbuild.runtime.manifest import check_files, engine_folders, read_manifest
+    from mtpbuild.runtime.contract.manifest import check_files, engine_folders, read_manifest
 
     manifest = read_manifest(engine)
     for folder, part in engine_folders(engine, manifest):

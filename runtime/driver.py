@@ -5,9 +5,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Self
 
+from mtpbuild.runtime.contract.programs import Closing
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.loop import Loop
-from mtpbuild.runtime.programs.base import Closing
 from mtpbuild.runtime.request import Chunk, Request, Result
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack, overload
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
+from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
+from mtpbuild.runtime.contract.programs import Constraining, Programs, Shared
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
 from mtpbuild.runtime.grammar import Grammars
 from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
-from mtpbuild.runtime.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import Constraining, Programs, Shared
 from mtpbuild.runtime.request import Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling import SamplingParams, controls_of
 from mtpbuild.runtime.stats import EngineStats

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import MtpbuildError, RankError
 from mtpbuild.runtime.group.start import LOST
-from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import follow_programs
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from mtpbuild.runtime.controls import WORD, Controls
+from mtpbuild.runtime.contract.controls import WORD, Controls
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Constraint
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.tokenizer import Tokenizer
 

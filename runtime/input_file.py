@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
+from mtpbuild.runtime.contract.manifest import first_error
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
-from mtpbuild.runtime.manifest import first_error
 from mtpbuild.runtime.request import Observer, Result
 from mtpbuild.runtime.sampling import PENALTIES, SamplingParams
 

@@ -6,11 +6,8 @@ from typing import cast
 import numpy as np
 
 from mtpbuild.runtime.adaptive import AdaptiveNextn
-from mtpbuild.runtime.errors import EngineError, RequestError
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.pace import Land, OverlappingPace, Pace, Running
-from mtpbuild.runtime.prefixes import Prefixes
-from mtpbuild.runtime.programs.base import (
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import (
     Constraining,
     Ints,
     Keeping,
@@ -18,6 +15,9 @@ from mtpbuild.runtime.programs.base import (
     Programs,
     StepOutput,
 )
+from mtpbuild.runtime.errors import EngineError, RequestError
+from mtpbuild.runtime.pace import Land, OverlappingPace, Pace, Running
+from mtpbuild.runtime.prefixes import Prefixes
 from mtpbuild.runtime.request import Request, TokenLogprobs
 from mtpbuild.runtime.scheduler import Filling, Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
 
-from mtpbuild.runtime.programs.base import Bools, Overlapping, Programs, StepOutput
+from mtpbuild.runtime.contract.programs import Bools, Overlapping, Programs, StepOutput
 from mtpbuild.runtime.request import Request
 
 Running: TypeAlias = Sequence[tuple[int, Request]]  # the requests of a step, with their slots

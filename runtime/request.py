@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.errors import MtpbuildError, RequestError
 from mtpbuild.runtime.grammar import Grammar
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import StepOutput
 from mtpbuild.runtime.sampling import SamplingParams, controls_of, end_ids, rates_of
 from mtpbuild.runtime.stats import Acceptance, RequestMetrics
 from mtpbuild.runtime.text import Span, TextStream

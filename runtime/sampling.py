@@ -6,9 +6,15 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from mtpbuild.runtime.checks import SETTINGS, biases, whole_number
-from mtpbuild.runtime.controls import HISTORY, MAX_BANNED, MAX_BIASES, MAX_LOGPROBS, Controls
+from mtpbuild.runtime.contract.controls import (
+    HISTORY,
+    MAX_BANNED,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    Controls,
+)
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import RequestError
-from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.synthetic import check_synthetic, conditional, synthetic_rates
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mtpbuild.runtime.contract.programs import Bools
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.programs.base import Bools
 from mtpbuild.runtime.request import Request
 
 

@@ -14,10 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.runtime.chat_template import ChatOptions
-from mtpbuild.runtime.engine import Engine, Prompt
-from mtpbuild.runtime.errors import RequestError
-from mtpbuild.runtime.input_file import generate_all, read_requests
-from mtpbuild.runtime.manifest import (
+from mtpbuild.runtime.contract.manifest import (
     HASH_LIMIT,
     BuildInfo,
     Manifest,
@@ -25,6 +22,9 @@ from mtpbuild.runtime.manifest import (
     TensorSpec,
     ranks_here,
 )
+from mtpbuild.runtime.engine import Engine, Prompt
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.input_file import generate_all, read_requests
 from mtpbuild.runtime.request import Chunk, Observer, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.trace.recorder import Trace

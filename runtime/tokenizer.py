@@ -9,8 +9,8 @@ from tokenizers.decoders import ByteLevel
 
 from mtpbuild.runtime import tokenizer_files
 from mtpbuild.runtime.chat_template import ChatOptions, ChatTemplates, Message
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineFileError, RequestError
-from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.tokenizer_files import CHAT_TEMPLATE
 
 TOKENIZER = "tokenizer.json"

@@ -13,8 +13,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from mtpbuild.runtime.chat_template import DEFAULT, ChatTemplates, Source
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineFileError
-from mtpbuild.runtime.manifest import Manifest
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"  # of older checkpoints

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "recipes": {"recipes"},
     "runtime": {"runtime"},
 }
-CONTROLS = "mtpbuild.runtime.controls"  # all that plugins may import of the run time
+CONTROLS = "mtpbuild.runtime.contract.controls"  # all that plugins may import of the run time
 # Files of a plugin that need more than torch.
 FACETS = {"onnx", "tensorrt", "triton"}
 OF_TRITON = {"codes", "tiles"}  # functions of kernels that Triton's facets share

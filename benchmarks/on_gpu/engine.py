@@ -18,10 +18,10 @@ from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
-from mtpbuild.runtime.controls import GREEDY, Controls
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import Bools, Ints, Programs, StepOutput
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from on_gpu.machine import Machine, Row
 

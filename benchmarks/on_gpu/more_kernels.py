@@ -17,7 +17,7 @@ from mtpbuild.plugins.asked import in_order
 from mtpbuild.plugins.kv_write.triton import kv_launch
 from mtpbuild.plugins.matmul_scaled.triton import matmul_scaled_triton
 from mtpbuild.plugins.moe.triton import moe_triton
-from mtpbuild.runtime.controls import CORE_CONTROLS, Controls, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Controls, control_shapes
 from on_gpu.kernels import Experts
 from on_gpu.machine import COLD, Machine, Row, difference, microseconds, repeats
 from on_gpu.random_model import fill_scaled

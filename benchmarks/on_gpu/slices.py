@@ -11,8 +11,8 @@ from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.quantize.scheme import PLAIN
 from mtpbuild.builder.recipe import recipe_folder
+from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import FloatType
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 

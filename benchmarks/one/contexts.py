@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import read_manifest
 from one.cost import Counted, as_json, row_bytes
 from one.files import Workshop
 from one.report import NONE, over, rate

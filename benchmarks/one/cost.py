@@ -19,7 +19,7 @@ from mtpbuild.builder.models import ModelConfig, family_of
 from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.family import Costs
 from mtpbuild.builder.quantize.kept import weight_of
-from mtpbuild.runtime.manifest import Manifest, read_manifest
+from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.ranks import ALONE
 from one.machine import Machine
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import read_manifest
 from one.cost import Counted, as_json, weight_groups
 from one.files import Workshop, on_disk
 from one.report import Aim, Row, over, rate, scaled, table

@@ -9,7 +9,7 @@ from side import Answer, Ask, serve, tokens
 
 import mtpbuild.runtime.programs.onnxruntime  # noqa: F401  (before the clock runs)
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.programs.base import Bools, StepOutput
+from mtpbuild.runtime.contract.programs import Bools, StepOutput
 
 POOL = 1024  # different rows in a filled cache
 

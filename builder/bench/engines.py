@@ -15,8 +15,8 @@ from mtpbuild.builder.recipe import Source
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
+from mtpbuild.runtime.contract.manifest import MAX_BATCH, HeadType, QuantisedType
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import MAX_BATCH, HeadType, QuantisedType
 
 ENGINES = Path("engines")
 PRIVATE = ENGINES / ".bench"

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from mtpbuild.builder.bench.dataset import Group, Prompt
 from mtpbuild.builder.garbage import no_garbage_collection
 from mtpbuild.builder.plan import Nextn
+from mtpbuild.runtime.contract.manifest import MAX_SEQ_LEN
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.manifest import MAX_SEQ_LEN
 from mtpbuild.runtime.stats import SpeculativeDecoding
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.common.weights import WHOLE, Share, Source, Weight
 from mtpbuild.builder.quantize.formats import DTYPES, SUPPORTED, Format, Part, Shape, stored_format
 from mtpbuild.builder.quantize.kept import NONE, Kept, KeptHeads, weight_of
+from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.manifest import FloatType
 from mtpbuild.runtime.ranks import ALONE
 
 PIECE = 2048  # rows of a large weight that are in memory at once: whole blocks of all formats

@@ -98,7 +98,7 @@ def evaluate(
     """Right answers and speed: strict against relaxed, or above temperature 0 against rejection."""
     from mtpbuild.builder.eval.evaluate import JSON, OUTPUT_TOKENS, EvalRequest, evaluate
     from mtpbuild.builder.eval.report import print_report
-    from mtpbuild.runtime.manifest import read_manifest
+    from mtpbuild.runtime.contract.manifest import read_manifest
 
     relaxing = [relaxed_topk, relaxed_delta, use_relaxed_acceptance_for_thinking or None]
     if sampling.temperature > 0 and relaxing != [None] * 3:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mtpbuild.builder.recipe import load_recipes
-from mtpbuild.runtime.manifest import ranks_here
+from mtpbuild.runtime.contract.manifest import ranks_here
 
 if TYPE_CHECKING:
     from mtpbuild.builder.build import BuiltEngine

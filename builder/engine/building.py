@@ -15,8 +15,8 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mtpbuild.runtime.contract.manifest import ProgramSpec, hash_file, rank_name
 from mtpbuild.runtime.errors import BuildError
-from mtpbuild.runtime.manifest import ProgramSpec, hash_file, rank_name
 
 JOURNAL = "parts.jsonl"  # a line that tells the inputs, then one for each thing that is finished
 

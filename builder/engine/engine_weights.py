@@ -11,7 +11,7 @@ from mtpbuild.builder.engine.weights_file import WEIGHTS, Placed, read_places, w
 from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.weights import Share
 from mtpbuild.builder.quantize.formats import Part
-from mtpbuild.runtime.manifest import hash_file
+from mtpbuild.runtime.contract.manifest import hash_file
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mtpbuild.builder.engine.building import is_taken, replace_folder
-from mtpbuild.runtime.errors import BuildError, EngineError, MtpbuildError
-from mtpbuild.runtime.manifest import (
+from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     WEIGHTS,
     Manifest,
@@ -20,6 +19,7 @@ from mtpbuild.runtime.manifest import (
     read_manifest,
     read_rank,
 )
+from mtpbuild.runtime.errors import BuildError, EngineError, MtpbuildError
 from mtpbuild.runtime.ranks import Ranks
 
 

@@ -9,7 +9,7 @@ from mtpbuild.builder.checkpoint.side_files import side_files
 from mtpbuild.builder.engine.building import Building
 from mtpbuild.builder.plan import state_specs
 from mtpbuild.builder.prepare import Job
-from mtpbuild.runtime.manifest import (
+from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     BuildInfo,
     FileSpec,

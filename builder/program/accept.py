@@ -13,7 +13,7 @@ from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.penalties import READ, penalised, recorded
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
-from mtpbuild.runtime.controls import HISTORY, MAX_LOGPROBS
+from mtpbuild.runtime.contract.controls import HISTORY, MAX_LOGPROBS
 
 
 class Acceptance:

@@ -20,8 +20,8 @@ from mtpbuild.builder.program.step import (
     StepProgram,
     TrunkProgram,
 )
-from mtpbuild.runtime.controls import HISTORY, Control, constraint_shapes, control_shapes
-from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, program_name, trunk_name
+from mtpbuild.runtime.contract.controls import HISTORY, Control, constraint_shapes, control_shapes
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, program_name, trunk_name
 
 DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has

@@ -15,7 +15,13 @@ from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
 from mtpbuild.builder.program.window import State, Window
 from mtpbuild.plugins.asked import named
-from mtpbuild.runtime.controls import ALLOWED, CONSTRAINTS, CONTROLS, CORE_CONTROLS, Control
+from mtpbuild.runtime.contract.controls import (
+    ALLOWED,
+    CONSTRAINTS,
+    CONTROLS,
+    CORE_CONTROLS,
+    Control,
+)
 
 
 def signature(*controls: Control) -> Signature:

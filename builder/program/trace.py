@@ -8,8 +8,8 @@ from torch.export import Dim, ExportedProgram
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, HIDDEN_OUT, Program, most_tokens
-from mtpbuild.runtime.manifest import ProgramSpec, TensorSpec
-from mtpbuild.runtime.programs.base import PREFILL, is_trunk
+from mtpbuild.runtime.contract.manifest import ProgramSpec, TensorSpec
+from mtpbuild.runtime.contract.programs import PREFILL, is_trunk
 
 Specs = tuple[TensorSpec, ...]
 CHUNKED = ("tokens", "hidden", HIDDEN_OUT)  # what has a row for each token of a prompt's chunk

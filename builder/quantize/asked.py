@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from mtpbuild.builder.targets import targets_that
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.manifest import HeadType, QuantisedType
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import HeadType, QuantisedType
 
 if TYPE_CHECKING:
     from mtpbuild.builder.request import BuildRequest

@@ -9,8 +9,8 @@ from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.common.weights import Source
 from mtpbuild.builder.quantize.asked import HEADS, NONE, check_choice
 from mtpbuild.builder.quantize.formats import FORMATS, Format
+from mtpbuild.runtime.contract.manifest import HeadType, QuantisedType
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import HeadType, QuantisedType
 
 PLAIN = "bf16"
 CHOICES = (PLAIN, *FORMATS)

@@ -33,8 +33,8 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.targets.capability import GPUS, CudaGpu, architecture
+from mtpbuild.runtime.contract.manifest import CrossCompiled
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, MtpbuildError
-from mtpbuild.runtime.manifest import CrossCompiled
 
 # What would measure on the GPU, or compute there while compiling.
 OPTIONS: dict[str, Any] = {

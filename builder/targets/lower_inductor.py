@@ -36,9 +36,9 @@ from mtpbuild.builder.targets import cross_cuda
 from mtpbuild.builder.targets.passes import attention_backend
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
 from mtpbuild.plugins import IN_PLACE, facets
+from mtpbuild.runtime.contract.manifest import CONSTANTS, TargetInfo
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.group.start import GROUP
-from mtpbuild.runtime.manifest import CONSTANTS, TargetInfo
 from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
 
 OPTIONS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.plugins import facets
-from mtpbuild.runtime.manifest import WEIGHTS, TargetInfo
+from mtpbuild.runtime.contract.manifest import WEIGHTS, TargetInfo
 
 aten = torch.ops.aten
 OPSET = 24  # the first with TensorScatter

@@ -23,8 +23,8 @@ from mtpbuild.builder.targets import trt_compile
 from mtpbuild.plugins import facets
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
+from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, TargetInfo, TensorSpec
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
-from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS, TargetInfo, TensorSpec
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME = "tensorrt"

@@ -8,8 +8,8 @@ from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import lower_onnxruntime, trt_compile
+from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
-from mtpbuild.runtime.manifest import TargetInfo
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME = "tensorrt-rtx"

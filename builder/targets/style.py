@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.manifest import FloatType
+    from mtpbuild.runtime.contract.manifest import FloatType
 
 
 @dataclass(frozen=True)

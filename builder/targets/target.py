@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
-    from mtpbuild.runtime.manifest import TargetInfo
+    from mtpbuild.runtime.contract.manifest import TargetInfo
 
 
 @dataclass(frozen=True)

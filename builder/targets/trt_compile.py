@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.plan import Plan
+from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
-from mtpbuild.runtime.manifest import TargetInfo
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 FAST = 1  # of TensorRT's levels 0 to 5; it takes 3 by itself

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.programs.base import StepOutput
+from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.request import FinishReason, Request
 from mtpbuild.runtime.stats import SpeculativeDecoding
 

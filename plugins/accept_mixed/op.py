@@ -16,7 +16,7 @@ from mtpbuild.plugins.asked import Asked, named
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.penalties import READ, penalised, unchanged
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
-from mtpbuild.runtime.controls import (
+from mtpbuild.runtime.contract.controls import (
     ACCEPT,
     ALLOWED,
     BLOCK_DRAFT,

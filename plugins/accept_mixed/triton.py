@@ -17,7 +17,7 @@ from mtpbuild.plugins.accept_rewind.triton import best_launch, vocabulary_block
 from mtpbuild.plugins.asked import named
 from mtpbuild.plugins.launch import Launch, Launches, bind, by_kernels, tile
 from mtpbuild.plugins.shaped_probs.triton import floor_of_row, weights_of
-from mtpbuild.runtime.controls import ACCEPT, DRAFT, RECOVER
+from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT, RECOVER
 
 LOG_DRAFT, LOG_ACCEPT, LOG_RECOVER = (tl.constexpr(i) for i in (DRAFT, ACCEPT, RECOVER))
 # A row's figures: how its logits become its distribution, and what that says of its draft.

@@ -9,7 +9,7 @@ from mtpbuild.runtime.compat.vocabulary import show
 from mtpbuild.runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.manifest import BuildInfo
+    from mtpbuild.runtime.contract.manifest import BuildInfo
 
 DrafterName: TypeAlias = Literal["mtp-eagle", "mtp-vanilla"]
 DRAFTERS = get_args(DrafterName)

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.errors import EngineError, RankError
 from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, time_limit
-from mtpbuild.runtime.programs.base import StepOutput
 
 HEAD = 512  # bytes of a message; what is longer follows
 

@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.manifest import Manifest, check_files
+from mtpbuild.runtime.contract.programs import Bools, Ints, Overlapping, Programs, StepOutput
 from mtpbuild.runtime.errors import EngineError, UsageError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import own_folders, own_rank
-from mtpbuild.runtime.manifest import Manifest, check_files
-from mtpbuild.runtime.programs.base import Bools, Ints, Overlapping, Programs, StepOutput
 
 LoadRank: TypeAlias = Callable[..., Programs]  # of a rank's folder, manifest, and `channel`
 

@@ -16,8 +16,14 @@ from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 
+from mtpbuild.runtime.contract.manifest import (
+    Manifest,
+    engine_folders,
+    rank_name,
+    ranks_here,
+    read_rank,
+)
 from mtpbuild.runtime.errors import EngineError, EngineFileError, RankError, UsageError
-from mtpbuild.runtime.manifest import Manifest, engine_folders, rank_name, ranks_here, read_rank
 from mtpbuild.runtime.targets import find_target
 
 GROUP = "mtpbuild"  # the process group that compiled programs name

@@ -6,9 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Programs
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.targets import find_target, names
 
 

@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS, Manifest
 
 HARDWARE = "x86-64 CPU with AVX2"  # all that the compiled code needs
 TORCH = ".".join(torch.__version__.split(".")[:2])  # AOTInductor packages are bound to it

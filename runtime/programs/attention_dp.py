@@ -9,10 +9,10 @@ from dataclasses import fields
 
 import numpy as np
 
-from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.slots import Slots
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
-from mtpbuild.runtime.programs.base import host_type
 
 Place: TypeAlias = "DeviceArray | NDArray[Any]"
 

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import MIXED, PREFILL, Ints, host_type
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import MIXED, PREFILL, Ints, host_type
 from mtpbuild.runtime.programs.slots import Array, Caches, Memory, Slots
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.controls import ALLOWED
-from mtpbuild.runtime.manifest import Manifest, StateSpec
-from mtpbuild.runtime.programs.base import PREFILL, Bools, Constraint, host_type, is_trunk
+from mtpbuild.runtime.contract.controls import ALLOWED
+from mtpbuild.runtime.contract.manifest import Manifest, StateSpec
+from mtpbuild.runtime.contract.programs import PREFILL, Bools, Constraint, host_type, is_trunk
 from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Programs
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers
 from mtpbuild.runtime.group.start import own_gpu
-from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs import inductor_cuda
 from mtpbuild.runtime.programs.aot_package import TORCH, Opener, open_packages, this_machine
-from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.inductor_dp import AttentionDPPrograms, CudaAttentionDPPrograms

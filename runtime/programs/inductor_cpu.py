@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.manifest import Manifest, TensorSpec
+from mtpbuild.runtime.contract.manifest import Manifest, TensorSpec
+from mtpbuild.runtime.contract.programs import PLAIN, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.aot_package import Opener
-from mtpbuild.runtime.programs.base import PLAIN, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.slots import JUDGED, reported
 

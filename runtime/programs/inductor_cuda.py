@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, StateSpec, TensorSpec
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import WEIGHTS, Manifest, StateSpec, TensorSpec
 from mtpbuild.runtime.programs.aot_package import Opener
-from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu
 from mtpbuild.runtime.programs.host_slots import rounded
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import PREFILL, Bools, Ints, StepOutput, host_type
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.nccl import Peers
-from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
-from mtpbuild.runtime.programs.base import PREFILL, Bools, Ints, StepOutput, host_type
 from mtpbuild.runtime.programs.host_slots import rounded
 from mtpbuild.runtime.programs.inductor_cpu import shared
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms, RankPrograms

@@ -16,9 +16,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
-from mtpbuild.runtime.manifest import Manifest, StateSpec
-from mtpbuild.runtime.programs.base import (
+from mtpbuild.runtime.contract.manifest import Manifest, StateSpec
+from mtpbuild.runtime.contract.programs import (
     MIXED,
     PREFILL,
     Bools,
@@ -27,6 +26,7 @@ from mtpbuild.runtime.programs.base import (
     host_type,
     is_trunk,
 )
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.slots import reported
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.controls import (
+from mtpbuild.runtime.contract.controls import (
     CONSTRAINED,
     CONSTRAINTS,
     CONTROLS,
@@ -15,9 +15,9 @@ from mtpbuild.runtime.controls import (
     HISTORY,
     Controls,
 )
+from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, StateSpec, TensorSpec
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import Manifest, ProgramSpec, StateSpec, TensorSpec
-from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
 
 JUDGED = ("window", "num_drafts")  # of the state that a step was given, what it reports
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view

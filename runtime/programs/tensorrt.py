@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group.start import own_gpu
-from mtpbuild.runtime.manifest import WEIGHTS, Manifest
 from mtpbuild.runtime.programs import cuda
 from mtpbuild.runtime.programs.cuda import Device
 from mtpbuild.runtime.programs.device_slots import check_gpu

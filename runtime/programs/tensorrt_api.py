@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
-from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS
 
 # By target; the dependency groups have the same names.
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}

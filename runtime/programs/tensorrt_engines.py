@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, ProgramSpec
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.errors import EngineError
-from mtpbuild.runtime.manifest import WEIGHTS, Manifest, ProgramSpec
-from mtpbuild.runtime.programs.base import MIXED, PLAIN, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.group.channel import Channel, silent
 from mtpbuild.runtime.group.communicator import join
 from mtpbuild.runtime.group.nccl import watch
-from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.programs.attention_dp import AttentionDP
-from mtpbuild.runtime.programs.base import PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.cuda import Device
 from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms, outs
 

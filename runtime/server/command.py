@@ -44,10 +44,10 @@ def serve(
         missing = f"`mtpbuild serve` needs {error.name}: pip install 'mtpbuild[serve]'"
         raise MissingDependencyError(missing) from None
     from mtpbuild.runtime import SamplingParams, StructuredOutputs
+    from mtpbuild.runtime.contract.manifest import read_manifest
     from mtpbuild.runtime.engine import Engine
     from mtpbuild.runtime.follow import follow
     from mtpbuild.runtime.group import start as ranks
-    from mtpbuild.runtime.manifest import read_manifest
     from mtpbuild.runtime.server.service import Settings
     from mtpbuild.runtime.server.tools import FORMS
 

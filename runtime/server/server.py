@@ -16,9 +16,9 @@ from typing import Any
 
 import uvicorn
 
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.sampling import can_penalise
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, limited

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from mtpbuild.runtime.contract.manifest import first_error
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import first_error
 
 VERSION: Literal[1] = 1
 

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from mtpbuild.runtime.contract.programs import Floats, StepOutput
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.programs.base import Floats, StepOutput
 from mtpbuild.runtime.request import FinishReason, Request
 from mtpbuild.runtime.trace import lines
 from mtpbuild.runtime.trace.page import Page

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from mtpbuild.runtime.trace.diff import Place, RequestDiff, TraceDiff
 from mtpbuild.runtime.trace.lines import TraceFile

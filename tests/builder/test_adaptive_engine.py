@@ -13,8 +13,8 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.adaptive import AdaptiveNextn
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import read_manifest
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder
 

@@ -17,10 +17,10 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.prepare import make_plans
 from mtpbuild.builder.recipe import Source
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.manifest import read_manifest
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import collectives, eager_ranks

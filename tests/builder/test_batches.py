@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mtpbuild.builder.plan import DrafterName
-from mtpbuild.runtime.controls import GREEDY, HISTORY, Controls
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, Controls
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import StepOutput
 from mtpbuild.runtime.programs.onnxruntime import DeviceCaches, OnnxPrograms
 from tests.support.engines import EngineBuilder
 

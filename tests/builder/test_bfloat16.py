@@ -29,9 +29,9 @@ from mtpbuild.builder.refit import refit
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, EngineError, Manifest, SamplingParams
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.programs import Programs
 from mtpbuild.runtime.programs import inductor_cuda
-from mtpbuild.runtime.programs.base import Programs
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from tests.support.bfloat16 import check, check_logprobs, rounded

@@ -20,8 +20,8 @@ from mtpbuild.builder.engine import engine_weights, layout
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.manifest import check_files, read_manifest
 from mtpbuild.runtime.errors import BuildError, CheckpointError
-from mtpbuild.runtime.manifest import check_files, read_manifest
 from mtpbuild.runtime.targets import find_target
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.stand_ins import failing

@@ -28,8 +28,8 @@ from mtpbuild.builder.verify.compare import NotChecked
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import (
     QUANTIZABLE,

@@ -17,8 +17,8 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.targets import cross_cuda, lower_inductor
 from mtpbuild.builder.targets.capability import GPUS
 from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
-from mtpbuild.runtime.manifest import read_manifest
 from tests.support.checkpoints import make_model
 from tests.support.cross_compile import Compiled
 from tests.support.invoke import invoke

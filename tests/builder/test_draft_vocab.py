@@ -17,9 +17,9 @@ from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, draft_ids, most_frequent
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.refit import refit
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample

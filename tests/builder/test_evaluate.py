@@ -25,8 +25,8 @@ from mtpbuild.builder.eval.problems import (
 from mtpbuild.builder.eval.report import conclusion
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.compat.settings import Settings
+from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.programs.base import Bools, StepOutput
 from tests.support.bench_samples import fake_engine, sample, write_lines
 from tests.support.engines import write_engine
 from tests.support.fakes import EOS, THINKING, FakePrograms, fake_manifest

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mtpbuild.builder.models.common.plain import Reference
 from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.manifest import read_manifest
 from tests.support import bfloat16, collectives, eager_ranks
 from tests.support.invoke import invoke
 from tests.support.r1_like import r1_like

@@ -15,8 +15,8 @@ from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.download import download
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
-from mtpbuild.runtime.manifest import read_manifest
 from tests.support.checkpoints import SMALLEST, random_checkpoint, shard, write_tokenizer
 from tests.support.invoke import invoke
 from tests.support.loopback_hub import (

@@ -16,7 +16,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.manifest import Manifest
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.programs import flashinfer_attention, inductor_cuda
 from mtpbuild.runtime.programs.flashinfer_attention import WORKSPACE
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms

@@ -24,9 +24,9 @@ from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError
-from mtpbuild.runtime.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.programs import load_programs, torch_cuda
 from mtpbuild.runtime.programs.aot_package import Package, open_packages
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms

@@ -20,7 +20,7 @@ from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import read_manifest
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.numbers import plain_with_rounding
 

@@ -17,7 +17,7 @@ from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.moe import ExpertRows
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.refit import refit
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import read_manifest
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder, greedy_ids

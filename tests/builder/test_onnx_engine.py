@@ -13,8 +13,8 @@ import pytest
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
-from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import ROW_STEP
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms

@@ -18,6 +18,14 @@ from mtpbuild.builder.checks import needs
 from mtpbuild.builder.recipe import load_recipes
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+from mtpbuild.runtime.contract.manifest import (
+    MANIFEST,
+    MAX_BATCH,
+    MAX_CHUNK,
+    MAX_SEQ_LEN,
+    check_files,
+    read_manifest,
+)
 from mtpbuild.runtime.errors import (
     BuildError,
     CheckpointError,
@@ -25,14 +33,6 @@ from mtpbuild.runtime.errors import (
     MtpbuildError,
     UnknownRecipeError,
     UsageError,
-)
-from mtpbuild.runtime.manifest import (
-    MANIFEST,
-    MAX_BATCH,
-    MAX_CHUNK,
-    MAX_SEQ_LEN,
-    check_files,
-    read_manifest,
 )
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.fake_target import quick_target

@@ -12,12 +12,12 @@ import torch
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan
-from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from mtpbuild.runtime.loop import Loop
-from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.prefixes import Placement, Prefixes
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
 from mtpbuild.runtime.programs.host_slots import PackedCaches
 from mtpbuild.runtime.request import FinishReason, Request
 from mtpbuild.runtime.sampling import SamplingParams

@@ -19,15 +19,15 @@ from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint, identity
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.stages import Stages
-from mtpbuild.runtime.errors import BuildError, EngineFileError
-from mtpbuild.runtime.group.start import own_folders, started
-from mtpbuild.runtime.manifest import (
+from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     check_files,
     engine_folders,
     rank_name,
     read_manifest,
 )
+from mtpbuild.runtime.errors import BuildError, EngineFileError
+from mtpbuild.runtime.group.start import own_folders, started
 from tests.support.checkpoints import load_config, random_checkpoint
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke

@@ -25,12 +25,12 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import RankError, UsageError
 from mtpbuild.runtime.follow import follow
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.start import started
-from mtpbuild.runtime.manifest import MANIFEST, read_manifest
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import eager_ranks

@@ -22,13 +22,13 @@ from torch._C._distributed_c10d import ErrorType
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks_module
 from mtpbuild.runtime.group.lead import OverlappingLeadingPrograms
 from mtpbuild.runtime.group.nccl import SETTINGS, connect, watch, within
-from mtpbuild.runtime.manifest import Manifest, read_manifest
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
 from tests.reference.recompute import greedy

@@ -14,10 +14,10 @@ import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.manifest import WEIGHTS, read_manifest
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import trt_ranks

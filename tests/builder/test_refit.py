@@ -19,8 +19,8 @@ from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.runtime.contract.manifest import MANIFEST, check_files, read_manifest
 from mtpbuild.runtime.errors import MtpbuildError
-from mtpbuild.runtime.manifest import MANIFEST, check_files, read_manifest
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import make_predictable, save_checkpoint, write_tokenizer
 from tests.support.engines import EngineBuilder, greedy_ids

@@ -21,8 +21,8 @@ from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.targets import lower_onnxruntime
 from mtpbuild.builder.targets.lower_tensorrt_rtx import SORTED, compile_graph
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.contract.manifest import check_files
 from mtpbuild.runtime.errors import BuildError, EngineError
-from mtpbuild.runtime.manifest import check_files
 from tests.support import fake_cuda, fake_tensorrt
 from tests.support.requests import build_request
 from tests.support.styles import style_of

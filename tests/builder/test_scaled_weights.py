@@ -34,8 +34,8 @@ from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_scaled
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import FloatType, read_manifest
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.manifest import FloatType, read_manifest
 from mtpbuild.runtime.ranks import ALONE, Ranks
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint

@@ -17,9 +17,9 @@ from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.builder.targets import load_target, make_options
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.programs import MIXED, is_trunk
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import MIXED, is_trunk
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint

@@ -31,7 +31,14 @@ from mtpbuild.builder.targets import tensorrt as target_tensorrt
 from mtpbuild.builder.targets.trt_compile import new_config
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.manifest import (
+    CONSTANTS,
+    WEIGHTS,
+    Manifest,
+    check_files,
+    read_manifest,
+)
 from mtpbuild.runtime.errors import (
     BuildError,
     EngineError,
@@ -39,7 +46,6 @@ from mtpbuild.runtime.errors import (
     MtpbuildError,
     UsageError,
 )
-from mtpbuild.runtime.manifest import CONSTANTS, WEIGHTS, Manifest, check_files, read_manifest
 from mtpbuild.runtime.programs import tensorrt
 from mtpbuild.runtime.programs.tensorrt_api import as_stored
 from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms

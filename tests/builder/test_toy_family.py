@@ -12,8 +12,8 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError
-from mtpbuild.runtime.manifest import read_manifest
 from mtpbuild.runtime.programs import load_programs
 from tests.reference.recompute import greedy
 from tests.support.engines import EngineBuilder

@@ -11,8 +11,8 @@ import pytest
 from mtpbuild.builder.build import build
 from mtpbuild.builder.verify.plain import load_plain
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.manifest import read_manifest
 from tests.reference.recompute import greedy
 from tests.support.requests import build_request
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, SamplingParams, Trace
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
 from mtpbuild.runtime.trace.lines import RequestLine, TracedRequest, read_trace
 from tests.reference.recompute import row_logits
 from tests.reference.sampling import distribution

@@ -21,7 +21,7 @@ from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.verify.report import last_line
 from mtpbuild.builder.verify.verify import check
-from mtpbuild.runtime.manifest import Manifest, read_manifest
+from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.stats import Acceptance
 from tests.reference.recompute import next_logits
 from tests.support.engines import EngineBuilder, write_engine, write_manifest

@@ -12,7 +12,7 @@ from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.targets.capability import GPUS, architecture
 from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.programs.aot_package import open_packages
 from mtpbuild.runtime.programs.inductor import load as load_inductor
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms, load

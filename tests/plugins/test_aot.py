@@ -15,7 +15,7 @@ import torch
 from mtpbuild.plugins import accept_mixed_op, accept_rewind, aot, facets, matmul_wide
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import SHAPES, ContractError, Ptx, launches
-from mtpbuild.runtime.controls import CORE_CONTROLS, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, control_shapes
 from tests.support.stand_ins import failing, importing
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.plugins.asked import in_order, named
-from mtpbuild.runtime.controls import CORE_CONTROLS, UNIFORMS
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, UNIFORMS
 from tests.support.kernels import asked_of
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mtpbuild.plugins import penalties as module
 from mtpbuild.plugins.accept_mixed.op import accept_mixed
 from mtpbuild.plugins.penalties import penalised, recorded
-from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
 from tests.reference.sampling import edited
 from tests.support.acceptance_cases import BEGIN, CLOSE, END, SURE, A, B, Case, D, operands
 from tests.support.chain import COUNT, FIRST, LIMIT, NUMBERS, P, chi_square, decode

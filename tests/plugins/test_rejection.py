@@ -17,7 +17,7 @@ from mtpbuild.plugins.accept_mixed import op as mixed
 from mtpbuild.plugins.accept_mixed.op import verify_block
 from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
-from mtpbuild.runtime.controls import ACCEPT, DRAFT
+from mtpbuild.runtime.contract.controls import ACCEPT, DRAFT
 from tests.support import chain as language
 from tests.support.chain import FIRST, LIMIT, SLOTS, K, P, V, chi_square, decode
 

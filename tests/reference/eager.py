@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.runtime.controls import GREEDY, Controls
-from mtpbuild.runtime.programs.base import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
 
 
 class EagerPrograms:

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.builder.models.common.plain import Reference
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
 from tests.reference.recompute import next_logits
 
 

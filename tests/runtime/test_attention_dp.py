@@ -10,12 +10,18 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.controls import CORE_CONTROLS, Controls, control_shapes
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Controls, control_shapes
+from mtpbuild.runtime.contract.manifest import (
+    Dimension,
+    Manifest,
+    ProgramSpec,
+    StateSpec,
+    TensorSpec,
+)
+from mtpbuild.runtime.contract.programs import Overlapping, StepOutput
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.channel import Channel
-from mtpbuild.runtime.manifest import Dimension, Manifest, ProgramSpec, StateSpec, TensorSpec
 from mtpbuild.runtime.programs import inductor_ranks
-from mtpbuild.runtime.programs.base import Overlapping, StepOutput
 from mtpbuild.runtime.programs.inductor_dp import AttentionDPPrograms, CudaAttentionDPPrograms
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fakes import fake_manifest

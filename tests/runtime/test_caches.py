@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.manifest import StateSpec
+from mtpbuild.runtime.contract.manifest import StateSpec
 from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, PackedCaches, rounded
 
 SLOTS, CAPACITY = 4, 1000

@@ -14,8 +14,8 @@ import tokenizers
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, Tokenizer
 from mtpbuild.runtime.chat_template import ChatTemplates, Source
+from mtpbuild.runtime.contract.manifest import FileSpec
 from mtpbuild.runtime.errors import EngineFileError
-from mtpbuild.runtime.manifest import FileSpec
 from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from tests.support.fakes import FakePrograms, fake_manifest, scripted

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import Result as CliResult
 
 from mtpbuild.runtime import Engine, SamplingParams, terminal
+from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.input_file import read_requests
-from mtpbuild.runtime.manifest import Manifest, read_manifest
 from tests.support.engines import write_engine, write_manifest
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
 from tests.support.registry import programs_by

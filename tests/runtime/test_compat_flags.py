@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.runtime.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
 from tests.support.engines import write_engine
 from tests.support.fakes import THINKING, FakePrograms, continuation, fake_manifest
 from tests.support.registry import programs_by

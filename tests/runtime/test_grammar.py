@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import RequestError, SamplingParams, StructuredOutputs
-from mtpbuild.runtime.controls import GREEDY
+from mtpbuild.runtime.contract.controls import GREEDY
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.grammar import Grammars, Matcher
-from mtpbuild.runtime.manifest import Manifest
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, EngineError, MtpbuildError, SamplingParams
+from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, read_manifest
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError
-from mtpbuild.runtime.manifest import MANIFEST, Manifest, read_manifest
 from tests.support.damage import damage
 from tests.support.engines import write_manifest
 from tests.support.fakes import BOS, FakePrograms, continuation

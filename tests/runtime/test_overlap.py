@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.driver import Stream
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import StepOutput
 from mtpbuild.runtime.request import FinishReason, Request, Result
 from tests.support.fakes import (
     EOS,

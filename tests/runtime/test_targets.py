@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.errors import (
     EngineError,
     EngineFormatError,
     MissingDependencyError,
     UsageError,
 )
-from mtpbuild.runtime.manifest import MANIFEST, read_manifest
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.aot_package import TORCH, this_machine
 from mtpbuild.runtime.targets import Target, find_target, names, register

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mtpbuild.runtime import Engine, EngineError, SamplingParams, Trace
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.request import Request
 from mtpbuild.runtime.trace.lines import read_trace

@@ -14,10 +14,10 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOutputs
-from mtpbuild.runtime.controls import Controls
-from mtpbuild.runtime.manifest import read_manifest
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.programs.base import Constraint
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.onnxruntime import OnnxPrograms
 from mtpbuild.runtime.server.service import Settings

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.program.accept import MixedAcceptance
-from mtpbuild.runtime.controls import GREEDY, HISTORY, Controls
+from mtpbuild.runtime.contract.controls import GREEDY, HISTORY, Controls
 from tests.reference.sampling import edited
 from tests.support.kernels import asked_of, asked_of_penalties
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from mtpbuild.runtime.controls import Controls
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Constraint
+from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Constraint
 
 ASKED = (
     Controls(constrained=True),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.manifest import MANIFEST
+from mtpbuild.runtime.contract.manifest import MANIFEST
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 1000) | st.floats() | st.text(max_size=5),

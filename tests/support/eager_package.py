@@ -7,8 +7,14 @@ from torch import Tensor
 
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import Program
-from mtpbuild.runtime.controls import MAX_LOGPROBS
-from mtpbuild.runtime.manifest import FileSpec, Manifest, ProgramSpec, TargetInfo, TensorSpec
+from mtpbuild.runtime.contract.controls import MAX_LOGPROBS
+from mtpbuild.runtime.contract.manifest import (
+    FileSpec,
+    Manifest,
+    ProgramSpec,
+    TargetInfo,
+    TensorSpec,
+)
 from tests.support.fakes import fake_manifest
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.manifest import MANIFEST, FileSpec, Manifest, ProgramSpec, hash_file
+from mtpbuild.runtime.contract.manifest import MANIFEST, FileSpec, Manifest, ProgramSpec, hash_file
 from tests.support.fakes import TEMPLATE, backend_tokenizer
 
 EngineBuilder = Callable[..., Path]

@@ -9,9 +9,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mtpbuild.runtime.chat_template import ChatTemplates, Source
-from mtpbuild.runtime.controls import GREEDY, MAX_LOGPROBS, Controls
-from mtpbuild.runtime.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, Controls
+from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
+from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1

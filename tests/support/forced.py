@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.builder.models.common.plain import Reference
-from mtpbuild.runtime.programs.base import Adaptive, Programs
+from mtpbuild.runtime.contract.programs import Adaptive, Programs
 from tests.reference.recompute import draft_logits, greedy
 
 GARBAGE = 1e20  # on a CPU unseen rows weigh 1e-32 (`floored_softmax`)

@@ -14,7 +14,7 @@ from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import lower_inductor
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.controls import Controls
+from mtpbuild.runtime.contract.controls import Controls
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 

@@ -30,7 +30,7 @@ from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.launch import AOT_SHARED
 from mtpbuild.plugins.moe.op import NOBODY
 from mtpbuild.plugins.shaped_probs.op import shaped_probs
-from mtpbuild.runtime.controls import (
+from mtpbuild.runtime.contract.controls import (
     CONTROLS,
     CORE_CONTROLS,
     GREEDY,

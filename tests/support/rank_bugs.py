@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN
 from mtpbuild.runtime.programs import inductor_cuda
-from mtpbuild.runtime.programs.base import MIXED, PLAIN
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Work

@@ -13,9 +13,9 @@ import pytest
 
 from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.start import started
-from mtpbuild.runtime.manifest import read_manifest
 from tests.support.requests import build_request
 
 SHAPE: dict[str, Any] = {

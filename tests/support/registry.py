@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.runtime.manifest import Manifest
-from mtpbuild.runtime.programs.base import Programs
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Programs
 from mtpbuild.runtime.targets import find_target, register
 
 _makers: list[Callable[[Manifest], Programs]] = []

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime import Engine, Manifest
-from mtpbuild.runtime.controls import GREEDY, Controls
-from mtpbuild.runtime.programs.base import Bools, Ints, StepOutput
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from tests.reference.sampling import distribution
 from tests.support.fakes import fake_manifest
 

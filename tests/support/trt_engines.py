@@ -16,8 +16,8 @@ from mtpbuild.builder.engine.manifest_of import describe_files
 from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.quantize.scheme import make_scheme
-from mtpbuild.runtime.manifest import MANIFEST, WEIGHTS, rank_name, read_manifest
-from mtpbuild.runtime.programs.base import Programs
+from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, rank_name, read_manifest
+from mtpbuild.runtime.contract.programs import Programs
 from tests.reference.eager import EagerPrograms
 from tests.support.checkpoints import make_predictable, save_checkpoint
 from tests.support.requests import build_request

@@ -9,7 +9,7 @@ The head's weight is fp32 on a CPU and bfloat16 on a GPU.
 import torch
 from torch import Tensor, nn
 
-from mtpbuild.runtime.manifest import FloatType
+from mtpbuild.runtime.contract.manifest import FloatType
 
 FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

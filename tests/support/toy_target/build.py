@@ -9,9 +9,9 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
-from mtpbuild.runtime.manifest import TargetInfo
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from mtpbuild.runtime.manifest import Manifest, ProgramSpec
+from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from mtpbuild.runtime.targets import Target
 

@@ -1,0 +1,1 @@
+"""What an engine is: its states, its controls, its programs and its manifest. No torch here."""
