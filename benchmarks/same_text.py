@@ -1,0 +1,62 @@
+"""How many texts of deepseek-tiny are the same with drafts as without them, by weights' format.
+
+    python benchmarks/same_text.py [--work runs/same_text] [--texts 12] [--tokens 70]
+
+For fp32, int8 and int4 it builds nextn 0 and 3 and continues the same prompts with both; every
+third request is greedy, the others are sampled at temperature 0.8 with a seed. Besides equal texts
+it counts texts whose list of log-probabilities is equal to the bit.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from script import run
+
+from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
+from mtpbuild.builder.build import build
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.runtime import Engine, Result, SamplingParams
+
+FORMATS, NEXTN = (None, "int8", "int4"), 3
+
+
+def results(folder: Path, texts: int, tokens: int) -> list[Result]:
+    """The engine's answers to the first prompts of the built-in sets, in turn."""
+    with Engine.load(folder, threads=1) as engine:
+        sets = [load_groups(Asked(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN]
+        prompts = [prompt.token_ids for each in zip(*sets, strict=True) for (prompt,) in each]
+        asked = [
+            SamplingParams(tokens, temperature=0.8 if i % 3 else 0.0, seed=i, logprobs=0)
+            for i in range(texts)
+        ]
+        return [engine.generate(*pair) for pair in zip(prompts, asked, strict=False)]
+
+
+def compare(work: Path, texts: int, tokens: int) -> Table:
+    """Build both engines of each format; a row for each."""
+    table = Table("weights", "same tokens", "same log-probabilities")
+    for weights in FORMATS:
+        out = work / (weights or "fp32")
+        build(BuildRequest("deepseek-tiny", (0, NEXTN), out=out, weights=weights))
+        engines = sorted(path.parent for path in out.glob("*/engine.json"))
+        plain, drafted = (results(folder, texts, tokens) for folder in engines)
+        pairs = list(zip(plain, drafted, strict=True))
+        same = sum(a.token_ids == b.token_ids for a, b in pairs)
+        bits = sum(a.logprobs == b.logprobs for a, b in pairs)
+        table.add_row(weights or "fp32", f"{same} of {texts}", f"{bits} of {texts}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("runs/same_text"))
+    parser.add_argument("--texts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=70)
+    arguments = parser.parse_args()
+    Console().print(compare(arguments.work, arguments.texts, arguments.tokens))
+
+
+if __name__ == "__main__":
+    run(main)
