@@ -29,6 +29,7 @@ class Timed:
 
     def __init__(self, programs: Programs) -> None:
         self.programs, self.lookahead = programs, programs.lookahead
+        self.features = programs.features
         self.begun: list[float] = []
         self.ended: list[float] = []
 

@@ -22,8 +22,10 @@ from mtpbuild.builder.recipe import Source, find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target, make_options, targets_that
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.targets import find_target, targets_with
 
 if TYPE_CHECKING:
     from mtpbuild.builder.model_source import ModelSource
@@ -229,8 +231,8 @@ def check_target(
     target: Target, request: BuildRequest, options: Any, nextns: tuple[Nextn, ...]
 ) -> None:
     """Refuse what the target can't build, and say which targets can."""
-    if "auto" in nextns and not target.adaptive:
-        can = targets_that(lambda other: other.adaptive)
+    if "auto" in nextns and Feature.ADAPT not in find_target(target.name).features:
+        can = targets_with(Feature.ADAPT)
         raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
     if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.several_ranks:
         can = targets_that(lambda other: other.several_ranks)

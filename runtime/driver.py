@@ -3,9 +3,10 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Self
+from typing import Self, cast
 
-from mtpbuild.runtime.contract.programs import Closing
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.programs import Shared
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.request import Chunk, Request, Result
@@ -79,8 +80,8 @@ class Driver:
             self._closed = True  # nobody starts another step
             self._turn.wait_for(lambda: not self._stepping)
             self._loop.fail(EngineError("the engine was closed"))
-            if isinstance(self._loop.programs, Closing):
-                self._loop.programs.close()
+            if Feature.SHARE in self._loop.programs.features:
+                cast(Shared, self._loop.programs).close()
             del self._loop.programs
             self._turn.notify_all()
 

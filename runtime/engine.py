@@ -5,11 +5,12 @@ import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Self, TypeAlias, Unpack, overload
+from typing import Any, Self, TypeAlias, Unpack, cast, overload
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
-from mtpbuild.runtime.contract.programs import Constraining, Programs, Shared
+from mtpbuild.runtime.contract.programs import Programs, Shared
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
 from mtpbuild.runtime.grammar import Grammars
@@ -39,8 +40,7 @@ class Engine:
     ) -> None:
         self.manifest = manifest
         self.tokenizer = tokenizer
-        able = isinstance(programs, Constraining) and programs.constrainable
-        self._grammars = Grammars(manifest, tokenizer, able=able)
+        self._grammars = Grammars(manifest, tokenizer, programs.features)
         self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache)
         self._driver = Driver(self._loop)
 
@@ -214,7 +214,8 @@ class Engine:
     def failure(self) -> str | None:
         """Why the engine can't go on, if that is known before a step fails: a rank is gone."""
         programs = self._loop.programs
-        return programs.failure if isinstance(programs, Shared) else None
+        shared = Feature.SHARE in programs.features
+        return cast(Shared, programs).failure if shared else None
 
     def close(self) -> None:
         """End all requests (who waits for one gets an EngineError); drop programs and weights."""

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mtpbuild.runtime.contract.controls import WORD, Controls
+from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
 from mtpbuild.runtime.structured import StructuredOutputs
+from mtpbuild.runtime.targets import targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -110,9 +112,10 @@ class Matcher:
 class Grammars:
     """Compiles the grammars that an engine's requests ask for; from any thread."""
 
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer | None, *, able: bool) -> None:
-        """able: whether the programs take constraints."""
-        self._manifest, self._tokenizer, self._able = manifest, tokenizer, able
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer | None, features: Features) -> None:
+        """features: those of the engine's programs."""
+        self._manifest, self._tokenizer = manifest, tokenizer
+        self._able = Feature.CONSTRAIN in features
         self._copying = threading.Lock()  # a matcher has one user at a time
         self._vocabulary: LLTokenizer | None = None
         self._compiled = lru_cache(KEPT)(self._compile)
@@ -134,8 +137,8 @@ class Grammars:
     def _check_engine(self) -> None:
         if not self._able:
             raise RequestError(
-                "structured_outputs: this engine's steps take no grammar: it was built for a GPU, "
-                "for several ranks or by an older mtpbuild; build it for a CPU"
+                f"structured_outputs: this engine's steps take no grammar; build "
+                f"it anew for target {targets_with(Feature.CONSTRAIN)}"
             )
         if self._tokenizer is None:
             raise RequestError("structured_outputs: this engine was built without a tokenizer")

@@ -6,12 +6,12 @@ from typing import cast
 import numpy as np
 
 from mtpbuild.runtime.adaptive import AdaptiveNextn
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import (
     Constraining,
     Ints,
     Keeping,
-    Overlapping,
     Programs,
     StepOutput,
 )
@@ -51,13 +51,13 @@ class Loop:
         self.programs = programs
         self.scheduler = Scheduler(build.slots, build.ranks.serving)
         self.prefixes: Prefixes | None = None
-        if prefix_cache and isinstance(programs, Keeping) and build.ranks.serving == 1:
+        if prefix_cache and Feature.KEEP in programs.features:
             self.prefixes = Prefixes(programs.lookahead, spare=build.prefill_chunk)
         self.acceptance = Acceptance(build.nextn)
         self.requests = self.prompt_tokens = 0
         self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
         self._pace = AdaptiveNextn(build.nextn) if build.adaptive else Pace()
-        if overlap and isinstance(programs, Overlapping):
+        if overlap and Feature.OVERLAP in programs.features:
             self._pace = OverlappingPace()
         self._window, self._chunk = manifest.window, build.prefill_chunk
         self._flight: Flight | None = None

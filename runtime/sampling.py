@@ -7,16 +7,17 @@ from typing import Literal
 
 from mtpbuild.runtime.checks import SETTINGS, biases, whole_number
 from mtpbuild.runtime.contract.controls import (
-    HISTORY,
     MAX_BANNED,
     MAX_BIASES,
     MAX_LOGPROBS,
     Controls,
 )
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.synthetic import check_synthetic, conditional, synthetic_rates
+from mtpbuild.runtime.targets import targets_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +134,10 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
     if len(banned) > MAX_BANNED:
         raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
     asked_for = penalties_of(params)
-    if asked_for and not can_penalise(manifest):
+    if asked_for and Feature.PENALISE not in manifest.features:
         raise RequestError(
-            f"{asked_for[0]} is not supported by this engine: target {manifest.target.name} has no "
-            "penalties, or the engine was built before there were any; rebuild it, or leave it out"
+            f"{asked_for[0]} is not supported by this engine: leave it out, or build "
+            f"the engine anew for target {targets_with(Feature.PENALISE)}"
         )
     bias = params.logit_bias or {}
     for id in bias:
@@ -179,11 +180,6 @@ def penalties_of(params: SamplingParams) -> list[str]:
     """The fields by which a request edits the model's logits."""
     on = [name for name, off in PENALTIES.items() if getattr(params, name) != off]
     return on + ["logit_bias"] * bool(params.logit_bias)
-
-
-def can_penalise(manifest: Manifest) -> bool:
-    """Whether an engine has penalties and `logit_bias`."""
-    return any(spec.name == HISTORY for spec in manifest.state)
 
 
 def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:

@@ -6,10 +6,11 @@ registered, or for a list of all names.
 """
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 
 GROUP = "mtpbuild.targets"
@@ -23,7 +24,8 @@ class Target:
     programs. lowering: module whose `TARGET` builds them, or that object itself. install: what to
     do where a package is missing that `programs` imports. load_options: what `load` takes besides;
     for an engine that ranks share it also takes `channel`. rank_flags: those of a build's flags
-    that a command repeats to build one rank more, if they are the target's own.
+    that a command repeats to build one rank more, if they are the target's own. features: what its
+    engines can do, each with the condition for it in words, such as "on a CPU" ("": always).
     """
 
     name: str
@@ -32,6 +34,7 @@ class Target:
     install: str = ""
     load_options: tuple[str, ...] = ()
     rank_flags: tuple[str, ...] = ()
+    features: Mapping[Feature, str] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def importing(self) -> Iterator[None]:
@@ -48,11 +51,27 @@ class Target:
 RUN, BUILD, INSTALL = "mtpbuild.runtime.programs.", "mtpbuild.builder.targets.", "pip install "
 ONNXRUNTIME = f"{INSTALL}'mtpbuild[cpu]' (or 'mtpbuild[cuda]')"
 BUILT_IN = (
-    Target("onnxruntime", f"{RUN}onnxruntime", f"{BUILD}onnxruntime", ONNXRUNTIME, ("provider",)),
+    Target(
+        *("onnxruntime", f"{RUN}onnxruntime", f"{BUILD}onnxruntime", ONNXRUNTIME),
+        load_options=("provider",),
+        features={
+            Feature.KEEP: "",
+            Feature.ADAPT: "",
+            Feature.CONSTRAIN: "",
+            Feature.PENALISE: "",
+        },
+    ),
     Target(
         *("inductor", f"{RUN}inductor", f"{BUILD}inductor", f"{INSTALL}'mtpbuild[inductor]'"),
         load_options=("no_cuda_graphs",),
         rank_flags=("device", "dtype"),
+        features={
+            Feature.KEEP: "",
+            Feature.OVERLAP: "on a GPU",
+            Feature.CONSTRAIN: "on a CPU with one rank",
+            Feature.PENALISE: "on a CPU",
+            Feature.SHARE: "with several ranks",
+        },
     ),
     Target(
         *(
@@ -62,8 +81,11 @@ BUILT_IN = (
             f"{INSTALL}torch (one for CPUs will do)",
         ),
         rank_flags=("dtype",),
+        features={Feature.KEEP: "", Feature.SHARE: "with several ranks"},
     ),
-    Target("tensorrt-rtx", f"{RUN}tensorrt", f"{BUILD}tensorrt_rtx"),
+    Target(
+        *("tensorrt-rtx", f"{RUN}tensorrt", f"{BUILD}tensorrt_rtx"), features={Feature.KEEP: ""}
+    ),
 )
 _registered = {target.name: target for target in BUILT_IN}
 
@@ -86,3 +108,10 @@ def find_target(name: str) -> Target:
 def names() -> tuple[str, ...]:
     """All that can be found, those of this package first."""
     return (*dict.fromkeys((*_registered, *entry_points(group=GROUP).names)),)
+
+
+def targets_with(feature: Feature) -> str:
+    """Name the targets whose engines have a feature, for a refusal."""
+    found = (find_target(name) for name in names())
+    having = (t for t in found if feature in t.features)
+    return " or ".join(f"{target.name} {target.features[feature]}".strip() for target in having)

@@ -19,6 +19,7 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.features import Features
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
 from mtpbuild.runtime.programs import load_programs
@@ -38,6 +39,7 @@ class Eager:
         plan = Plan(config, built.nextn, built.drafter, *sizes, GraphStyle(dtype=built.dtype))
         model = load_model(folder, config, built.dtype, for_gpu=True).to(device)
         self.lookahead, self.device = plan.lookahead, device
+        self.features: Features = frozenset()
         self.prefill_program, self.step_program, _ = make_programs(plan, model)
         self.state = {
             s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype), device=device)

@@ -28,7 +28,6 @@ class OnnxRuntime(Target):
     lowering = "mtpbuild.builder.targets.lower_onnxruntime"
     Options = OnnxOptions
     formats = ("int8", "int4")
-    adaptive = True
 
     def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
         if options.trunk not in TRUNKS:

@@ -36,7 +36,6 @@ class Target:
     lowering: str
     Options: type[Any] = NoOptions  # a frozen dataclass; its fields are `flag`s of `build`
     formats: tuple[str, ...] = ()  # of quantised weights that stay as they are
-    adaptive = False  # whether it builds --nextn auto
     several_ranks = False  # whether it builds --tp, --ep, --attention-dp
     ranks_share_programs = True  # whether a program is lowered once for all ranks
 

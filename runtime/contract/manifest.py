@@ -8,6 +8,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from mtpbuild.runtime.contract.controls import ALLOWED, HISTORY
+from mtpbuild.runtime.contract.features import Feature, Features
+from mtpbuild.runtime.contract.programs import MIXED
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
 from mtpbuild.runtime.targets import find_target
@@ -177,6 +180,18 @@ class Manifest(_Record):
     def window(self) -> int:
         """T: tokens that one step verifies, the newest and nextn drafts."""
         return self.build.nextn + 1
+
+    @property
+    def features(self) -> Features:
+        """What the engine's graphs and states allow; its programs may be able to do more."""
+        mixed = self.programs.get(MIXED)
+        has = {
+            Feature.KEEP: self.build.ranks.serving == 1,
+            Feature.ADAPT: self.build.adaptive,
+            Feature.CONSTRAIN: mixed is not None and any(t.name == ALLOWED for t in mixed.inputs),
+            Feature.PENALISE: any(spec.name == HISTORY for spec in self.state),
+        }
+        return frozenset(feature for feature, there in has.items() if there)
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.features import Features
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -65,9 +66,16 @@ class Constraint:
 
 
 class Programs(Protocol):
-    """An engine's programs and their state (DESIGN 3); `lookahead` is what prefill wants to see."""
+    """An engine's programs and their state.
+
+    lookahead: how many tokens behind a chunk prefill wants to see. features: what these programs
+    can do besides; each feature's methods are in a protocol below.
+    """
 
     lookahead: int
+
+    @property
+    def features(self) -> Features: ...
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         """Fill the slot's caches for positions start .. start + T - 1.
@@ -95,7 +103,6 @@ class Programs(Protocol):
         ...
 
 
-@runtime_checkable
 class Adaptive(Programs, Protocol):
     """Programs that need not draft nextn tokens."""
 
@@ -107,17 +114,11 @@ class Adaptive(Programs, Protocol):
         ...
 
 
-@runtime_checkable
 class Constraining(Programs, Protocol):
     """Programs whose steps can be held to a grammar, for requests whose controls say so.
 
     What a step has drafted is read before the next one is launched, so they are not `Overlapping`.
     """
-
-    @property
-    def constrainable(self) -> bool:
-        """Whether the engine's steps take constraints: those of older ones don't."""
-        ...
 
     def drafts(self, slot: int) -> list[int]:
         """The drafts that the slot's next step will judge, behind the newest token."""
@@ -127,7 +128,6 @@ class Constraining(Programs, Protocol):
         """Hold the slot's next step to a constraint; each step of such a slot has its own."""
 
 
-@runtime_checkable
 class Keeping(Programs, Protocol):
     """Programs whose slots keep their cache rows behind the last active slot, for other prompts.
 
@@ -141,18 +141,12 @@ class Keeping(Programs, Protocol):
         """Do what `move` does, and give slot `source` the cache rows that `target` had."""
 
 
-@runtime_checkable
-class Closing(Programs, Protocol):
-    """Programs that others run too, and wait for."""
+class Shared(Programs, Protocol):
+    """Programs that other processes run too; these may end before the next call finds out."""
 
     def close(self) -> None:
         """Tell the others that nothing will be called again."""
         ...
-
-
-@runtime_checkable
-class Shared(Programs, Protocol):
-    """Programs that others run too, who may be gone before the next call finds out."""
 
     @property
     def failure(self) -> str | None:
@@ -160,7 +154,6 @@ class Shared(Programs, Protocol):
         ...
 
 
-@runtime_checkable
 class Overlapping(Programs, Protocol):
     """Programs that can be given the next step before the last one's tokens were read."""
 

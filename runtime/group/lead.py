@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files
-from mtpbuild.runtime.contract.programs import Bools, Ints, Overlapping, Programs, StepOutput
+from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
 from mtpbuild.runtime.errors import EngineError, UsageError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import own_folders, own_rank
@@ -49,7 +50,9 @@ class LeadingPrograms:
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self.lookahead = own.lookahead
-        self._own, self._channel, self._calls = own, channel, Calls(own, channel)
+        self.features = own.features & {Feature.KEEP, Feature.OVERLAP} | {Feature.SHARE}
+        self._channel, self._calls = channel, Calls(own, channel)
+        self._numbers = itertools.count()
         channel.ready()
         self.close = weakref.finalize(self, channel.close)  # at the latest when this is dropped
 
@@ -76,23 +79,16 @@ class LeadingPrograms:
         output: StepOutput = self._call("step", active, rows)
         return output
 
+    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
+        """Launch and read the same steps on all ranks, if rank 0's own programs overlap."""
+        number = next(self._numbers)
+        self._call("launch", number, active, rows)
+        return partial(self._call, "land", number)
+
     def _call(self, name: str, *arguments: Any) -> Any:
         with self._channel.unbroken():
             self._channel.send(name, *arguments)
             return self._calls.make(name, arguments)
-
-
-class OverlappingLeadingPrograms(LeadingPrograms):
-    """Rank 0's programs where steps overlap: all ranks launch and read the same steps."""
-
-    def __init__(self, own: Programs, channel: Channel) -> None:
-        super().__init__(own, channel)
-        self._numbers = itertools.count()
-
-    def launch(self, active: Bools, rows: int) -> Callable[[], StepOutput]:
-        number = next(self._numbers)
-        self._call("launch", number, active, rows)
-        return partial(self._call, "land", number)
 
 
 def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
@@ -102,9 +98,7 @@ def lead(folder: Path, manifest: Manifest, load: LoadRank) -> LeadingPrograms:
     *_, (own_folder, own) = own_folders(folder, manifest)
     channel = Channel(0, manifest.build.tp)
     try:
-        programs = load(own_folder, own, channel=channel)
-        overlapping = isinstance(programs, Overlapping)
-        return (OverlappingLeadingPrograms if overlapping else LeadingPrograms)(programs, channel)
+        return LeadingPrograms(load(own_folder, own, channel=channel), channel)
     except BaseException:
         channel.close()
         raise

@@ -45,10 +45,6 @@ class HostSlots(Slots):
             if name != PREFILL and not is_trunk(name)
         }
 
-    @property
-    def constrainable(self) -> bool:
-        return ALLOWED in self._controls
-
     def drafts(self, slot: int) -> list[int]:
         carries = self._carries[self._now]
         drafts: list[int] = carries["window"][slot, 1 : 1 + carries["num_drafts"][slot]].tolist()

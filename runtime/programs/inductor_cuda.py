@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, StateSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.errors import EngineError
@@ -59,6 +60,7 @@ class CudaPrograms(DeviceSlots):
         self, manifest: Manifest, gpu: Gpu, opener: Opener, *, graphs: bool = True
     ) -> None:
         super().__init__(manifest, gpu)
+        self.features |= {Feature.OVERLAP}
         self._gpu, programs = gpu, manifest.programs
         self._active_now = np.zeros(self._batch, np.bool_)  # as the host last said
         judged = [s for s in manifest.state if s.name in JUDGED]

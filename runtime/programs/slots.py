@@ -88,6 +88,7 @@ class Slots:
 
     def __init__(self, manifest: Manifest, memory: Memory, caches: Caches, copies: int = 1) -> None:
         self.lookahead, self._programs = manifest.lookahead, manifest.programs
+        self.features = manifest.features
         self._memory, self._caches = memory, caches
         self._batch, self._capacity = manifest.build.max_batch, manifest.state[0].shape[2]
         carried = [s for s in manifest.state if s.kind == "carry"]

@@ -16,10 +16,10 @@ from typing import Any
 
 import uvicorn
 
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.sampling import can_penalise
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.connection import HEADERS, limited
 from mtpbuild.runtime.server.service import Service, Settings
@@ -80,7 +80,7 @@ def engine_defaults(folder: Path) -> dict[str, float | int]:
     """The model's settings that its engine can apply; says on standard error what it can't."""
     defaults = generation_defaults(folder)
     repetition = defaults.get("repetition_penalty", 1)
-    if repetition != 1 and not can_penalise(read_manifest(folder)):
+    if repetition != 1 and Feature.PENALISE not in read_manifest(folder).features:
         del defaults["repetition_penalty"]
         what = "generation_config.json's repetition_penalty is not applied"
         print(f"warning: {what}, as this engine has no penalties", file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ import torch
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from mtpbuild.runtime.loop import Loop
@@ -39,6 +40,7 @@ class Counted:
 
     def __init__(self, programs: Any) -> None:
         self._own, self.rows, self.lookahead = programs, 0, programs.lookahead
+        self.features = programs.features & {Feature.KEEP}
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self.rows += len(tokens) - self.lookahead

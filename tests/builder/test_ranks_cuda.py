@@ -23,11 +23,12 @@ from torch._C._distributed_c10d import ErrorType
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group import start as ranks_module
-from mtpbuild.runtime.group.lead import OverlappingLeadingPrograms
+from mtpbuild.runtime.group.lead import LeadingPrograms
 from mtpbuild.runtime.group.nccl import SETTINGS, connect, watch, within
 from mtpbuild.runtime.programs.inductor_ranks import CudaRankPrograms
 from mtpbuild.runtime.programs.torch_cuda import Gpu
@@ -85,9 +86,10 @@ def test_tokens(engine: Path, model: Transformer, logs: Path) -> None:
     asked, params = [PROMPT, [5], PROMPT], [GREEDY, GREEDY, HOT]
     with running(engine) as loaded:
         leading = loaded._loop.programs
-        assert isinstance(leading, OverlappingLeadingPrograms)
+        assert isinstance(leading, LeadingPrograms)
+        assert Feature.OVERLAP in leading.features
         results = loaded.generate(asked, params)
-        own: Any = leading._own
+        own: Any = leading._calls._own
         steps = own._gpu.replays
         assert own._gpu.queue, "the last step is one too many"
     assert isinstance(own, CudaRankPrograms)

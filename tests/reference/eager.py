@@ -9,6 +9,7 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
 
 
@@ -17,6 +18,7 @@ class EagerPrograms:
 
     def __init__(self, plan: Plan, model: CausalLM) -> None:
         self.lookahead = plan.lookahead
+        self.features = frozenset({Feature.KEEP, Feature.ADAPT})
         self.plan = plan
         self.programs = {program.name: program for program in make_programs(plan, model)}
         self.prefill_program = self.programs["prefill"]

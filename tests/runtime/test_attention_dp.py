@@ -11,6 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Controls, control_shapes
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import (
     Dimension,
     Manifest,
@@ -18,7 +19,7 @@ from mtpbuild.runtime.contract.manifest import (
     StateSpec,
     TensorSpec,
 )
-from mtpbuild.runtime.contract.programs import Overlapping, StepOutput
+from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs import inductor_ranks
@@ -218,7 +219,8 @@ def test_steps(ranks: list[AnyPrograms]) -> None:
 def test_steps_overlap_on_gpus(ranks: list[AnyPrograms]) -> None:
     """A step is gathered when it is read, behind the launch of the next one."""
     for programs in ranks:
-        assert isinstance(programs, Overlapping) == isinstance(programs, CudaAttentionDPPrograms)
+        overlap = Feature.OVERLAP in programs.features
+        assert overlap == isinstance(programs, CudaAttentionDPPrograms)
         if not isinstance(programs, CudaAttentionDPPrograms):
             continue  # the host waits for each step
         programs.begin(0, 0, 10)

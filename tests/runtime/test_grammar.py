@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import RequestError, SamplingParams, StructuredOutputs
 from mtpbuild.runtime.contract.controls import GREEDY
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.grammar import Grammars, Matcher
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
@@ -49,6 +50,7 @@ FORMS = {
     "lark": StructuredOutputs(grammar='start: "def " /[a-z]+/ "(" /[a-z]/ "):"'),
     "gbnf": StructuredOutputs(grammar='root ::= "x" ("+" [0-9])*'),
 }
+ABLE = frozenset({Feature.CONSTRAIN})  # of an engine's programs
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def manifest(nextn: int = 3, vocabulary: int = VOCABULARY, **changes: Any) -> Ma
 
 @pytest.fixture(scope="module")
 def grammars(backend: tokenizers.Tokenizer) -> Grammars:
-    return Grammars(manifest(), Tokenizer(backend), able=True)
+    return Grammars(manifest(), Tokenizer(backend), ABLE)
 
 
 def bits(allowed: NDArray[np.int32]) -> list[int]:
@@ -127,7 +129,7 @@ def walk(form: StructuredOutputs, grammars: Grammars, rng: np.random.Generator) 
 
 def test_ids_beyond_the_tokenizer(backend: tokenizers.Tokenizer) -> None:
     """A model's vocabulary may be wider: nobody can read those tokens."""
-    wide = Grammars(manifest(vocabulary=VOCABULARY + 45), Tokenizer(backend), able=True)
+    wide = Grammars(manifest(vocabulary=VOCABULARY + 45), Tokenizer(backend), ABLE)
     free = StructuredOutputs(regex="(.|\n)*")
     mask = wide.matcher(free, GREEDY).ahead([]).allowed[0]
     assert mask.shape == (-(-(VOCABULARY + 45) // 32),)
@@ -160,7 +162,7 @@ def test_a_thought_is_free(grammars: Grammars) -> None:
 
 def test_no_drafts_to_replace(backend: tokenizers.Tokenizer) -> None:
     """An engine of nextn 0 has one row, and nothing is forced ahead."""
-    grammar = Grammars(manifest(nextn=0), Tokenizer(backend), able=True).matcher(JSON, GREEDY)
+    grammar = Grammars(manifest(nextn=0), Tokenizer(backend), ABLE).matcher(JSON, GREEDY)
     window = grammar.ahead([])
     assert (window.drafts, window.kept, window.allowed.shape) == ([], 0, (1, VOCABULARY // 32))
 
@@ -249,9 +251,12 @@ def test_engines_that_cant(backend: tokenizers.Tokenizer) -> None:
         update={"model": endless.model.model_copy(update={"eos_token_ids": ()})}
     )
     for grammars, says in (
-        (Grammars(manifest(), tokenizer, able=False), "this engine's steps take no grammar"),
-        (Grammars(manifest(), None, able=True), "built without a tokenizer"),
-        (Grammars(endless, tokenizer, able=True), "no token that ends an answer"),
+        (Grammars(manifest(), tokenizer, frozenset()), "this engine's steps take no grammar"),
+        (Grammars(manifest(), None, ABLE), "built without a tokenizer"),
+        (
+            Grammars(endless, tokenizer, ABLE),
+            "no token that ends an answer",
+        ),
     ):
         with pytest.raises(RequestError, match=says):
             grammars.matcher(JSON, GREEDY)

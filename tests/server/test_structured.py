@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, StructuredOutputs
 from mtpbuild.runtime.contract.controls import Controls
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.programs import load_programs
@@ -413,7 +414,7 @@ def test_engines_built_before_go_on(folder: Path) -> None:
     before = mixed.model_copy(update={"inputs": inputs})
     older = manifest.model_copy(update={"programs": manifest.programs | {"decode_mixed": before}})
     slots, newer = (HostSlots(m, PackedCaches(m.state), copies=2) for m in (older, manifest))
-    assert (slots.constrainable, newer.constrainable) == (False, True)
+    assert newer.features - slots.features == {Feature.CONSTRAIN}
     for each in (slots, newer):
         each.begin(1, 5, 7, Controls(temperature=1.0))
         each.move(1, 0)

@@ -10,6 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mtpbuild.runtime.chat_template import ChatTemplates, Source
 from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, Controls
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
 from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -108,7 +109,7 @@ class FakePrograms:
         draft_is_right: Callable[[int], bool] = lambda position: True,
         step_s: float = 0.0,
     ) -> None:
-        self.lookahead = manifest.lookahead
+        self.lookahead, self.features = manifest.lookahead, manifest.features
         self.next_token, self.draft_is_right, self.step_s = next_token, draft_is_right, step_s
         self.build, self.window = manifest.build, manifest.window
         self.capacity = manifest.build.max_seq_len + manifest.window  # cache rows
@@ -214,6 +215,7 @@ class LaggingPrograms(FakePrograms):
 
     def __init__(self, manifest: Manifest, **settings: Any) -> None:
         super().__init__(manifest, **settings)
+        self.features |= {Feature.OVERLAP}
         self.capacity += manifest.window
         self.unread: list[StepOutput] = []
         self.most_unread = 0

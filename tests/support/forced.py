@@ -7,7 +7,7 @@ accepted is what was drafted; there drafts are only spoilt, and the model must b
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,9 +103,8 @@ class Run:
         """Choose how many drafts the next step judges and makes."""
         if not self.adaptive:
             return self.nextn
-        assert isinstance(self.programs, Adaptive)
         made = int(self.rng.integers(0, self.nextn + 1))
-        self.programs.draft(made)
+        cast(Adaptive, self.programs).draft(made)
         return made
 
     def _check_drafts(self, tokens: list[int], made: int) -> None:

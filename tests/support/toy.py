@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime import Engine, Manifest
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
 from tests.reference.sampling import distribution
 from tests.support.fakes import fake_manifest
@@ -28,6 +29,7 @@ class Toy:
     def __init__(self, manifest: Manifest) -> None:
         rng = np.random.default_rng(3)
         self.lookahead, self.window = manifest.lookahead, manifest.window
+        self.features = manifest.features - {Feature.KEEP}
         self.logits = 1.5 * rng.normal(size=(V, V))
         self.drafter = self.logits + 1.2 * rng.normal(size=(V, V))
         B = manifest.build.max_batch

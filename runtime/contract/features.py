@@ -1,0 +1,17 @@
+"""Features are what some engines can do and others can't: one list, by which all of them refuse."""
+
+from enum import StrEnum
+
+
+class Feature(StrEnum):
+    """One feature. Programs that declare it have the methods of the protocol that is named here."""
+
+    KEEP = "keep"  # slots keep what they hold for later prompts: `Keeping`
+    OVERLAP = "overlap"  # a step is launched before the last one's tokens are read: `Overlapping`
+    ADAPT = "adapt"  # steps may draft fewer tokens than there are places for: `Adaptive`
+    CONSTRAIN = "constrain"  # a grammar decides what steps may emit: `Constraining`
+    PENALISE = "penalise"  # requests may have penalties and biases
+    SHARE = "share"  # other processes run the same programs and may fail: `Shared`
+
+
+Features = frozenset[Feature]
