@@ -20,11 +20,12 @@ from mtpbuild.builder.plan import Nextn, Plan, choose_drafter, in_order
 from mtpbuild.builder.quantize.asked import asked_formats
 from mtpbuild.builder.recipe import Source, find_model
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets import load_target, make_options, targets_that
+from mtpbuild.builder.targets import build_options, load_target, targets_that
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.target_options import make_options
 from mtpbuild.runtime.targets import find_target, targets_with
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def make_plans(
     """Place and plan of each nextn."""
     nextns = asked_nextns(config, request)
     target = load_target(request.target)
-    options = make_options(target, request.options)
+    options = make_options(target.name, request.options, build_options)
     check_target(target, request, options, nextns)
     style, family = target.style(options, config), family_of(config)
     if style.for_gpu and not family.gpu_kernels:

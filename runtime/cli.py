@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from json import loads  # `json` is a flag of the commands
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 from typer import Argument, Option
@@ -20,6 +20,7 @@ from mtpbuild.runtime.sampling_flags import (
     SamplingFlags,
     sampling_params,
 )
+from mtpbuild.runtime.target_options import changed, load_options, option_flags
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.chat_template import ChatOptions
@@ -30,6 +31,7 @@ INTERRUPTED = 130  # as shells report SIGINT
 DIFFERENT = 1  # exit code, as of diff(1)
 
 P = ParamSpec("P")
+LoadFlags: Any = option_flags(load_options)
 
 
 def error_line(command: Callable[P, None]) -> Callable[P, None]:
@@ -58,6 +60,7 @@ def run(
     ending: EndFlags,
     compat: CompatFlags,
     relaxed: RelaxedFlags,
+    load_flags: LoadFlags,
     prompt: str | None = flag(None, "Text to continue."),
     prompt_file: Path | None = flag(None, "File with the text to continue."),
     prompt_ids: str | None = flag(None, "Token ids to continue: 5,7,9."),
@@ -72,8 +75,6 @@ def run(
     ),
     json_schema: Path | None = flag(None, "File with a JSON schema that answers must fit."),
     threads: int | None = flag(None, "CPU threads; default: all cores."),
-    provider: str | None = flag(None, "Where onnxruntime computes: cpu (default) or cuda."),
-    no_cuda_graphs: bool = flag(False, "Target inductor on GPUs: launch steps kernel by kernel."),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Generate text; without a prompt on a terminal: ask for prompts until Ctrl-D.
@@ -115,10 +116,9 @@ def run(
             Engine.load(
                 engine,
                 threads=threads,
-                provider=provider,
-                no_cuda_graphs=no_cuda_graphs,
                 verify_hashes=verify_hashes,
                 prefix_cache=not given,  # a conversation's next turn begins as the last one did
+                **changed(load_flags),
             )
         )
         recorder = stack.enter_context(Trace(loaded, *trace)) if trace else None

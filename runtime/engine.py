@@ -50,21 +50,20 @@ class Engine:
         path: str | Path,
         *,
         threads: int | None = None,
-        provider: str | None = None,
-        no_cuda_graphs: bool = False,
         verify_hashes: bool = False,
         overlap: bool = True,
         prefix_cache: bool = False,
+        **options: Any,
     ) -> Self:
         """Check an engine directory and load it.
 
-        threads: how many the target uses; None lets it choose. provider: where onnxruntime
-        computes, "cpu" (if None) or "cuda". no_cuda_graphs: launch a GPU's steps kernel by kernel
-        (target inductor), which is slower and easier to debug. verify_hashes: check all bytes,
+        threads: how many the target uses; None lets it choose. verify_hashes: check all bytes,
         whatever the size. overlap: where the target can, launch a step before the last one's tokens
         are read; False is for measuring. prefix_cache: a prompt that begins as one before it is
         filled in from where they differ, if the target can; tokens stay the same but for near-ties,
-        and the time to the first token depends on what came before.
+        and the time to the first token depends on what came before. options: those of the engine's
+        target, such as provider="cuda" (target onnxruntime) or no_cuda_graphs=True (target
+        inductor: slower, and easier to debug); docs/targets.md lists them.
 
         Raises UsageError, EngineError or one of its kinds, with what to do.
         """
@@ -76,7 +75,6 @@ class Engine:
             for place, own in own_folders(folder, manifest):
                 check_files(place, own, verify_hashes=verify_hashes)
             tokenizer = load_tokenizer(folder, manifest)
-            options: dict[str, Any] = {"provider": provider, "no_cuda_graphs": no_cuda_graphs}
             programs = load_programs(folder, manifest, threads=threads, **options)
             return cls(programs, manifest, tokenizer, overlap=overlap, prefix_cache=prefix_cache)
         except OSError as error:

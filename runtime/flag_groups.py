@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import Field, field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from typer import Option
-
 from mtpbuild.runtime.errors import UsageError
 
 T = TypeVar("T")
@@ -53,6 +51,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:
     """What Typer makes an option of."""
+    from typer import Option  # here: loading an engine in a program needs no command line
+
     said, keyword = entry.metadata, inspect.Parameter.KEYWORD_ONLY
     names = said["names"] or (f"--{name.replace('_', '-')}",)
     option = Option(*names, help=said["help"], rich_help_panel=said.get("panel"))

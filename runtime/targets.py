@@ -1,39 +1,59 @@
 """Targets by name: a small record says which modules build and run a target's engines.
 
 `register` adds one. A package adds its own without being imported, by an entry point of the group
-`mtpbuild.targets` that names a `Target`; entry points are only looked at for a name that isn't
-registered, or for a list of all names.
+`mtpbuild.targets` that names a `TargetRecord`; entry points are only looked at for a name that
+isn't registered, or for a list of all names.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from mtpbuild.runtime.flag_groups import flag
 
-GROUP = "mtpbuild.targets"
+if TYPE_CHECKING:
+    from mtpbuild.runtime.contract.manifest import Manifest
+
+ENTRY_POINTS = "mtpbuild.targets"
 
 
 @dataclass(frozen=True)
-class Target:
-    """A target, as far as it is known before anything of it is imported.
+class NoOptions:
+    """The options of a target that has none."""
 
-    programs: module with `load(folder, manifest, threads, **options)`, which gives an engine's
-    programs. lowering: module whose `TARGET` builds them, or that object itself. install: what to
-    do where a package is missing that `programs` imports. load_options: what `load` takes besides;
-    for an engine that ranks share it also takes `channel`. rank_flags: those of a build's flags
-    that a command repeats to build one rank more, if they are the target's own. features: what its
-    engines can do, each with the condition for it in words, such as "on a CPU" ("": always).
+
+@dataclass(frozen=True)
+class TargetRecord:
+    """What is known of a target before its modules are imported; it needs no torch.
+
+    programs: the module that runs its engines. Its `load(folder, manifest, threads)` returns an
+    engine's programs. It also takes each field of `LoadOptions` by name, and `channel` for an
+    engine that ranks share.
+
+    builder: the module whose `TARGET` builds its engines, or that object itself.
+
+    install: what a user does about a package that `programs` imports and that is missing.
+
+    LoadOptions: a frozen dataclass whose fields are `flag`s: what a user may say when an engine is
+    loaded. The commands that load engines have these flags.
+
+    build_flags: returns the flags of `mtpbuild build`, beyond those of every target, that build
+    another engine of the same kind: another rank, or the same model without drafts.
+
+    features: what its engines can do, each with the condition for it in words, such as "on a CPU"
+    ("": always).
     """
 
     name: str
     programs: str
-    lowering: object
+    builder: object
     install: str = ""
-    load_options: tuple[str, ...] = ()
-    rank_flags: tuple[str, ...] = ()
+    LoadOptions: type[Any] = NoOptions
+    build_flags: Callable[["Manifest"], Mapping[str, Any]] = lambda manifest: {}
     features: Mapping[Feature, str] = field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -48,23 +68,52 @@ class Target:
             raise MissingDependencyError(need) from error
 
 
-RUN, BUILD, INSTALL = "mtpbuild.runtime.programs.", "mtpbuild.builder.targets.", "pip install "
-ONNXRUNTIME = f"{INSTALL}'mtpbuild[cpu]' (or 'mtpbuild[cuda]')"
+@dataclass(frozen=True)
+class OnnxLoadOptions:
+    provider: str | None = flag(None, "Where onnxruntime computes: cpu (default) or cuda.")
+
+
+@dataclass(frozen=True)
+class InductorLoadOptions:
+    no_cuda_graphs: bool = flag(False, "On GPUs, launch steps kernel by kernel.")
+
+
+def _architectures(manifest: "Manifest") -> str:
+    """The GPUs that an engine was compiled for, as a flag names them: sm89,sm120."""
+    return ",".join(f"sm{name.replace('.', '')}" for name in manifest.target.compute_capabilities)
+
+
+def _inductor_flags(manifest: "Manifest") -> Mapping[str, Any]:
+    target, flags = manifest.target, dict[str, str]()
+    if target.compute_capabilities:
+        flags["device"] = "cuda"
+    flags["dtype"] = manifest.build.dtype
+    if target.cross_compiled is not None:
+        flags["compute_capability"] = _architectures(manifest)
+    if target.attention_backend is not None:
+        flags["attention_backend"] = target.attention_backend
+    return flags
+
+
+RUN, BUILD = "mtpbuild.runtime.programs.", "mtpbuild.builder.targets."
 BUILT_IN = (
-    Target(
-        *("onnxruntime", f"{RUN}onnxruntime", f"{BUILD}onnxruntime", ONNXRUNTIME),
-        load_options=("provider",),
-        features={
-            Feature.KEEP: "",
-            Feature.ADAPT: "",
-            Feature.CONSTRAIN: "",
-            Feature.PENALISE: "",
-        },
+    TargetRecord(
+        name="onnxruntime",
+        programs=f"{RUN}onnxruntime",
+        builder=f"{BUILD}onnxruntime",
+        install="pip install 'mtpbuild[cpu]' (or 'mtpbuild[cuda]')",
+        LoadOptions=OnnxLoadOptions,
+        features=dict.fromkeys(
+            (Feature.KEEP, Feature.ADAPT, Feature.CONSTRAIN, Feature.PENALISE), ""
+        ),
     ),
-    Target(
-        *("inductor", f"{RUN}inductor", f"{BUILD}inductor", f"{INSTALL}'mtpbuild[inductor]'"),
-        load_options=("no_cuda_graphs",),
-        rank_flags=("device", "dtype"),
+    TargetRecord(
+        name="inductor",
+        programs=f"{RUN}inductor",
+        builder=f"{BUILD}inductor",
+        install="pip install 'mtpbuild[inductor]'",
+        LoadOptions=InductorLoadOptions,
+        build_flags=_inductor_flags,
         features={
             Feature.KEEP: "",
             Feature.OVERLAP: "on a GPU",
@@ -73,41 +122,43 @@ BUILT_IN = (
             Feature.SHARE: "with several ranks",
         },
     ),
-    Target(
-        *(
-            "tensorrt",
-            f"{RUN}tensorrt",
-            f"{BUILD}tensorrt",
-            f"{INSTALL}torch (one for CPUs will do)",
-        ),
-        rank_flags=("dtype",),
+    TargetRecord(
+        name="tensorrt",
+        programs=f"{RUN}tensorrt",
+        builder=f"{BUILD}tensorrt",
+        install="pip install torch (one for CPUs will do)",
+        build_flags=lambda manifest: {"dtype": manifest.build.dtype},
         features={Feature.KEEP: "", Feature.SHARE: "with several ranks"},
     ),
-    Target(
-        *("tensorrt-rtx", f"{RUN}tensorrt", f"{BUILD}tensorrt_rtx"), features={Feature.KEEP: ""}
+    TargetRecord(
+        name="tensorrt-rtx",
+        programs=f"{RUN}tensorrt",
+        builder=f"{BUILD}tensorrt_rtx",
+        build_flags=lambda manifest: {"compute_capability": _architectures(manifest)},
+        features={Feature.KEEP: ""},
     ),
 )
 _registered = {target.name: target for target in BUILT_IN}
 
 
-def register(target: Target) -> None:
+def register(target: TargetRecord) -> None:
     """Make a target known; it takes the place of another one of that name."""
     _registered[target.name] = target
 
 
-def find_target(name: str) -> Target:
+def find_target(name: str) -> TargetRecord:
     """The target of that name; raises UsageError that lists the known ones."""
     if name in _registered:
         return _registered[name]
-    for entry in entry_points(group=GROUP, name=name):
-        target: Target = entry.load()
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        target: TargetRecord = entry.load()
         return target
     raise UsageError(f"unknown target {name!r}; supported: {', '.join(names())}")
 
 
 def names() -> tuple[str, ...]:
-    """All that can be found, those of this package first."""
-    return (*dict.fromkeys((*_registered, *entry_points(group=GROUP).names)),)
+    """All targets that can be found, those of this package first."""
+    return (*dict.fromkeys((*_registered, *entry_points(group=ENTRY_POINTS).names)),)
 
 
 def targets_with(feature: Feature) -> str:

@@ -13,7 +13,7 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets import load_target, make_options
+from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime.programs.aot_package import Package
 from on_gpu.machine import Machine
 from on_gpu.parts import Parts, State
@@ -63,7 +63,7 @@ class Bench:
     def plan(self, nextn: int) -> Plan:
         length, drafter = self.case.context + ROOM, "mtp-eagle" if nextn else None
         target = load_target("inductor")
-        options = make_options(target, {"device": self.machine.device, "dtype": self.case.dtype})
+        options = target.Options(device=self.machine.device, dtype=self.case.dtype)
         gpus = target.compute_capabilities(BuildRequest("slice"), options)
         config = self.case.config
         style = target.style(options, config)

@@ -1,17 +1,16 @@
 """The commands `build`, `refit`, `quantize` and `recipes`."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import RankFlags, make_target_flags, parse_nextn, progress, said
+from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, progress
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
 from mtpbuild.runtime.flag_groups import flag, grouped
-
-TargetFlags: Any = make_target_flags()
+from mtpbuild.runtime.target_options import changed
 
 
 @error_line
@@ -90,7 +89,7 @@ def build(
         head_weights=head_weights,
         draft_vocab=draft_vocab,
         dry_run=dry_run,
-        options=said(target_flags),
+        options=changed(target_flags),
         revision=revision,
     )
     if not dry_run:

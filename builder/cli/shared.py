@@ -2,20 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mtpbuild.builder.targets import all_targets
+from mtpbuild.builder.targets import build_options
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, parse_list
 from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.target_options import option_flags
 
 if TYPE_CHECKING:
     from mtpbuild.builder.plan import Nextn
+
+TargetFlags: Any = option_flags(build_options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,31 +33,6 @@ class RankFlags:
 
     def ranks(self) -> Ranks:
         return Ranks(self.tp, self.ep, self.attention_dp)
-
-
-def make_target_flags() -> type[Any]:
-    """A group of every target's options; each target has its own panel in the help.
-
-    An option of several targets is in the panel of the first, with what all of them say of it.
-    """
-    found: dict[str, tuple[str, Any, Any]] = {}
-    for target in all_targets():
-        hints, panel = get_type_hints(target.Options), {"panel": f"Target {target.name}"}
-        for option in fields(target.Options):
-            said = option.metadata | panel
-            if option.name in found:
-                first = found[option.name][2].metadata
-                both = f"{first['help']} Target {target.name}: {option.metadata['help']}"
-                said = first | {"help": both}
-            shown = field(default=option.default, metadata=said)
-            found[option.name] = option.name, hints[option.name], shown
-    return make_dataclass("TargetFlags", found.values(), frozen=True, kw_only=True)
-
-
-def said(flags: Any) -> dict[str, Any]:
-    """Those flags of a group that differ from their defaults."""
-    pairs = ((option, getattr(flags, option.name)) for option in fields(flags))
-    return {option.name: value for option, value in pairs if value != option.default}
 
 
 def parse_nextn(text: str) -> tuple["Nextn", ...]:

@@ -26,7 +26,7 @@ from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.builder.quantize.formats import INT8, Format, Integers
 from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import name_model
-from mtpbuild.builder.targets import load_target, make_options
+from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime.ranks import ALONE
 
 NONE = "none"  # weights as the checkpoint has them: integers, or else fp32
@@ -135,7 +135,7 @@ def weights_by_head(layout: Layout, weights: str) -> set[str]:
 
 def shares_trunk(config: ModelConfig) -> bool:
     target = load_target("onnxruntime")
-    return target.style(make_options(target, {}), config).shared_trunk
+    return target.style(target.Options(), config).shared_trunk
 
 
 def resident(config: ModelConfig) -> float:

@@ -1,22 +1,20 @@
 """The targets: one torch-free file each for its options and checks, one for its lowering."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.targets import find_target, names
 
 
 def load_target(name: str) -> Target:
     """Raises UsageError that lists the targets if there is no such one."""
-    lowering = find_target(name).lowering
-    if isinstance(lowering, str):
-        lowering = import_module(lowering).TARGET
-    assert isinstance(lowering, Target), f"{name} has no builder"
-    return lowering
+    builder = find_target(name).builder
+    if isinstance(builder, str):
+        builder = import_module(builder).TARGET
+    assert isinstance(builder, Target), f"{name} has no builder"
+    return builder
 
 
 def all_targets() -> Iterator[Target]:
@@ -28,17 +26,6 @@ def targets_that(can: Callable[[Target], bool]) -> str:
     return ", ".join(target.name for target in all_targets() if can(target))
 
 
-def make_options(target: Target, flags: Mapping[str, Any]) -> Any:
-    """A target's options; raises UsageError for a flag that only others have."""
-    for flag, value in flags.items():
-        if flag not in flags_of(target):
-            owners = targets_that(lambda other, flag=flag: flag in flags_of(other))  # type: ignore[misc]
-            said = f"--{flag.replace('_', '-')}" + ("" if value is True else f" {value}")
-            if not owners:
-                raise UsageError(f"{said}: no target has this option")
-            raise UsageError(f"{said} is for target {owners}, not {target.name}")
-    return target.Options(**flags)
-
-
-def flags_of(target: Target) -> set[str]:
-    return {field.name for field in fields(target.Options)}
+def build_options(target: str) -> type[Any]:
+    """A target's options when an engine is built."""
+    return load_target(target).Options

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.errors import MissingDependencyError
+from mtpbuild.runtime.targets import NoOptions
 
 if TYPE_CHECKING:
     from mtpbuild.builder.engine.weights_file import Placed
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.runtime.contract.manifest import TargetInfo
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """The options of a target that has none."""
 
 
 class Target:

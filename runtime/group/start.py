@@ -33,7 +33,7 @@ PER_CORE = 4  # more ranks than this on a core are a mistake
 FOLLOWER = (sys.executable, "-m", "mtpbuild.runtime.follow")
 FLAGS = (  # of a command that builds ranks
     *("model", "layers", "nextn", "drafter", "max_batch", "max_seq_len", "prefill_chunk"),
-    *("target", "tp", "ep", "device", "dtype", "rank", "out"),
+    *("target", "tp", "ep"),
 )
 LOST = 3  # exit code of a follower that ended because another rank did
 
@@ -104,13 +104,12 @@ def require_ranks(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> Non
 
 def build_command(folder: Path, manifest: Manifest, rank: int | None) -> str:
     """The command that builds one rank of an engine, or all that are missing."""
-    values: dict[str, object] = manifest.build.model_dump() | {"model": manifest.whole_model}
-    values |= {"target": manifest.target.name, "rank": rank, "out": folder}
-    values["device"] = "cuda" if manifest.target.compute_capabilities else None
-    own = find_target(manifest.target.name).rank_flags
-    values |= dict.fromkeys({"device", "dtype"}.difference(own))
-    given = (name for name in FLAGS if values[name] is not None)
-    flags = [f"--{name.replace('_', '-')} {values[name]}" for name in given]
+    target = find_target(manifest.target.name)
+    known = manifest.build.model_dump() | {"model": manifest.whole_model, "target": target.name}
+    values: dict[str, object] = {name: known[name] for name in FLAGS}
+    values |= {**target.build_flags(manifest), "rank": rank, "out": folder}
+    given = ((name, value) for name, value in values.items() if value is not None)
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in given]
     return " ".join(["mtpbuild build", *flags, *["--attention-dp"] * manifest.build.attention_dp])
 
 

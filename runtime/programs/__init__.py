@@ -8,25 +8,19 @@ from typing import Any
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Programs
-from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.targets import find_target, names
+from mtpbuild.runtime.target_options import load_options, make_options
+from mtpbuild.runtime.targets import find_target
 
 
 def load_programs(
-    folder: Path,
-    manifest: Manifest,
-    *,
-    threads: int | None = None,
-    provider: str | None = None,
-    no_cuda_graphs: bool = False,
+    folder: Path, manifest: Manifest, *, threads: int | None = None, **options: Any
 ) -> Programs:
     """Load the programs of an engine that was checked; of one that ranks share, rank 0's.
 
-    threads: None lets the target choose. provider: where to compute, for a target that has several;
-    None lets it choose. no_cuda_graphs: launch a step kernel by kernel, for a target that can.
+    threads: None lets the target choose. options: those of the engine's target at load; None and
+    False are as if they were not given. Raises UsageError for an option that the target lacks.
     """
-    options = {"provider": provider, "no_cuda_graphs": no_cuda_graphs or None}
-    load = _loader(folder, manifest, threads=threads, **options)
+    load = _loader(manifest, threads, options)
     if not manifest.split:
         return load(folder, manifest)
     with find_target(manifest.target.name).importing():
@@ -37,7 +31,7 @@ def load_programs(
 
 def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None) -> None:
     """Load another rank's programs and let them do what rank 0's do, until it ends."""
-    load = _loader(folder, manifest, threads=threads)
+    load = _loader(manifest, threads, {})
     with find_target(manifest.target.name).importing():
         from mtpbuild.runtime.group.lead import follow
 
@@ -45,18 +39,12 @@ def follow_programs(folder: Path, manifest: Manifest, threads: int | None = None
 
 
 def _loader(
-    folder: Path, manifest: Manifest, *, threads: int | None, **options: Any
+    manifest: Manifest, threads: int | None, options: dict[str, Any]
 ) -> Callable[..., Programs]:
-    """The target's `load`, with the options that were given; refuses those that it lacks."""
+    """The target's `load`, with its options."""
     target = find_target(manifest.target.name)
-    given = {name: value for name, value in options.items() if value is not None}
-    for option, value in given.items():
-        if option not in target.load_options:
-            have = [name for name in names() if option in find_target(name).load_options]
-            said = f"--{option.replace('_', '-')}" + ("" if value is True else f" {value}")
-            raise UsageError(
-                f"{said} is for target {' or '.join(have)}; {folder} is for target {target.name}"
-            )
+    given = {name: value for name, value in options.items() if value not in (None, False)}
+    own = make_options(target.name, given, load_options)
     with target.importing():
         load = import_module(target.programs).load
-    return partial(load, threads=threads, **given)
+    return partial(load, threads=threads, **vars(own))

@@ -245,9 +245,10 @@ def new_state(carries: Carries) -> Carries:
 
 
 def load(
-    folder: Path, manifest: Manifest, threads: int | None, provider: str = "cpu"
+    folder: Path, manifest: Manifest, threads: int | None, provider: str | None = None
 ) -> OnnxPrograms:
-    """The programs of an engine that was checked; provider: a key of PROVIDERS."""
+    """The programs of an engine that was checked; provider: a key of PROVIDERS, by default cpu."""
+    provider = provider or "cpu"
     if provider not in PROVIDERS:
         raise UsageError(f"provider {provider} is unknown; known: {', '.join(PROVIDERS)}")
     if PROVIDERS[provider] not in ort.get_available_providers():

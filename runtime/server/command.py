@@ -6,15 +6,17 @@ from typing import Annotated
 
 from typer import Option
 
-from mtpbuild.runtime.cli import error_line
+from mtpbuild.runtime.cli import LoadFlags, error_line
 from mtpbuild.runtime.errors import MissingDependencyError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.target_options import changed
 
 
 @error_line
 @grouped
 def serve(
     engine: Annotated[Path, Option(help="Engine directory.")],
+    load_flags: LoadFlags,
     host: str = flag("127.0.0.1", "Address to listen on."),
     port: int = flag(8000, "Port to listen on; 0: any."),
     served_model_name: str | None = flag(None, "The model's name to clients."),
@@ -33,8 +35,6 @@ def serve(
     ),
     log_requests: bool = flag(False, "Log prompts."),
     threads: int | None = flag(None, "CPU threads; default: all cores."),
-    provider: str | None = flag(None, "Where onnxruntime computes: cpu (default) or cuda."),
-    no_cuda_graphs: bool = flag(False, "Target inductor on GPUs: launch steps kernel by kernel."),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Serve an engine over HTTP, as OpenAI's API (docs/serving.md)."""
@@ -74,10 +74,9 @@ def serve(
         loaded = Engine.load(
             engine,
             threads=threads,
-            provider=provider,
-            no_cuda_graphs=no_cuda_graphs,
             verify_hashes=verify_hashes,
             prefix_cache=not no_prefix_cache,
+            **changed(load_flags),
         )
         # The first grammar reads the vocabulary, a second of a large one: no request waits for it.
         with contextlib.suppress(MtpbuildError):

@@ -2,11 +2,12 @@
 
 import os
 import socket
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, create_model
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,10 +15,11 @@ from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.server import engine_defaults, read_key
 from mtpbuild.runtime.server.service import Service, Settings
+from mtpbuild.runtime.target_options import load_options, option_flags
 
 
-class Arguments(BaseModel):
-    """The application's `args`: flags of `mtpbuild serve`, the same for all replicas."""
+class ServeArguments(BaseModel):
+    """Flags of `mtpbuild serve` that every target has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,7 +34,20 @@ class Arguments(BaseModel):
     no_thinking_split: bool = False
     tool_call_parser: str | None = None
     threads: int | None = None
-    provider: str | None = None
+
+
+def _load_fields() -> dict[str, Any]:
+    """Types and defaults of the options that targets have when an engine is loaded."""
+    kind = option_flags(load_options)
+    return {option.name: (option.type, option.default) for option in fields(kind)}
+
+
+Arguments: Any = create_model(
+    "Arguments",
+    __base__=ServeArguments,
+    __doc__="The application's `args`, the same for all replicas.",
+    **_load_fields(),
+)
 
 
 class Named:
@@ -78,8 +93,8 @@ class Replica:
             Engine.load(
                 folder,
                 threads=arguments.threads,
-                provider=arguments.provider,
                 prefix_cache=not arguments.no_prefix_cache,
+                **{name: getattr(arguments, name) for name in _load_fields()},
             )
         )
 

@@ -181,7 +181,7 @@ def no_graph(patch: pytest.MonkeyPatch) -> None:
         (folder / "decode.onnx").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    quick = find_target("onnxruntime").lowering
+    quick = find_target("onnxruntime").builder
     assert isinstance(quick, Target)
     patch.setattr(quick, "lower", lower, raising=True)
 

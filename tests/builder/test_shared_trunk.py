@@ -15,7 +15,7 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.recipe import find_recipe
-from mtpbuild.builder.targets import load_target, make_options
+from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.contract.programs import MIXED, is_trunk
@@ -198,7 +198,7 @@ def test_when_it_is_shared() -> None:
         assert recipe is not None
         config = load_config(recipe.config_folder)
         for trunk in ("auto", "shared", "inline"):
-            style = target.style(make_options(target, {"trunk": trunk}), config)
+            style = target.style(target.Options(trunk=trunk), config)
             shared[name, trunk] = style.shared_trunk
     assert {name for (name, trunk), on in shared.items() if on and trunk == "auto"} == {
         "gigachat3-10b-a1.8b",

@@ -17,6 +17,7 @@ from tests.reference.recompute import greedy
 from tests.support.requests import build_request
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export.load's
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (info := folder / "toy_target-1.0.dist-info").mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-target\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[mtpbuild.targets]\ntoy = tests.support.toy_target.programs:TOY\n"
+        "[mtpbuild.targets]\ntoy = tests.support.toy_target:TOY\n"
     )
     sys.path.insert(0, str(folder))
     yield folder
@@ -35,10 +36,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("nextn", [0, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.export.load's own
 def test_it_is_built_and_run(nextn: int, smallest: Path, tmp_path: Path) -> None:
     """The tokens are the plain model's, whatever is drafted; sampling has its program too."""
-    request = build_request(smallest, (nextn,), target="toy", out=tmp_path / "toy", mark="abc")
+    request = build_request(smallest, (nextn,), target="toy", out=tmp_path / "toy", toy_mark="abc")
     (built,) = build(request)
     assert read_manifest(built.folder).target.versions == {"mark": "abc"}
     (again,) = build(request)
@@ -46,35 +46,54 @@ def test_it_is_built_and_run(nextn: int, smallest: Path, tmp_path: Path) -> None
 
     plain = load_plain(smallest)
     sampled = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=5)
-    with Engine.load(built.folder, threads=1) as engine:
+    log = tmp_path / "log"
+    with Engine.load(built.folder, threads=1, toy_log=log) as engine:
         for prompt in ([3, 1, 4], [5]):
             result = engine.generate([prompt], SamplingParams(max_tokens=8, ignore_eos=True))[0]
             assert list(result.token_ids) == greedy(plain, prompt, 8)
         drawn = [engine.generate([[3, 1, 4]], sampled)[0].token_ids for _ in range(2)]
+    assert {*log.read_text().split()} == {"prefill", "decode", "decode_mixed"}
     assert drawn[0] == drawn[1] != greedy(plain, [3, 1, 4], 8)
 
 
 @pytest.mark.usefixtures("installed")
 def test_its_flags_are_its_own(smallest: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        build(build_request(smallest, (0,), mark="abc"))
-    assert str(caught.value) == "--mark abc is for target toy, not onnxruntime"
-    with pytest.raises(UsageError, match=r"^--mark 1 is not a word$"):
-        build(build_request(smallest, (0,), target="toy", mark="1"))
+        build(build_request(smallest, (0,), toy_mark="abc"))
+    assert str(caught.value) == "--toy-mark abc is for target toy, not onnxruntime"
+    with pytest.raises(UsageError, match=r"^--toy-mark 1 is not a word$"):
+        build(build_request(smallest, (0,), target="toy", toy_mark="1"))
     with pytest.raises(UsageError, match=r"^--device cpu is for target inductor, not toy$"):
         build(build_request(smallest, (0,), target="toy", device="cpu"))
 
 
-def test_the_command_line_has_its_flags(installed: Path) -> None:
-    command = [sys.executable, "-m", "mtpbuild", "build", "--help"]
+@pytest.mark.usefixtures("installed")
+def test_its_options_at_load_are_its_own(smallest: Path, tmp_path: Path) -> None:
+    (toy,) = build(build_request(smallest, (0,), target="toy", out=tmp_path / "toy"))
+    with pytest.raises(UsageError, match=r"^--provider cuda is for target onnxruntime, not toy$"):
+        Engine.load(toy.folder, provider="cuda")
+    with pytest.raises(UsageError, match=r"^--colour red: no target has this option$"):
+        Engine.load(toy.folder, colour="red")
+    (other,) = build(build_request(smallest, (0,), out=tmp_path / "other"))
+    with pytest.raises(UsageError, match=r"^--toy-log x is for target toy, not onnxruntime$"):
+        Engine.load(other.folder, toy_log="x")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("build", "--toy-mark"), ("run", "--toy-log"), ("serve", "--toy-log")],
+)
+def test_the_command_line_has_its_flags(command: str, flag: str, installed: Path) -> None:
+    """Only where the target is installed."""
     path = os.pathsep.join((str(installed), str(ROOT)))
-    shown = subprocess.run(
-        command,
-        env=os.environ | {"PYTHONPATH": path},
-        cwd=installed,
-        capture_output=True,
-        text=True,
-    )
-    assert shown.returncode == 0
-    assert "Target toy" in shown.stdout
-    assert "--mark" in shown.stdout
+    for variables, there in (({"PYTHONPATH": path}, True), ({}, False)):
+        shown = subprocess.run(
+            [sys.executable, "-m", "mtpbuild", command, "--help"],
+            env=os.environ | variables,
+            cwd=installed.parent,
+            capture_output=True,
+            text=True,
+        )
+        assert shown.returncode == 0
+        assert ("Target toy" in shown.stdout) == there
+        assert (flag in shown.stdout) == there

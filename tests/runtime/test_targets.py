@@ -15,15 +15,15 @@ from mtpbuild.runtime.errors import (
 )
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.aot_package import TORCH, this_machine
-from mtpbuild.runtime.targets import Target, find_target, names, register
+from mtpbuild.runtime.targets import TargetRecord, find_target, names, register
 from tests.support.engines import write_engine
 from tests.support.fakes import FakePrograms, fake_manifest
 
 BUILT_IN = ("onnxruntime", "inductor", "tensorrt", "tensorrt-rtx")
 CODE = """
-from mtpbuild.runtime.targets import Target
+from mtpbuild.runtime.targets import TargetRecord
 from tests.support.fakes import FakePrograms
-FOUND = Target("by-entry-point", "other_target", "other_target")
+FOUND = TargetRecord("by-entry-point", "other_target", "other_target")
 def load(folder, manifest, threads):
     return FakePrograms(manifest)
 """
@@ -57,7 +57,7 @@ def test_those_of_this_package() -> None:
         target = find_target(name)
         assert target.name == name
         assert target.programs.startswith("mtpbuild.runtime.programs.")
-        assert str(target.lowering).startswith("mtpbuild.builder.targets.")
+        assert str(target.builder).startswith("mtpbuild.builder.targets.")
 
 
 def test_an_unknown_one(tmp_path: Path) -> None:
@@ -82,18 +82,14 @@ def test_an_option_that_a_target_lacks(tmp_path: Path) -> None:
     folder = engine_for("inductor", tmp_path / "engine")
     with pytest.raises(UsageError) as caught:
         Engine.load(folder, provider="cuda")
-    assert str(caught.value) == (
-        f"--provider cuda is for target onnxruntime; {folder} is for target inductor"
-    )
+    assert str(caught.value) == ("--provider cuda is for target onnxruntime, not inductor")
 
 
 def test_graphs_that_are_not_there(tmp_path: Path) -> None:
     folder = engine_for("onnxruntime", tmp_path / "engine")
     with pytest.raises(UsageError) as caught:
         Engine.load(folder, no_cuda_graphs=True)
-    assert str(caught.value) == (
-        f"--no-cuda-graphs is for target inductor; {folder} is for target onnxruntime"
-    )
+    assert str(caught.value) == ("--no-cuda-graphs is for target inductor, not onnxruntime")
     folder = engine_for("inductor", tmp_path / "cpu")
     manifest = read_manifest(folder)
     here = {"versions": {"torch": TORCH}, "hardware": this_machine()}
@@ -110,10 +106,10 @@ def test_a_package_that_is_not_installed(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
     real = find_target("onnxruntime")
     try:
-        register(Target(real.name, "no_such_module", real.lowering, "pip install it"))
+        register(TargetRecord(real.name, "no_such_module", real.builder, "pip install it"))
         with pytest.raises(MissingDependencyError, match=r"^this engine needs no_such_module: pip"):
             load_programs(folder, manifest)
-        register(Target(real.name, "no_such_module", real.lowering))
+        register(TargetRecord(real.name, "no_such_module", real.builder))
         with pytest.raises(ModuleNotFoundError):
             load_programs(folder, manifest)
     finally:

@@ -39,7 +39,7 @@ def fake_target(real: Target, **replaced: Callable[..., Any]) -> Target:
 @contextlib.contextmanager
 def in_place_of(name: str, **replaced: Callable[..., Any]) -> Iterator[None]:
     """Put into the registry a target like the one of that name, but for some of its methods."""
-    with registered(name, lowering=fake_target(load_target(name), **replaced)):
+    with registered(name, builder=fake_target(load_target(name), **replaced)):
         yield
 
 

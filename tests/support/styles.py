@@ -4,7 +4,7 @@ from typing import Any
 
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.recipe import find_recipe
-from mtpbuild.builder.targets import load_target, make_options
+from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.style import GraphStyle
 
 
@@ -12,4 +12,4 @@ def style_of(name: str, **options: Any) -> GraphStyle:
     """The style in which a target traces a small model, given its options as flags have them."""
     target, recipe = load_target(name), find_recipe("deepseek-tiny")
     assert recipe is not None
-    return target.style(make_options(target, options), load_config(recipe.config_folder))
+    return target.style(target.Options(**options), load_config(recipe.config_folder))

@@ -18,7 +18,7 @@ from mtpbuild.runtime.flag_groups import flag
 class ToyOptions:
     """The flags that only this target has."""
 
-    mark: str = flag("none", "A word for the engine's record.")
+    toy_mark: str = flag("none", "A word for the engine's record.")
 
 
 class Toy(Target):
@@ -28,8 +28,8 @@ class Toy(Target):
     Options = ToyOptions
 
     def check(self, request: BuildRequest, options: ToyOptions) -> None:
-        if not options.mark.isalpha():
-            raise UsageError(f"--mark {options.mark} is not a word")
+        if not options.toy_mark.isalpha():
+            raise UsageError(f"--toy-mark {options.toy_mark} is not a word")
 
     def check_machine(self, plan: Plan) -> None:
         """Torch is everywhere where an engine is built."""
@@ -52,7 +52,7 @@ class Toy(Target):
         return traced.name
 
     def info(self, plan: Plan) -> TargetInfo:
-        return TargetInfo(name=self.name, hardware="any", versions={"mark": plan.options.mark})
+        return TargetInfo(name=self.name, hardware="any", versions={"mark": plan.options.toy_mark})
 
 
 TARGET = Toy()

@@ -8,20 +8,20 @@ from torch.utils import _pytree as pytree
 
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
-from mtpbuild.runtime.targets import Target
-
-PACKAGE = __name__.rpartition(".")[0]
-TOY = Target("toy", programs=__name__, lowering=f"{PACKAGE}.build")
 
 
 class Exported:
     """One program; it writes its results over the state, as a compiled one does."""
 
-    def __init__(self, path: Path, spec: ProgramSpec) -> None:
+    def __init__(self, path: Path, spec: ProgramSpec, log: Path | None) -> None:
         self._spec, self._module = spec, torch.export.load(path).module()
+        self._log = log
 
     @torch.no_grad()
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        if self._log is not None:
+            with self._log.open("a") as file:
+                print(self._spec.file, file=file)
         given = {t.name: tensor for t, tensor in zip(self._spec.inputs, inputs, strict=True)}
         carried = [t.name.removesuffix(".out") for t in self._spec.outputs]
         state = {name: given.pop(name) for name in carried if name in given}
@@ -31,11 +31,13 @@ class Exported:
         return results[len(state) :]
 
 
-def load(folder: Path, manifest: Manifest, threads: int | None) -> InductorPrograms:
-    """The programs of an engine that was checked."""
+def load(
+    folder: Path, manifest: Manifest, threads: int | None, toy_log: Path | None = None
+) -> InductorPrograms:
+    """The programs of an engine that was checked; toy_log: gets the name of each that runs."""
 
     def opener(name: str) -> Exported:
         spec = manifest.programs[name]
-        return Exported(folder / spec.file, spec)
+        return Exported(folder / spec.file, spec, toy_log)
 
     return InductorPrograms(manifest, threads, lambda device: opener)
