@@ -1,4 +1,4 @@
-"""A branch in the graph: what no request of a step asks for is not computed."""
+"""Puts a branch into the graph, so that a step skips the work that no request of it asks for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +13,9 @@ Branch = Callable[..., tuple[Tensor, ...]]
 def when(
     predicate: Tensor, yes: Branch, no: Branch, operands: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-    """`yes(*operands)` or `no(*operands)`, by a bool scalar; ONNX's If.
+    """Runs `yes(*operands)` or `no(*operands)`, chosen by a bool scalar; ONNX's If.
 
-    Both give tensors of the same shapes and types, none of which is an operand itself.
+    Both return tensors of the same shapes and types, and no operand itself.
     """
     if not torch.compiler.is_exporting():
         return (yes if bool(predicate) else no)(*operands)
@@ -24,6 +24,6 @@ def when(
     def flat(branch: Branch) -> Branch:
         return lambda *given: branch(*tree_unflatten(given, form))
 
-    # torch.cond would have Dynamo look for what a branch takes besides its operands. Nothing: and
-    # looking for it takes longer than tracing both.
+    # torch.cond would have Dynamo search both branches for captured tensors. There are none, and
+    # the search takes longer than tracing.
     return torch.ops.higher_order.cond(predicate, flat(yes), flat(no), tuple(tensors))

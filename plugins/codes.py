@@ -1,10 +1,10 @@
-"""Codes of fp8 (e4m3) and nvfp4 (e2m1) as numbers, in Triton: exactly, subnormal codes included.
+"""Expands fp8 (e4m3) and nvfp4 (e2m1) codes to numbers in Triton: exactly, also subnormal ones.
 
-For bf16, codes are taken as words of 32 bits with four columns each, and expanded two at a time by
-inline assembly; each of the four columns is a tensor of its own. ASSEMBLY says which instructions
-it may have: those of sm_80 and all later GPUs move a code's bits to where bf16 has its own, those
-of sm_100 and later convert. 0 is for Triton's interpreter, which has no assembly: the same numbers
-are made by Triton's own operations.
+For bf16, inline assembly reads words of 32 bits with four columns each and expands two codes at a
+time; each of the four columns becomes a tensor of its own. ASSEMBLY selects the instructions: 80
+moves a code's bits to their places in a bf16, which runs on sm_80 and every later GPU; 100 uses the
+conversions of sm_100 and later. 0 is for Triton's interpreter, which has no assembly: Triton's own
+operations make the same numbers.
 """
 
 import torch
@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-CONVERTING_PTXAS = 13, 2  # CUDA's, the first whose PTX (9.2) converts codes to bf16
+CONVERTING_PTXAS = 13, 2  # the first CUDA whose PTX (9.2) converts codes to bf16
 
 
 def _moved(selector: int, of: str, left: int, mask: int, *factors: str) -> str:
-    """Move the bits of two bytes of `of` to where bf16 has its own; multiply them by registers.
+    """Writes assembly that moves two bytes of `of` to bf16's bits, then multiplies by registers.
 
-    `prmt` selects the bytes, and fills the bits above each with its sign. The bits are
-    2^-120 (e4m3) or 2^-126 (e2m1) of the value; a subnormal code is a subnormal number.
+    `prmt` selects the bytes, and fills the bits above each with its sign. The moved bits are 2^-120
+    (e4m3) or 2^-126 (e2m1) times the value; a subnormal code becomes a subnormal number.
     """
     moved = f"prmt.b32 t, {of}, {selector:#x}; shl.b32 t, t, {left}; and.b32 t, t, {mask:#x};"
     return moved + "".join(f" fma.rn.bf16x2 t, t, {by}, none;" for by in factors)
@@ -33,7 +33,7 @@ CONSTANTS = {"none": 0x80008000, "size": 0x7B807B80, "large": 0x7B007B00}  # -0,
 
 
 def _text(*lines: str) -> tl.constexpr:
-    """Write assembly with its registers; of CONSTANTS it has those that it uses."""
+    """Declares the registers of some assembly, and sets those of CONSTANTS that it uses."""
     body = " ".join(lines)
     used = {name: value for name, value in CONSTANTS.items() if name in body}
     registers = ", ".join(("t", "u", *used))
@@ -53,8 +53,8 @@ CONVERTED_E4M3 = _text(
         for j in range(4)
     )
 )
-# Byte j of the word $4 as bf16, in both halves of a register: MOVED times 2^119, CONVERTED times
-# 2^-7, as what follows needs them.
+# Byte j of the word $4 as bf16, in both halves of a register, times the factor that the product of
+# e2m1 codes needs: 2^119 for MOVED_E2M1, 2^-7 for CONVERTED_E2M1.
 MOVED_SCALES = _text(
     *(
         f"{_moved_e4m3(0x9180 + 0x2222 * i, '$4, $4', 'size', 'large')}"
@@ -70,7 +70,7 @@ CONVERTED_SCALES = _text(
         for i, half in enumerate("ab")
     ),
 )
-# Both nibbles of byte j of the word $4, times the register $(5 + j): 2^-7 of the products.
+# Both nibbles of byte j of the word $4, times the register $(5 + j): 2^-7 times the true product.
 MOVED_E2M1 = _text(
     "shl.b32 u, $4, 4;",
     *(
@@ -82,7 +82,7 @@ CONVERTED_E2M1 = _text(
     "mov.b32 {b0, b1, b2, b3}, $4;",
     *(f"cvt.rn.bf16x2.e2m1x2 t, b{j}; fma.rn.bf16x2 ${j}, t, ${5 + j}, none;" for j in range(4)),
 )
-# Four e4m3 of a cache in one register, NaN among them: from sm_89 on by fp16 and fp32.
+# Four e4m3 of a cache from one register, NaN included: by way of fp16 and fp32, from sm_89 on.
 WIDENED_CACHE = tl.constexpr(
     "{ .reg .b16 a, b, c, d; .reg .b32 low, high; .reg .f32 p, q, r, s;"
     " mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 low, a; cvt.rn.f16x2.e4m3x2 high, b;"
@@ -93,13 +93,13 @@ WIDENED_CACHE = tl.constexpr(
 CONVERTED_CACHE = _text(
     "mov.b32 {a, b}, $2; cvt.rn.bf16x2.e4m3x2 $0, a; cvt.rn.bf16x2.e4m3x2 $1, b;"
 )
-SMALLER = tl.constexpr(128.0)  # 2^7, for the sums of products with `e2m1_of_words`
+SMALLER = tl.constexpr(128.0)  # 2^7: restores sums of products with results of `e2m1_of_words`
 
 
 def assembly_for(architecture: int, ptxas: str | None = None) -> int:
-    """Choose ASSEMBLY for a GPU, such as 90 for sm_90, and a version of CUDA's assembler.
+    """Returns the ASSEMBLY for a GPU architecture, such as 90 for sm_90.
 
-    ptxas: "13.2"; Triton's own if it is not given.
+    ptxas: the version of CUDA's assembler, such as "13.2"; that of Triton's own by default.
     """
     if architecture < 100:
         return 80
@@ -110,7 +110,7 @@ def assembly_for(architecture: int, ptxas: str | None = None) -> int:
 
 
 def assembly_on(device: torch.device) -> int:
-    """Choose ASSEMBLY for tensors on that device; if it is no GPU, what every GPU can run."""
+    """Returns the ASSEMBLY for tensors on a device; for a CPU, the one that every GPU can run."""
     if knobs.runtime.interpret:
         return 0
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -121,19 +121,19 @@ def assembly_on(device: torch.device) -> int:
 
 @triton.jit
 def float_of(codes, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Make fp32 of the lowest bits of integers, which are e4m3 or e2m1 codes."""
+    """Converts integers, whose lowest bits are e4m3 or e2m1 codes, to fp32."""
     bits: tl.constexpr = EXPONENT + MANTISSA
     bias: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     codes = codes.to(tl.int32)
     size = (codes << (23 - MANTISSA)) & (((1 << bits) - 1) << (23 - MANTISSA))
     sign = (codes << (31 - bits)) & -2147483648
-    # A subnormal code makes a subnormal number here: the product is exact for both.
+    # A subnormal code gives a subnormal number here; the product below is exact all the same.
     return (size | sign).to(tl.float32, bitcast=True) * 2.0 ** (127 - bias)
 
 
 @triton.jit
 def e4m3_of_words(words, ASSEMBLY: tl.constexpr):
-    """Make bf16 of e4m3 codes, four in each word: as many tensors, lowest byte first."""
+    """Converts e4m3 codes, four in each word, to four bf16 tensors, the lowest byte's first."""
     if ASSEMBLY:
         a, b, c, d = tl.inline_asm_elementwise(
             CONVERTED_E4M3 if ASSEMBLY == 100 else MOVED_E4M3,
@@ -153,7 +153,7 @@ def e4m3_of_words(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def scales_of_words(words, ASSEMBLY: tl.constexpr):
-    """Make of e4m3 scales, four in each word, what `e2m1_of_words` takes: bf16, twice in a word."""
+    """Converts e4m3 scales, four in each word, for `e2m1_of_words`: a bf16 twice in each word."""
     if ASSEMBLY:
         a, b, c, d = tl.inline_asm_elementwise(
             CONVERTED_SCALES if ASSEMBLY == 100 else MOVED_SCALES,
@@ -171,10 +171,10 @@ def scales_of_words(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def e2m1_of_words(words, a, b, c, d, ASSEMBLY: tl.constexpr):
-    """Make 1 / SMALLER of values times scales, of words of four bytes and their scales.
+    """Converts words of eight e2m1 codes to values times scales a to d (per byte) / SMALLER.
 
-    Returns four words, lowest byte first: low and high nibble as bf16, which `halves` takes apart.
-    A product has 2 + 4 bits, and its exponent is within bf16's.
+    Returns four words, the lowest byte's first; each holds its low and high nibble as bf16, for
+    `halves`. The result is exact: a product has 2 + 4 bits, and its exponent fits bf16.
     """
     if ASSEMBLY:
         a, b, c, d = tl.inline_asm_elementwise(
@@ -206,16 +206,17 @@ def _joined(low, high):
 
 @triton.jit
 def halves(words):
-    """Take words apart into two bf16, low and high."""
+    """Splits words into two bf16, low and high."""
     low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low, (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def bf16_of_e4m3(tile, ASSEMBLY: tl.constexpr):
-    """Make bf16 of e4m3 numbers, once for all that read them: as if the assembly had side effects.
+    """Converts a tile of e4m3 numbers to bf16 once, whatever the number of products that read it.
 
-    Triton would rather convert a tile apart for each product, from single bytes of shared memory.
+    Without is_pure=False Triton repeats the conversion for each product, from single bytes of
+    shared memory.
     """
     if ASSEMBLY:
         codes = tile.to(tl.uint8, bitcast=True)

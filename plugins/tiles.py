@@ -1,9 +1,9 @@
-"""Products with a tile of a plain, fp8 or nvfp4 weight in Triton, for the kernels that sum tiles.
+"""Multiplies rows by tiles of an unquantised, fp8 or nvfp4 weight, for Triton kernels.
 
 With bf16 rows, fp8 and nvfp4 weights are read in WORDS of four columns. Tensor cores take each of
 the four columns as a matrix of its own, in the registers in which it was expanded; only the sums
-are put side by side again. What is multiplied is exact: scales of fp8 multiply a tile's fp32 sums,
-block scales of nvfp4 their values (2 + 4 bits), global ones the sum of all tiles.
+are put side by side again. The factors of each product are exact: fp8 scales multiply a tile's fp32
+sums, nvfp4 block scales multiply the values (2 + 4 bits), global scales the sum of all tiles.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,9 @@ from mtpbuild.plugins.codes import (
 from mtpbuild.plugins.launch import MULTIPROCESSORS, cdiv
 
 PROGRAMS = 2 * MULTIPROCESSORS
-DEEP_PROGRAMS = 160  # that copy four tiles ahead: enough for the 148 multiprocessors of a B200
-JOINED = 7  # splits that AOTInductor adds where their sum is read: it unrolls sums of less than 8
-NEARLY = 0.9  # of the multiprocessors: with so many programs, JOINED splits are enough
+DEEP_PROGRAMS = 160  # programs that copy four tiles ahead: enough for a B200's 148 multiprocessors
+JOINED = 7  # splits that AOTInductor sums where it reads them: it unrolls sums of less than 8
+NEARLY = 0.9  # with programs for this share of the multiprocessors, JOINED splits are enough
 SPLIT_INPUTS = 448  # a split of fewer inputs costs more than it saves
 
 
@@ -37,7 +37,7 @@ def load_rows(
     x, row, some, begin,
     DEPTH: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile's inputs, from `begin` on, of rows of x [.., DEPTH]; what is not there is 0."""
+    """Loads BLOCK_K inputs, from `begin` on, of rows of x [.., DEPTH]; missing ones are 0."""
     k = begin + tl.arange(0, BLOCK_K)
     at = x + row[:, None] * DEPTH + k[None, :]
     return tl.load(at, some[:, None] & (k < DEPTH)[None, :], 0.0)
@@ -49,11 +49,11 @@ def tile_product(
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BY_INPUT: tl.constexpr,
     WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Add to `total` the product of rows and a weight's tile, from input `begin` and column n on.
+    """Adds to `total` the product of rows with a weight's tile, from input `begin` and column n on.
 
-    `given` has the rows' inputs of that tile; the weight is [DEPTH, WIDTH]. Values beyond it are 0.
-    `expert` picks one weight of a stack. BLOCK inputs share a scale. BY_INPUT says that scales_2
-    are per inputs too; where they are not, `with_global_scales` multiplies the sum by them.
+    `given` has the rows' inputs of that tile; the weight is [DEPTH, WIDTH], and 0 beyond that.
+    `expert` picks one weight of a stack. BLOCK inputs share a scale. BY_INPUT: scales_2 are per
+    block of inputs too; otherwise `with_global_scales` multiplies the sum by them.
     """
     if scales is not None and WORDS:
         if scales_2 is None:
@@ -116,11 +116,11 @@ def _nvfp4_words(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     W: tl.constexpr = BLOCK_N // 4
-    # A warp copies 8 words of 4 rows at a time: whole sectors of 32 bytes, and into shared memory,
-    # where words of a column are neighbours, each into another bank.
+    # A warp copies 8 words of 4 rows at a time: it reads whole sectors of 32 bytes, and writes each
+    # word to another bank of shared memory, where words of a column are neighbours.
     eighth, word = tl.arange(0, W // 8)[:, None, None], tl.arange(0, 8)[None, None, :]
     word = n // 4 + 8 * eighth + word
-    # In 64 bits the assembler adds constants to one address; in 32 it computes each by itself.
+    # With 64 bits the assembler adds constants to one address; with 32 it computes every address.
     pair = begin // 2 + tl.arange(0, BLOCK_K // 2).to(tl.int64)
     of = (expert * (DEPTH // 2) + pair)[None, :, None] * (WIDTH // 4) + word
     there = word < WIDTH // 4
@@ -151,7 +151,7 @@ def _nvfp4_words(
 
 @triton.jit
 def _of_pairs(scale):
-    """Give a block's scale to its 8 pairs of inputs: [B, W] -> [8 B, W]."""
+    """Repeats a block's scale for its 8 pairs of inputs: [B, W] -> [8 B, W]."""
     B: tl.constexpr = scale.shape[0]
     W: tl.constexpr = scale.shape[1]
     return tl.reshape(tl.broadcast_to(scale[:, None, :], (B, 8, W)), (8 * B, W))
@@ -159,7 +159,7 @@ def _of_pairs(scale):
 
 @triton.jit
 def _one_below_the_other(words):
-    """Put halves i to rows 2 i and 2 i + 1: [P, W] -> bf16 [2 P, W]."""
+    """Moves the halves of row i to rows 2 i and 2 i + 1: [P, W] -> bf16 [2 P, W]."""
     low, high = halves(words)
     both = tl.permute(tl.join(low, high), (0, 2, 1))
     return tl.reshape(both, (2 * words.shape[0], words.shape[1]))
@@ -167,13 +167,13 @@ def _one_below_the_other(words):
 
 @triton.jit
 def _side_by_side(a, b, c, d):
-    """Put column j of four tensors [M, W] to columns 4 j to 4 j + 3."""
+    """Interleaves four tensors [M, W]: their columns j become columns 4 j to 4 j + 3."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], 4 * a.shape[1]))
 
 
 @triton.jit
 def _apart(total):
-    """Take apart what `_side_by_side` made."""
+    """Splits a tensor [M, 4 W] as `_side_by_side` joined it."""
     ac, bd = tl.split(tl.reshape(total, (total.shape[0], total.shape[1] // 4, 2, 2)))
     a, c = tl.split(ac)
     b, d = tl.split(bd)
@@ -185,7 +185,7 @@ def with_global_scales(
     total, scales_2, expert, n,
     WIDTH: tl.constexpr, BY_INPUT: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the sum of all tiles by what `tile_product` left out."""
+    """Multiplies the sum of all tiles by the factors that `tile_product` left out."""
     if scales_2 is not None:
         if not BY_INPUT:
             columns = n + tl.arange(0, BLOCK_N)
@@ -199,10 +199,10 @@ def with_global_scales(
 def tile_constants(
     x: Tensor, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
 ) -> dict[str, Any]:
-    """Choose tiles for rows x [.., K] and a weight, or a stack, as `matmul_scaled` takes it.
+    """Chooses tiles for rows x [.., K] and a weight, or a stack, in the layout of `matmul_scaled`.
 
-    They are the constants of `tile_product`, with the BLOCK_M rows that are multiplied at a time,
-    and fit into the shared memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
+    Returns the constants of `tile_product` and BLOCK_M, the rows that are multiplied at a time. The
+    tiles fit into the shared memory of an AOT plugin. STAGES - 1 tiles are copied ahead.
     """
     width, packed = values.shape[-1], 1 if scales_2 is None else 2
     depth = values.shape[-2] * packed
@@ -227,9 +227,9 @@ def tile_constants(
 
 
 def split_count(programs: int, depth: int, constants: Mapping[str, Any]) -> int:
-    """Count the splits of `depth` inputs that give multiprocessors enough to read at a time.
+    """Returns the splits of `depth` inputs that keep enough reads in flight on all multiprocessors.
 
-    They have whole tiles, and none is empty. constants: those of `tile_constants`.
+    Each split has whole tiles, and at least one. `constants` come from `tile_constants`.
     """
     tiles, wanted = cdiv(depth, constants["BLOCK_K"]), PROGRAMS
     if constants["STAGES"] > 3:

@@ -1,1 +1,1 @@
-"""Experts whose weights are floats, for the CPU."""
+"""Routed experts with float weights, for the CPU."""

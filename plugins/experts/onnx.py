@@ -1,8 +1,8 @@
 """experts in ONNX: ONNX Runtime's own MoE, which reads an expert's weights once for all its rows.
 
-Routing stays outside: a row has one expert to choose, and its sum with others is not MoE's. Each
-expert in use has one row more than were given, so none has one alone: for one row ONNX Runtime
-sums in another order than for several. So a row's result depends on nothing else, to the bit.
+The graph routes and sums outside the node, so each row has one expert to choose from. ONNX Runtime
+sums a single row in another order than several, so every expert in use gets one extra row: then a
+row's result is the same, to the bit, whatever rows stand beside it.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, contrib
 
 ATTRIBUTES = {
     "k": 1,
-    "normalize_routing_weights": 1,  # the one that is chosen weighs 1
-    "swiglu_fusion": 1,  # gates and ups in turn: the CPU's kernel takes nothing else
+    "normalize_routing_weights": 1,  # the chosen expert weighs 1
+    "swiglu_fusion": 1,  # gates and ups alternate: the CPU's kernel takes nothing else
     "activation_alpha": 1.0,
     "activation_beta": 0.0,  # silu(gate) * up
     "activation_type": "swiglu",
@@ -28,7 +28,7 @@ MoE = contrib(
 
 
 def experts_onnx(x: Any, ids: Any, gate_up: Any, down: Any) -> Any:
-    """Write one node that reads weights, and what gives each expert in use a second row."""
+    """Emits one MoE node, with nodes around it that add and drop each used expert's extra row."""
     used, first, _, _ = op.Unique(ids)
     rows = op.Concat(x, op.Gather(x, first), axis=0)
     experts = op.Constant(value_int=int(gate_up.shape[0]))

@@ -1,4 +1,4 @@
-"""experts: rows through an expert each, whose weights are floats."""
+"""experts: runs each row through its own expert, with float weights."""
 
 import torch
 import torch.nn.functional as F
@@ -7,11 +7,11 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::experts", mutates_args=())
 def experts(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Compute down(silu(gate(x)) * up(x)) [N, E] of rows x [N, E], with the expert ids [N] of each.
+    """Computes down(silu(gate(x)) * up(x)) [N, E] for rows x [N, E], row n with expert ids[n].
 
-    gate_up is [X, 2 I, E], whose outputs are a gate, its up, the next gate, and so on; down is
-    [X, E, I]. The reference gathers a copy of the weights for each row; a facet reads those of an
-    expert once, however many rows are its own.
+    gate_up [X, 2 I, E] and down [X, E, I] are the stacked weights of all experts; gate_up's outputs
+    alternate: a gate, its up, the next gate, and so on. The reference gathers a copy of the weights
+    for each row; a facet reads an expert's weights once for all of its rows.
     """
     h = torch.einsum("ne,noe->no", x, gate_up.index_select(0, ids))
     inner = F.silu(h[:, ::2]) * h[:, 1::2]

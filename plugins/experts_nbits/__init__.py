@@ -1,1 +1,1 @@
-"""Experts with integer weights that stay in their blocks."""
+"""Routed experts with int8 or int4 weights in blocks, which targets multiply as they are."""

@@ -1,1 +1,1 @@
-"""The first half of a gated feed-forward: two products and what joins them."""
+"""The first half of a gated feed-forward: the products with gate and up, and their gating."""

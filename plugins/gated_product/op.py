@@ -1,4 +1,4 @@
-"""gated_product: silu(x gate) * (x up), for a plain weight that holds gate and up."""
+"""gated_product: silu(x gate) * (x up), for one unquantised weight that holds gate and up."""
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,9 @@ MAX_TOKENS = 64
 
 @torch.library.custom_op("mtpbuild::gated_product", mutates_args=())
 def gated_product(x: Tensor, gate_up: Tensor) -> Tensor:
-    """Multiply x [.., E] by a gate and an up [E, 2 I], gate first: silu(x gate) * (x up), [.., I].
+    """Computes silu(x gate) * (x up) [.., I] for x [.., E] and gate_up [E, 2 I], gate first.
 
-    The kernel takes up to `MAX_TOKENS` tokens and joins the products in fp32.
+    The kernel takes up to `MAX_TOKENS` tokens and gates the unrounded fp32 products.
     """
     gate, up = (x @ gate_up).chunk(2, dim=-1)
     return F.silu(gate) * up

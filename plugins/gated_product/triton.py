@@ -1,4 +1,4 @@
-"""gated_product in Triton: a program has the same columns of gate and up."""
+"""gated_product in Triton: each program computes the same columns of gate and up."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from torch import Tensor
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS, gated_product
 from mtpbuild.plugins.launch import Launch, Launches, by_kernels, cdiv, columns_of_a_program, tile
 
-INPUTS = 64  # at a time
+INPUTS = 64  # of a product, at a time
 STAGES = 3  # tiles of weights in flight
 
 
@@ -38,7 +38,7 @@ def gated(
 
 
 def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
-    """Make the launch for the op's operands. Raises NotImplementedError for too many tokens."""
+    """Returns the op's launch. Raises NotImplementedError for more than `MAX_TOKENS` tokens."""
     (*slots, E), width = x.shape, gate_up.shape[1] // 2
     rows = x.numel() // E
     if rows > MAX_TOKENS:
@@ -53,5 +53,5 @@ def gated_product_launches(x: Tensor, gate_up: Tensor) -> Launches:
 
 @by_kernels(gated_product)
 def gated_product_triton(x: Tensor, gate_up: Tensor) -> Tensor:
-    """Do gated_product on a GPU."""
+    """Runs gated_product on a GPU."""
     return gated_product_launches(x.contiguous(), gate_up.contiguous()).run()

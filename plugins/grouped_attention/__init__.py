@@ -1,1 +1,1 @@
-"""Multi-token grouped-query attention over cache rows of keys and values."""
+"""Grouped-query attention of several query tokens over cache rows of keys and values."""

@@ -1,1 +1,1 @@
-"""Write a step's rows into a cache, once per step and in place where the target can."""
+"""Writes a step's rows into a cache, once per step, and in place where the target can."""

@@ -1,4 +1,4 @@
-"""kv_write in AOTInductor: index_put, done in place as its result is copied to the cache."""
+"""kv_write in AOTInductor: index_put, which runs in place because the cache takes its result."""
 
 import torch
 from torch import Tensor

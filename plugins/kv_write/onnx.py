@@ -1,4 +1,4 @@
-"""kv_write in ONNX: TensorScatter, which ONNX Runtime does in place on a buffer bound twice."""
+"""kv_write in ONNX: TensorScatter, in place where one buffer is bound as input and output."""
 
 from typing import Any
 

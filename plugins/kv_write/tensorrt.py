@@ -4,8 +4,11 @@ from typing import Any
 
 
 def kv_write_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Convert for Torch-TensorRT: the cache must be an input of the network and the result an
-    output, and the caller gives both one address."""
+    """Converts the op for Torch-TensorRT.
+
+    The cache must be an input of the network and the result an output; the caller binds both to one
+    address.
+    """
     import tensorrt as trt
 
     cache, rows, start = args

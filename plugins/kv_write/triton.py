@@ -1,4 +1,4 @@
-"""kv_write in Triton: a slot's fresh rows are one run of memory."""
+"""kv_write in Triton: it copies a slot's fresh rows as one run of memory."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,10 @@ def kv_copy(
     cache,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, i) copies BLOCK of the count values that slot b writes, width to a row."""
+    """Program (b, i) copies block i, BLOCK of the `count` values that slot b writes.
+
+    A cache row has `width` values.
+    """
     b = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = (b * capacity + tl.load(start + b)) * width
@@ -25,7 +28,7 @@ def kv_copy(
 
 
 def kv_launch(cache: Tensor, rows: Tensor, start: Tensor) -> Launch:
-    """Make the launch for the op's operands; it writes into `cache` itself."""
+    """Returns the op's launch, which writes into `cache` itself."""
     (B, _, S, C), count = cache.shape, rows.shape[2] * rows.shape[3]
     grid = B, cdiv(count, BLOCK)
     return Launch(kv_copy, grid, (rows, start), (S, C, count), (cache,), {"BLOCK": BLOCK})
@@ -33,5 +36,5 @@ def kv_launch(cache: Tensor, rows: Tensor, start: Tensor) -> Launch:
 
 @by_kernels(kv_write)
 def kv_write_triton(cache: Tensor, rows: Tensor, start: Tensor) -> Tensor:
-    """Do the op on a GPU. A target that works in place drops the copy."""
+    """Runs kv_write on a GPU, into a copy that a target that works in place drops."""
     return kv_launch(cache.clone(), rows.contiguous(), start).run()[0]

@@ -1,1 +1,1 @@
-"""Products with integer weights that stay in their blocks."""
+"""Products with int8 or int4 weights in blocks, which targets multiply as they are."""

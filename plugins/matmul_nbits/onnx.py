@@ -11,7 +11,7 @@ from onnxscript.values import Op, Opset
 from mtpbuild.plugins.matmul_nbits.op import BLOCK, bits_of
 
 DOMAIN = "com.microsoft"
-INT8 = 4  # accuracy level: x is rounded to int8 per row and block; the others are slow in 8 bits
+INT8 = 4  # accuracy level: rounds x to int8 per row and block; other levels are slow with 8 bits
 FLOATS, BYTES = "tensor(float)", "tensor(uint8)"
 KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
 
@@ -19,9 +19,9 @@ KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSche
 def contrib(
     name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any], optional: str = ""
 ) -> Op:
-    """Declare the part that is used of an operator of ONNX Runtime: the onnx package knows none.
+    """Declares an operator of ONNX Runtime, which the onnx package does not know.
 
-    An attribute's type is that of its value.
+    Only the inputs and attributes that we use are declared; an attribute's type is its value's.
     """
     options = OpSchema.FormalParameterOption
     schema = OpSchema(
@@ -47,12 +47,12 @@ MatMulNBits = contrib(
 
 
 def matmul_nbits_onnx(x: Any, values: Any, scales: Any) -> Any:
-    """Write one node. A row's result does not depend on others: integer sums are exact."""
+    """Emits one node. A row's result does not depend on other rows: integer sums are exact."""
     N, blocks, width = (int(size) for size in values.shape)
     sizes = (blocks * BLOCK, N, bits_of(width), BLOCK, INT8)
     return MatMulNBits(x, values, in_fp32(scales), **dict(zip(SIZES, sizes, strict=True)))
 
 
 def in_fp32(scales: Any) -> Any:
-    """Scales as the operators want them; ONNX Runtime converts those of a weight as it loads it."""
+    """Returns the scales in fp32; ONNX Runtime converts a constant weight's once, as it loads."""
     return scales if scales.dtype == ir.DataType.FLOAT else op.Cast(scales, to=ir.DataType.FLOAT)

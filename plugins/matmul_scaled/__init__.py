@@ -1,1 +1,1 @@
-"""Products with fp8 and nvfp4 weights that stay so."""
+"""Products with fp8 and nvfp4 weights, which stay quantised in memory."""

@@ -1,4 +1,4 @@
-"""matmul_scaled in Triton: tiles of the weight are expanded in registers, then multiplied."""
+"""matmul_scaled in Triton: the kernel expands tiles of the weight in registers and multiplies."""
 
 import math
 from typing import Any
@@ -18,7 +18,7 @@ from mtpbuild.plugins.tiles import (
     with_global_scales,
 )
 
-MAX_TOKENS = 64  # more of them pay for a weight that is dequantised in memory
+MAX_TOKENS = 64  # beyond this, dequantising the whole weight in memory pays off
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def scaled_product(
     WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s, j) multiplies BLOCK_M rows by BLOCK_N columns, over split s of the inputs."""
+    """Program (i, s, j) multiplies block j of the rows by block i of the columns, over split s."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(0) * BLOCK_N
@@ -52,10 +52,10 @@ def scaled_product(
 def product_launch(
     x: Tensor, values: Tensor, scales: Tensor | None, scales_2: Tensor | None
 ) -> Launch:
-    """Make the launch for x [.., K]; its output [splits, rows, N] is summed over the splits.
+    """Returns the launch for x [.., K]; the caller sums its output [splits, rows, N] over splits.
 
-    A weight without scales is a plain one. How a row is summed does not depend on the rows beside
-    it.
+    Without scales the weight is an unquantised one. The order of a row's sum does not depend on the
+    other rows.
     """
     rows, K, N = math.prod(x.shape[:-1]), x.shape[-1], values.shape[1]
     constants = {"DEPTH": K, "WIDTH": N, **tile_constants(x, values, scales, scales_2)}
@@ -69,7 +69,7 @@ def product_launch(
 
 @triton.jit
 def sum_of_parts(at, there, apart, PARTS: tl.constexpr, dtype: tl.constexpr):
-    """Load the sum of PARTS values, so far apart, as the product would have been rounded."""
+    """Loads the sum of PARTS values, `apart` values from each other, rounded to `dtype`."""
     total = tl.load(at, there, 0.0)
     for i in tl.static_range(1, PARTS):
         total += tl.load(at + i * apart, there, 0.0)
@@ -80,23 +80,23 @@ def sum_of_parts(at, there, apart, PARTS: tl.constexpr, dtype: tl.constexpr):
 def matmul_scaled_parts(
     x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None
 ) -> Tensor:
-    """Multiply as `few_rows` does, and leave the sum [splits, .., N] to who reads the product."""
+    """Multiplies as `few_rows` does, but leaves the sum over [splits, .., N] to the reader."""
     (parts,) = product_launch(x.contiguous(), values, scales, scales_2).run()
     return parts.unflatten(1, x.shape[:-1])
 
 
 @by_kernels(matmul_scaled)
 def few_rows(x: Tensor, values: Tensor, scales: Tensor, scales_2: Tensor | None = None) -> Tensor:
-    """Multiply by the kernel, which is for few tokens."""
+    """Multiplies with the kernel, which is for up to `MAX_TOKENS` tokens."""
     (parts,) = product_launch(x.contiguous(), values, scales, scales_2).run()
     return parts.sum(0).to(x.dtype).unflatten(0, x.shape[:-1])
 
 
 def matmul_scaled_triton(x: Tensor, *weight: Any) -> Tensor:
-    """Do matmul_scaled on a GPU, in a step by the kernel and elsewhere by the reference.
+    """Runs matmul_scaled on a GPU: with the kernel in a step, as the reference does elsewhere.
 
-    A step knows how many tokens a slot has. (While it is traced the number of slots may be a
-    symbol, and a prompt's chunk is one.)
+    A fixed number of tokens per slot marks a step: in a trace the number of slots may be a symbol,
+    but of the tokens per slot only a prompt chunk's is one.
     """
     tokens = math.prod(x.shape[:-1])
     many = isinstance(tokens, int) and tokens > MAX_TOKENS

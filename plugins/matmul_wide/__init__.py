@@ -1,1 +1,1 @@
-"""Products of bf16 whose fp32 sums are not rounded; GPU targets only."""
+"""bf16 products that keep their fp32 sums unrounded; for GPU targets only."""

@@ -1,4 +1,4 @@
-"""matmul_wide in TensorRT: its Triton kernel as an AOT plugin, and the sum over its splits."""
+"""matmul_wide in TensorRT: its Triton kernel as an AOT plugin, then the sum over its splits."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _of_each_split = as_plugins(matmul_wide_launches)
 
 
 def matmul_wide_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Convert for Torch-TensorRT; the number of rows is fixed."""
+    """Converts the op for Torch-TensorRT; the number of rows must be fixed."""
     import tensorrt as trt
 
     x, weight = args

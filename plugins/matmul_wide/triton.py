@@ -1,4 +1,4 @@
-"""matmul_wide in Triton: the product of `matmul_scaled` with a weight that has no scales."""
+"""matmul_wide in Triton: the kernel of `matmul_scaled`, with a weight that has no scales."""
 
 from torch import Tensor
 
@@ -8,13 +8,13 @@ from mtpbuild.plugins.matmul_wide.op import matmul_wide
 
 
 def matmul_wide_launches(x: Tensor, weight: Tensor) -> Launches:
-    """Make the launch for the op's operands; its result [splits, rows, N] is summed over splits."""
+    """Returns the op's launch; the caller sums its result [splits, rows, N] over the splits."""
     launch = product_launch(x, weight, None, None)
     return Launches((launch,), launch.outputs[0])
 
 
 @by_kernels(matmul_wide)
 def matmul_wide_triton(x: Tensor, weight: Tensor) -> Tensor:
-    """Do matmul_wide on a GPU."""
+    """Runs matmul_wide on a GPU."""
     parts = matmul_wide_launches(x.contiguous(), weight).run()
     return parts.sum(0).unflatten(0, x.shape[:-1])

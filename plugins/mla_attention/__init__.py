@@ -1,1 +1,1 @@
-"""Multi-token MLA attention over a latent cache (absorbed form)."""
+"""Latent attention (MLA) of several query tokens over a latent cache, in the absorbed form."""

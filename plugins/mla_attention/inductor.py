@@ -1,4 +1,4 @@
-"""mla_attention in AOTInductor: heads become rows, so that a product takes the cache as it lies."""
+"""mla_attention in AOTInductor: heads become rows, so products read the cache where it is."""
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ def mla_attention_inductor(
     scale: float,
     kv_lora_rank: int,
 ) -> Tensor:
-    """Compute what the reference does, without a head dimension.
+    """Computes the reference's result without a head dimension.
 
-    With one the products would copy the cache for each head.
+    A head dimension would make the products copy the cache for each head.
     """
     (B, H, T, C), S = q.shape, cache.shape[2]
     rows, old, new = (q * scale).reshape(B, H * T, C), cache[:, 0], fresh[:, 0]

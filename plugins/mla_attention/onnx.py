@@ -1,4 +1,4 @@
-"""mla_attention in ONNX: matrix products and one softmax, all heads in one product."""
+"""mla_attention in ONNX: matrix products for all heads at once, and one softmax."""
 
 import math
 from typing import Any
@@ -12,10 +12,10 @@ from mtpbuild.plugins.mla_attention.op import FLOOR
 def mla_attention_onnx(
     q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, kv_lora_rank: int
 ) -> Any:
-    """Make heads rows [B, 1, H * T, C], so that the cache is read once for all of them.
+    """Emits the op with heads as rows [B, 1, H * T, C]: the cache is read once for all heads.
 
-    If the cache given is the one that the fresh rows were just written to, one score block over it
-    does; else two under one softmax.
+    If the fresh rows have just been written into this cache, one block of scores over the cache is
+    enough; otherwise two blocks share one softmax.
     """
     heads, width = int(q.shape[1]), int(q.shape[3])
     tokens = op.Shape(q, start=2, end=3)
@@ -39,17 +39,17 @@ def mla_attention_onnx(
 
 
 def holds(cache: ir.Value, fresh: ir.Value) -> bool:
-    """Whether the cache is the one that the fresh rows were just written to.
+    """Returns whether the fresh rows have just been written into this cache.
 
-    They are at the slot's base. A slot that idles has them elsewhere, and sees rows of its own past
-    instead: nobody reads its result.
+    They start at the slot's base. An idle slot's fresh rows are elsewhere, so it sees old rows of
+    its own instead; nobody reads its result.
     """
     writer = cache.producer()
     return writer is not None and writer.op_type == "TensorScatter" and writer.inputs[1] is fresh
 
 
 def softmax(*masked: Any) -> Any:
-    """Apply `floored_softmax` to blocks of scores, side by side."""
+    """Applies `floored_softmax` to blocks of scores, joined side by side."""
     joined = masked[0] if len(masked) == 1 else op.Concat(*masked, axis=-1)
     largest = op.ReduceMax(joined, ints(-1), keepdims=1)
     least = op.Add(largest, op.Constant(value_float=math.log(FLOOR)))
@@ -65,10 +65,10 @@ def count(rows: Any) -> Any:
 
 
 def mask(rows: Any, last: Any, heads: int, tokens: Any) -> Any:
-    """Make an additive mask [B, 1, H * T, rows]: query t sees row j if j <= last[b] + t.
+    """Returns an additive mask [B, 1, H * T, rows]: query t sees row j if j <= last[b] + t.
 
-    Without `tokens` all queries are alike, and the mask is [B, 1, 1, rows]. It is equal for every
-    layer, so that the pass that merges common subexpressions leaves one.
+    Without `tokens` all queries see the same rows, and the mask is [B, 1, 1, rows]. It is the same
+    in every layer, so merging common subexpressions leaves one.
     """
     visible = op.Reshape(last, ints(-1, 1, 1, 1))
     if tokens is not None:

@@ -1,4 +1,4 @@
-"""mla_attention: a few query tokens per slot over the committed and the fresh latent rows."""
+"""mla_attention: a few query tokens per slot attend to the committed and the fresh latent rows."""
 
 import math
 
@@ -9,11 +9,11 @@ FLOOR = 1e-32
 
 
 def floored_softmax(scores: Tensor) -> Tensor:
-    """Take a softmax over the last axis where no weight is less than `FLOOR` of the largest.
+    """Takes a softmax over the last axis in which no weight is below `FLOOR` times the largest.
 
-    It is for a CPU. No fp32 sum notices such weights, but those of trained, sharp attention are
-    often subnormal numbers, and a CPU takes a hundred cycles for an operation on one: they were
-    half of a step's time. Masked scores (-inf) are raised too, so what they weigh must be finite.
+    It is for CPUs. No fp32 sum notices such small weights, but in a trained model's sharp attention
+    they are often subnormal numbers, each operation on which costs a CPU a hundred cycles: they
+    took half of a step's time. Masked scores (-inf) are raised too, so masked rows must be finite.
     """
     least = scores.amax(-1, keepdim=True) + math.log(FLOOR)
     return torch.maximum(scores, least).softmax(-1)
@@ -30,7 +30,7 @@ def mla_attention(
     kv_lora_rank: int,
     k_scale: Tensor | None = None,
 ) -> Tensor:
-    """Attend to one latent head of keys and values with all query heads (absorbed MLA).
+    """Attends with all query heads to one latent head of keys and values (absorbed MLA).
 
     q [B, H, T, C] (latent part, then rotary part); cache [B, 1, S, C]; fresh [B, 1, F, C]; base and
     first [B] int. Query t of slot b sees the cache's rows j < base[b] and the fresh rows

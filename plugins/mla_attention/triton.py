@@ -21,9 +21,9 @@ from mtpbuild.plugins.launch import (
 from mtpbuild.plugins.mla_attention.op import mla_attention
 
 PROGRAMS = 2 * MULTIPROCESSORS
-LEAST_ROWS = 24  # of what a slot holds, for a split of a call with one block of query rows
-MOST_OF_LEAST = 64  # and of a call with many: each split writes partial sums for every query row
-OPEN_ROWS = 512  # of the capacity, for a split of an open batch: all its slots have memory for it
+LEAST_ROWS = 24  # least committed rows per split and block of query rows
+MOST_OF_LEAST = 64  # their upper limit: each split writes partial sums for every query row
+OPEN_ROWS = 512  # rows of capacity per split in an open batch: each slot needs memory for sums
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -37,14 +37,14 @@ def mla_partial(
     ROTARY: tl.constexpr, WANTED: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, m, s) has BLOCK_M of slot b's HEADS * TOKENS query rows and split s of its cache.
+    """Program (b, m, s) attends with block m of slot b's HEADS * TOKENS query rows to split s.
 
-    A slot's committed rows are dealt evenly to as many splits as WANTED programs of the whole call
-    need, but no more than one per LEAST rows. So what a slot holds decides its cost, not what it
-    could hold. The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS, RANK] is
-    normalised within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of the
-    weights' sum. A split without rows writes only its lse, -inf. The cache's tiles are copied to
-    shared memory STAGES - 1 tiles ahead; there are few fresh rows, so their tiles are not.
+    A slot's committed rows are dealt evenly to as many splits as the call needs to have WANTED
+    programs, but each split has LEAST rows or more. So a slot's cost depends on the rows it holds,
+    not on its capacity. The last split also takes the fresh rows. out [B, splits, HEADS * TOKENS,
+    RANK] is normalised within the split, lse [B, splits, HEADS * TOKENS] is the base-2 logarithm of
+    the weights' sum. A split without rows writes only its lse, -inf. The cache's tiles are copied
+    to shared memory STAGES - 1 tiles ahead; the few fresh rows' tiles are not.
     """
     b = tl.program_id(0).to(tl.int64)
     split, splits = tl.program_id(2), tl.num_programs(2)
@@ -88,7 +88,7 @@ def mla_partial(
             )  # fmt: skip
 
     row = (b * splits + split) * rows + m
-    some_weight = tl.maximum(weight, 1.0)  # at least that, but for a split without rows
+    some_weight = tl.maximum(weight, 1.0)  # below 1 only for a split without rows
     tl.store(lse + row, top + tl.log2(some_weight), m < rows)
     if begin < end or split == splits - 1:
         mixed = mixed / weight[:, None]
@@ -105,12 +105,12 @@ def _attend(
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of keys into the running softmax; row j is seen if j <= last [BLOCK_M].
+    """Adds one tile of keys to the running softmax; row j is seen if j <= last [BLOCK_M].
 
     The first tile holds a row that every query sees, so `top` is finite from then on. The latent
-    part of a tile is loaded once, and is keys and values. With a CHUNK below LATENT scores are
-    summed chunk by chunk, each loaded again: in fp32 whole tiles do not fit into the registers, in
-    an AOT plugin not into shared memory.
+    part of a tile is loaded once and serves as keys and values. With a CHUNK below LATENT, scores
+    are summed chunk by chunk, and each chunk is loaded again: whole tiles do not fit into the
+    registers in fp32, nor into the shared memory of an AOT plugin.
     """
     j = n + tl.arange(0, BLOCK_N)
     at = keys + j.to(tl.int64)[:, None] * (RANK + ROPE)
@@ -152,9 +152,9 @@ def mla_combine(
     out,
     RANK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, m, l) combines BLOCK_L latents of query row m of slot b from its splits.
+    """Program (b, m, l) combines block l (BLOCK_L latents) of slot b's query row m from its splits.
 
-    It reads BLOCK_S splits at a time, and only those that have rows. SPLITS is a power of two that
+    It reads BLOCK_S splits at a time, and only splits that have rows. SPLITS is a power of two that
     is not less than `splits`.
     """
     b, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -176,11 +176,12 @@ def mla_combine(
 
 
 def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, int]:
-    """Choose tiles of 16 query rows for a cache of this dtype, with `shared` bytes at most.
+    """Chooses tiles of 16 query rows for a cache of this dtype and `shared` bytes of shared memory.
 
-    Returns keys per step, stages (one more than there are tiles of keys in shared memory), latents
-    per product of scores and the precision of products, as the kernel's constants, and warps. More
-    query rows per program would need more registers than there are (docs/plugins.md).
+    Returns the kernel's constants and its warps. The constants are keys per iteration, stages (one
+    more than the tiles of keys in shared memory), latents per product of scores, and the products'
+    precision. More query rows per program would need more registers than there are
+    (docs/plugins.md).
     """
     latent, each = tile(rank), cache.itemsize
     if cache == torch.float32:
@@ -197,7 +198,7 @@ def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, i
 
 
 def split_count(slots: int, blocks: int, capacity: int, least: int) -> int:
-    """Count the splits that there may be: fewer for an open batch (a symbol), as if of one slot."""
+    """Returns the most splits per slot; an open batch (a symbol) counts as one slot, with fewer."""
     if isinstance(slots, int):
         return max(1, min(PROGRAMS // (slots * blocks), cdiv(capacity, least)))
     return max(1, min(PROGRAMS // blocks, cdiv(capacity, OPEN_ROWS)))
@@ -206,10 +207,10 @@ def split_count(slots: int, blocks: int, capacity: int, least: int) -> int:
 def mla_attention_launches(
     *operands: Any, splits: int | None = None, shared: int | None = None, least: int | None = None
 ) -> Launches:
-    """Make the launches for the op's operands.
+    """Returns the op's launches.
 
-    The splits, the bytes of shared memory and the least rows of a split are those that fit, if they
-    are not given.
+    By default, splits, the bytes of shared memory and the least rows of a split are chosen to fit
+    the operands and their GPU.
     """
     known = bind(mla_attention, operands)
     q, capacity, rank = known["q"], known["cache"].shape[2], known["kv_lora_rank"]
@@ -243,5 +244,5 @@ def mla_attention_launches(
 
 @by_kernels(mla_attention)
 def mla_attention_triton(q: Tensor, cache: Tensor, fresh: Tensor, *others: Any) -> Tensor:
-    """Do the op on a GPU."""
+    """Runs mla_attention on a GPU."""
     return mla_attention_launches(q.contiguous(), cache, fresh.contiguous(), *others).run()

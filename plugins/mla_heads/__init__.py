@@ -1,1 +1,1 @@
-"""The products that latent attention does for each head, before and behind the attention itself."""
+"""Latent attention's products per head, before and after the attention itself."""

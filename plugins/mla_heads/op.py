@@ -1,4 +1,4 @@
-"""mla_queries and mla_values: the absorbed projections of each head, in the layouts around them."""
+"""mla_queries and mla_values: each head's absorbed projections, with their changes of layout."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from mtpbuild.plugins.rope.op import rope
 
 @torch.library.custom_op("mtpbuild::mla_queries", mutates_args=())
 def mla_queries(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Make attention's queries [B, H, T, kv_lora_rank + R] of q [B, T, H * (n + R)].
+    """Computes attention's queries [B, H, T, kv_lora_rank + R] from q [B, T, H * (n + R)].
 
-    q has all heads' n values without position, then all heads' R rotary ones. The former are
-    multiplied by w_uk [H, n, kv_lora_rank], the latter are rotated by cos, sin [B, T, R / 2] fp32
-    as in `rope`. Source: spec/deepseek-v3.md section 2.2.
+    q holds n values without position per head, for all heads, then R rotary values per head. The
+    former are multiplied by w_uk [H, n, kv_lora_rank]; the latter are rotated by cos and sin
+    [B, T, R / 2] fp32 as in `rope`. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
     """
     (B, T, width), (H, n, _) = q.shape, w_uk.shape
     nope, pe = q.split([H * n, width - H * n], dim=-1)
@@ -23,21 +23,21 @@ def mla_queries(q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: 
 
 @mla_queries.register_fake
 def empty_queries(q: Tensor, w_uk: Tensor, cos: Tensor, *_: object) -> Tensor:
-    """Make a tensor like the op's result; `q` may be a product's parts [splits, B, T, ..]."""
+    """Returns an empty tensor for the result; q may be a product's parts [splits, B, T, ..]."""
     B, T, heads, rank = *q.shape[-3:-1], w_uk.shape[0], w_uk.shape[2]
     return w_uk.new_empty(B, heads, T, rank + 2 * cos.shape[-1])
 
 
 @torch.library.custom_op("mtpbuild::mla_values", mutates_args=())
 def mla_values(o: Tensor, w_uv: Tensor) -> Tensor:
-    """Project mixed latents o [B, H, T, kv_lora_rank] by w_uv [H, kv_lora_rank, v]: [B, T, H * v].
+    """Projects mixed latents o [B, H, T, kv_lora_rank] by w_uv [H, kv_lora_rank, v] to values.
 
-    Source: spec/deepseek-v3.md section 2.2.
+    Returns [B, T, H * v]. Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
     """
     return (o @ w_uv).transpose(1, 2).flatten(2)
 
 
 @mla_values.register_fake
 def empty_values(o: Tensor, w_uv: Tensor) -> Tensor:
-    """Make a tensor like the op's result."""
+    """Returns an empty tensor for the op's result."""
     return o.new_empty(o.shape[0], o.shape[2], w_uv.shape[0] * w_uv.shape[2])

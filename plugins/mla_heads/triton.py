@@ -1,4 +1,4 @@
-"""mla_queries and mla_values in Triton: each program has some columns of one head's product."""
+"""mla_queries and mla_values in Triton: each program computes columns of one head's product."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from mtpbuild.plugins.mla_heads.op import empty_queries, empty_values, mla_queri
 from mtpbuild.plugins.mla_rows.triton import angle_of, partner_of
 
 INPUTS = 64  # of a product, at a time
-MOST_ROWS, OPEN_ROWS = 64, 16  # of a program; the latter where the number of slots is open
+MOST_ROWS, OPEN_ROWS = 64, 16  # rows per program; OPEN_ROWS where the number of slots is open
 STAGES = 3  # tiles of weights in flight
 
 
@@ -25,9 +25,10 @@ def absorbed_query(
     RANK: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, j, i) makes BLOCK_N columns of head h's queries for BLOCK_M tokens of all slots.
+    """Program (h, j, i) computes block j of the columns of head h's queries for block i of tokens.
 
-    The last j rotates: ROTARY is ROPE as a power of two. `q` has PARTS addends of each row.
+    The last j rotates; ROTARY is ROPE rounded up to a power of two. Each row of q is the sum of
+    PARTS rows.
     """
     h = tl.program_id(0)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -65,7 +66,7 @@ def value_of_head(
     HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, j, i) makes BLOCK_N columns of head h's values for BLOCK_M tokens."""
+    """Program (h, j, i) computes block j of the columns of head h's values for block i of tokens."""
     h = tl.program_id(0)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     some = (m < rows)[:, None]
@@ -85,9 +86,9 @@ def product_of_head(
     PARTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the rows that `given` [BLOCK_M, 1] points to by columns n of one head's weight.
+    """Multiplies the rows that `given` [BLOCK_M, 1] points to by columns n of one head's weight.
 
-    A row is the sum of PARTS parts, so many values apart.
+    A row is the sum of PARTS rows, `apart` values from each other.
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for begin in range(0, DEPTH, BLOCK_K):
@@ -101,7 +102,7 @@ def product_of_head(
 
 
 def tiles(rows: int, heads: int, depth: int, columns: int) -> tuple[dict[str, int], int, int]:
-    """The kernel's constants, blocks of columns and blocks of rows; `rows` may be a symbol."""
+    """Returns the kernel's constants and the blocks of columns and rows; rows may be a symbol."""
     block = tile(min(rows, MOST_ROWS)) if isinstance(rows, int) else OPEN_ROWS
     wide = columns_of_a_program(heads, columns)
     constants = {"BLOCK_M": block, "BLOCK_N": wide, "BLOCK_K": min(INPUTS, tile(depth))}
@@ -111,9 +112,9 @@ def tiles(rows: int, heads: int, depth: int, columns: int) -> tuple[dict[str, in
 def mla_queries_launches(
     q: Tensor, w_uk: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
 ) -> Launches:
-    """Make the launch for the op's operands.
+    """Returns the launch of mla_queries.
 
-    `q` may be a product's parts [splits, B, T, ..] in fp32, which the kernel sums.
+    q may be a product's parts [splits, B, T, ..] in fp32, which the kernel sums.
     """
     (B, T, _), (H, n, rank), R = q.shape[-3:], w_uk.shape, 2 * cos.shape[-1]
     out = empty_queries(q, w_uk, cos)
@@ -128,7 +129,7 @@ def mla_queries_launches(
 
 
 def mla_values_launches(o: Tensor, w_uv: Tensor) -> Launches:
-    """Make the launch for the op's operands."""
+    """Returns the launch of mla_values."""
     (B, H, T, rank), v = o.shape, w_uv.shape[2]
     out = empty_values(o, w_uv)
     constants, columns, blocks = tiles(B * T, H, rank, v)
@@ -140,11 +141,11 @@ def mla_values_launches(o: Tensor, w_uv: Tensor) -> Launches:
 
 @by_kernels(mla_queries)
 def mla_queries_triton(q: Tensor, w_uk: Tensor, *others: Any) -> Tensor:
-    """Do mla_queries on a GPU."""
+    """Runs mla_queries on a GPU."""
     return mla_queries_launches(q.contiguous(), w_uk.contiguous(), *others).run()
 
 
 @by_kernels(mla_values)
 def mla_values_triton(o: Tensor, w_uv: Tensor) -> Tensor:
-    """Do mla_values on a GPU."""
+    """Runs mla_values on a GPU."""
     return mla_values_launches(o.contiguous(), w_uv.contiguous()).run()

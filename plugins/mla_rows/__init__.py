@@ -1,1 +1,1 @@
-"""What stands between latent attention's first two products: norms, rotation, cache rows."""
+"""The work between latent attention's first two products: norms, rotation, cache rows."""

@@ -19,10 +19,11 @@ def latent_row(
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, 0) norms the queries' part of token n of all slots, (n, 1) makes its cache row.
+    """Program (n, 0) normalises the queries' part of token n, program (n, 1) makes its cache row.
 
-    `a` has PARTS addends of each row. With a cache the row is written there too. WIDE, LATENT and
-    ROTARY are QUERY, RANK and ROPE as powers of two.
+    n counts the tokens of all slots. Each row of `a` is the sum of PARTS rows. With a cache the row
+    is written there too. WIDE, LATENT and ROTARY are QUERY, RANK and ROPE rounded up to powers of
+    two.
     """
     n = tl.program_id(0).to(tl.int64)
     row, apart = a + n * (QUERY + RANK + ROPE), tl.num_programs(0) * (QUERY + RANK + ROPE)
@@ -56,20 +57,20 @@ def latent_row(
 
 @triton.jit
 def normed(x, weight, SIZE: tl.constexpr, EPS: tl.constexpr):
-    """RMSNorm of a row in fp32; what is behind its end must be 0."""
+    """Applies an RMSNorm to a row, in fp32; values behind the row's end must be 0."""
     x = x.to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + EPS) * weight.to(tl.float32)
 
 
 @triton.jit
 def angle_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The pair that rotary value r belongs to."""
+    """Returns the pair that rotary value r belongs to."""
     return r // 2 if INTERLEAVED else r % (ROPE // 2)
 
 
 @triton.jit
 def partner_of(r, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The other value of that pair, and the sign that its sine has in this one's result."""
+    """Returns the partner of r in its pair, and the sign of the partner's term in r's result."""
     if INTERLEAVED:
         first = r % 2 == 0
         other = tl.where(first, r + 1, r - 1)
@@ -90,7 +91,7 @@ def rows_launch(
     cache: Tensor | None = None,
     start: Tensor | None = None,
 ) -> Launch:
-    """Make the launch for `mla_rows`; with a cache it is an input that the kernel writes into.
+    """Returns the launch of `mla_rows`; the kernel also writes the rows into `cache`, if given.
 
     `a` may be a product's parts [splits, B, T, ..] in fp32, which the kernel sums.
     """
@@ -107,7 +108,7 @@ def rows_launch(
 
 
 def mla_rows_launches(*operands: object) -> Launches:
-    """Make the launch for the op's operands."""
+    """Returns the launch of mla_rows."""
     launch = rows_launch(*operands)  # type: ignore[arg-type]
     return Launches((launch,), launch.outputs)
 
@@ -123,14 +124,14 @@ def mla_rows_write_launches(
     eps: float,
     interleaved: bool,
 ) -> Launches:
-    """Make the launch for the op's operands; it writes into `cache` itself."""
+    """Returns the launch of mla_rows_write, which writes into `cache` itself."""
     launch = rows_launch(a, q_norm, kv_norm, cos, sin, eps, interleaved, cache, start)
     return Launches((launch,), (*launch.outputs, cache))
 
 
 @by_kernels(mla_rows)
 def mla_rows_triton(a: Tensor, *operands: object) -> tuple[Tensor, ...]:
-    """Do mla_rows on a GPU."""
+    """Runs mla_rows on a GPU."""
     return rows_launch(a.contiguous(), *operands).run()  # type: ignore[arg-type]
 
 
@@ -144,7 +145,7 @@ def mla_rows_write_triton(
     cache: Tensor,
     *others: object,
 ) -> tuple[Tensor, ...]:
-    """Do mla_rows_write on a GPU, into a copy of the cache; `mla_rows_into` makes none."""
+    """Runs mla_rows_write on a GPU, into a copy of the cache; `mla_rows_into` makes no copy."""
     written = cache.clone()
     q, fresh = mla_rows_into(a, q_norm, kv_norm, cos, sin, written, *others)
     return q, fresh, written
@@ -162,7 +163,7 @@ def mla_rows_into(
     eps: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Do mla_rows_write on a GPU in place: only the query input and the rows are returned."""
+    """Runs mla_rows_write on a GPU in place; returns only the query input and the rows."""
     operands = (a.contiguous(), q_norm, kv_norm, cos, sin, eps, interleaved, cache, start)
     q, fresh = rows_launch(*operands).run()
     return q, fresh

@@ -1,1 +1,1 @@
-"""Routed experts for the few tokens of a step; GPU targets only (no ONNX facet)."""
+"""Routed experts for the few tokens of a step; for GPU targets only (no ONNX facet)."""

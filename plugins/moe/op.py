@@ -1,4 +1,4 @@
-"""moe: routing by sigmoid scores in groups, and the chosen experts' gated products."""
+"""moe_route and moe: route by sigmoid scores in groups, and run the chosen experts."""
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,14 @@ def moe_route(
     factor: float,
     always: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts by logits [N, X] fp32 and a bias [X]: weights and int32 ids [N, k].
+    """Chooses experts by logits [N, X] fp32 and a bias [X]; returns weights and int32 ids [N, k].
 
-    k is `experts` + `always`: experts X, X + 1, .. are every token's and weigh 1 (shared ones).
+    k is `experts` + `always`: every token also gets the shared experts X, X + 1, .. with weight 1.
 
-    The bias selects, the unbiased scores weigh; of `groups` equal groups the `kept_groups` with the
-    largest sum of two biased scores are searched. Ids come by falling biased score; ties go to the
-    lowest id. Source: spec/deepseek-v3.md section 2.3.
+    Biased scores select the experts, unbiased scores are their weights. Only the `kept_groups` of
+    `groups` equal groups with the largest sum of their two best biased scores are searched. Ids are
+    in order of falling biased score; ties go to the lowest id. Source: DeepSeek-V3
+    (arXiv:2412.19437), section 2.1.2.
     """
     scores = logits.sigmoid()
     biased = scores + bias
@@ -45,7 +46,7 @@ def moe_route(
 
 
 def with_shared(weights: Tensor, ids: Tensor, routed: int, always: int) -> tuple[Tensor, Tensor]:
-    """Append to weights and ids [.., k] the experts behind the routed ones, for every token."""
+    """Appends `always` shared experts, whose ids follow the routed ones, to weights and ids."""
     if not always:
         return weights, ids
     shared = torch.arange(routed, routed + always, dtype=ids.dtype, device=ids.device)
@@ -64,7 +65,7 @@ def empty_routes(
     factor: float,
     always: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Make tensors like the op's results."""
+    """Returns empty tensors for the results of moe_route."""
     weights = logits.new_empty(logits.shape[0], experts + always)
     return weights, torch.empty_like(weights, dtype=torch.int32)
 
@@ -81,12 +82,12 @@ def moe(
     down_scales: Tensor | None = None,
     down_scales_2: Tensor | None = None,
 ) -> Tensor:
-    """Sum the chosen experts' outputs for x [N, E], with their weights and ids [N, k]: [N, E].
+    """Sums the outputs [N, E] of the experts ids [N, k] for x [N, E], with weights [N, k].
 
     gate_up_proj is [X, E, 2 I] (gate, then up), down_proj [X, I, E]. An id of `NOBODY` adds
     nothing, and on a GPU reads no weights: another rank has that expert. With scales the weights
-    are what `matmul_scaled` takes, and are rounded to x's type. Shared experts are not its
-    business. The kernel takes up to `MAX_TOKENS` tokens.
+    are in the layout of `matmul_scaled`, and are rounded to x's type. Shared experts count as any
+    other id. The kernel takes up to `MAX_TOKENS` tokens.
     """
     chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)
     gate_up = _chosen(chosen, gate_up_proj, gate_up_scales, gate_up_scales_2)
@@ -101,7 +102,7 @@ moe.register_fake(lambda x, *others: torch.empty_like(x))
 
 
 def _chosen(ids: Tensor, *weight: Tensor | None) -> Tensor:
-    """Gather some experts' weights, dequantised if they have scales."""
+    """Gathers some experts' weights, dequantised if they have scales."""
     values, *scales = (held if held is None else held.index_select(0, ids) for held in weight)
     assert values is not None
     return values if scales[0] is None else dequantise(values, scales[0], scales[1])

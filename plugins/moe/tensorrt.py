@@ -1,4 +1,4 @@
-"""moe in TensorRT: its Triton kernels as AOT plugins, and the sum over a token's experts."""
+"""moe in TensorRT: its Triton kernels as AOT plugins, then the sum over a token's experts."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _of_each_expert = as_plugins(moe_launches)
 
 
 def moe_tensorrt(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Convert the op for Torch-TensorRT: its launches as plugins, and the sum behind them."""
+    """Converts the op for Torch-TensorRT: its launches as plugins, then the sum."""
     import tensorrt as trt
 
     outputs = _of_each_expert(ctx, target, args, kwargs, name)  # [N, k, E]

@@ -1,9 +1,9 @@
 """moe in Triton: routing, then two products over the tokens of each expert that any token chose.
 
-Every pair of a token and its expert has its programs; the expert's first pair does all of its
-tokens, the others leave at once. So a chosen expert's weights are read once, by whoever needs
-them, and nothing is sorted or gathered. A pair whose expert is nobody, or that the token has named
-before, is a row of zeros.
+Every pair of a token and one of its experts has programs. The programs of an expert's first pair
+compute all of its tokens; those of its other pairs return at once. So each chosen expert's weights
+are read once, and nothing is sorted or gathered. A pair gives a row of zeros if its expert is
+`NOBODY` or an earlier pair of the same token names the same expert.
 """
 
 from typing import Any
@@ -39,9 +39,9 @@ def route(
     NORMALISE: tl.constexpr, FACTOR: tl.constexpr, ALWAYS: tl.constexpr, ROW: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program n chooses CHOSEN experts for token n, behind which come the ALWAYS shared ones.
+    """Program n chooses CHOSEN experts for token n and appends the ALWAYS shared ones.
 
-    ROW and WIDE are EXPERTS and CHOSEN + ALWAYS as powers of two.
+    ROW and WIDE are EXPERTS and CHOSEN + ALWAYS rounded up to powers of two.
     """
     n = tl.program_id(0)
     x = tl.arange(0, ROW)
@@ -82,10 +82,10 @@ def pairs_of_tokens(
     count,
     CHOSEN: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Number the pairs of each token [TOKENS, WIDE]; the rest is filled up with count.
+    """Numbers the pairs of each token [TOKENS, WIDE]; the rest is filled with `count`.
 
-    (Ids are loaded by the kernels: the compiler takes a pointer that a function gets, and whose
-    result is part of an address, for one that is written to, and copies what is there.)
+    The kernels load the ids themselves: if this function loaded them for use in an address, the
+    compiler would take the pointer for one that is written to, and copy the tensor.
     """
     m, k = tl.arange(0, TOKENS)[:, None], tl.arange(0, WIDE)[None, :]
     p = m * CHOSEN + k
@@ -94,7 +94,7 @@ def pairs_of_tokens(
 
 @triton.jit
 def rows_of_expert(pairs, count, BLOCK_M: tl.constexpr):
-    """Count the pairs; 1 if there are BLOCK_M at most, so that the compiler sees no loop."""
+    """Counts an expert's pairs; returns 1 where one block holds all, so that there is no loop."""
     if pairs.shape[0] <= BLOCK_M:
         number: tl.constexpr = 1
     else:
@@ -104,9 +104,9 @@ def rows_of_expert(pairs, count, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def next_rows(pairs, count, done, BLOCK_M: tl.constexpr):
-    """Find the tokens that have the BLOCK_M pairs behind the first `done` ones: [BLOCK_M, TOKENS].
+    """Marks the tokens [BLOCK_M, TOKENS] of the next BLOCK_M pairs after the first `done` ones.
 
-    `pairs` [TOKENS] has each token's pair with the expert, or count.
+    `pairs` [TOKENS] holds each token's pair with the expert, or `count`.
     """
     number = tl.cumsum((pairs < count).to(tl.int32), 0) - 1
     wanted = done + tl.arange(0, BLOCK_M)
@@ -123,7 +123,7 @@ def gate_and_up(
     ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i, s) computes BLOCK_N columns of x times gate and up of the expert of pair p.
+    """Program (p, i, s) multiplies x by block i of gate's and up's columns, for pair p's expert.
 
     It sums split s of the inputs, for BLOCK_M of the expert's pairs at a time.
     """
@@ -165,10 +165,10 @@ def down(
     BY_INPUT: tl.constexpr, WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i) computes BLOCK_N columns of the weighted outputs of the expert of pair p.
+    """Program (p, i) computes block i of the columns of the weighted outputs of pair p's expert.
 
-    Its inputs are silu(gate) * up of `gate_and_up`'s SPLITS sums. Each program makes them for its
-    rows, and writes to `inner` what the expert's other programs write there too. ROW is INNER as a
+    Its inputs are silu(gate) * up of `gate_and_up`'s SPLITS sums. Each of the expert's programs
+    computes them for itself and writes the same values to `inner`. ROW is INNER rounded up to a
     power of two.
     """
     pair = tl.program_id(0)
@@ -197,7 +197,7 @@ def down(
             gated = gate * tl.sigmoid(gate) * up
             tl.store(inner + row * INNER + i, gated.to(inner.dtype.element_ty), i < INNER)
             row = tl.min(tl.where(pairs > row, pairs, count), 0)
-        tl.debug_barrier()  # what some threads wrote, all read
+        tl.debug_barrier()  # all threads read what each has written
         every_weight = tl.sum(tl.load(weights + every, same & (every < count), 0.0), 1)
         for done in range(0, rows_of_expert(pairs, count, BLOCK_M), BLOCK_M):
             taken = next_rows(pairs, count, done, BLOCK_M)
@@ -218,7 +218,7 @@ def down(
 
 
 def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
-    """Make the launch for the op's operands; its outputs are the op's results."""
+    """Returns the launch of moe_route, whose outputs are the op's results."""
     (N, X), names = logits.shape, ("groups", "kept_groups", "experts", "normalise", "factor")
     known = bind(moe_route, (logits, bias, *how))
     kernels = ("GROUPS", "KEPT", "CHOSEN", "NORMALISE", "FACTOR")
@@ -230,15 +230,16 @@ def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
 
 
 def moe_route_launches(*operands: Any) -> Launches:
-    """Make the launch for the op's operands."""
+    """Returns the launch of moe_route, with its results."""
     launch = route_launch(*operands)
     return Launches((launch,), launch.outputs)
 
 
 def moe_launches(*operands: Any) -> Launches:
-    """Make the launches for the op's operands; their result [N, k, E] is summed over k.
+    """Returns the launches of moe; the caller sums their result [N, k, E] over k.
 
-    How a token's sums are rounded does not depend on the number of tokens.
+    The rounding of a token's sums does not depend on the number of tokens. Raises
+    NotImplementedError for more than `MAX_TOKENS` tokens.
     """
     known = bind(moe, operands)
     x, (N, k) = known["x"], known["ids"].shape
@@ -256,7 +257,7 @@ def moe_launches(*operands: Any) -> Launches:
 
     up, down_ = own("gate_up"), own("down")
     grid = count, cdiv(2 * width, up["BLOCK_N"])
-    splits = split_count(k * grid[1], E, up)  # what one token has programs for
+    splits = split_count(k * grid[1], E, up)  # counts the programs of a single token
     sums = x.new_empty(splits, count, 2 * width, dtype=torch.float32)
     parts = known["weights"].new_empty(N, k, E)
     known |= {"sums": sums, "SPLITS": splits}
@@ -268,11 +269,11 @@ def moe_launches(*operands: Any) -> Launches:
 
 @by_kernels(moe_route)
 def moe_route_triton(*operands: Any) -> tuple[Tensor, ...]:
-    """Do moe_route on a GPU."""
+    """Runs moe_route on a GPU."""
     return route_launch(*operands).run()
 
 
 @by_kernels(moe)
 def moe_triton(x: Tensor, *operands: Any) -> Tensor:
-    """Do moe on a GPU."""
+    """Runs moe on a GPU."""
     return moe_launches(x, *operands).run().sum(1).type_as(x)

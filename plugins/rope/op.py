@@ -1,4 +1,4 @@
-"""rope: rotate each pair of a head by its position's angle."""
+"""rope: rotates each pair of a head's values by its position's angle."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,10 @@ from torch import Tensor
 
 @torch.library.custom_op("mtpbuild::rope", mutates_args=())
 def rope(x: Tensor, cos: Tensor, sin: Tensor, heads: int, interleaved: bool) -> Tensor:
-    """Rotate x [B, T, heads * W] by cos, sin [B, T, R / 2] fp32; the layout stays as it was.
+    """Rotates x [B, T, heads * W] by cos, sin [B, T, R / 2] fp32, and keeps its layout.
 
-    Of each head the first R <= W values are rotated. interleaved: pairs are (0, 1), (2, 3), .. as
-    in DeepSeek's checkpoints, else (0, R/2), .. Source: spec/deepseek-v3.md section 2.1, "Rotation
-    layout"; spec/families.md section 5.
+    The first R <= W values of each head are rotated. interleaved: pairs are (0, 1), (2, 3), .. as
+    in DeepSeek's checkpoints; otherwise they are (0, R / 2), (1, R / 2 + 1), ..
     """
     y, rotary = x.unflatten(-1, (heads, -1)), 2 * cos.shape[-1]
     y, rest = y[..., :rotary], y[..., rotary:]

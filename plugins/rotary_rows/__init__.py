@@ -1,1 +1,1 @@
-"""Says where a pass's tokens stand: rotary angles, and the cache rows that they see and fill."""
+"""The positions of a pass's tokens: rotary angles, and the cache rows that they see and fill."""

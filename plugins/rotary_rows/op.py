@@ -1,4 +1,4 @@
-"""rotary_rows: what all layers of a pass read of its tokens' places, made once."""
+"""rotary_rows: computes once per pass the angles and row numbers that all its layers read."""
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ def rotary_rows(
     end: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Place so many tokens of each slot at positions start [B] + offset and on.
+    """Places `tokens` tokens of each slot at the positions from start [B] + offset on.
 
-    A slot that is not active [B] bool stands at `end`, and its base is 0. Returns cos and sin
-    [B, tokens, R / 2] fp32 of the positions times inv_freq [R / 2], times scale; base [B], the rows
-    before which all tokens see; place [B], from which fresh rows are written; and first [B], the
-    last fresh row that the first token sees: the offset.
+    A slot that is not active ([B] bool) is placed at `end`, and its base is 0. Returns five
+    tensors: cos and sin [B, tokens, R / 2] fp32 of position * inv_freq [R / 2], times scale; base
+    [B], the number of cache rows that all tokens see; place [B], the first cache row that fresh
+    rows are written to; and first [B], the last fresh row that the first token sees (the offset).
     """
     base, place = start.clone(), start.clone()
     if active is not None:
@@ -34,6 +34,6 @@ def rotary_rows(
 def empty_places(
     start: Tensor, active: Tensor | None, inv_freq: Tensor, tokens: int, *_: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Make tensors like the op's results."""
+    """Returns empty tensors for the op's results."""
     cos, like = inv_freq.new_empty(start.shape[0], tokens, inv_freq.shape[0]), torch.empty_like
     return cos, like(cos), like(start), like(start), like(start)

@@ -1,4 +1,4 @@
-"""rotary_rows in Triton: a program per token."""
+"""rotary_rows in Triton: one program per token."""
 
 import triton
 import triton.language as tl
@@ -15,9 +15,9 @@ def place_token(
     cos, sin, base, place, first,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, SCALE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program n writes the angles of token n of all slots, and a slot's first one its row numbers.
+    """Program n writes the angles of token n of all slots; a slot's first one writes row numbers.
 
-    WIDE is PAIRS as a power of two.
+    WIDE is PAIRS rounded up to a power of two.
     """
     n = tl.program_id(0)
     b, t = n // tokens, n % tokens
@@ -48,7 +48,7 @@ def rotary_rows_launches(
     end: int,
     scale: float,
 ) -> Launches:
-    """Make the launch for the op's operands."""
+    """Returns the op's launch."""
     results, pairs = empty_places(start, active, inv_freq, tokens), inv_freq.shape[0]
     constants = {"PAIRS": pairs, "OFFSET": offset, "SCALE": scale, "WIDE": tile(pairs, 2)}
     grid, inputs = (start.shape[0] * tokens,), (start, active, inv_freq)
@@ -58,5 +58,5 @@ def rotary_rows_launches(
 
 @by_kernels(rotary_rows)
 def rotary_rows_triton(start: Tensor, *operands: object) -> tuple[Tensor, ...]:
-    """Do rotary_rows on a GPU."""
+    """Runs rotary_rows on a GPU."""
     return rotary_rows_launches(start.contiguous(), *operands).run()  # type: ignore[arg-type]
