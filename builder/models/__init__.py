@@ -1,4 +1,4 @@
-"""The model families: a folder for each, and in `common` what they share."""
+"""The model families: each has a folder, and `common` holds the code that they share."""
 
 import json
 import reprlib
@@ -17,7 +17,7 @@ _REGISTERED: dict[str, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Add a family beside those that are built in."""
+    """Adds a family to the built-in ones."""
     _REGISTERED[family.name] = family
     _family_of_type.cache_clear()
 
@@ -30,7 +30,10 @@ def families() -> list[Family]:
 
 
 def find_family(raw: Mapping[str, Any]) -> Family:
-    """The family that a `config.json` names; raises CheckpointError that lists the known ones."""
+    """Returns the family that a `config.json` names.
+
+    Raises CheckpointError, which lists the known families.
+    """
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"architectures must be a list of names, not {reprlib.repr(names)}")
@@ -43,18 +46,18 @@ def find_family(raw: Mapping[str, Any]) -> Family:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family whose configuration this is."""
+    """Returns the family to which a configuration belongs."""
     kind: type = type(config)
     return _family_of_type(kind)
 
 
-@cache  # it is asked for every weight
+@cache  # it is called for every weight
 def _family_of_type(config: type) -> Family:
     return next(family for family in families() if config is family.config)
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Read `folder/config.json`; raises CheckpointError with what is wrong and where."""
+    """Reads `folder/config.json`; raises CheckpointError, which names the file and its fault."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

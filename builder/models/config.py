@@ -1,7 +1,7 @@
 """A checkpoint's `config.json`, normalised once into the few values that shape the graph.
 
-A configuration's fields say how they are read. Here are those of models of several families; a
-family adds its own in a subclass.
+Each field of a configuration holds the function that reads it. The classes here have the fields
+that several families share; a family adds its own in a subclass.
 """
 
 import math
@@ -13,18 +13,18 @@ from typing import Any, Self, TypeVar
 
 from mtpbuild.runtime.errors import CheckpointError
 
-SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # of a dimension; of layers, modules, experts
+SIZE_LIMIT, COUNT_LIMIT = 1 << 24, 1 << 12  # for a dimension; for layers, modules, experts
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Typed look-ups that name the key when a value is missing or of the wrong kind."""
+    """Looks up typed values; an error names the key whose value is missing or of the wrong kind."""
 
     raw: Mapping[str, Any]
 
     def get(self, key: str, default: Any, good: Callable[[Any], bool], what: str) -> Any:
-        """The value, which must be a good one, or the default where there is none."""
+        """Returns the key's value, or the default if there is none; raises unless it is `good`."""
         value = self.raw.get(key)
         if value is not None and not good(value):
             raise CheckpointError(f"{key} must be {what}, not {reprlib.repr(value)}")
@@ -42,7 +42,7 @@ class Reader:
         return value
 
     def number(self, key: str, default: float, above: float = -math.inf) -> float:
-        """A finite number above the bound, or the default itself."""
+        """Reads a finite number above the bound, or equal to the default."""
 
         def good(value: Any) -> bool:
             real = type(value) in (int, float)
@@ -55,7 +55,7 @@ class Reader:
         return self.get(key, default, lambda value: type(value) is bool, "true or false")
 
     def kinds(self, key: str, count: int) -> list[bool]:
-        """Whether each of `count` layers is sparse, by a list of names; empty without one."""
+        """Reads whether each of `count` layers is sparse; returns [] if the list is missing."""
 
         def good(value: Any) -> bool:
             known = isinstance(value, list) and set(map(str, value)) <= {"dense", "sparse"}
@@ -65,20 +65,20 @@ class Reader:
         return [kind == "sparse" for kind in self.get(key, [], good, what)]
 
     def only(self, **supported: Any) -> None:
-        """Refuse a key that is there with another value than the one supported."""
+        """Raises CheckpointError if a key has another value than the supported one."""
         for key, value in supported.items():
             if self.raw.get(key, value) != value:
                 found = f"{key} {self.raw[key]!r}"
                 raise CheckpointError(f"{found} is not supported; supported: {value!r}")
 
     def fill(self, kind: type[T], /, **given: Any) -> T:
-        """A configuration of that kind, whose other fields are read as they say."""
+        """Makes a configuration of that kind from the given fields, and reads its other fields."""
         own = (each for each in fields(kind) if each.name not in given)  # type: ignore[arg-type]
         return kind(**given, **{each.name: each.metadata["read"](self, each.name) for each in own})
 
 
 def integer(least: int = 1, default: int | None = None, most: int = SIZE_LIMIT) -> Any:
-    """A field that must be such an integer; without a default it must be there."""
+    """Declares a field that reads an integer of least..most; without a default it is required."""
     read = {"read": lambda reader, key: reader.integer(key, least, default, most)}
     return field(metadata=read) if default is None else field(default=default, metadata=read)
 
@@ -94,7 +94,7 @@ def flag(default: bool) -> Any:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: `default`, `linear` or `yarn` (spec/deepseek-v3.md section 2.1)."""
+    """Holds the parameters of a rotary embedding of kind `default`, `linear` or `yarn`."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -109,9 +109,10 @@ class RopeConfig:
 
 
 def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
-    """The old spelling has rope_theta at the top, the rest in rope_scaling.
+    """Reads the rotary embedding in both spellings.
 
-    The new one has all in rope_parameters.
+    The old one has rope_theta at the top and the rest in rope_scaling; the new one has all in
+    rope_parameters.
     """
     raw = read.raw.get("rope_parameters") or read.raw.get("rope_scaling") or {}
     if not isinstance(raw, dict):
@@ -135,24 +136,24 @@ def parse_rope(read: Reader, key: str = "rope") -> RopeConfig:
 
 
 def fixed(value: Any) -> Any:
-    """A field that `config.json` does not say: the family does, or what the checkpoint holds."""
+    """Declares a field that `config.json` lacks: its family or the checkpoint's tensors decide."""
     return field(default=value, metadata={"read": lambda reader, key: value})
 
 
 @dataclass(frozen=True)
 class MTPRules:
-    """What MTP modules are given, where published engines disagree; a family says which it takes.
+    """Holds the inputs of MTP modules on which published engines disagree; each family chooses.
 
-    The defaults are DeepSeek-V3's report and transformers' `MtpModel`. That the trunk's hidden
-    state comes normed, and a module's own too, is what SGLang does for DeepSeek and GLM; for GLM-5
-    acceptance collapsed behind the first draft where it was not (vLLM PRs #46075, #47448).
+    The defaults follow DeepSeek-V3's report and transformers' `MtpModel`. SGLang, too, passes
+    normalised hidden states, the trunk's and a module's own, for DeepSeek and GLM; where GLM-5's
+    were not normalised, acceptance collapsed after the first draft (vLLM PRs #46075, #47448).
     """
 
-    hidden_first: bool = False  # [hidden ; embedding] are joined, not [embedding ; hidden]
-    trunk_normed: bool = True  # the trunk's hidden state comes from behind its final norm
-    recycles_normed: bool = True  # so does a module's, for the next draft
-    # vLLM zeroes the embedding at position 0; its tokens are shifted and positions are not, so that
-    # hits a live token (vLLM issue #33299). transformers never does.
+    hidden_first: bool = False  # the joined input is [hidden ; embedding], not [embedding ; hidden]
+    trunk_normed: bool = True  # modules read the trunk's hidden state after its final norm
+    recycles_normed: bool = True  # the next draft reads a module's hidden state after its norm
+    # vLLM zeroes the embedding at position 0. Its tokens are shifted but its positions are not, so
+    # that hits a live token (vLLM issue #33299). transformers never zeroes one.
     zero_first_embedding: bool = False
 
 
@@ -161,7 +162,7 @@ DEEPSEEK = MTPRules()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The compiler reads this of any model; fields carry the checkpoints' own names."""
+    """Holds the values that the compiler needs of any model, under the checkpoints' own names."""
 
     vocab_size: int = integer()
     hidden_size: int = integer()
@@ -173,20 +174,19 @@ class ModelConfig:
     n_routed_experts: int = integer(0, 0, COUNT_LIMIT)
     rope: RopeConfig = field(metadata={"read": parse_rope})
     mtp: MTPRules = fixed(DEEPSEEK)  # noqa: RUF009 - it gives a field
-    # MTP modules, from 0, whose embedding or head is not the trunk's: their checkpoint holds copies
-    # that differ.
+    # MTP modules, from 0, whose embedding or head in the checkpoint differs from the trunk's.
     own_embeddings: tuple[int, ...] = fixed(())
     own_heads: tuple[int, ...] = fixed(())
-    draft_ids: tuple[int, ...] = fixed(())  # tokens that drafts are chosen from; none: all
+    draft_ids: tuple[int, ...] = fixed(())  # tokens that drafts are chosen from; empty means all
 
     def sliced(self, first: int, count: int) -> Self:
-        """The configuration of `count` main layers from `first` on; raises UsageError."""
+        """Returns the values of `count` main layers from `first` on; may raise UsageError."""
         return replace(self, num_hidden_layers=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(ModelConfig):
-    """Models with routed experts have this, behind some dense layers."""
+    """Holds the values of a model with routed experts, which some dense layers may precede."""
 
     intermediate_size: int = integer()
     moe_intermediate_size: int = integer(1, 1)
@@ -199,7 +199,7 @@ class MoEConfig(ModelConfig):
     moe_layers: tuple[bool, ...] = field(metadata={"read": lambda read, key: moe_layers(read)})
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has routed experts; MTP modules count from `num_hidden_layers` on."""
+        """Returns whether a layer has routed experts; MTP module j is num_hidden_layers + j."""
         return self.n_routed_experts > 0 and self.moe_layers[layer]
 
     def sliced(self, first: int, count: int) -> Self:
@@ -208,7 +208,7 @@ class MoEConfig(ModelConfig):
         return replace(super().sliced(first, count), moe_layers=kept)
 
     def check_experts(self) -> None:
-        """Raise CheckpointError unless the groups of experts fit together."""
+        """Raises CheckpointError unless the numbers of experts and groups fit together."""
         if not self.n_routed_experts:
             return
         size, rest = divmod(self.n_routed_experts, self.n_group)
@@ -227,10 +227,10 @@ class MoEConfig(ModelConfig):
 
 
 def moe_layers(read: Reader) -> tuple[bool, ...]:
-    """Which layers have routed experts, MTP modules behind the trunk's.
+    """Reads which layers have routed experts: the trunk's layers, then the MTP modules.
 
-    A module's own number decides as a trunk layer's does, by `first_k_dense_replace` and
-    `moe_layer_freq`. `mlp_layer_types`, where it is given, names each layer of the trunk, and
+    `first_k_dense_replace` and `moe_layer_freq` decide by a layer's number, and a module's number
+    follows the trunk's. If given, `mlp_layer_types` names each layer of the trunk instead, and
     `mtp_mlp_layer_types` each module.
     """
     first = read.integer("first_k_dense_replace", 0, 0)

@@ -1,4 +1,4 @@
-"""A family is what a model architecture brings; code that depends on one asks the family."""
+"""A Family holds all that is special to a model architecture; other code asks it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -20,39 +20,39 @@ PRODUCT = re.compile(r"(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
 
 
 def late(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that is imported when it is called for the first time."""
+    """Returns a function that imports its module when it is first called."""
     return lambda *args: getattr(import_module(module), name)(*args)
 
 
 @dataclass(frozen=True)
 class Split:
-    """A size of the model that ranks split into equal parts."""
+    """Is a size of the model that ranks split into equal parts."""
 
     name: str
     size: int
     parts: int
-    weights: str = ""  # the class of weights that it cuts: their format's blocks stay whole
+    weights: str = ""  # the class of weights it cuts, whose format's blocks must stay whole
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The arithmetic of a step that only the family knows, on one rank."""
+    """Holds the costs of a step on one rank that only the family can compute."""
 
-    row_operations: float  # of one token over one cached row of one layer
-    activations: float  # values of a token that exist at once, where they are most
-    experts: int = 0  # that a layer routes to
-    chosen: int = 0  # of them for each token
+    row_operations: float  # operations of one token on one cached row of one layer
+    activations: float  # most values of a token that exist at once
+    experts: int = 0  # routed experts of a layer
+    chosen: int = 0  # routed experts that each token chooses
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model architecture. Functions get the family's own kind of configuration.
+    """Is one model architecture; its functions take its own subclass of ModelConfig.
 
-    A record needs no torch: what does need it is named by `late`.
+    The record needs no torch: functions that do are imported late (`late`).
     """
 
     name: str  # the architecture that engines report
-    architectures: tuple[str, ...]  # that config.json may say, beside model_type
+    architectures: tuple[str, ...]  # names in config.json that select it, as model_type does
     model_type: str
     config: type[ModelConfig]
     parse_config: Callable[[Mapping[str, Any]], ModelConfig]
@@ -63,19 +63,19 @@ class Family:
     split_sizes: Callable[[Any, Ranks], list[Split]]
     costs: Callable[[Any, Ranks], Costs]
     reference: "Callable[[Any], Reference]"
-    modules: str = ""  # prefix of MTP modules that are counted from 0; else they are layers
+    modules: str = ""  # prefix of MTP modules counted from 0; without one, modules are layers
     gpu_kernels: bool = False  # targets for GPUs have kernels for its attention
 
     def duplicates(self, c: Any) -> dict[str, str]:
-        """Tensors that the checkpoint may have beside the table's -> what they repeat."""
+        """Maps tensors that a checkpoint may have beside the table's to those that they repeat."""
         return repeated(c, self.copies(c))
 
     def module_name(self, c: ModelConfig, j: int) -> str:
-        """What a checkpoint calls MTP module j, from 0."""
+        """Returns a checkpoint's name of MTP module j, from 0."""
         return f"{self.modules}{j}" if self.modules else f"model.layers.{c.num_hidden_layers + j}"
 
     def place(self, c: ModelConfig, name: str) -> tuple[int, str] | None:
-        """The layer of a checkpoint's tensor and what follows in its name; None: of no layer.
+        """Returns a tensor's layer and the rest of its name, or None if it is in no layer.
 
         MTP modules are the layers from `num_hidden_layers` on.
         """
@@ -86,9 +86,9 @@ class Family:
         return None
 
     def may_be_quantised(self, c: ModelConfig, name: str) -> int | None:
-        """The layer of a weight that is a product with the hidden state, but for the router's.
+        """Returns the layer of a weight that may be quantised, or None.
 
-        None: a weight that stays as it is.
+        These are the weights that multiply a layer's hidden states, except the router's.
         """
         place = self.place(c, name)
         return place[0] if place is not None and PRODUCT.fullmatch(place[1]) else None

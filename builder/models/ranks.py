@@ -15,9 +15,10 @@ def check_ranks(
     formats: Mapping[str, str] | None = None,
     most: int = MAX_RANKS,
 ) -> None:
-    """Raise UsageError unless so many ranks can share the model; it names the numbers that can.
+    """Raises UsageError, which lists the possible numbers, unless the ranks can share the model.
 
-    formats: of each class of weights whose blocks must stay whole; most: ranks at most.
+    formats: the format of each class of weights, whose blocks must stay whole; most: the largest
+    number to list.
     """
     ranks.check(config.n_routed_experts)
     if why := _obstacle(config, ranks, formats or {}):
@@ -27,7 +28,7 @@ def check_ranks(
 
 
 def _obstacle(config: ModelConfig, ranks: Ranks, formats: Mapping[str, str]) -> str:
-    """The first size that does not split into so many parts, or nothing."""
+    """Describes the first size that does not split into its parts; "" if all do."""
     for split in family_of(config).split_sizes(config, ranks):
         block = BLOCKS.get(formats.get(split.weights, ""), 1) if split.parts > 1 else 1
         if split.size % (block * split.parts):

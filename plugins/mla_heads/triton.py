@@ -25,7 +25,7 @@ def absorbed_query(
     RANK: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, j, i) computes block j of the columns of head h's queries for block i of tokens.
+    """Program (h, j, i) computes column block j of head h's queries for block i of the tokens.
 
     The last j rotates; ROTARY is ROPE rounded up to a power of two. Each row of q is the sum of
     PARTS rows.
@@ -66,7 +66,7 @@ def value_of_head(
     HEADS: tl.constexpr, RANK: tl.constexpr, VALUE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, j, i) computes block j of the columns of head h's values for block i of tokens."""
+    """Program (h, j, i) computes column block j of head h's values for block i of the tokens."""
     h = tl.program_id(0)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     some = (m < rows)[:, None]

@@ -123,7 +123,7 @@ def gate_and_up(
     ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i, s) multiplies x by block i of gate's and up's columns, for pair p's expert.
+    """Program (p, i, s) multiplies x by column block i of gate and up, for the expert of pair p.
 
     It sums split s of the inputs, for BLOCK_M of the expert's pairs at a time.
     """
@@ -165,7 +165,7 @@ def down(
     BY_INPUT: tl.constexpr, WORDS: tl.constexpr, ASSEMBLY: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, i) computes block i of the columns of the weighted outputs of pair p's expert.
+    """Program (p, i) computes column block i of the weighted outputs of the expert of pair p.
 
     Its inputs are silu(gate) * up of `gate_and_up`'s SPLITS sums. Each of the expert's programs
     computes them for itself and writes the same values to `inner`. ROW is INNER rounded up to a

@@ -451,8 +451,8 @@ def test_which_layers_have_experts() -> None:
     ("overrides", "says"),
     [
         ({"num_key_value_heads": 4}, "num_attention_heads 6 must be a multiple of num_key_value"),
-        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor makes 3 of head_dim 8 rotate"),
-        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor makes 12 of head_dim 8 rotate"),
+        ({"partial_rotary_factor": 0.4}, "partial_rotary_factor rotates 3 of head_dim 8 values"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor rotates 12 of head_dim 8 values"),
         ({"n_group": 4}, "n_routed_experts 6 must split into n_group 4"),
     ],
 )

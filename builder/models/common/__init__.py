@@ -1,1 +1,1 @@
-"""Families share these: layers, number formats inside the model, how ranks split and meet."""
+"""Code that families share: layers, number formats inside the model, splitting among ranks."""

@@ -1,4 +1,4 @@
-"""Grouped-query attention of the program, over cache rows of keys and values.
+"""Grouped-query attention of the step program, over cache rows of keys and values.
 
 Shapes: B slots, T tokens, E hidden size, H query heads, G heads of keys and values, D head width,
 C = 2 G D values of a cache row. `plain.py` has the plain counterpart.
@@ -19,7 +19,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 
 class GroupedAttention(Attention):
-    """Queries, keys and values come from one product; a rank has whole groups of heads."""
+    """Computes queries, keys and values in one product; a rank has whole groups of heads."""
 
     def __init__(self, c: GroupedConfig, ranks: Ranks) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class GroupedAttention(Attention):
         return q, torch.cat([self.turned(k, self.k_norm, self.groups, rows), v], dim=-1)[:, None]
 
     def turned(self, x: Tensor, norm: RMSNorm | None, heads: int, rows: Rows) -> Tensor:
-        """Norm every head, if heads are normed, and rotate it: x [B, T, heads * D]."""
+        """Normalises each head of x [B, T, heads * D] if there is a norm, then rotates it."""
         if norm is not None:
             x = norm(x.unflatten(-1, (heads, self.width))).flatten(-2)
         return rope(x, rows.cos, rows.sin, heads, False)
@@ -54,7 +54,7 @@ class GroupedAttention(Attention):
 
 
 def grouped_weights(c: GroupedConfig, at: str, to: str) -> Iterator[Weight]:
-    """The weights of one attention, from the names that Llama's kin have."""
+    """Yields the weights of one attention, from the names that Llama-like checkpoints use."""
     E, D = c.hidden_size, c.head_dim
     counts = {"q": c.num_attention_heads, "k": c.num_key_value_heads, "v": c.num_key_value_heads}
     sizes = {f"{at}.{name}_proj": count * D for name, count in counts.items()}

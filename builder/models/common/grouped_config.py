@@ -1,7 +1,7 @@
 """Grouped-query attention in numbers: configuration, cache rows, sizes that ranks split, costs.
 
-Several query heads share a head of keys and values, of which a cache row holds all: first every
-head's keys, then every head's values.
+Several query heads share a head of keys and values. A cache row holds the keys of all these heads,
+then their values.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from mtpbuild.runtime.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedConfig(ModelConfig):
-    """The values of a model with such attention."""
+    """Holds the configuration of a model with grouped-query attention."""
 
     num_attention_heads: int = integer()
     num_key_value_heads: int = integer()
     head_dim: int
-    rotary_dim: int  # of head_dim, the first; pairs are (i, i + rotary_dim / 2)
-    attention_bias: bool = flag(True)  # of queries, keys and values
-    use_qk_norm: bool = flag(False)  # queries and keys are normed by head, behind the bias
+    rotary_dim: int  # the first values of head_dim rotate; pairs are (i, i + rotary_dim / 2)
+    attention_bias: bool = flag(True)  # for queries, keys and values
+    use_qk_norm: bool = flag(False)  # queries and keys are normalised per head, after the bias
 
     def check_heads(self) -> None:
-        """Raise CheckpointError unless heads group and pairs rotate."""
+        """Raises CheckpointError unless heads split into groups and rotary values into pairs."""
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         if heads % shared:
             raise CheckpointError(
@@ -32,13 +32,13 @@ class GroupedConfig(ModelConfig):
             )
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise CheckpointError(
-                f"partial_rotary_factor makes {self.rotary_dim} of head_dim {self.head_dim} "
-                "rotate: it must be an even number of them"
+                f"partial_rotary_factor rotates {self.rotary_dim} of head_dim {self.head_dim} "
+                "values: it must rotate an even number, from 2 to head_dim"
             )
 
 
 def head_sizes(read: Reader, partial: float = 1.0) -> dict[str, int]:
-    """`head_dim`, and how much of it rotates where `partial_rotary_factor` does not say it."""
+    """Reads `head_dim` and `rotary_dim`; partial: the default of `partial_rotary_factor`."""
     heads = read.integer("num_attention_heads", 1)
     width = read.integer("head_dim", 1, default=read.integer("hidden_size", 1) // heads)
     rope = read.raw.get("rope_parameters")
@@ -48,13 +48,13 @@ def head_sizes(read: Reader, partial: float = 1.0) -> dict[str, int]:
 
 
 def cache_specs(c: GroupedConfig, ranks: Ranks) -> list[int]:
-    """Keys and values of a rank's heads side by side."""
+    """Returns the width of each layer's cache rows: keys and values of one rank's heads."""
     width = 2 * c.num_key_value_heads * c.head_dim // ranks.parts
     return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
 
 def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
-    """Sizes that must divide so that each rank has whole heads."""
+    """Returns the sizes that must divide so that each rank has whole heads."""
     heads = c.num_attention_heads * c.head_dim
     return [
         Split("num_key_value_heads", c.num_key_value_heads, ranks.parts),
@@ -63,10 +63,10 @@ def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
 
 
 def row_operations(c: GroupedConfig, ranks: Ranks) -> float:
-    """Count one token's operations over one cached row: a score and a value for each head."""
+    """Counts one token's operations on one cached row: a score and a value for each head."""
     return 4.0 * c.num_attention_heads * c.head_dim / ranks.parts
 
 
 def attention_activations(c: GroupedConfig, ranks: Ranks) -> float:
-    """Values of a token that attention holds at once."""
+    """Counts the values of a token that attention holds at once."""
     return (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim / ranks.parts

@@ -1,4 +1,4 @@
-"""What models with routed experts ask of ranks and of memory, whatever their attention is."""
+"""Sizes and costs that all models with routed experts have, whatever their attention is."""
 
 from mtpbuild.builder.models.config import ModelConfig, MoEConfig
 from mtpbuild.builder.models.family import Split
@@ -6,7 +6,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 
 def expert_splits(c: MoEConfig, ranks: Ranks) -> list[Split]:
-    """Sizes beside attention's that must divide; the first that does not is the one told."""
+    """Returns the sizes, beside attention's, that must divide; an error names the first misfit."""
     parts, layers = ranks.parts, range(c.num_hidden_layers + c.num_nextn_predict_layers)
     inner, found = c.moe_intermediate_size, [Split("vocab_size", c.vocab_size, parts)]
     if c.n_shared_experts:
@@ -20,12 +20,12 @@ def expert_splits(c: MoEConfig, ranks: Ranks) -> list[Split]:
 
 
 def module_splits(c: ModelConfig, ranks: Ranks) -> list[Split]:
-    """What an MTP module's projection is split by."""
+    """Returns the size of an MTP module's projection that must divide, if there are modules."""
     modules = c.num_nextn_predict_layers
     return [Split("2 x hidden_size", 2 * c.hidden_size, ranks.parts)] if modules else []
 
 
 def expert_activations(c: MoEConfig, ranks: Ranks) -> float:
-    """Values of a token that a feed-forward holds at once, where they are most."""
+    """Counts the values of a token that a feed-forward holds at its peak."""
     experts = c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size)
     return max(experts, 3 * c.intermediate_size / ranks.parts)

@@ -1,8 +1,8 @@
-"""A family's plain model in plain PyTorch: whole sequences, no caches, named as checkpoints are.
+"""The families' plain model in PyTorch: whole sequences, no caches, the checkpoints' names.
 
-It is the oracle of the tests and of `mtpbuild verify`. What families share is here; each brings its
-attention. The step program computes the same with caches; `tools/train_tiny` trains a faster form
-of deepseek-tiny's weights.
+It is the oracle of the tests and of `mtpbuild verify`. This module has the parts that families
+share; a family adds its attention if it differs. The step program computes the same with caches;
+`tools/train_tiny` trains deepseek-tiny's weights in a faster form of the model.
 """
 
 from collections.abc import Callable
@@ -19,28 +19,28 @@ Block = tuple[nn.Module, nn.Module]  # attention and feed-forward
 
 
 class Reference(nn.Module):
-    """Whole sequences, no caches; names in its state_dict are the checkpoint's."""
+    """Computes whole sequences without caches; its state_dict has the checkpoint's names."""
 
     config: ModelConfig
     lm_head: nn.Linear
 
     def main(self, tokens: Tensor) -> Tensor:
-        """tokens [B, T] -> the trunk's hidden states [B, T, hidden], as modules are given them."""
+        """Computes hidden states [B, T, hidden] of tokens [B, T], in the form that modules take."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `main` returned -> logits [B, T, V]; those at p are about t_{p+1}."""
+        """Computes logits [B, T, V] from the result of `main`; position p predicts t_{p+1}."""
         return self.lm_head(hidden)
 
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Module k (1-based) over all slots: tokens[:, p] is t_{p+k}, hidden[:, p] is g_{k-1,p}.
+        """Runs module k, from 1, at all positions: tokens[:, p] is t_{p+k}, hidden[:, p] g_{k-1,p}.
 
-        Returns g_{k,p} [B, T, hidden], as the next module is given it.
+        Returns g_{k,p} [B, T, hidden], as the next module takes it.
         """
         raise NotImplementedError
 
     def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
-        """What module k returned -> logits [B, T, V]; those at p are about t_{p+k+1}."""
+        """Computes logits [B, T, V] from module k's result; position p predicts t_{p+k+1}."""
         return self.lm_head(hidden)
 
 
@@ -68,7 +68,7 @@ class MLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """Sigmoid scores; the bias selects, the unbiased scores weigh (DeepSeek-V3, "noaux_tc")."""
+    """Routes by sigmoid scores: biased ones select, unbiased ones weigh (DeepSeek's noaux_tc)."""
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Gate(nn.Module):
         self.e_score_correction_bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> combine weights [..., experts], zero for the experts not chosen."""
+        """Returns the experts' weights [..., experts] for x [..., hidden]: 0 if not chosen."""
         c = self.config
         scores = (x.float() @ self.weight.float().T).sigmoid()
         biased = scores + self.e_score_correction_bias
@@ -95,7 +95,7 @@ class Gate(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts, computed densely, plus the shared expert."""
+    """Computes all routed experts densely, and adds the shared expert."""
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class MoE(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """Grouped-query attention; heads are repeated, not grouped."""
+    """Computes grouped-query attention by repeating keys and values for each query head."""
 
     def __init__(self, c: GroupedConfig) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class GroupedAttention(nn.Module):
         return self.o_proj(o.transpose(1, 2).reshape(B, T, -1))
 
     def turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, heads, T, D]: its first rotary_dim values are rotated by halves."""
+        """Rotates the first rotary_dim values of x [B, heads, T, D], in the layout of halves."""
         a, rest = x.split([self.config.rotary_dim, x.shape[-1] - self.config.rotary_dim], dim=-1)
         return torch.cat([rotate(a, cos, sin, interleave=False), rest], dim=-1).type_as(x)
 
@@ -161,9 +161,9 @@ class DecoderLayer(nn.Module):
 
 
 class MTPModule(DecoderLayer):
-    """One MTP module: `model.layers.{L+j}` of the checkpoint (spec/deepseek-v3.md section 3).
+    """Is MTP module j: `model.layers.{L+j}` of the checkpoint.
 
-    Its embedding and head are there if the checkpoint's differ from the trunk's.
+    It has an embedding or a head of its own where the checkpoint's differs from the trunk's.
     """
 
     def __init__(self, c: ModelConfig, block: Block, j: int) -> None:
@@ -178,12 +178,12 @@ class MTPModule(DecoderLayer):
             self.shared_head["head"] = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
 
     def own(self, name: str) -> nn.Module | None:
-        """Give its own `embed_tokens` or `head`, if it has one."""
+        """Returns the module's own `embed_tokens` or `head`, if it has one."""
         where = self.shared_head if name == "head" else self
         return dict(where.named_children()).get(name)
 
     def draft(self, embedding: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Emb(t_{p+k}) and the hidden of slot p -> the module's output at slot p, not normed."""
+        """Computes the unnormalised output at each position p from Emb(t_{p+k}) and g_{k-1,p}."""
         halves = [self.enorm(embedding), self.hnorm(hidden)]
         return super().forward(self.eh_proj(torch.cat(halves, dim=-1)), cos, sin)
 
@@ -202,7 +202,7 @@ class Model(nn.Module):
 
 
 class PlainModel(Reference):
-    """Trunk and MTP modules over whole sequences. block: what a layer of that number is made of."""
+    """Runs trunk and MTP modules over whole sequences; block(i) makes the parts of layer i."""
 
     cos: Tensor
     sin: Tensor
@@ -224,11 +224,11 @@ class PlainModel(Reference):
         return MTPModule(self.config, block, j)
 
     def join(self, trunk: list[DecoderLayer], modules: list[MTPModule]) -> Model:
-        """Modules are the layers behind the trunk's."""
+        """Puts the modules behind the trunk's layers."""
         return Model(self.config, [*trunk, *modules])
 
     def module(self, k: int) -> MTPModule:
-        """Give module k; the first one is 1."""
+        """Returns module k, from 1."""
         module = self.model.layers[self.config.num_hidden_layers + k - 1]
         assert isinstance(module, MTPModule)
         return module

@@ -1,7 +1,7 @@
 """Multi-head latent attention over a cache of latents and rotary keys.
 
 Shapes: B slots, T tokens, E hidden size, H heads, S cache rows, C = kv_lora_rank + rope dim.
-`reference.py` is the plain counterpart, `weights.py` says where each parameter comes from.
+`reference.py` is the plain counterpart; `weights.py` maps checkpoint tensors to the parameters.
 """
 
 from typing import Any
@@ -26,7 +26,10 @@ from mtpbuild.runtime.ranks import Ranks
 
 
 class LatentAttention(Attention):
-    """The absorbed form in a step, the expanded one for a prompt (spec/deepseek-v3.md 2.2)."""
+    """Attends in the absorbed form in a step, in the expanded one in a prompt.
+
+    docs/architecture.md tells why.
+    """
 
     def __init__(self, c: DeepseekV3Config, ranks: Ranks) -> None:
         super().__init__()
@@ -46,11 +49,11 @@ class LatentAttention(Attention):
 
     @property
     def by_ops(self) -> bool:
-        """Whether ops do what stands around the products; they take plain weights of heads."""
+        """Returns whether ops work between the products; they need unquantised w_uk and w_uv."""
         return self.fused and isinstance(self.w_uk, Tensor)
 
     def first_product(self, x: Tensor, rows: Rows) -> tuple[Any, ...]:
-        """Make the operands that `mla_rows` begins with."""
+        """Computes the first operands of `mla_rows`."""
         norm = None if self.config.q_lora_rank is None else self.q_a_layernorm.weight
         return x @ self.qkv_a_proj, norm, self.kv_a_layernorm.weight, rows.cos, rows.sin
 
@@ -61,7 +64,7 @@ class LatentAttention(Attention):
         return mla_rows_write(*operands, cache, rows.start, c.latent_norm_eps, c.rope_interleave)
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Make queries and rows; with ops the query input is normed already."""
+        """Computes query input and cache rows; with ops the query input is normalised already."""
         c = self.config
         if self.by_ops:
             operands = self.first_product(x, rows)
@@ -73,7 +76,7 @@ class LatentAttention(Attention):
         return q, torch.cat([self.kv_a_layernorm(latent), k_pe], dim=-1)[:, None]
 
     def queries(self, q: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Query input [B, T, ..] -> [B, H, T, qk_nope_head_dim] and [B, H, T, qk_rope_head_dim]."""
+        """Computes nope and pe parts [B, H, T, ..] of the queries from query input [B, T, ..]."""
         c, (B, T, _), H = self.config, q.shape, self.heads
         q = self.second_product(q)
         q_nope, q_pe = q.split([H * c.qk_nope_head_dim, H * c.qk_rope_head_dim], dim=-1)
@@ -82,7 +85,7 @@ class LatentAttention(Attention):
         return q_nope.transpose(1, 2), q_pe.transpose(1, 2)
 
     def second_product(self, q: Tensor) -> Tensor:
-        """Query input [B, T, ..] -> all heads' nope, then all heads' pe."""
+        """Projects query input [B, T, ..] to all heads' nope, then all heads' pe."""
         if self.config.q_lora_rank is None:
             return q
         return (q if self.by_ops else self.q_a_layernorm(q)) @ self.q_b_proj
@@ -103,7 +106,7 @@ class LatentAttention(Attention):
         return o.transpose(1, 2).flatten(2) @ self.o_proj
 
     def expanded(self, q_nope: Tensor, q_pe: Tensor, cache: Tensor, base: Tensor) -> Tensor:
-        """The non-absorbed form over a cache that the pass's rows are written to: [B, H, T, v].
+        """Attends in the non-absorbed form over a cache that holds the fresh rows: [B, H, T, v].
 
         Expanding S rows costs 2 S H r (n + v) operations and saves 2 S T H (2 r - n - v) in the
         products: it pays from T = 51 (deepseek-tiny) or 170 (DeepSeek-V3) tokens on.
@@ -115,7 +118,7 @@ class LatentAttention(Attention):
         q = torch.cat([q_nope, q_pe], dim=-1) * self.scale
         last = base[:, None] + torch.arange(T, device=base.device)
         seen = torch.arange(S, device=base.device) <= last[:, None, :, None]  # [B, 1, T, S]
-        mask = torch.where(seen, 0.0, float("-inf"))  # equal in all layers: the passes leave one
+        mask = torch.where(seen, 0.0, float("-inf"))  # equal in all layers: passes keep only one
         scores = q @ k.mT + mask
         p = scores.softmax(-1) if self.kernels else floored_softmax(scores)
         return cast(p, v.dtype) @ v

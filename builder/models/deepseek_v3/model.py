@@ -1,4 +1,4 @@
-"""DeepSeek-V3 with its MTP modules: which attention and feed-forward its layers have."""
+"""DeepSeek-V3 with its MTP modules: puts together each layer's attention and feed-forward."""
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 class DeepseekV3(CausalLM):
-    """The part of the model that one of `ranks` computes."""
+    """Is the part of the model that one of `ranks` computes."""
 
     config: DeepseekV3Config
 

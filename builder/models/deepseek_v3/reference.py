@@ -1,4 +1,4 @@
-"""The plain model: DeepSeek-V3 with its MTP modules, whose attention is not absorbed."""
+"""The plain model: DeepSeek-V3 with its MTP modules, with attention in the non-absorbed form."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
 class Attention(nn.Module):
-    """Multi-head latent attention in the non-absorbed form."""
+    """Computes multi-head latent attention in the non-absorbed form."""
 
     def __init__(self, c: DeepseekV3Config) -> None:
         super().__init__()

@@ -20,9 +20,9 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
 def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
-    """Every weight of main model and MTP modules, in the order of use.
+    """Returns every weight of main model and MTP modules, in the order of use.
 
-    Sources keep the checkpoint's shapes; transforms take them cut to the share.
+    Sources have the checkpoint's shapes; transforms receive tensors already cut to the share.
     """
 
     def layer(index: int, to: str) -> Iterator[Weight]:
@@ -41,7 +41,7 @@ def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weig
     kv_a = Source(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
 
     def by_part(q: Tensor, *others: Tensor) -> Tensor:
-        """Rows per head (nope, pe) -> all heads' nope, then all heads' pe, then the others."""
+        """Reorders q's rows, (nope, pe) per head, to all nope, then all pe; appends the others."""
         heads = q.unflatten(0, (own, n + R))
         return torch.cat([heads[:, :n].flatten(0, 1), heads[:, n:].flatten(0, 1), *others])
 

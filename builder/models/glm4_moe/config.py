@@ -1,4 +1,4 @@
-"""GLM-4.5's `config.json` (spec/families.md section 5), and what its sizes cost."""
+"""GLM-4.5's `config.json`, and the costs of its sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from mtpbuild.runtime.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeConfig(MoEConfig, GroupedConfig):
-    """Half of each head rotates unless `partial_rotary_factor` says otherwise."""
+    """Holds GLM-4.5's values; half of each head rotates if `partial_rotary_factor` is missing."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> Glm4MoeConfig:
-    """Normalise a `config.json`; raises CheckpointError."""
-    # transformers' class has these defaults too.
+    """Normalises a `config.json`; raises CheckpointError."""
+    # transformers' class has the same defaults.
     read = Reader({"first_k_dense_replace": 1, "attention_bias": False} | dict(raw))
     read.only(hidden_act="silu", scoring_func="sigmoid", topk_method="noaux_tc")
     config = read.fill(Glm4MoeConfig, **head_sizes(read, partial=0.5))

@@ -1,4 +1,4 @@
-"""GLM-4.5 with its MTP module: which attention and feed-forward its layers have, and the table."""
+"""GLM-4.5 with its MTP module: its layers' attention and feed-forward, and its weight table."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
 class Glm4Moe(CausalLM):
-    """The part of the model that one of `ranks` computes."""
+    """Is the part of the model that one of `ranks` computes."""
 
     config: Glm4MoeConfig
 
@@ -37,7 +37,7 @@ class Glm4Moe(CausalLM):
 
 
 def weight_table(c: Glm4MoeConfig, share: Share) -> list[Weight]:
-    """Every weight of main model and MTP modules, in the order of use."""
+    """Returns every weight of main model and MTP modules, in the order of use."""
 
     def layer(index: int, to: str) -> Iterator[Weight]:
         at = f"model.layers.{index}"

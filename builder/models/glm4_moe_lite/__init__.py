@@ -1,7 +1,7 @@
 """GLM-4.7-Flash: DeepSeek-V3's attention and experts in other sizes, one MTP layer.
 
-transformers' class takes layer 0 alone for dense unless `mlp_layer_types` says otherwise, so
-`first_k_dense_replace` is 1 here where it is not given (spec/families.md section 4).
+Only layer 0 is dense in transformers' class unless `mlp_layer_types` is given, so the default of
+`first_k_dense_replace` is 1 here.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_f
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeLiteConfig(DeepseekV3Config):
-    """DeepSeek-V3's values, whose defaults differ."""
+    """Holds DeepSeek-V3's values with other defaults."""
 
 
 def parse_config(raw: Mapping[str, Any]) -> Glm4MoeLiteConfig:
-    """Normalise a `config.json`; raises CheckpointError."""
+    """Normalises a `config.json`; raises CheckpointError."""
     return parse_fields(Glm4MoeLiteConfig, {"first_k_dense_replace": 1} | dict(raw))
 
 

@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2's dense trunk, and an MTP module with names of its own."""
+"""MiMo-7B: Qwen2's dense trunk, and an MTP module whose tensors have names of their own."""
 
 from mtpbuild.builder.models.common.copies import tied_head
 from mtpbuild.builder.models.common.grouped_config import cache_specs

@@ -1,4 +1,4 @@
-"""MiMo-7B's `config.json` (spec/families.md section 6), and what its sizes cost."""
+"""MiMo-7B's `config.json`, and the costs of its sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ from mtpbuild.runtime.ranks import Ranks
 
 PREFIX = "model.mtp_layers."
 
-# The input is [hidden ; embedding], and hidden states come from before the final norm: so vLLM,
-# whose code is Xiaomi's (PR #17433), and exllamav3, which measured 88 % of first drafts accepted so
-# (PR #238). SGLang gives normed ones. No checkpoint has more than one module, and what a second
-# draft is given is nobody's decision: exllamav3 hands on the state before `final_layernorm`.
+# A module's input is [hidden ; embedding], with hidden states from before the final norm. vLLM,
+# whose code is Xiaomi's (PR #17433), does so, and exllamav3, which measured 88 % of first drafts
+# accepted (PR #238). SGLang passes normalised ones. No checkpoint has more than one module, so
+# nobody defined a second draft's input; like exllamav3, we take the state before `final_layernorm`.
 RULES = MTPRules(hidden_first=True, trunk_normed=False, recycles_normed=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MimoConfig(GroupedConfig):
-    """Qwen2's values. Its queries, keys and values have biases, its whole heads rotate."""
+    """Holds Qwen2's values: queries, keys and values have biases, and whole heads rotate."""
 
     intermediate_size: int = integer()
     mtp: MTPRules = fixed(RULES)
 
 
 def parse_config(raw: Mapping[str, Any]) -> MimoConfig:
-    """Normalise a `config.json`; raises CheckpointError."""
+    """Normalises a `config.json`; raises CheckpointError."""
     read = Reader(raw)
     read.only(hidden_act="silu", use_sliding_window=False)
     heads = read.integer("num_attention_heads", 1)

@@ -1,4 +1,4 @@
-"""MiMo-7B with its MTP module: which attention and feed-forward its layers have, and the table."""
+"""MiMo-7B with its MTP module: its layers' attention and feed-forward, and its weight table."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ NORMS = {  # the program's names -> the checkpoint's
 
 
 class Mimo(CausalLM):
-    """The part of the model that one of `ranks` computes."""
+    """Is the part of the model that one of `ranks` computes."""
 
     config: MimoConfig
 
@@ -43,7 +43,7 @@ class Mimo(CausalLM):
 
 
 def weight_table(c: MimoConfig, share: Share) -> list[Weight]:
-    """Every weight of main model and MTP modules, in the order of use."""
+    """Returns every weight of main model and MTP modules, in the order of use."""
 
     def layer(at: str, to: str) -> Iterator[Weight]:
         attention = grouped_weights(c, f"{at}.self_attn", f"{to}.self_attn")
