@@ -82,17 +82,6 @@ CONVERTED_E2M1 = _text(
     "mov.b32 {b0, b1, b2, b3}, $4;",
     *(f"cvt.rn.bf16x2.e2m1x2 t, b{j}; fma.rn.bf16x2 ${j}, t, ${5 + j}, none;" for j in range(4)),
 )
-# Four e4m3 of a cache from one register, NaN included: by way of fp16 and fp32, from sm_89 on.
-WIDENED_CACHE = tl.constexpr(
-    "{ .reg .b16 a, b, c, d; .reg .b32 low, high; .reg .f32 p, q, r, s;"
-    " mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 low, a; cvt.rn.f16x2.e4m3x2 high, b;"
-    " mov.b32 {a, b}, low; mov.b32 {c, d}, high;"
-    " cvt.f32.f16 p, a; cvt.f32.f16 q, b; cvt.f32.f16 r, c; cvt.f32.f16 s, d;"
-    " cvt.rn.bf16x2.f32 $0, q, p; cvt.rn.bf16x2.f32 $1, s, r; }"
-)
-CONVERTED_CACHE = _text(
-    "mov.b32 {a, b}, $2; cvt.rn.bf16x2.e4m3x2 $0, a; cvt.rn.bf16x2.e4m3x2 $1, b;"
-)
 SMALLER = tl.constexpr(128.0)  # 2^7: restores sums of products with results of `e2m1_of_words`
 
 
@@ -209,23 +198,3 @@ def halves(words):
     """Splits words into two bf16, low and high."""
     low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
     return low, (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def bf16_of_e4m3(tile, ASSEMBLY: tl.constexpr):
-    """Converts a tile of e4m3 numbers to bf16 once, whatever the number of products that read it.
-
-    Without is_pure=False Triton repeats the conversion for each product, from single bytes of
-    shared memory.
-    """
-    if ASSEMBLY:
-        codes = tile.to(tl.uint8, bitcast=True)
-        tile = tl.inline_asm_elementwise(
-            CONVERTED_CACHE if ASSEMBLY == 100 else WIDENED_CACHE,
-            "=r,=r,r",
-            [codes],
-            tl.bfloat16,
-            is_pure=False,
-            pack=4,
-        )
-    return tile.to(tl.bfloat16)

@@ -85,14 +85,13 @@ class Shape:
     groups: int
     kept_groups: int
     chosen: int
-    cache: torch.dtype
+    dtype: torch.dtype
 
 
 DEEPSEEK = Shape(8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.bfloat16)  # 1 of 8 ranks
 SHAPES = {
     "deepseek-v3": DEEPSEEK,
-    "deepseek-v3-fp8-cache": replace(DEEPSEEK, cache=torch.float8_e4m3fn),
-    "deepseek-v3-fp32": replace(DEEPSEEK, cache=torch.float32),
+    "deepseek-v3-fp32": replace(DEEPSEEK, dtype=torch.float32),
     "small": Shape(2, 3, 4, 40, 8, 1000, 48, 32, 8, 4, 2, 2, torch.float32),
 }
 
@@ -108,13 +107,11 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
 
     B, T, V = s.batch, s.tokens, s.vocab
-    compute = torch.float32 if s.cache == torch.float32 else torch.bfloat16
     width = s.rank + s.rope
     slots, on = empty(B, dtype=torch.int64), empty(B, dtype=torch.int32)
-    cache = empty(B, 1, 4096, width, dtype=s.cache)
-    fresh = empty(B, 1, T, width, dtype=s.cache)
-    attended = empty(B, s.heads, T, width, dtype=compute), cache, fresh, slots, slots
-    k_scale = empty(1) if s.cache == torch.float8_e4m3fn else None
+    cache = empty(B, 1, 4096, width, dtype=s.dtype)
+    fresh = empty(B, 1, T, width, dtype=s.dtype)
+    attended = empty(B, s.heads, T, width, dtype=s.dtype), cache, fresh, slots, slots
     window, shapes = empty(B, T, dtype=torch.int64), control_shapes(T - 1, 4096)
     flags = {"bool": torch.int32}  # plugins take no bool
     asked = [
@@ -125,8 +122,8 @@ def launches(s: Shape) -> tuple[Launch, ...]:
     N, X = B * T, s.experts
     ids = empty(N, s.chosen, dtype=torch.int32)
     sizes = (s.hidden, 2 * s.inner), (s.inner, s.hidden)  # of an expert's two products
-    experts = (empty(X, *size, dtype=compute) for size in sizes)
-    x, shares = empty(N, s.hidden, dtype=compute), empty(N, s.chosen)
+    experts = (empty(X, *size, dtype=s.dtype) for size in sizes)
+    x, shares = empty(N, s.hidden, dtype=s.dtype), empty(N, s.chosen)
 
     def scaled(form: Callable[..., tuple[Any, ...]]) -> Iterator[Launch]:
         (gate_up, *scales), (down, *others) = (form(*size, X) for size in sizes)
@@ -135,14 +132,14 @@ def launches(s: Shape) -> tuple[Launch, ...]:
 
     return (
         kv_launch(cache, fresh, slots),
-        *mla_attention_launches(*attended, 0.1, s.rank, k_scale, splits=4).each,
+        *mla_attention_launches(*attended, 0.1, s.rank, splits=4).each,
         *accept_rewind_launches(logits, window, slots, slots, on).each,
         *accept_mixed_launches(logits, window, slots, slots, on, on, probs, asked).each,
         *shaped_probs_launches(logits, asked).each,
         route_launch(empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5),
         *scaled(fp8),
         *scaled(nvfp4),
-        product_launch(x, empty(s.hidden, 1000, dtype=compute), None, None),
+        product_launch(x, empty(s.hidden, 1000, dtype=s.dtype), None, None),
         *moe_launches(x, shares, ids, *experts).each,
     )
 

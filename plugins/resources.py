@@ -175,10 +175,7 @@ def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
 
     shared = SHARED[architecture]
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8 cache": torch.float8_e4m3fn}
-    for name, dtype in dtypes.items():
-        if dtype == torch.float8_e4m3fn and architecture < 89:
-            continue  # Triton converts from sm_89 on
+    for name, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
         for tokens in (1, 4):
             for launch in _attention(s, tokens, dtype, shared).each:
                 yield f"attention {name}, {tokens} tokens", launch
@@ -194,18 +191,15 @@ def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
             yield f"experts, {tokens} tokens", launch
 
 
-def _attention(s: Sizes, tokens: int, cache: torch.dtype, shared: int) -> Launches:
+def _attention(s: Sizes, tokens: int, dtype: torch.dtype, shared: int) -> Launches:
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
 
-    width, packed = s.rank + s.rope, cache == torch.float8_e4m3fn
-    computed = torch.bfloat16 if packed else cache
-    slots = empty(1, dtype=torch.int64)
+    width, slots = s.rank + s.rope, empty(1, dtype=torch.int64)
     return mla_attention_launches(
-        empty(1, s.heads, tokens, width, dtype=computed),
-        empty(1, 1, s.capacity, width, dtype=cache),
-        empty(1, 1, tokens, width, dtype=cache),
+        empty(1, s.heads, tokens, width, dtype=dtype),
+        empty(1, 1, s.capacity, width, dtype=dtype),
+        empty(1, 1, tokens, width, dtype=dtype),
         *(slots, slots, 0.1, s.rank),
-        empty(1) if packed else None,
         shared=shared,
     )
 

@@ -152,9 +152,6 @@ class MTPRules:
     hidden_first: bool = False  # the joined input is [hidden ; embedding], not [embedding ; hidden]
     trunk_normed: bool = True  # modules read the trunk's hidden state after its final norm
     recycles_normed: bool = True  # the next draft reads a module's hidden state after its norm
-    # vLLM zeroes the embedding at position 0. Its tokens are shifted but its positions are not, so
-    # that hits a live token (vLLM issue #33299). transformers never zeroes one.
-    zero_first_embedding: bool = False
 
 
 DEEPSEEK = MTPRules()

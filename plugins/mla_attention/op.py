@@ -28,7 +28,6 @@ def mla_attention(
     first: Tensor,
     scale: float,
     kv_lora_rank: int,
-    k_scale: Tensor | None = None,
 ) -> Tensor:
     """Attends with all query heads to one latent head of keys and values (absorbed MLA).
 
@@ -37,12 +36,9 @@ def mla_attention(
     i <= first[b] + t. Returns the mixed latents [B, H, T, kv_lora_rank].
 
     Rows of the cache from base on do not count (on a CPU they weigh `FLOOR` and must be finite), so
-    it does not matter whether the fresh rows have been written there yet. Cache and fresh rows have
-    one dtype; k_scale [1] fp32 is what fp8 rows are multiplied by. Source: DESIGN 3;
-    spec/deepseek-v3.md section 2.2.
+    it does not matter whether the fresh rows have been written there yet. Queries, cache and fresh
+    rows have one dtype.
     """
-    if k_scale is not None:
-        cache, fresh = ((rows.float() * k_scale).type_as(q) for rows in (cache, fresh))
     (S, F), T = (cache.shape[2], fresh.shape[2]), q.shape[2]
     rows = torch.arange(S, device=q.device), torch.arange(F, device=q.device)
     old = (rows[0] < base[:, None])[:, None, None, :]

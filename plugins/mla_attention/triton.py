@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtpbuild.plugins.codes import assembly_on, bf16_of_e4m3
 from mtpbuild.plugins.launch import (
     MULTIPROCESSORS,
     Launch,
@@ -29,13 +28,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def mla_partial(
-    q, cache, fresh, base, first, k_scale,
+    q, cache, fresh, base, first,
     capacity, fresh_rows,
     out, lse,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
     ROTARY: tl.constexpr, WANTED: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (b, m, s) attends with block m of slot b's HEADS * TOKENS query rows to split s.
 
@@ -57,8 +56,6 @@ def mla_partial(
     query = tl.load(queries + latent, some & (latent < RANK), 0.0)
     turned = tl.load(queries + RANK + rotary, some & (rotary < ROPE), 0.0)
     scale = SCALE * LOG2E
-    if k_scale is not None:
-        scale = scale * tl.load(k_scale)
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_M,), tl.float32)
@@ -74,7 +71,7 @@ def mla_partial(
         top, weight, mixed = _attend(
             queries, some, query, turned, cache + b * capacity * width, n, end, last, scale,
             top, weight, mixed,
-            RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION, ASSEMBLY,
+            RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
         )  # fmt: skip
     if split == splits - 1:
         start = tl.load(first + b).to(tl.int32)
@@ -84,18 +81,15 @@ def mla_partial(
             top, weight, mixed = _attend(
                 queries, some, query, turned, fresh + b * fresh_rows * width, n, end_fresh, last,
                 scale, top, weight, mixed,
-                RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION, ASSEMBLY,
+                RANK, ROPE, BLOCK_N, LATENT, ROTARY, CHUNK, PRECISION,
             )  # fmt: skip
 
     row = (b * splits + split) * rows + m
     some_weight = tl.maximum(weight, 1.0)  # below 1 only for a split without rows
     tl.store(lse + row, top + tl.log2(some_weight), m < rows)
     if begin < end or split == splits - 1:
-        mixed = mixed / weight[:, None]
-        if k_scale is not None:
-            mixed = mixed * tl.load(k_scale)
         to = out + row[:, None] * RANK + latent
-        tl.store(to, mixed.to(out.dtype.element_ty), some & (latent < RANK))
+        tl.store(to, (mixed / weight[:, None]).to(out.dtype.element_ty), some & (latent < RANK))
 
 
 @triton.jit
@@ -103,7 +97,7 @@ def _attend(
     queries, some, query, turned, keys, n, end, last, scale,
     top, weight, mixed,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, LATENT: tl.constexpr,
-    ROTARY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ASSEMBLY: tl.constexpr,
+    ROTARY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running softmax; row j is seen if j <= last [BLOCK_M].
 
@@ -116,8 +110,8 @@ def _attend(
     at = keys + j.to(tl.int64)[:, None] * (RANK + ROPE)
     there = (j < end)[:, None]
     latent, rotary = tl.arange(0, LATENT)[None, :], tl.arange(0, ROTARY)[None, :]
-    values = _as_query(tl.load(at + latent, there & (latent < RANK), 0.0), query, ASSEMBLY)
-    k = _as_query(tl.load(at + RANK + rotary, there & (rotary < ROPE), 0.0), query, ASSEMBLY)
+    values = tl.load(at + latent, there & (latent < RANK), 0.0)
+    k = tl.load(at + RANK + rotary, there & (rotary < ROPE), 0.0)
     scores = tl.dot(turned, tl.trans(k), input_precision=PRECISION)
     if CHUNK == LATENT:
         scores = tl.dot(query, tl.trans(values), scores, input_precision=PRECISION)
@@ -125,7 +119,7 @@ def _attend(
         for c in tl.range(0, LATENT, CHUNK, num_stages=3):
             chunk = c + tl.arange(0, CHUNK)[None, :]
             a = tl.load(queries + chunk, some & (chunk < RANK), 0.0)
-            part = _as_query(tl.load(at + chunk, there & (chunk < RANK), 0.0), query, ASSEMBLY)
+            part = tl.load(at + chunk, there & (chunk < RANK), 0.0)
             scores = tl.dot(a, tl.trans(part), scores, input_precision=PRECISION)
     seen = (j[None, :] <= last[:, None]) & (j < end)[None, :]
     scores = tl.where(seen, scores * scale, float("-inf"))
@@ -136,13 +130,6 @@ def _attend(
     faded = mixed * fade[:, None]
     mixed = tl.dot(p.to(query.dtype), values, faded, input_precision=PRECISION)
     return highest, weight, mixed
-
-
-@triton.jit
-def _as_query(rows, query, ASSEMBLY: tl.constexpr):
-    if rows.dtype == tl.float8e4nv and query.dtype == tl.bfloat16:
-        rows = bf16_of_e4m3(rows, ASSEMBLY)
-    return rows.to(query.dtype)
 
 
 @triton.jit
@@ -230,7 +217,7 @@ def mla_attention_launches(
     known |= {"capacity": capacity, "fresh_rows": known["fresh"].shape[2]}
     known |= {"HEADS": H, "TOKENS": T, "RANK": rank, "ROPE": rope, "SCALE": known["scale"]}
     known |= {"LATENT": latent, "ROTARY": tile(rope), **constants}
-    known |= {"WANTED": PROGRAMS, "LEAST": least, "ASSEMBLY": assembly_on(q.device)}
+    known |= {"WANTED": PROGRAMS, "LEAST": least}
     made, grid = {"out": partial, "lse": lse}, (B, blocks, splits)
     first = Launch.by_name(mla_partial, grid, known, made, warps)
     if splits == 1:

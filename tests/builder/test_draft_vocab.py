@@ -25,7 +25,7 @@ from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support.engines import greedy_ids
 from tests.support.families import make_family, save_family
-from tests.support.forced import Inspectable, Run
+from tests.support.forced import DRAFTS, Inspectable, Run
 from tests.support.requests import build_request
 from tests.support.steps import check_family
 
@@ -39,7 +39,7 @@ def test_every_step_equals_recomputation(name: str, nextn: int, drafter: Any) ->
     model = make_family(name)
     model.config = replace(model.config, draft_ids=IDS)
     check_family(model, nextn, drafter, accepts_all=False)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=f"^{DRAFTS}"):
         check_family(model, nextn, drafter, rows_of_other_tokens, accepts_all=False)
 
 

@@ -16,6 +16,7 @@ from mtpbuild.builder.models.common.layers import MTPModule, Rows
 from mtpbuild.builder.models.deepseek_v3 import attention
 from mtpbuild.builder.program import accept, draft
 from mtpbuild.plugins import accept_rewind, mla_attention
+from tests.support.forced import COUNT, DRAFTS, LENGTH
 from tests.support.steps import check_case
 
 EAGLE = ("yarn-three-modules", 4, "mtp-eagle")
@@ -147,7 +148,7 @@ def draft_positions_stand_still(patch: pytest.MonkeyPatch) -> None:
 
 
 def vanilla_window_of_k_slots(patch: pytest.MonkeyPatch) -> None:
-    """DESIGN 4.2's counterexample: a slot is missed whenever all drafts are accepted."""
+    """A slot is missed whenever all drafts are accepted: docs/architecture.md has the lemma."""
     init = draft.Vanilla.__init__
 
     def wrong(self: draft.Vanilla, nextn: int) -> None:
@@ -178,31 +179,34 @@ def modules_do_not_chain(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MTPModule, "norm", wrong)
 
 
-BUGS: list[tuple[Patch, tuple[str, int, Any]]] = [
-    (lengths_off_by_one, EAGLE),
-    (padding_drafts_are_judged, EAGLE),
-    (last_draft_never_accepted, EAGLE),
-    (hidden_before_the_norm, EAGLE),
-    (swapped_concat_halves, EAGLE),
-    (mask_hides_own_row, EAGLE),
-    (mask_shows_garbage, EAGLE),
-    (scale_over_the_latent, EAGLE),
-    (biased_router_weights, EAGLE),
-    (bias_not_used_to_select, EAGLE),
-    (draft_reads_the_last_row, EAGLE),
-    (recycled_hidden_before_the_norm, EAGLE),
-    (draft_positions_stand_still, EAGLE),
-    (swapped_concat_halves, VANILLA),
-    (vanilla_window_of_k_slots, VANILLA),
-    (stale_past_hidden, VANILLA),
-    (modules_do_not_chain, VANILLA),
+# Each with the case that shows it, and the oracle's message.
+BUGS: list[tuple[Patch, tuple[str, int, Any], str]] = [
+    (lengths_off_by_one, EAGLE, LENGTH),
+    (padding_drafts_are_judged, EAGLE, COUNT),
+    (last_draft_never_accepted, EAGLE, COUNT),
+    (hidden_before_the_norm, EAGLE, DRAFTS),
+    (swapped_concat_halves, EAGLE, DRAFTS),
+    (mask_hides_own_row, EAGLE, DRAFTS),
+    (mask_shows_garbage, EAGLE, DRAFTS),
+    (scale_over_the_latent, EAGLE, COUNT),
+    (biased_router_weights, EAGLE, COUNT),
+    (bias_not_used_to_select, EAGLE, DRAFTS),
+    (draft_reads_the_last_row, EAGLE, DRAFTS),
+    (recycled_hidden_before_the_norm, EAGLE, DRAFTS),
+    (draft_positions_stand_still, EAGLE, DRAFTS),
+    (swapped_concat_halves, VANILLA, DRAFTS),
+    (vanilla_window_of_k_slots, VANILLA, DRAFTS),
+    (stale_past_hidden, VANILLA, DRAFTS),
+    (modules_do_not_chain, VANILLA, DRAFTS),
 ]
 
 
-@pytest.mark.parametrize(("bug", "case"), BUGS, ids=[f"{b.__name__}-{c[2]}" for b, c in BUGS])
+@pytest.mark.parametrize(
+    ("bug", "case", "says"), BUGS, ids=[f"{b.__name__}-{c[2]}" for b, c, _ in BUGS]
+)
 def test_the_oracle_catches(
-    bug: Patch, case: tuple[str, int, Any], monkeypatch: pytest.MonkeyPatch
+    bug: Patch, case: tuple[str, int, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
-    with pytest.raises((AssertionError, RuntimeError)):
+    with pytest.raises(AssertionError, match=f"^{says}"):
         check_case(*case)

@@ -67,17 +67,6 @@ def test_what_sums_parts_spills_nothing(architecture: int, tmp_path: Path) -> No
 
 
 @FULL
-@pytest.mark.parametrize("architecture", [90, 100])
-def test_an_fp8_cache_is_converted_once(architecture: int, tmp_path: Path) -> None:
-    """Instructions allow 80 % of an H100's bandwidth twice over, and of a B200's."""
-    rows = compiled("r1", architecture, "attention fp8", "mla_partial", tmp_path)
-    assert len(rows) == 2
-    for row in rows:
-        assert 0 < row["per_byte"] < (0.13 if architecture == 100 else 0.18), row
-        assert row["copies"] >= 5, row  # of both parts of a tile
-
-
-@FULL
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("case", ["product", "experts", "head"])
 def test_products_by_bytes(case: str, architecture: int, tmp_path: Path) -> None:

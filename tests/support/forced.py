@@ -19,6 +19,13 @@ from tests.reference.recompute import draft_logits, greedy
 GARBAGE = 1e20  # on a CPU unseen rows weigh 1e-32 (`floored_softmax`)
 TIE = 1e-3  # logits nearer than this may be ranked either way
 
+# How the oracle's messages begin; a planted bug is caught by one of them and by nothing else.
+COUNT = "the number of accepted tokens differs from greedy's"
+TOKENS = "accepted tokens differ from greedy's"
+LENGTH = "the length differs from the tokens that are known"
+DRAFTS = "drafts differ from the recomputed ones"
+ROWS = "committed rows differ from the recomputed ones"
+
 
 @runtime_checkable
 class Inspectable(Programs, Protocol):
@@ -74,11 +81,14 @@ class Run:
             real = min(real, made)
             out = self.programs.step(np.array([True]), len(tokens) - 1 + T)
             n = int(out.num_tokens[0])
-            assert n == 1 + matching(window[1 : 1 + real], truth[len(tokens) :])
-            assert out.tokens[0, :n].tolist() == truth[len(tokens) : len(tokens) + n]
-            assert (out.tokens[0, n:] == -1).all()
-            tokens += out.tokens[0, :n].tolist()
-            assert int(self.programs.state["lengths"][0]) == len(tokens) - 1
+            wanted = 1 + matching(window[1 : 1 + real], truth[len(tokens) :])
+            assert n == wanted, f"{COUNT}: {n}, not {wanted}"
+            given, wanted_tokens = out.tokens[0, :n].tolist(), truth[len(tokens) : len(tokens) + n]
+            assert given == wanted_tokens, f"{TOKENS}: {given}, not {wanted_tokens}"
+            assert (out.tokens[0, n:] == -1).all(), f"{TOKENS}: there are some behind the last"
+            tokens += given
+            length = int(self.programs.state["lengths"][0])
+            assert length == len(tokens) - 1, f"{LENGTH}: {length}, not {len(tokens) - 1}"
             self._check_drafts(tokens, made)
             seen.accepted.add(n)
             seen.num_drafts.add(real)
@@ -111,11 +121,13 @@ class Run:
         if self.drafter is None:
             return
         drafts = self.programs.state["window"][0, 1 : 1 + made].tolist()
-        assert int(self.programs.state["num_drafts"][0]) == made
+        count = int(self.programs.state["num_drafts"][0])
+        assert count == made, f"{DRAFTS}: {count} of them, not {made}"
         wanted = draft_logits(self.reference, tokens, made, self.drafter)
         for draft, logits in zip(drafts, wanted, strict=True):
             if draft != int(logits.argmax()):
-                assert logits.max() - logits[draft] < TIE, (drafts, len(tokens))
+                off = float(logits.max() - logits[draft])
+                assert off < TIE, f"{DRAFTS}: {drafts} behind {len(tokens)} tokens, off by {off}"
                 return  # later drafts hang on a near-tie
 
 

@@ -39,7 +39,6 @@ from mtpbuild.runtime.contract.controls import (
     control_shapes,
 )
 
-FP8 = torch.float8_e4m3fn
 Draw = Callable[..., Any]
 
 
@@ -55,7 +54,6 @@ class Attention:
     rope: int
     capacity: int
     dtype: torch.dtype
-    cache: torch.dtype
     splits: int | None
     shared: int
     least: int
@@ -65,7 +63,6 @@ class Attention:
 @st.composite
 def attentions(draw: Draw) -> Attention:
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    cache = draw(st.sampled_from([dtype, FP8]))
     tokens = draw(st.integers(1, 16))
     return Attention(
         batch=draw(st.integers(1, 3)),
@@ -76,7 +73,6 @@ def attentions(draw: Draw) -> Attention:
         rope=draw(st.sampled_from([2, 16])),
         capacity=draw(st.integers(1, 90)),
         dtype=dtype,
-        cache=cache,
         splits=draw(st.sampled_from([None, 1, 2, 5])),
         shared=draw(st.sampled_from([AOT_SHARED, 1 << 20])),
         least=draw(st.sampled_from([1, 20, 64])),
@@ -90,23 +86,21 @@ def check_attention(case: Attention, device: str) -> None:
     g = torch.Generator().manual_seed(case.seed)
     B, T, C = case.batch, case.tokens, case.rank + case.rope
     q = torch.randn(B, case.heads, T, C, generator=g).to(case.dtype)
-    cache = torch.randn(B, 1, case.capacity, C, generator=g).to(case.cache)
-    fresh = torch.randn(B, 1, case.fresh, C, generator=g).to(case.cache)
+    cache = torch.randn(B, 1, case.capacity, C, generator=g).to(case.dtype)
+    fresh = torch.randn(B, 1, case.fresh, C, generator=g).to(case.dtype)
     base = torch.randint(0, case.capacity + 1, (B,), generator=g)
     base[case.seed % B] = (0, case.capacity)[case.seed % 2]
     first = torch.randint(0, case.fresh - T + 1, (B,), generator=g)
-    k_scale = torch.tensor([0.37]) if case.cache == FP8 else None
     wide = (cache.float(), fresh.float())
-    wanted = mla_attention(q.float(), *wide, base, first, 0.2, case.rank, k_scale)
+    wanted = mla_attention(q.float(), *wide, base, first, 0.2, case.rank)
 
     for b in range(B):  # what no query sees may be anything
         cache[b, :, int(base[b]) :] = float("nan")
         fresh[b, :, int(first[b]) + T :] = float("nan")
     q, cache, fresh, base, first = (x.to(device) for x in (q, cache, fresh, base, first))
-    k_scale = None if k_scale is None else k_scale.to(device)
     before = cache.view(torch.uint8).clone()
     launches = mla_attention_launches(
-        *(q, cache, fresh, base, first, 0.2, case.rank, k_scale),
+        *(q, cache, fresh, base, first, 0.2, case.rank),
         splits=case.splits,
         shared=case.shared,
         least=case.least,

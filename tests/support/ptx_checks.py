@@ -35,7 +35,7 @@ MISTAKES = {  # -> a check, what is changed in the PTX, and into what
 }
 
 
-def checks(architecture: int, shared: int) -> Iterator[tuple[str, Check]]:
+def checks(shared: int) -> Iterator[tuple[str, Check]]:
     """Each check by its name; those with "R1" have the shapes of one rank of eight.
 
     shared: bytes of shared memory that a program may have.
@@ -43,20 +43,17 @@ def checks(architecture: int, shared: int) -> Iterator[tuple[str, Check]]:
     import torch
 
     from tests.support import gpu_steps, kernels, step_kernels
-    from tests.support.kernels import FP8, Attention, Experts, Product
+    from tests.support.kernels import Attention, Experts, Product
     from tests.support.step_kernels import Latents
 
     wide, narrow = torch.float32, torch.bfloat16
-    caches = [(wide, wide), (narrow, narrow)]
-    if architecture >= 89:  # Triton converts fp8 from there on
-        caches.append((narrow, FP8))
-    for dtype, cache in caches:
-        kind = str(cache).removeprefix("torch.")
-        small = Attention(3, 3, 4, 6, 24, 2, 80, dtype, cache, 5, 1 << 20, 20, 7)
+    for dtype in (wide, narrow):
+        kind = str(dtype).removeprefix("torch.")
+        small = Attention(3, 3, 4, 6, 24, 2, 80, dtype, 5, 1 << 20, 20, 7)
         yield f"attention {kind}", partial(kernels.check_attention, small, "cpu")
-        r1 = Attention(2, 16, 4, 4, 512, 64, 600, dtype, cache, None, shared, 64, 3)
+        r1 = Attention(2, 16, 4, 4, 512, 64, 600, dtype, None, shared, 64, 3)
         yield f"attention {kind} R1", partial(kernels.check_attention, r1, "cpu")
-        plugin = Attention(1, 8, 1, 3, 130, 16, 90, dtype, cache, 2, 48 << 10, 1, 4)
+        plugin = Attention(1, 8, 1, 3, 130, 16, 90, dtype, 2, 48 << 10, 1, 4)
         yield f"attention {kind} of a plugin", partial(kernels.check_attention, plugin, "cpu")
     yield "kv_write", partial(kernels.check_kv_write, 3, "cpu")
     yield "greedy acceptance", partial(kernels.check_greedy, 3, 4500, 3, "cpu")
@@ -114,7 +111,7 @@ def main(form: str, *wanted: str) -> None:
 
     torch.set_num_threads(1)
     Launch.run = run  # type: ignore[assignment, method-assign]
-    known = dict(checks(architecture, shared))
+    known = dict(checks(shared))
     for name in wanted or known:
         edit, check = None, name
         if name in MISTAKES:

@@ -54,18 +54,16 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
             yield f"experts {form}", launch, weight[0].nbytes
     # Rows of 171 and of 64 splits, and a part of 16,384 rows, which would have 66 splits.
     for tokens, rows, splits in ((1, 4096, None), (4, 4096, None), (4, 992, 4)):
-        for kind, dtype in (("bf16", bf16), ("fp8", torch.float8_e4m3fn)):
-            cache, slots = drawn(1, 1, rows, 576).to(dtype), torch.zeros(1, dtype=torch.int64)
-            made = mla_attention_launches(
-                *(drawn(1, 16, tokens, 576), cache, drawn(1, 1, tokens, 576).to(dtype)),
-                *(slots + rows - tokens, slots + rows - tokens, 0.1, 512),
-                None if dtype == bf16 else torch.ones(1),
-                splits=splits,
-                shared=SHARED[architecture],
-            )
-            each = cdiv(rows - tokens, made.each[0].grid[2])
-            case = f"attention {kind}, {tokens} tokens, {each} rows a split"
-            yield case, made.each[0], cache.nbytes
+        cache, slots = drawn(1, 1, rows, 576), torch.zeros(1, dtype=torch.int64)
+        made = mla_attention_launches(
+            *(drawn(1, 16, tokens, 576), cache, drawn(1, 1, tokens, 576)),
+            *(slots + rows - tokens, slots + rows - tokens, 0.1, 512),
+            splits=splits,
+            shared=SHARED[architecture],
+        )
+        each = cdiv(rows - tokens, made.each[0].grid[2])
+        case = f"attention bf16, {tokens} tokens, {each} rows a split"
+        yield case, made.each[0], cache.nbytes
 
 
 def main(architecture: int, *wanted: str) -> None:

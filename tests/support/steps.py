@@ -14,7 +14,7 @@ from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import cache_rows
 from tests.support.checkpoints import SHAPES, lower, make_predictable
 from tests.support.families import lower_family
-from tests.support.forced import Run, Seen
+from tests.support.forced import ROWS, Run, Seen
 
 CHUNK = 4
 
@@ -85,7 +85,8 @@ def check_state(programs: EagerPrograms, reference: PlainModel, tokens: list[int
     plan, length = programs.plan, len(tokens) - 1
     if isinstance(reference, Transformer):
         for i, rows in enumerate(cache_rows(reference, tokens[:-1])):
-            np.testing.assert_allclose(programs.state[f"kv.{i}"][0, 0, :length], rows, atol=2e-4)
+            got = programs.state[f"kv.{i}"][0, 0, :length]
+            np.testing.assert_allclose(got, rows, atol=2e-4, err_msg=ROWS)
     fresh = EagerPrograms(plan, programs.step_program.module.model)  # type: ignore[arg-type]
     Run(fresh, reference, plan.nextn, plan.drafter, 1000, np.random.default_rng(0)).prefill(tokens)
     for name, cache in fresh.state.items():
@@ -95,7 +96,7 @@ def check_state(programs: EagerPrograms, reference: PlainModel, tokens: list[int
         late = name.startswith("mtp_kv.") and plan.drafter == "mtp-vanilla"
         final = length - (module if late else 0)
         got = programs.state[name][0, 0, :final]
-        np.testing.assert_allclose(got, cache[0, 0, :final], atol=2e-4)
+        np.testing.assert_allclose(got, cache[0, 0, :final], atol=2e-4, err_msg=ROWS)
 
 
 def begin(plan: Plan) -> dict[str, Tensor]:

@@ -210,8 +210,6 @@ class MTPModule(DecoderLayer):
 
     def join(self, embedding: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
         """Emb(t_{p+k}) and the hidden of slot p, both normed, make the input of slot p."""
-        if self.rules.zero_first_embedding:
-            embedding = torch.where(rows.positions[..., None] == 0, 0.0, embedding)
         halves = [self.enorm(embedding), self.hnorm(hidden)]
         both = torch.cat(halves[::-1] if self.rules.hidden_first else halves, dim=-1)
         if self.ranks.parts == 1:

@@ -246,8 +246,6 @@ class PlainModel(Reference):
     def mtp(self, k: int, tokens: Tensor, hidden: Tensor) -> Tensor:
         module, T, rules = self.module(k), tokens.shape[1], self.config.mtp
         embedding = (module.own("embed_tokens") or self.model.embed_tokens)(tokens)
-        if rules.zero_first_embedding:
-            embedding[:, 0] = 0
         y = module.draft(embedding, hidden, self.cos[:T], self.sin[:T])
         return module.norm(y) if rules.recycles_normed else y
 
