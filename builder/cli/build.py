@@ -63,10 +63,10 @@ def build(
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.stages import Stages
-    from mtpbuild.runtime.compat.settings import sampling_settings
+    from mtpbuild.runtime.compat.settings import asked_ranks, sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
-    settings = read_flags(compat, nextn=numbers, drafter=drafter)
+    settings = read_flags(compat, also=ranks.sources(), nextn=numbers, drafter=drafter)
     if sampling_settings(settings):
         typer.echo("note: acceptance is chosen per request: repeat it to `mtpbuild run`", err=True)
     if numbers is None and settings.nextn is not None:
@@ -82,7 +82,7 @@ def build(
         out=out,
         force=force,
         checkpoint=checkpoint,
-        ranks=ranks.ranks(),
+        ranks=asked_ranks(settings),
         rank=rank,
         layers=None if layers is None else parse_layers(layers),
         weights=weights,

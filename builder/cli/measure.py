@@ -10,9 +10,10 @@ from typer import Option
 from mtpbuild.builder.cli.shared import parse_nextn, progress, show, show_results
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
-from mtpbuild.runtime.compat.settings import Settings, Source, check_engine
+from mtpbuild.runtime.compat.settings import Settings, Source, asked_ranks, check_engine
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
+from mtpbuild.runtime.ranks import ALONE
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 
 T = TypeVar("T")
@@ -60,6 +61,8 @@ def bench(
         nextn=numbers,
         drafter=drafter,
     )
+    if asked_ranks(settings) != ALONE:
+        raise UsageError("bench builds engines of one rank: leave the parallel sizes out")
     if numbers is None:
         numbers = parse_nextn(NEXTN) if settings.nextn is None else (settings.nextn,)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)

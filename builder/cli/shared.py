@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mtpbuild.builder.targets import build_options
+from mtpbuild.runtime.compat.settings import Settings, Source, asked_ranks, merge
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, parse_list
 from mtpbuild.runtime.ranks import Ranks
@@ -25,14 +26,24 @@ TargetFlags: Any = option_flags(build_options)
 class RankFlags:
     """How many ranks share a model, and how."""
 
-    tp: int = flag(1, "Ranks that share the model.")
-    ep: int = flag(1, "Groups of these ranks with routed experts of their own.")
+    tp: int | None = flag(None, "Ranks that share the model. Default: 1.")
+    ep: int | None = flag(
+        None, "Groups of these ranks with routed experts of their own. Default: 1."
+    )
     attention_dp: bool = flag(
         False, "Ranks share the routed experts alone; each has requests of its own."
     )
 
+    def sources(self) -> list[Source]:
+        """What each flag asks for, beside what a configuration does."""
+        return [
+            Source("--tp", Settings(tp=self.tp)),
+            Source("--ep", Settings(ep=self.ep)),
+            Source("--attention-dp", Settings(attention_dp=self.attention_dp or None)),
+        ]
+
     def ranks(self) -> Ranks:
-        return Ranks(self.tp, self.ep, self.attention_dp)
+        return asked_ranks(merge(self.sources()))
 
 
 def parse_nextn(text: str) -> tuple["Nextn", ...]:

@@ -1,30 +1,29 @@
 """Where an engine is made: a hidden sibling of its place, which becomes it by one rename.
 
 A build that ends early leaves there what it has finished, with a journal of it, for the next build
-of the same inputs. One build at a time is at work in it: it holds a lock on the journal.
+of the same inputs. One build at a time is at work there, which holds the lock.
 """
 
 import contextlib
-import fcntl
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mtpbuild.builder.checks import needs
 from mtpbuild.runtime.contract.manifest import ProgramSpec, hash_file, rank_name
 from mtpbuild.runtime.errors import BuildError
 
-JOURNAL = "parts.jsonl"  # a line that tells the inputs, then one for each thing that is finished
+JOURNAL = "parts.jsonl"  # a line that names the inputs, then one for each part that is finished
+LOCK = "lock"
 
 logger = logging.getLogger(__name__)
 
 
 class Finished(BaseModel):
-    """Something that is finished, and its files: path in the engine -> sha256."""
+    """A part of the engine that is finished, and its files: path in the engine -> sha256."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,38 +33,35 @@ class Finished(BaseModel):
 
 
 class Building:
-    """An engine in the making: `folder` becomes it, and `finished` says what of it is done."""
+    """An engine in the making: `folder` becomes the engine, `finished` holds the parts so far."""
 
-    def __init__(self, folder: Path, journal: IO[str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.finished: dict[str, Finished] = {}
-        self._journal = journal
+        self._journal = folder.parent / JOURNAL
 
     def resume(self, inputs: str, *, anew: bool) -> None:
-        """Take over what was made of the same inputs, if it is as it was; remove all else."""
-        self._journal.seek(0)
-        before, *lines = self._journal.read().splitlines() or [""]
+        """Take over the intact parts that were made of the same inputs, and remove all else."""
+        before, *lines = _read(self._journal).splitlines() or [""]
         found = _parse(lines) if before == inputs and not anew else []
         self.finished = {part.name: part for part in found if self._is_intact(part)}
-        self._journal.truncate(0)
         lines = [inputs, *(part.model_dump_json() for part in self.finished.values())]
-        self._journal.writelines(f"{line}\n" for line in lines)
-        self._journal.flush()
+        self._journal.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         self.folder.mkdir(exist_ok=True)
         self.prune()
 
     def add(self, name: str, files: Mapping[Path, str], program: ProgramSpec | None = None) -> None:
-        """Note that something is finished; files: path -> sha256."""
+        """Note that a part is finished; files: path -> sha256."""
         named = {path.relative_to(self.folder).as_posix(): files[path] for path in sorted(files)}
         part = Finished(name=name, files=named, program=program)
         if self.finished.get(name) == part:
             return
         self.finished[name] = part
-        self._journal.write(part.model_dump_json() + "\n")
-        self._journal.flush()
+        with self._journal.open("a", encoding="utf-8") as journal:
+            journal.write(part.model_dump_json() + "\n")
 
     def hashes(self, place: Path) -> dict[str, str]:
-        """File name -> sha256 of what is finished in one folder of the engine."""
+        """Map the names of the finished files in one of the engine's folders to their sha256."""
         files = [item for part in self.finished.values() for item in part.files.items()]
         paths = ((self.folder / name, sha256) for name, sha256 in files)
         return {path.name: sha256 for path, sha256 in paths if path.parent == place}
@@ -87,6 +83,10 @@ class Building:
             return False
 
 
+def _read(journal: Path) -> str:
+    return journal.read_text(encoding="utf-8", errors="replace") if journal.exists() else ""
+
+
 def _parse(lines: list[str]) -> list[Finished]:
     """Read a journal up to the first line that was not written to its end."""
     parts = []
@@ -99,7 +99,7 @@ def _parse(lines: list[str]) -> list[Finished]:
 
 
 def replace_folder(new: Path, out: Path) -> None:
-    """Put a folder where another one may be; that one comes back if the rename fails."""
+    """Put a folder where another one may be, which comes back if the rename fails."""
     old = _old(out)
     if out.exists():
         out.rename(old)
@@ -113,7 +113,7 @@ def replace_folder(new: Path, out: Path) -> None:
 
 
 def is_taken(out: Path, mark: str, what: str) -> bool:
-    """Whether a folder with the file `mark` stands at `out`; raises BuildError for what is not."""
+    """Whether a folder with the file `mark` stands at `out`; BuildError if it is anything else."""
     try:
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return False
@@ -140,16 +140,16 @@ def under_construction(
 ) -> Iterator[Building]:
     """Make a temporary sibling of `out` that becomes it if the block ends well.
 
-    If not, what is finished stays for the next build, unless that has other inputs or begins
+    If not, the finished parts stay for the next build, unless that one has other inputs or begins
     `anew`. rank: the one that is built alone, beside others. put: how the folder gets to its place.
-    Raises BuildError if it can't be written, or another process is at work on the same.
+    Raises BuildError if it can't be written, or while another process builds the same.
     """
     place = out.resolve()  # a link stays one
     home = _home(place, rank)
     try:
-        with _locked(home, out) as journal:
+        with _locked(home, out):
             _undo_replacing(place)
-            building = Building(home / place.name, journal)
+            building = Building(home / place.name)
             try:
                 building.resume(inputs, anew=anew)
                 if building.finished:
@@ -166,15 +166,14 @@ def under_construction(
 def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> None:
     """Remove what a build of the same inputs left behind, now that the engine stands.
 
-    What belongs to other inputs, or to a build that is at work, stays.
+    The parts of other inputs stay, and so do those of a build that is at work.
     """
     place = out.resolve()
     home = _home(place, rank)
     with contextlib.suppress(OSError, BuildError):
-        said = (home / JOURNAL).read_text(encoding="utf-8", errors="replace")
-        if said.startswith(fingerprint):
-            with _locked(home, out) as journal:
-                _leave(Building(home / place.name, journal), home, out)
+        if (home / JOURNAL).exists() and _read(home / JOURNAL).startswith(fingerprint):
+            with _locked(home, out):
+                _leave(Building(home / place.name), home, out)
 
 
 def _home(place: Path, rank: int | None) -> Path:
@@ -183,21 +182,26 @@ def _home(place: Path, rank: int | None) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(home: Path, out: Path) -> Iterator[IO[str]]:
-    """Make `home` and its journal, and keep other processes out of both."""
-    while True:
+def _locked(home: Path, out: Path) -> Iterator[None]:
+    """Make `home`, and keep other processes out of it."""
+    with needs("build", "filelock"):
+        from filelock import FileLock, Timeout
+
+    lock = FileLock(home / LOCK, timeout=0.2, fallback_to_soft=False)
+    while not lock.is_locked:
         home.mkdir(parents=True, exist_ok=True)
-        with (home / JOURNAL).open("a+", encoding="utf-8", errors="replace") as journal:
-            try:
-                fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BuildError(f"{out}: another build of it is at work") from None
-            except OSError:
-                pass  # a file system without locks
-            if os.fstat(journal.fileno()).st_nlink:
-                yield journal
-                return
-            # Whoever had the lock has just ended and removed the file.
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BuildError(f"{out}: another build of it is at work") from None
+        except FileNotFoundError:
+            continue  # another build has just ended, and removed its folder
+        except OSError:
+            break  # a file system without locks
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _undo_replacing(out: Path) -> None:
@@ -209,7 +213,7 @@ def _undo_replacing(out: Path) -> None:
 
 
 def _leave(building: Building, home: Path, out: Path) -> None:
-    """Keep what is finished and nothing else."""
+    """Keep the finished parts and nothing else."""
     with contextlib.suppress(OSError):  # what ended the build is what matters
         if building.finished:
             building.prune()
@@ -220,6 +224,4 @@ def _leave(building: Building, home: Path, out: Path) -> None:
                 home,
             )
             return
-        shutil.rmtree(building.folder, ignore_errors=True)
-        (home / JOURNAL).unlink()
-        home.rmdir()
+        shutil.rmtree(home, ignore_errors=True)

@@ -35,7 +35,7 @@ class CompatFlags:
         *(YAML_FLAG, "--extra-llm-api-options"),
     )
     spec_decode_algo: str | None = flag(None, "TensorRT-LLM's; MTP.")
-    spec_decode_nextn: int | None = flag(None, "TensorRT-LLM's older name of the next.")
+    spec_decode_nextn: int | None = flag(None, "TensorRT-LLM's older name of nextn.")
     spec_decode_max_draft_len: int | None = flag(None, "TensorRT-LLM's name of nextn.")
 
 

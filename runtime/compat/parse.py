@@ -13,6 +13,7 @@ from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM, TRTLLM_METHODS, TRTLLM_
 from mtpbuild.runtime.compat.vllm import VLLM, VLLM_METHODS
 from mtpbuild.runtime.compat.vocabulary import Vocabulary
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, UsageError
+from mtpbuild.runtime.ranks import MAX_RANKS
 from mtpbuild.runtime.synthetic import check_synthetic, synthetic_rates
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
@@ -20,6 +21,8 @@ SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quot
 READERS = SETTINGS | {
     "nextn": whole_number(0, NEXTN_LIMIT),
     "use_relaxed_acceptance_for_thinking": switch,
+    **dict.fromkeys(("tp", "ep", "moe_tp"), whole_number(1, MAX_RANKS)),
+    "attention_dp": switch,
 }
 
 
@@ -89,7 +92,7 @@ def read_keys(
 def read_value(known: Vocabulary, key: str, value: object, label: str) -> Any:
     """Our setting for a key's value; None leaves it unset. Raises UsageError with the label."""
     try:
-        if value is None:
+        if value is None or (type(value) is int and value in known.idle.get(key, ())):
             return None
         if key in known.switches:  # false leaves the choice to us
             return known.switches[key] if switch(value) else None
@@ -104,7 +107,7 @@ def _nearest(key: str, known: Vocabulary, others: Vocabulary) -> str:
         return "; it belongs under speculative_config"
     setting = others.ours.get(key, key)  # also our own names
     same = [mine for mine, name in known.ours.items() if name == setting]
-    wanted = [*known.ours] or ["speculative_config"]
+    wanted = [*(["speculative_config"] if known is TRTLLM else []), *known.ours]
     near = same or difflib.get_close_matches(key, [*wanted, *known.later, *known.no_effect], 1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(wanted)}"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from mtpbuild.runtime.checks import SETTINGS
 from mtpbuild.runtime.compat.vocabulary import show
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import BuildInfo
@@ -30,6 +31,10 @@ class Settings:
     draft_sample_method: Literal["greedy", "probabilistic"] | None = None
     synthetic_acceptance_rates: tuple[float, ...] | None = None
     synthetic_acceptance_length: float | None = None
+    tp: int | None = None
+    ep: int | None = None
+    moe_tp: int | None = None  # ranks that share an expert: tp / ep
+    attention_dp: bool | None = None
     notes: tuple[str, ...] = ()  # a line for each key that was taken and does nothing
 
 
@@ -83,8 +88,29 @@ def sampling_settings(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def asked_ranks(settings: Settings) -> Ranks:
+    """The ranks that the settings ask for; one if they say nothing of it."""
+    tp = 1 if settings.tp is None else settings.tp
+    ep = settings.ep
+    if (share := settings.moe_tp) is not None:
+        ep = tp // share if ep is None else ep
+        if share * ep != tp:
+            raise UsageError(
+                f"moe_tensor_parallel_size {share} times --ep {ep} must be --tp, which is {tp}"
+            )
+    return Ranks(tp, 1 if ep is None else ep, bool(settings.attention_dp))
+
+
 def check_engine(settings: Settings, build: "BuildInfo") -> None:
-    """An engine's nextn and drafter are fixed: a configuration may only repeat them."""
+    """Refuse a configuration that says other than the engine has: nextn, drafter, ranks."""
+    built = vars(build) | {"moe_tp": build.tp // build.ep}
+    for name in ("tp", "ep", "moe_tp", "attention_dp"):
+        wanted = getattr(settings, name)
+        if wanted not in (None, built[name]):
+            raise UsageError(
+                f"the configuration asks for {name} {show(wanted)}, the engine was built with "
+                f"{name} {show(built[name])}: leave it out, or build another engine"
+            )
     if settings.nextn not in (None, build.nextn):
         raise UsageError(
             f"the configuration asks for nextn {settings.nextn}, the engine was built for nextn "

@@ -4,8 +4,8 @@ from mtpbuild.runtime.compat import vocabulary
 from mtpbuild.runtime.compat.vocabulary import Later, Methods, Vocabulary, no_effect, same
 
 WEIGHTS = Later("the checkpoint runs as it is")
-TOKENS = Later("sampling has no such hook")
-SPLITS = ("context", "pipeline", "tensor", "moe_cluster", "moe_expert", "moe_tensor")
+TOKENS = Later("a step runs no Python: use penalties, --json-schema or structured outputs")
+SPLITS = ("context", "pipeline", "moe_cluster")
 
 TRTLLM_METHODS = Methods(
     key="decoding_type",
@@ -42,10 +42,16 @@ TRTLLM_SPECULATIVE = Vocabulary(
 
 # The YAML file around it
 TRTLLM = Vocabulary(
-    ours={},
+    ours={
+        "tensor_parallel_size": "tp",
+        "moe_expert_parallel_size": "ep",
+        "moe_tensor_parallel_size": "moe_tp",
+        "enable_attention_dp": "attention_dp",
+    },
+    idle={"moe_expert_parallel_size": (-1,), "moe_tensor_parallel_size": (-1,)},
     later={
-        **{f"{split}_parallel_size": vocabulary.DEVICES for split in SPLITS},
-        **dict.fromkeys(("batched_logits_processor", "guided_decoding_backend"), TOKENS),
+        **{f"{split}_parallel_size": vocabulary.RANKS for split in SPLITS},
+        "batched_logits_processor": TOKENS,
         **dict.fromkeys(("custom_tokenizer", "enable_lora", "lora_config"), WEIGHTS),
         **dict.fromkeys(("model_kwargs", "quant_config", "sparse_attention_config"), WEIGHTS),
         "max_beam_width": Later("a request has one continuation", idle=(1,)),
@@ -67,8 +73,8 @@ TRTLLM = Vocabulary(
         request_stats_max_iterations return_perf_metrics revision sampler_type scheduler_config
         skip_tokenizer_init stream_interval telemetry_config tokenizer_mode tokenizer_revision
         torch_compile_config trust_remote_code use_cuda_graph""",
-        enable_attention_dp="use --attention-dp",
         enable_chunked_prefill="prefill is always chunked, see --prefill-chunk",
+        guided_decoding_backend="llguidance follows every grammar",
         max_batch_size="use --max-batch",
         max_input_len="use --max-seq-len",
         max_num_tokens="use --prefill-chunk",

@@ -18,15 +18,16 @@ VLLM_METHODS = Methods(
 VLLM = Vocabulary(
     ours={
         "num_speculative_tokens": "nextn",
+        "draft_tensor_parallel_size": "tp",  # the modules are split as the main model is
         **same("rejection_sample_method", "draft_sample_method"),
         **same("synthetic_acceptance_rates", "synthetic_acceptance_length"),
     },
     later={
         "num_speculative_tokens_per_batch_size": vocabulary.FIXED,
         "disable_by_batch_size": vocabulary.ALWAYS,
-        "draft_tensor_parallel_size": vocabulary.DEVICES,
         "speculative_token_tree": vocabulary.CHAIN,
     },
+    idle={"draft_tensor_parallel_size": (1, -1)},
     no_effect=no_effect(
         """attention_backend code_revision disable_eagle_block_drop disable_logprobs
         disable_mqa_scorer disable_padded_drafter_batch draft_load_config dspark_draft_topk

@@ -30,6 +30,7 @@ class Vocabulary:
     no_effect: Mapping[str, str]  # key -> what to do instead, if anything
     later: Mapping[str, Later]  # what would change a result and is not there yet
     switches: Mapping[str, str] = field(default_factory=dict)  # key of ours -> what true means
+    idle: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # values that ask for nothing
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Methods:
 
 CHAIN = Later("each step verifies one chain of nextn drafts")
 FIXED = Later("nextn is fixed when the engine is built")
-DEVICES = Later("an engine runs on one device", idle=(1, -1))
+RANKS = Later("ranks share a model by --tp, --ep and --attention-dp alone", idle=(1, -1))
 ALWAYS = Later("every step drafts")
 MODULES = "the MTP modules are those of the checkpoint"  # instead of a model that drafts
 

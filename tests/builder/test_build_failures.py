@@ -273,6 +273,7 @@ def test_killed(smallest: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert run(smallest, old.folder).unchanged
     assert sorted(tmp_path.iterdir()) == [left, old.folder]
     assert sorted(path.name for path in left.rglob("*") if path.is_file()) == [
+        "lock",
         "parts.jsonl",
         "weights.safetensors",
     ]

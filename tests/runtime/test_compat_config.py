@@ -1,5 +1,7 @@
 """Settings of several sources: joined, compared, held against what there is."""
 
+from typing import Any
+
 import pytest
 
 from mtpbuild.builder.plan import NEXTN_LIMIT as PLAN_LIMIT
@@ -8,11 +10,13 @@ from mtpbuild.runtime.compat.parse import parse_speculative_config
 from mtpbuild.runtime.compat.settings import (
     Settings,
     Source,
+    asked_ranks,
     check_engine,
     merge,
     sampling_settings,
 )
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.ranks import Ranks
 from tests.support.fakes import fake_manifest
 
 
@@ -31,8 +35,8 @@ def test_what_this_version_supports(text: str) -> None:
 
 
 def test_the_first_key_that_is_not_supported_is_named() -> None:
-    text = '{"draft_tensor_parallel_size": 2, "speculative_token_tree": "x"}'
-    with pytest.raises(UsageError, match=r"^--speculative-config: draft_tensor_parallel_size 2 is"):
+    text = '{"disable_by_batch_size": 2, "speculative_token_tree": "x"}'
+    with pytest.raises(UsageError, match=r"^--speculative-config: disable_by_batch_size 2 is"):
         parse_speculative_config(text)
 
 
@@ -118,6 +122,38 @@ def test_an_engine_is_what_it_is() -> None:
         UsageError, match=r"asks for drafter mtp-vanilla, .* built with mtp-eagle: "
     ):
         check_engine(Settings(drafter="mtp-vanilla"), build)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        (Settings(), Ranks()),
+        (Settings(tp=8), Ranks(8)),
+        (Settings(tp=8, ep=4, attention_dp=True), Ranks(8, 4, True)),
+        (Settings(tp=8, moe_tp=2), Ranks(8, 4)),
+        (Settings(tp=8, moe_tp=2, ep=4, attention_dp=False), Ranks(8, 4)),
+    ],
+)
+def test_ranks(settings: Settings, ranks: Ranks) -> None:
+    assert asked_ranks(settings) == ranks
+
+
+def test_ranks_that_contradict() -> None:
+    with pytest.raises(
+        UsageError, match=r"^moe_tensor_parallel_size 3 times --ep 2 must be --tp, "
+    ):
+        asked_ranks(Settings(tp=8, moe_tp=3))
+    build = fake_manifest().build.model_copy(update={"tp": 4, "ep": 2})
+    check_engine(Settings(tp=4, ep=2, moe_tp=2, attention_dp=False), build)
+    for name, wanted, built in (("tp", 8, 4), ("ep", 4, 2), ("moe_tp", 1, 2)):
+        asked: dict[str, Any] = {name: wanted}
+        says = f"asks for {name} {wanted}, the engine was built with {name} {built}: leave it out"
+        with pytest.raises(UsageError, match=says):
+            check_engine(Settings(**asked), build)
+    with pytest.raises(
+        UsageError, match=r"asks for attention_dp true, .* with attention_dp false:"
+    ):
+        check_engine(Settings(attention_dp=True), build)
 
 
 def test_one_limit() -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
+from mtpbuild.runtime.ranks import Ranks
 from tests.support.engines import write_engine
 from tests.support.fakes import THINKING, FakePrograms, continuation, fake_manifest
 from tests.support.registry import programs_by
@@ -240,6 +241,57 @@ def test_agreement(blog: Path, built: list[BuildRequest]) -> None:
     assert call("build", "--model", "x", "--config", vanilla, *flags)[0] == 0
     assert call("build", "--model", "x", "--nextn", "0,3", "--config", blog)[0] == 2
     assert built == [BuildRequest("x", nextn=(3, 3), drafter="mtp-vanilla")]
+
+
+SPLIT = """tensor_parallel_size: 8
+moe_expert_parallel_size: 4
+enable_attention_dp: true
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "--tp 8", "--ep 4 --tp 8 --attention-dp"])
+def test_ranks_of_a_file(flags: str, tmp_path: Path, built: list[BuildRequest]) -> None:
+    (tmp_path / "split.yaml").write_text(SPLIT, encoding="utf-8")
+    config = ("--config", tmp_path / "split.yaml")
+    code, _, err = call("build", "--model", "x", *config, *flags.split())
+    assert (code, err) == (0, "")
+    assert built == [BuildRequest("x", ranks=Ranks(8, 4, True))]
+    says = refused("bench", "--model", "x", *config)
+    assert says == "error: bench builds engines of one rank: leave the parallel sizes out\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "line"),
+    [
+        ("--tp 4", SPLIT, "tp: --tp says 4, --config split.yaml says 8; drop one"),
+        ("--tp 1", SPLIT, "tp: --tp says 1, --config split.yaml says 8; drop one"),
+        ("--ep 2", SPLIT, "ep: --ep says 2, --config split.yaml says 4; drop one"),
+        (
+            "--tp 2 --attention-dp",
+            "enable_attention_dp: false",
+            "attention_dp: --attention-dp says true, --config split.yaml says false; drop one",
+        ),
+        (
+            "--tp 8 --ep 2",
+            "moe_tensor_parallel_size: 2",
+            "moe_tensor_parallel_size 2 times --ep 2 must be --tp, which is 8",
+        ),
+    ],
+)
+def test_ranks_that_contradict(
+    flags: str, text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("split.yaml").write_text(text, encoding="utf-8")
+    args = ("build", "--model", "x", "--config", "split.yaml", *flags.split())
+    assert refused(*args) == f"error: {line}\n"
+
+
+def test_an_engines_ranks_are_fixed(engine_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "split.yaml").write_text(SPLIT, encoding="utf-8")
+    code, lines, _ = run(engine_dir, "--config", tmp_path / "split.yaml")
+    says = "the configuration asks for tp 8, the engine was built with tp 1: leave it out, or"
+    assert (code, lines) == (2, [f"error: {says} build another engine"])
 
 
 @pytest.mark.parametrize(

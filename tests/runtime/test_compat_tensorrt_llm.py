@@ -19,12 +19,13 @@ NO_EFFECT = [
     "batch_wait_max_tokens_ratio", "batch_wait_timeout_iters", "batch_wait_timeout_ms",
     "cache_transceiver_config", "checkpoint_format", "cuda_graph_batch_sizes", "cuda_graph_config",
     "cuda_graph_max_batch_size", "cuda_graph_padding_enabled", "disable_overlap_scheduler", "dtype",
-    "enable_attention_dp", "enable_autotuner", "enable_chunked_prefill", "enable_iter_perf_stats",
+    "enable_autotuner", "enable_chunked_prefill", "enable_iter_perf_stats",
     "enable_iter_req_stats", "enable_layerwise_nvtx_marker", "enable_lm_head_tp_in_adp",
     "enable_min_latency", "enable_mixed_sampler", "enable_trtllm_sampler",
     "fail_fast_on_attention_window_too_large", "force_dynamic_quantization",
     "garbage_collection_gen0_threshold", "gather_generation_logits", "generation_config",
-    "gpus_per_node", "iter_perf_stats_interval", "iter_stats_max_iterations", "kv_cache_config",
+    "gpus_per_node", "guided_decoding_backend", "iter_perf_stats_interval",
+    "iter_stats_max_iterations", "kv_cache_config",
     "kv_cache_dtype", "load_format", "max_batch_size", "max_input_len", "max_num_tokens",
     "max_seq_len", "max_stats_len", "mixed_sampler", "model", "moe_backend", "moe_config",
     "moe_load_balancer", "moe_max_num_tokens", "num_postprocess_workers", "nvfp4_gemm_config",
@@ -42,9 +43,9 @@ NO_EFFECT_SPECULATIVE = [
 ]  # fmt: skip
 REFUSED = [
     "batched_logits_processor", "context_parallel_size", "custom_tokenizer", "enable_lora",
-    "guided_decoding_backend", "lora_config", "max_beam_width", "model_kwargs",
-    "moe_cluster_parallel_size", "moe_expert_parallel_size", "moe_tensor_parallel_size",
-    "pipeline_parallel_size", "quant_config", "sparse_attention_config", "tensor_parallel_size",
+    "lora_config", "max_beam_width", "model_kwargs",
+    "moe_cluster_parallel_size", "pipeline_parallel_size", "quant_config",
+    "sparse_attention_config",
 ]  # fmt: skip
 REFUSED_SPECULATIVE = [
     "acceptance_rate_threshold", "acceptance_rate_window_size", "draft_len_schedule",
@@ -85,7 +86,13 @@ def refused_yaml(folder: Path, text: str) -> str:
             Settings(begin_thinking_phase_token=5, end_thinking_phase_token=6),
         ),
         (MTP + "use_dynamic_tree: false, draft_len_schedule: null, relaxed_topk:}", Settings()),
-        ("tensor_parallel_size: 1\nmoe_expert_parallel_size: -1\n", Settings()),
+        ("moe_tensor_parallel_size: -1\nmoe_expert_parallel_size: -1\n", Settings()),
+        ("pipeline_parallel_size: 1\ncontext_parallel_size: -1\n", Settings()),
+        (
+            "tensor_parallel_size: 8\nmoe_expert_parallel_size: 4\nmoe_tensor_parallel_size: 2\n"
+            "enable_attention_dp: true\n",
+            Settings(tp=8, ep=4, moe_tp=2, attention_dp=True),
+        ),
         ("max_beam_width: 1\nlora_config: {}\nenable_lora: false\n", Settings()),
     ],
 )
@@ -116,7 +123,25 @@ def test_tensorrt_llm(text: str, settings: Settings, tmp_path: Path) -> None:
             "speculative-config: {}",
             "unknown key 'speculative-config'; did you mean 'speculative_config'?",
         ),
-        ("zzz: {}", "unknown key 'zzz'; known: speculative_config"),
+        (
+            "zzz: {}",
+            "unknown key 'zzz'; known: speculative_config, tensor_parallel_size, "
+            "moe_expert_parallel_size, moe_tensor_parallel_size, enable_attention_dp",
+        ),
+        (
+            "tensor_parallel_size: 0",
+            "tensor_parallel_size must be a whole number in 1..64, not 0",
+        ),
+        (
+            "moe_expert_parallel_size: -2",
+            "moe_expert_parallel_size must be a whole number in 1..64, not -2",
+        ),
+        ("enable_attention_dp: 1", "enable_attention_dp must be true or false, not 1"),
+        (
+            "pipeline_parallel_size: 2",
+            "pipeline_parallel_size 2 is not supported by this version; ranks share a model by "
+            "--tp, --ep and --attention-dp alone: leave it out",
+        ),
         (
             "decoding_type: MTP",
             "unknown key 'decoding_type'; it belongs under speculative_config",
@@ -183,7 +208,10 @@ def test_speculative_keys_without_effect(key: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("enable_attention_dp: true", "enable_attention_dp: no effect; use --attention-dp"),
+        (
+            "guided_decoding_backend: xgrammar",
+            "guided_decoding_backend: no effect; llguidance follows every grammar",
+        ),
         (
             "enable_chunked_prefill: true",
             "enable_chunked_prefill: no effect; prefill is always chunked, see --prefill-chunk",

@@ -33,8 +33,7 @@ NO_EFFECT = [
     "use_local_argmax_reduction",
 ]  # fmt: skip
 REFUSED = [
-    "disable_by_batch_size", "draft_tensor_parallel_size", "num_speculative_tokens_per_batch_size",
-    "speculative_token_tree",
+    "disable_by_batch_size", "num_speculative_tokens_per_batch_size", "speculative_token_tree",
 ]  # fmt: skip
 SYNTHETIC = {"method": "mtp", "rejection_sample_method": "synthetic"}
 
@@ -74,6 +73,7 @@ def refused_json(text: str) -> str:
             Settings(nextn=3, rejection_sample_method="synthetic", synthetic_acceptance_length=2.5),
         ),
         ('{"draft_tensor_parallel_size": 1, "disable_by_batch_size": null}', Settings()),
+        ('{"draft_tensor_parallel_size": 8}', Settings(tp=8)),
         ('{"speculative_token_tree": "", "draft_tensor_parallel_size": -1}', Settings()),
     ],
 )
@@ -136,8 +136,9 @@ def test_older_method_names(alias: str) -> None:
         ),
         (
             '{"zzz": 3}',
-            "unknown key 'zzz'; known: num_speculative_tokens, rejection_sample_method, "
-            "draft_sample_method, synthetic_acceptance_rates, synthetic_acceptance_length",
+            "unknown key 'zzz'; known: num_speculative_tokens, draft_tensor_parallel_size, "
+            "rejection_sample_method, draft_sample_method, synthetic_acceptance_rates, "
+            "synthetic_acceptance_length",
         ),
         (
             '{"rejection_sample_method": "exact"}',
