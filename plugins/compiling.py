@@ -3,8 +3,6 @@
 The process must not run Triton's interpreter (TRITON_INTERPRET).
 """
 
-from collections.abc import Callable
-from math import gcd
 from typing import Any
 
 import torch
@@ -80,21 +78,3 @@ def signature_of(launch: Launch) -> tuple[dict[str, str], dict[str, Any]]:
             constant = value is None or name in launch.constants
             signature[name] = "constexpr" if constant else "i32"
     return signature, {name: given[name] for name, kind in signature.items() if kind == "constexpr"}
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def fp8(K: int, N: int, *stack: int) -> tuple[Any, ...]:
-    """Make a weight [K, N] as matmul_scaled takes it, or a stack of them."""
-    scales = empty(*stack, K // gcd(128, K), N)
-    return empty(*stack, K, N, dtype=torch.uint8), scales, None
-
-
-def nvfp4(K: int, N: int, *stack: int) -> tuple[Any, ...]:
-    scales = empty(*stack, K // 16, N, dtype=torch.uint8)
-    return empty(*stack, K // 2, N, dtype=torch.uint8), scales, empty(*stack, 1, N)
-
-
-FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {"fp8": fp8, "nvfp4": nvfp4}

@@ -1,26 +1,13 @@
 """Compiles kernels to PTX without a GPU, in the form that TensorRT's AOT plugins launch.
 
-    python -m mtpbuild.plugins.ptx [--shape deepseek-v3] [--architectures 80,90,100,120] [--json]
-
-prints what each kernel needs as a plugin; with --resources, what it needs of a GPU that takes the
-tiles which fit there (`resources.py`). The process must not run Triton's interpreter
-(TRITON_INTERPRET).
+The process must not run Triton's interpreter (TRITON_INTERPRET).
 """
 
-import argparse
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-
-from mtpbuild.plugins.compiling import compiled, empty, fp8, nvfp4
+from mtpbuild.plugins.compiling import compiled
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
-from mtpbuild.runtime.contract.controls import CORE_CONTROLS, control_shapes
-
-ARCHITECTURES = (80, 90, 100, 120)
 
 
 class ContractError(ValueError):
@@ -67,119 +54,3 @@ def _without_scratch(text: str, name: str, shared: int) -> Ptx:
     (target,), (threads,) = (re.findall(rf"\.{name} (\w+)", text) for name in ("target", "reqntid"))
     kinds = tuple(line.split()[1] for line in kept)
     return Ptx(entry[1], text, target, kinds, int(threads), shared)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model that its kernels are compiled for."""
-
-    batch: int
-    tokens: int
-    heads: int
-    rank: int
-    rope: int
-    vocab: int
-    hidden: int
-    inner: int
-    experts: int
-    groups: int
-    kept_groups: int
-    chosen: int
-    dtype: torch.dtype
-
-
-DEEPSEEK = Shape(8, 4, 16, 512, 64, 129280, 7168, 256, 256, 8, 4, 8, torch.bfloat16)  # 1 of 8 ranks
-SHAPES = {
-    "deepseek-v3": DEEPSEEK,
-    "deepseek-v3-fp32": replace(DEEPSEEK, dtype=torch.float32),
-    "small": Shape(2, 3, 4, 40, 8, 1000, 48, 32, 8, 4, 2, 2, torch.float32),
-}
-
-
-def launches(s: Shape) -> tuple[Launch, ...]:
-    """Launch every kernel once on meta tensors, or once per form of weights that it takes."""
-    from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
-    from mtpbuild.plugins.accept_rewind.triton import accept_rewind_launches
-    from mtpbuild.plugins.kv_write.triton import kv_launch
-    from mtpbuild.plugins.matmul_scaled.triton import product_launch
-    from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
-    from mtpbuild.plugins.moe.triton import moe_launches, route_launch
-    from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
-
-    B, T, V = s.batch, s.tokens, s.vocab
-    width = s.rank + s.rope
-    slots, on = empty(B, dtype=torch.int64), empty(B, dtype=torch.int32)
-    cache = empty(B, 1, 4096, width, dtype=s.dtype)
-    fresh = empty(B, 1, T, width, dtype=s.dtype)
-    attended = empty(B, s.heads, T, width, dtype=s.dtype), cache, fresh, slots, slots
-    window, shapes = empty(B, T, dtype=torch.int64), control_shapes(T - 1, 4096)
-    flags = {"bool": torch.int32}  # plugins take no bool
-    asked = [
-        empty(B, *shapes[c.name], dtype=flags.get(c.dtype) or getattr(torch, c.dtype))
-        for c in CORE_CONTROLS
-    ]
-    logits, probs = empty(B, T, V), empty(B, T - 1, V)
-    N, X = B * T, s.experts
-    ids = empty(N, s.chosen, dtype=torch.int32)
-    sizes = (s.hidden, 2 * s.inner), (s.inner, s.hidden)  # of an expert's two products
-    experts = (empty(X, *size, dtype=s.dtype) for size in sizes)
-    x, shares = empty(N, s.hidden, dtype=s.dtype), empty(N, s.chosen)
-
-    def scaled(form: Callable[..., tuple[Any, ...]]) -> Iterator[Launch]:
-        (gate_up, *scales), (down, *others) = (form(*size, X) for size in sizes)
-        yield product_launch(x, *form(*sizes[0]))
-        yield from moe_launches(x, shares, ids, gate_up, down, *scales, *others).each
-
-    return (
-        kv_launch(cache, fresh, slots),
-        *mla_attention_launches(*attended, 0.1, s.rank, splits=4).each,
-        *accept_rewind_launches(logits, window, slots, slots, on).each,
-        *accept_mixed_launches(logits, window, slots, slots, on, on, probs, asked).each,
-        *shaped_probs_launches(logits, asked).each,
-        route_launch(empty(N, X), empty(X), s.groups, s.kept_groups, s.chosen, True, 2.5),
-        *scaled(fp8),
-        *scaled(nvfp4),
-        product_launch(x, empty(s.hidden, 1000, dtype=s.dtype), None, None),
-        *moe_launches(x, shares, ids, *experts).each,
-    )
-
-
-def print_resources(architectures: Sequence[int]) -> None:
-    """Print a table's row as each kernel is compiled."""
-    from mtpbuild.plugins.resources import HEADER, MODELS, cases, resources
-
-    print(HEADER)
-    for model, sizes in MODELS.items():
-        for architecture in architectures:
-            for case, launch in cases(sizes, architecture):
-                print(resources(f"{model}: {case}", launch, architecture).row(), flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What each kernel needs as an AOT plugin.")
-    parser.add_argument("--shape", choices=SHAPES, default="deepseek-v3")
-    parser.add_argument("--architectures", default=",".join(map(str, ARCHITECTURES)))
-    parser.add_argument("--json", action="store_true", help="with the PTX")
-    parser.add_argument(
-        "--resources", action="store_true", help="of a step of R1 and deepseek-tiny"
-    )
-    options = parser.parse_args()
-    if options.resources:
-        print_resources([int(a) for a in options.architectures.split(",")])
-        return
-    for architecture in options.architectures.split(","):
-        for launch in launches(SHAPES[options.shape]):
-            ptx = compile_launch(launch, int(architecture))
-            inputs = sum(operand is not None for operand in launch.inputs)
-            if options.json:
-                counts = (inputs, len(launch.sizes), len(launch.outputs))
-                print(json.dumps(asdict(ptx) | {"arguments": counts}))
-            else:
-                print(
-                    f"{ptx.target:8}{ptx.name:24}{ptx.threads:5} threads{ptx.shared:7} bytes shared"
-                    f"{inputs:4} inputs {len(launch.sizes)} sizes {len(launch.outputs)} outputs"
-                )
-
-
-if __name__ == "__main__":
-    main()

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mtpbuild.plugins import accept_rewind, kv_write, mla_attention, moe
 from mtpbuild.plugins.launch import AOT_SHARED, Launch
-from mtpbuild.plugins.ptx import Shape, launches
 from tests.support import kernels, step_kernels
 from tests.support.gpu_driver import drive
+from tests.support.kernel_launches import Shape, launches
 from tests.support.kernels import Attention, Experts
 from tests.support.step_kernels import Latents
 

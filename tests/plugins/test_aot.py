@@ -14,8 +14,9 @@ import torch
 
 from mtpbuild.plugins import accept_mixed_op, accept_rewind, aot, facets, matmul_wide
 from mtpbuild.plugins.launch import Launch
-from mtpbuild.plugins.ptx import SHAPES, ContractError, Ptx, launches
+from mtpbuild.plugins.ptx import ContractError, Ptx
 from mtpbuild.runtime.contract.controls import CORE_CONTROLS, control_shapes
+from tests.support.kernel_launches import SHAPES, launches
 from tests.support.stand_ins import failing, importing
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from mtpbuild.plugins.launch import AOT_SHARED
-from mtpbuild.plugins.ptx import ARCHITECTURES, SHAPES, compile_launch, launches
+from mtpbuild.plugins.ptx import compile_launch
 from tests.support.compiling import run
+from tests.support.kernel_launches import ARCHITECTURES, SHAPES, launches
 
 pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
 pytestmark = pytest.mark.xdist_group("ptx")  # one worker has the cache of compiled kernels
@@ -44,7 +45,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compiled(shape: str, architecture: int, cache: Path) -> list[dict[str, Any]]:
     arguments = ("--shape", shape, "--architectures", str(architecture), "--json")
-    lines = run("-m", "mtpbuild.plugins.ptx", *arguments, cache=cache).splitlines()
+    lines = run("-m", "tests.support.kernel_launches", *arguments, cache=cache).splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -104,10 +105,11 @@ def test_the_interpreters_process_compiles_nothing(monkeypatch: pytest.MonkeyPat
 
 TRACE = """
 from mtpbuild.plugins import ptx
+from tests.support.kernel_launches import SHAPES, launches
 
 ptx.AOT_SHARED = 1000
 try:
-    ptx.compile_launch(ptx.launches(ptx.SHAPES["small"])[1], 80)
+    ptx.compile_launch(launches(SHAPES["small"])[1], 80)
 except ValueError as error:
     print(error)
 

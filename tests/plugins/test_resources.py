@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group("ptx")
 COMPILE = """
 import json, sys
 from dataclasses import asdict
-from mtpbuild.plugins.resources import MODELS, cases, resources
+from tests.support.kernel_resources import MODELS, cases, resources
 
 model, architecture, wanted, kernels = sys.argv[1:]
 for case, launch in cases(MODELS[model], int(architecture)):
@@ -104,7 +104,8 @@ def test_the_small_model_too(architecture: int, tmp_path: Path) -> None:
 
 CONVERTS = """
 import json
-from mtpbuild.plugins.compiling import compiled, empty, nvfp4
+from mtpbuild.plugins.compiling import compiled
+from tests.support.kernel_launches import empty, nvfp4
 from mtpbuild.plugins.matmul_scaled.triton import product_launch
 import torch
 

@@ -97,7 +97,7 @@ def main(form: str, *wanted: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     from mtpbuild.plugins.launch import AOT_SHARED, Launch
-    from mtpbuild.plugins.resources import SHARED
+    from tests.support.kernel_resources import SHARED
     from tests.support.ptx_machine import run_launch, run_plugin
 
     plugin = form == "plugin"

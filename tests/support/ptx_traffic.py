@@ -25,7 +25,7 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
     from mtpbuild.plugins.mla_attention.triton import mla_attention_launches
     from mtpbuild.plugins.moe.triton import moe_launches
-    from mtpbuild.plugins.resources import SHARED
+    from tests.support.kernel_resources import SHARED
     from tests.support.kernels import random_scaled
 
     g, bf16 = torch.Generator().manual_seed(0), torch.bfloat16

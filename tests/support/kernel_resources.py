@@ -1,12 +1,13 @@
 """What each kernel needs of a GPU, read from its compiled code; no GPU is needed.
 
-    python -m mtpbuild.plugins.ptx --resources [--shape r1] [--architectures 90,100]
+    python -m tests.support.kernel_resources [--architectures 90,100]
 
 A multiprocessor issues 4 instructions of a warp per cycle. An H100 (132 of them, 1.755 GHz) thus
 issues 927e9 per second, and reads 3.35e12 bytes: to read at 80 % of that, a loop may take
 927e9 / 2.68e12 = 0.346 instructions per byte. A B200 (148, 1.85 GHz, 8e12 bytes) may take 0.171.
 """
 
+import argparse
 import re
 import subprocess
 import tempfile
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.compiling import FORMS, compiled, empty
+from mtpbuild.plugins.compiling import compiled
 from mtpbuild.plugins.launch import Launch, Launches
+from tests.support.kernel_launches import FORMS, empty
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of a program
 ISSUE = {90: 0.346, 100: 0.171}  # instructions per byte at 80 % of the bandwidth
@@ -257,3 +259,18 @@ def _experts(s: Sizes, tokens: int, form: str | None) -> Launches:
         given = (up, down, *scales, *others)
     x = empty(tokens, s.hidden, dtype=s.computed)
     return moe_launches(x, empty(tokens, s.chosen), ids, *given)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What kernels of R1 and deepseek-tiny need.")
+    parser.add_argument("--architectures", default="90,100")
+    options = parser.parse_args()
+    print(HEADER)
+    for model, sizes in MODELS.items():
+        for architecture in map(int, options.architectures.split(",")):
+            for case, launch in cases(sizes, architecture):
+                print(resources(f"{model}: {case}", launch, architecture).row(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
