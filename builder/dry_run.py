@@ -12,8 +12,8 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.runtime.contract.manifest import StateSpec
 from mtpbuild.runtime.contract.programs import PLAIN
+from mtpbuild.runtime.contract.state import StateSpec
 
 if TYPE_CHECKING:
     from mtpbuild.builder.model_source import ModelSource
@@ -63,7 +63,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     for (out, plan), exported in zip(job.plans.items(), graphs, strict=True):
         specs = state_specs(plan)
         state = sum(map(size_of, specs))
-        caches = sum(size_of(s) for s in specs if s.kind == "cache")
+        caches = sum(size_of(s) for s in specs if s.role == "rows")
         stands = not layout.lacking(out, job.fingerprints[out], job.ranks)
         engines.append(Foreseen(out, plan, weights, state, caches, exported, stands))
     return DryRun(model, engines, lacking)

@@ -8,7 +8,14 @@ from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.contract.controls import HISTORY
-from mtpbuild.runtime.contract.manifest import FloatType, HeadType, QuantisedType, StateSpec
+from mtpbuild.runtime.contract.manifest import FloatType, HeadType, QuantisedType
+from mtpbuild.runtime.contract.state import (
+    StateSpec,
+    layer_rows,
+    module_rows,
+    rows_spec,
+    step_spec,
+)
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import Ranks
 
@@ -123,30 +130,29 @@ def modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
 
 
 def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
-    """Every state tensor of an engine, in the order of the programs' inputs (DESIGN 3)."""
+    """Every state tensor of an engine, in the order of the programs' inputs."""
     c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
-    names = [f"kv.{i}" for i in range(c.num_hidden_layers)]
-    names += [f"mtp_kv.{i}" for i in range(modules_in_use(plan.drafter, K))]
-    widths = family_of(c).cache_specs(c, plan.ranks)
-    caches = [
-        StateSpec(name=n, kind="cache", dtype=plan.dtype, shape=(B, 1, plan.capacity, width))
-        for n, width in zip(names, widths, strict=False)  # some modules may have none
+    family, L = family_of(c), c.num_hidden_layers
+    owners = [(layer_rows(i), f"layers.{i}") for i in range(L)]
+    owners += [(module_rows(j), f"mtp.{j}") for j in range(modules_in_use(plan.drafter, K))]
+    widths = family.cache_specs(c, plan.ranks)
+    specs = [
+        rows_spec(name, owner, plan.dtype, (B, 1, plan.capacity, width))
+        for (name, owner), width in zip(owners, widths, strict=False)  # all modules are in `widths`
+        if width
     ]
-    carries = [
-        StateSpec(name="lengths", kind="carry", dtype="int64", shape=(B,)),
-        StateSpec(name="window", kind="carry", dtype="int64", shape=(B, T)),
-        StateSpec(name="num_drafts", kind="carry", dtype="int64", shape=(B,)),
-        StateSpec(name="thinking", kind="carry", dtype="bool", shape=(B,)),
+    specs += [state.spec(B) for state in family.recurrent(c, plan.ranks)]
+    specs += [
+        step_spec("lengths", "int64", (B,)),
+        step_spec("window", "int64", (B, T)),
+        step_spec("num_drafts", "int64", (B,)),
+        step_spec("thinking", "bool", (B,)),
     ]
     if plan.style.penalties:
-        carries += [StateSpec(name=HISTORY, kind="carry", dtype="int64", shape=(B, plan.positions))]
+        specs.append(step_spec(HISTORY, "int64", (B, plan.positions)))
     if K:
-        probs = (B, K, c.vocab_size)
-        carries += [StateSpec(name="draft_probs", kind="carry", dtype="float32", shape=probs)]
+        specs.append(step_spec("draft_probs", "float32", (B, K, c.vocab_size)))
     if plan.drafter == "mtp-vanilla":
-        hidden = (B, K, c.hidden_size)
-        carries += [
-            StateSpec(name="past_tokens", kind="carry", dtype="int64", shape=(B, K)),
-            StateSpec(name="past_hidden", kind="carry", dtype=plan.dtype, shape=hidden),
-        ]
-    return (*caches, *carries)
+        specs.append(step_spec("past_tokens", "int64", (B, K)))
+        specs.append(step_spec("past_hidden", plan.dtype, (B, K, c.hidden_size)))
+    return tuple(specs)

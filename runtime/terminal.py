@@ -154,7 +154,7 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in target.versions.items())
     size = sum(file.size for file in manifest.files.values())
     checked = "bytes" if size <= HASH_LIMIT else "sizes"
-    caches = [s for s in manifest.state if s.kind == "cache"]
+    caches = [s for s in manifest.state if s.role == "rows"]
     return {
         "model": f"{model.name} ({model.architecture}), {model.parameters:,} parameters",
         "layers": f"{model.num_hidden_layers} + {model.num_nextn_predict_layers} MTP",

@@ -82,7 +82,7 @@ class Bench:
         for spec in state_specs(self.plan(self.most)):
             dtype = getattr(torch, spec.dtype)
             tensor = torch.zeros(spec.shape, dtype=dtype, device=self.machine.device)
-            made[spec.name] = tensor.normal_() if spec.kind == "cache" else tensor
+            made[spec.name] = tensor.normal_() if spec.role == "rows" else tensor
         made["lengths"].fill_(self.case.context)
         made["num_drafts"].fill_(self.most)
         made["window"].random_(self.model.embed_tokens.shape[0])  # the others' rows are zeros here

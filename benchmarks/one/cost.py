@@ -150,10 +150,9 @@ def row_bytes(manifest: Manifest) -> Counter[str]:
     """Bytes of a cached token in all main layers (`kv`) and in all modules in use (`mtp_kv`)."""
     found: Counter[str] = Counter()
     for spec in manifest.state:
-        if spec.kind == "cache":
-            found[spec.name.partition(".")[0]] += spec.shape[-1] * (
-                FP32 if spec.dtype == "float32" else FP16
-            )
+        if spec.role == "rows":
+            kind = "kv" if spec.owner.startswith("layers.") else "mtp_kv"
+            found[kind] += spec.sizes["width"] * (FP32 if spec.dtype == "float32" else FP16)
     return found
 
 

@@ -63,7 +63,7 @@ class Ours:
         self.vocabulary = job["vocabulary"]
         self.engine = Engine.load(job["path"], threads=job["threads"])
         state = self.engine.manifest.state
-        caches = [s.name for s in state if s.kind == "cache" and s.dtype == "float32"]
+        caches = [s.name for s in state if s.role == "rows" and s.dtype == "float32"]
         # No public name: `loop_overhead.py` goes in by the same door.
         self.loop: Any = self.engine._loop
         self.watched = self.loop.programs = Watched(self.loop.programs, caches)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.builder.models.common.copies import Copy, repeated
 from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.runtime.contract.manifest import FloatType
+from mtpbuild.runtime.contract.state import StateSpec, layer_state
 from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -45,6 +47,27 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """A state of a main layer that its tokens advance, in place of rows that it would keep."""
+
+    name: str  # as its layer calls it
+    layer: int
+    sizes: Mapping[str, int]  # of one slot, by name
+    dtype: FloatType = "float32"
+
+    def spec(self, batch: int) -> StateSpec:
+        """The state of all slots. None is kept at earlier tokens, so no prompt can share it."""
+        return StateSpec(
+            name=layer_state(self.name, self.layer),
+            role="recurrent",
+            owner=f"layers.{self.layer}",
+            dtype=self.dtype,
+            sizes={"batch": batch, **self.sizes},
+            kept=False,
+        )
+
+
+@dataclass(frozen=True)
 class Family:
     """Is one model architecture; its functions take its own subclass of ModelConfig.
 
@@ -59,10 +82,12 @@ class Family:
     make_model: "Callable[[Any, Ranks], CausalLM]"  # parameters without values
     weight_table: "Callable[[Any, Share], list[Weight]]"  # in the order of use
     copies: Callable[[Any], list[Copy]]  # tensors that repeat the embedding or the head
-    cache_specs: Callable[[Any, Ranks], list[int]]  # C of each layer, then of each MTP module
+    # C of each layer, then of each MTP module; 0: a layer that keeps no rows.
+    cache_specs: Callable[[Any, Ranks], list[int]]
     split_sizes: Callable[[Any, Ranks], list[Split]]
     costs: Callable[[Any, Ranks], Costs]
     reference: "Callable[[Any], Reference]"
+    recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
     modules: str = ""  # prefix of MTP modules counted from 0; without one, modules are layers
     gpu_kernels: bool = False  # targets for GPUs have kernels for its attention
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.program.window import State, Window
+from mtpbuild.builder.models.common.layers import State
+from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins import accept_mixed_op, accept_rewind, shaped_probs_op
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed, draft_number
 from mtpbuild.plugins.asked import Asked, in_order

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Rows, pick
+from mtpbuild.builder.models.common.layers import Rows, State, pick
 from mtpbuild.builder.models.common.precision import cast
 from mtpbuild.builder.program.window import rows_of
-
-State = dict[str, Tensor]
+from mtpbuild.runtime.contract.state import module_rows
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,9 @@ class Eagle(Drafter):
         at = (step.n - 1).clamp(min=0)
         x = model.draft_input(0, step.tokens, step.hidden, step.rows)
         if self.nextn == 0:
-            cache = module.fill(x, state["mtp_kv.0"], step.rows)
-            return step.tokens[:, :0], {"mtp_kv.0": cache}
-        x, cache = module.last(x, state["mtp_kv.0"], step.rows, at)
+            cache = module.fill(x, state[module_rows(0)], step.rows)
+            return step.tokens[:, :0], {module_rows(0): cache}
+        x, cache = module.last(x, state[module_rows(0)], step.rows, at)
         hidden = module.hand_on(x)
         drafts = [step.choose(model.draft_logits(0, hidden), 1)]
         side = None
@@ -81,14 +80,14 @@ class Eagle(Drafter):
             x, side = module.ahead(x, cache, side, rows)
             hidden = module.hand_on(x)
             drafts.append(step.choose(model.draft_logits(0, hidden), k + 1))
-        return torch.cat(drafts, dim=1), {"mtp_kv.0": cache}
+        return torch.cat(drafts, dim=1), {module_rows(0): cache}
 
     def prefill(
         self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
         module = model.module(0)
         x = model.draft_input(0, tokens[:, 1:], hidden, rows)
-        return {"mtp_kv.0": module.fill(x, state["mtp_kv.0"], rows)}
+        return {module_rows(0): module.fill(x, state[module_rows(0)], rows)}
 
 
 class Vanilla(Drafter):
@@ -113,12 +112,12 @@ class Vanilla(Drafter):
         last = (M - 1 - first).clamp(min=0)  # the newest slot's place in the window
         hidden = take(hiddens, offset, T)
         tokens = torch.nn.functional.pad(take(following[..., None], offset, T)[..., 0], (0, K))
-        rows = rows_of(model, first, T, step.active, state["mtp_kv.0"])
+        rows = rows_of(model, first, T, step.active, state[module_rows(0)].shape[2])
 
         drafts, caches = [], {}
         place = torch.arange(T + K, device=M.device)
         for k in range(1, K + 1):
-            module, name = model.module(k - 1), f"mtp_kv.{k - 1}"
+            module, name = model.module(k - 1), module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k - 1 : k - 1 + T], hidden, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)
@@ -141,7 +140,7 @@ class Vanilla(Drafter):
         K, T = self.nextn, hidden.shape[1]
         caches, g = {}, hidden
         for k in range(1, K + 1):
-            module, name = model.module(k - 1), f"mtp_kv.{k - 1}"
+            module, name = model.module(k - 1), module_rows(k - 1)
             x = model.draft_input(k - 1, tokens[:, k : T + k], g, rows)
             if k < K:
                 x, caches[name] = module(x, state[name], rows)

@@ -22,6 +22,7 @@ from mtpbuild.builder.program.step import (
 )
 from mtpbuild.runtime.contract.controls import HISTORY, Control, constraint_shapes, control_shapes
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, program_name, trunk_name
+from mtpbuild.runtime.contract.state import layer_rows
 
 DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
@@ -73,9 +74,9 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     if style.step_kernels:
         use_kernels(model, fused=style.fused)
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
-    names = tuple(s.name for s in state_specs(plan))
-    trunk = tuple(name for name in names if name.startswith("kv.")) if style.shared_trunk else ()
-    rest = tuple(name for name in names if name not in trunk)
+    specs = state_specs(plan)
+    main = {layer_rows(i) for i in range(len(model.layers))} if style.shared_trunk else set()
+    rest = tuple(s.name for s in specs if s.name not in main)
     counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
     return (
         *_trunk(plan, model, B),
@@ -92,7 +93,7 @@ def _trunk(plan: Plan, model: CausalLM, B: int) -> Iterator[Program]:
         layers = range(count * i // programs, count * (i + 1) // programs)
         hidden = torch.zeros(B, EXAMPLE_CHUNK, model.config.hidden_size)
         given = {"hidden": hidden} if i else {"tokens": _ints(B, EXAMPLE_CHUNK)}
-        state = tuple(f"kv.{layer}" for layer in layers)
+        state = tuple(map(layer_rows, layers))
         module = TrunkProgram(model, layers).eval()
         arguments = given | {"start": _ints(B)}
         yield Program(trunk_name(i), module, state, arguments, (HIDDEN_OUT,), B)

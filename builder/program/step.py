@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.layers import Passed, State
 from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
-from mtpbuild.builder.program.window import State, Window
+from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins.asked import named
 from mtpbuild.runtime.contract.controls import (
     ALLOWED,
@@ -66,17 +67,18 @@ class StepProgram(nn.Module):
         window = Window.of(state, self.nextn)
         if hidden is None or start is None:
             rows = window.rows(self.model, active)
-            hidden, caches = self.model(window.tokens, main_caches(state), rows)
+            hidden, passed = self.model(window.tokens, state, rows)
         else:
-            rows, caches = self.model.rope(start, window.size), []
+            rows, passed = self.model.rope(start, window.size), Passed()
 
-        # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage.
+        # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage, and
+        # recurrent states are advanced by these n tokens.
         verdict = acceptance.judge(self.model.logits(hidden), window.state, active)
         tokens, n, lengths = verdict.tokens, verdict.n, verdict.lengths
 
         # 4. Draft behind the newest token.
         newest = window.newest(tokens, n)
-        new = {f"kv.{i}": cache for i, cache in enumerate(caches)}
+        new = passed.behind(n)
         drafts = newest[:, :0]
         if self.drafter is not None:
             drafts, updates = self.drafter(
@@ -179,10 +181,10 @@ class TrunkProgram(nn.Module):
         """
         rows = self.model.rope(start, given.shape[1])
         x = given if self.layers.start else self.model.embed(given)
-        x, caches = self.model.through(self.layers, x, list(state.values()), rows)
+        x, passed = self.model.through(self.layers, x, state, rows)
         if self.layers.stop == len(self.model.layers):
             x = self.model.handed_on(x)
-        return dict(zip(state, caches, strict=True)), x
+        return passed.written, x
 
 
 class PrefillProgram(nn.Module):
@@ -206,17 +208,13 @@ class PrefillProgram(nn.Module):
         without the main model's caches.
         """
         rows = replace(self.model.rope(start, tokens.shape[1]), expand=hidden is None)
-        caches = main_caches(state)
+        chunk, passed = torch.full_like(start, tokens.shape[1]), Passed()
         if self.drafter is None or ahead is None:
-            new = self.model.fill(tokens, caches, rows)
-            return {f"kv.{i}": cache for i, cache in enumerate(new)}
+            new = self.model.fill(tokens, state, rows).behind(chunk)
+            return {name: new[name] for name in state}
         if hidden is None:
-            hidden, caches = self.model(tokens, caches, rows)
+            hidden, passed = self.model(tokens, state, rows)
         tokens = torch.cat([tokens, ahead], dim=1)
         updates = self.drafter.prefill(self.model, state, tokens, hidden, rows)
-        new_state = {f"kv.{i}": cache for i, cache in enumerate(caches)} | updates
-        return {name: new_state[name] for name in state}
-
-
-def main_caches(state: State) -> list[Tensor]:
-    return [tensor for name, tensor in state.items() if name.startswith("kv.")]
+        new = passed.behind(chunk) | updates
+        return {name: new[name] for name in state}

@@ -41,15 +41,13 @@ def trace(program: Program, plan: Plan) -> Traced:
     chunk = Dim("chunk", min=1, max=most_tokens(plan))
     batch = Dim("batch", min=1, max=max(plan.max_batch, EXAMPLE_BATCH))
     slots = {0: batch} if program.batch > 1 and not plan.style.fixed else {}
-    specs = {s.name: s for s in state_specs(plan) if s.name in program.state}
     state, shapes = {}, {}
-    for name, spec in specs.items():
-        size = [program.batch, *spec.shape[1:]]
-        varies = spec.kind == "cache" and not program.whole
-        if varies:
-            size[2] = least  # an example: capacity would take the memory of all caches
-        state[name] = torch.zeros(size, dtype=getattr(torch, spec.dtype))
-        shapes[name] = slots | ({2: rows} if varies else {})
+    for spec in (s for s in state_specs(plan) if s.name in program.state):
+        sizes, shapes[spec.name] = spec.sizes | {"batch": program.batch}, dict(slots)
+        if "rows" in sizes and not program.whole:
+            sizes["rows"] = least  # an example: capacity would take the memory of all caches
+            shapes[spec.name][list(sizes).index("rows")] = rows
+        state[spec.name] = torch.zeros(*sizes.values(), dtype=getattr(torch, spec.dtype))
     slots_of = dict.fromkeys(program.arguments, slots)
     if program.name == PREFILL or is_trunk(program.name):
         slots_of |= {name: slots | {1: chunk} for name in CHUNKED}

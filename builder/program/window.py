@@ -12,20 +12,18 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Rows
-
-State = dict[str, Tensor]
+from mtpbuild.builder.models.common.layers import Rows, State
 
 
-def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, cache: Tensor) -> Rows:
+def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: int) -> Rows:
     """Place so many tokens of each active slot from position start [B] on.
 
-    An inactive slot computes too: its rows go to the end of the cache [B, 1, S, C], which no
-    occupied slot has reached, and it reads none.
+    An inactive slot computes too: its rows go to the end of the `bound` ones, which no occupied
+    slot has reached, and it reads none.
     """
     if model.rope.fused:
-        return model.rope.placed(start, tokens, active, cache.shape[2] - tokens)
-    end = torch.full_like(start, cache.shape[2] - tokens)
+        return model.rope.placed(start, tokens, active, bound - tokens)
+    end = torch.full_like(start, bound - tokens)
     place = torch.where(active, start, end)
     return model.rope(place, tokens, base=torch.where(active, start, 0))
 
@@ -63,7 +61,8 @@ class Window:
 
     def rows(self, model: CausalLM, active: Tensor) -> Rows:
         """Positions M .. M + nextn, each of which attends to those up to itself."""
-        return rows_of(model, self.state["lengths"], self.size, active, self.state["kv.0"])
+        bound = model.bound_rows(self.state)
+        return rows_of(model, self.state["lengths"], self.size, active, bound)
 
     @staticmethod
     def newest(tokens: Tensor, n: Tensor) -> Tensor:

@@ -8,14 +8,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from mtpbuild.runtime.contract.controls import ALLOWED, HISTORY
+from mtpbuild.runtime.contract.controls import ALLOWED
 from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.programs import MIXED
+from mtpbuild.runtime.contract.state import StateSpec, from_version_2
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
 from mtpbuild.runtime.targets import find_target
 
-FORMAT_VERSION: Literal[2] = 2
+FORMAT_VERSION: Literal[3] = 3
 MANIFEST = "engine.json"
 WEIGHTS = "weights.safetensors"  # of all programs; a target may put them into its programs
 CONSTANTS = "{}.constants.safetensors"  # of one: what it needs and no checkpoint has
@@ -39,18 +40,6 @@ class TensorSpec(_Record):
     name: str
     dtype: Literal["int64", "int32", "bool", "float32", "bfloat16"]
     shape: tuple[Dimension, ...]
-
-
-class StateSpec(_Record):
-    """One state tensor: a `cache` is updated in place, a `carry` goes from step to step.
-
-    Every program that has the input `name` has the output `name + ".out"`.
-    """
-
-    name: str
-    kind: Literal["cache", "carry"]
-    dtype: Literal["int64", "bool", "float32", "bfloat16"]
-    shape: tuple[int, ...]
 
 
 class ProgramSpec(_Record):
@@ -89,6 +78,7 @@ class BuildInfo(_Record):
     adaptive: bool = False  # a step may draft fewer than nextn tokens
     max_batch: int = Field(ge=1, le=MAX_BATCH)
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)
+    capacity: int = Field(ge=2, le=2 * MAX_SEQ_LEN)  # rows that a slot has in each cache
     prefill_chunk: int = Field(ge=1, le=MAX_CHUNK)
     weights: WeightsType
     # Columns of a product that share a scale, where `weights` are integers.
@@ -153,7 +143,7 @@ class TargetInfo(_Record):
 class Manifest(_Record):
     """The whole of `engine.json`; docs/engine-format.md explains each field."""
 
-    format_version: Literal[2] = FORMAT_VERSION
+    format_version: Literal[3] = FORMAT_VERSION
     mtpbuild: str
     model: ModelInfo
     build: BuildInfo
@@ -186,10 +176,10 @@ class Manifest(_Record):
         """What the engine's graphs and states allow; its programs may be able to do more."""
         mixed = self.programs.get(MIXED)
         has = {
-            Feature.KEEP: self.build.ranks.serving == 1,
+            Feature.KEEP: self.build.ranks.serving == 1 and all(s.kept for s in self.state),
             Feature.ADAPT: self.build.adaptive,
             Feature.CONSTRAIN: mixed is not None and any(t.name == ALLOWED for t in mixed.inputs),
-            Feature.PENALISE: any(spec.name == HISTORY for spec in self.state),
+            Feature.PENALISE: any(s.role == "history" for s in self.state),
         }
         return frozenset(feature for feature, there in has.items() if there)
 
@@ -208,15 +198,18 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise EngineFormatError(f"{path}: not readable as JSON ({error}); rebuild it") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in (2, FORMAT_VERSION):
         raise EngineFormatError(
-            f"{path}: format version {version}, this mtpbuild reads {FORMAT_VERSION}; "
+            f"{path}: format version {version}, this mtpbuild reads 2 and {FORMAT_VERSION}; "
             "rebuild the engine"
         )
     try:
-        return Manifest.model_validate(raw)
+        return Manifest.model_validate(from_version_2(raw) if version == 2 else raw)
     except ValidationError as error:
         what = first_error(error, slice(None))
+        raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"its states are damaged ({error})"
         raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
 
 

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import ALLOWED
-from mtpbuild.runtime.contract.manifest import Manifest, StateSpec
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import PREFILL, Bools, Constraint, host_type, is_trunk
+from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows
@@ -104,13 +105,15 @@ class PackedCaches(Caches):
     device = "cpu"
 
     def __init__(self, state: Sequence[StateSpec]) -> None:
-        specs = [s for s in state if s.kind == "cache"]
-        self._batch, _, self._capacity, _ = specs[0].shape
+        specs = [s for s in state if s.role == "rows"]
+        self._batch = max(s.sizes["batch"] for s in specs)
+        self._capacity = max(s.sizes["rows"] for s in specs)
         self.rows = self.packed = 0
         self._parked = [0] * self._batch  # rows in use of a slot that is parked
         self._reserved = 0  # rows of an allocation that were written to
         # Zeros: a masked row weighs next to nothing, but of an uninitialised NaN that is a NaN.
-        pages = {s.name: Pages((self._batch * self._capacity, s.shape[3]), s.dtype) for s in specs}
+        flat = ((s, (self._batch * self._capacity, s.sizes["width"])) for s in specs)
+        pages = {s.name: Pages(shape, s.dtype) for s, shape in flat}
         self._flat = {name: held.array for name, held in pages.items()}
         self._large = [held for held in pages.values() if held.array.nbytes >= LARGE]
 

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, StateSpec, TensorSpec
+from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, TensorSpec
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, StepOutput
+from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.device_slots import DeviceSlots, check_gpu

@@ -56,10 +56,11 @@ class CudaAttentionDPPrograms(AttentionDP, CudaRankPrograms):
     ) -> None:
         self._join(channel, manifest)
         most = manifest.build.prefill_chunk
-        self._nowhere = {  # rows that a prompt fills in which is nobody's
-            s.name: gpu.zeros((1, 1, rounded(most, s.shape[2]), s.shape[3]), s.dtype)
+        rows = rounded(most, manifest.build.capacity)
+        self._nowhere = {  # the rows of a prompt that is filled in for no request
+            s.name: gpu.zeros((1, 1, rows, s.sizes["width"]), s.dtype)
             for s in manifest.state
-            if s.kind == "cache"
+            if s.role == "rows"
         }
         super().__init__(channel, peers, manifest, gpu, opener, graphs=graphs)
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.manifest import Manifest, StateSpec
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import (
     MIXED,
     PREFILL,
@@ -26,6 +26,7 @@ from mtpbuild.runtime.contract.programs import (
     host_type,
     is_trunk,
 )
+from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.slots import reported

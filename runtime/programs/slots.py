@@ -15,8 +15,9 @@ from mtpbuild.runtime.contract.controls import (
     HISTORY,
     Controls,
 )
-from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, StateSpec, TensorSpec
+from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
+from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
 JUDGED = ("window", "num_drafts")  # of the state that a step was given, what it reports
@@ -42,7 +43,7 @@ class Caches:
     """All slots' caches [B, 1, S, C], of full capacity: a step decides what it reads."""
 
     def __init__(self, state: Sequence[StateSpec], memory: Memory) -> None:
-        specs = [s for s in state if s.kind == "cache"]
+        specs = [s for s in state if s.role == "rows"]
         self._memory = memory
         self.tensors = {s.name: memory.zeros(s.shape, s.dtype) for s in specs}
         self._dtypes = {s.name: s.dtype for s in specs}
@@ -90,8 +91,8 @@ class Slots:
         self.lookahead, self._programs = manifest.lookahead, manifest.programs
         self.features = manifest.features
         self._memory, self._caches = memory, caches
-        self._batch, self._capacity = manifest.build.max_batch, manifest.state[0].shape[2]
-        carried = [s for s in manifest.state if s.kind == "carry"]
+        self._batch, self._capacity = manifest.build.max_batch, manifest.build.capacity
+        carried = [s for s in manifest.state if s.role != "rows"]
         self._carries = [
             {s.name: memory.zeros(s.shape, s.dtype) for s in carried} for _ in range(copies)
         ]

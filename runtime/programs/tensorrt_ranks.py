@@ -67,7 +67,7 @@ class AttentionDPPrograms(AttentionDP, RankPrograms):
         self._nobodys = {
             spec.name: self._device.zeros((1, *spec.shape[1:]), spec.dtype)
             for spec in manifest.state
-            if spec.kind == "cache"
+            if spec.role == "rows"
         }
 
     def step(self, active: Bools, rows: int) -> StepOutput:

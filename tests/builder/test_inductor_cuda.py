@@ -203,7 +203,7 @@ def test_memory_that_runs_out_is_one_line(on_gpu: MakePrograms, tmp_path: Path) 
 
 def test_more_rows_than_there_are(on_gpu: MakePrograms) -> None:
     programs, manifest, _ = on_gpu()
-    capacity = manifest.state[0].shape[2]
+    capacity = manifest.build.capacity
     assert capacity >= 200 + 2 * manifest.window
     assert capacity % 64 == 0
     with pytest.raises(EngineError, match=f"{capacity + 1} cache rows asked for, {capacity}"):

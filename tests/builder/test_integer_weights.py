@@ -21,6 +21,7 @@ from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.state import layer_rows
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.numbers import plain_with_rounding
 
@@ -83,7 +84,8 @@ def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path)
     assert len(values) == 3 * 5 + more
     for blocks in values.values():
         assert blocks.values.dtype == torch.uint8
-    caches = [torch.zeros(1, 1, 9, load_config(folders[name]).cache_dim) for _ in range(2)]
+    width = load_config(folders[name]).cache_dim
+    caches = {layer_rows(i): torch.zeros(1, 1, 9, width) for i in range(2)}
     tokens, start = torch.tensor([[5, 17, 3, 60]]), torch.zeros(1, dtype=torch.int64)
     logits = []
     for model in (kept.model.eval(), whole):

@@ -134,7 +134,7 @@ def test_graphs(
     """Stock operators only, one write per cache, no weight inside, nothing of the build machine."""
     built = build_engine(predictable_folder, nextn, drafter, prefill_chunk=CHUNK)
     engine = shutil.copytree(built, tmp_path / "engine")  # onnx refuses hard-linked weights
-    caches = [s.name for s in read_manifest(engine).state if s.kind == "cache"]
+    caches = [s.name for s in read_manifest(engine).state if s.role == "rows"]
     for file in ("prefill.onnx", "decode.onnx"):
         onnx.checker.check_model(engine / file, full_check=True)
         model = onnx.load(engine / file, load_external_data=False)

@@ -251,7 +251,7 @@ class TestQuick:
             lambda: (out / "decode.onnx").write_bytes(b"\x08\x0b"),
             lambda: (out / "prefill.onnx").unlink(),
             lambda: (out / MANIFEST).write_text(
-                (out / MANIFEST).read_text().replace('"format_version": 2', '"format_version": 0')
+                (out / MANIFEST).read_text().replace('"format_version": 3', '"format_version": 0')
             ),
         ):
             damage()

@@ -69,7 +69,7 @@ def test_networks(program: str, graphs: Path, predictable_folder: Path) -> None:
     assert parser.parse_from_file(str(graphs / f"{program}.onnx"))
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     writes = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
-    caches = [s.name for s in state_specs(plan_of(predictable_folder)) if s.kind == "cache"]
+    caches = [s.name for s in state_specs(plan_of(predictable_folder)) if s.role == "rows"]
     found = {layer.get_input(0).name: layer.get_output(0).name for layer in writes}
     assert found == {name: f"{name}.out" for name in caches}
     assert len(writes) == len(caches)

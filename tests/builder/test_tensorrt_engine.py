@@ -202,7 +202,7 @@ def test_the_directory(engine: Path) -> None:
     assert set(manifest.files) == {"config.json", *programs}
     assert manifest.target.compute_capabilities == ("8.9", "12.0")
     assert manifest.target.versions == {"tensorrt-rtx": "1.7.1.116"}
-    rows = [spec.shape[2] for spec in manifest.state if spec.kind == "cache"]
+    rows = [spec.sizes["rows"] for spec in manifest.state if spec.role == "rows"]
     assert rows
     assert all(n % ALIGNED_ROWS == 0 and n >= 102 for n in rows)
     for name, program in manifest.programs.items():

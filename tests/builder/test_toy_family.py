@@ -55,7 +55,7 @@ def check_engine(engine: Path, toy: PlainToy, nextn: int) -> None:
     manifest = read_manifest(engine)
     assert manifest.model.architecture == "ToyForCausalLM"
     assert manifest.build.drafter == DRAFTERS[nextn]
-    caches = {s.name: s.shape for s in manifest.state if s.kind == "cache"}
+    caches = {s.name: s.shape for s in manifest.state if s.role == "rows"}
     width = 2 * CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
     assert {shape[3] for shape in caches.values()} == {width}
     assert set(caches) == {"kv.0"} | ({"mtp_kv.0"} if nextn else set())

@@ -68,7 +68,7 @@ class EagerPrograms:
 
     @property
     def caches(self) -> list[str]:
-        return [s.name for s in state_specs(self.plan) if s.kind == "cache"]
+        return [s.name for s in state_specs(self.plan) if s.role == "rows"]
 
     @torch.no_grad()
     def step(self, active: Bools, rows: int) -> StepOutput:

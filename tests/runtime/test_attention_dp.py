@@ -16,10 +16,10 @@ from mtpbuild.runtime.contract.manifest import (
     Dimension,
     Manifest,
     ProgramSpec,
-    StateSpec,
     TensorSpec,
 )
 from mtpbuild.runtime.contract.programs import StepOutput
+from mtpbuild.runtime.contract.state import rows_spec, step_spec
 from mtpbuild.runtime.group import nccl
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.programs import inductor_ranks
@@ -30,11 +30,11 @@ from tests.support.fakes import fake_manifest
 AnyPrograms = AttentionDPPrograms | CudaAttentionDPPrograms
 SLOTS, RANKS, WINDOW = 2, 2, 2
 STATE = (
-    StateSpec(name="kv.0", kind="cache", dtype="float32", shape=(SLOTS, 1, 66, 3)),
-    StateSpec(name="lengths", kind="carry", dtype="int64", shape=(SLOTS,)),
-    StateSpec(name="window", kind="carry", dtype="int64", shape=(SLOTS, WINDOW)),
-    StateSpec(name="num_drafts", kind="carry", dtype="int64", shape=(SLOTS,)),
-    StateSpec(name="thinking", kind="carry", dtype="bool", shape=(SLOTS,)),
+    rows_spec("kv.0", "layers.0", "float32", (SLOTS, 1, 66, 3)),
+    step_spec("lengths", "int64", (SLOTS,)),
+    step_spec("window", "int64", (SLOTS, WINDOW)),
+    step_spec("num_drafts", "int64", (SLOTS,)),
+    step_spec("thinking", "bool", (SLOTS,)),
 )
 
 

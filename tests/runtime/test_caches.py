@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.manifest import StateSpec
+from mtpbuild.runtime.contract.state import StateSpec, rows_spec
 from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, PackedCaches, rounded
 
 SLOTS, CAPACITY = 4, 1000
 
 
 def spec(slots: int, rows: int, width: int = 4) -> StateSpec:
-    return StateSpec(name="kv.0", kind="cache", dtype="float32", shape=(slots, 1, rows, width))
+    return rows_spec("kv.0", "layers.0", "float32", (slots, 1, rows, width))
 
 
 def held(caches: PackedCaches, slot: int) -> NDArray[np.float32]:

@@ -58,6 +58,7 @@ def fake_manifest(
             drafter="mtp-eagle" if nextn else None,
             max_batch=max_batch,
             max_seq_len=max_seq_len,
+            capacity=max_seq_len + nextn + 1,
             prefill_chunk=prefill_chunk,
             weights="float32",
             fingerprint="0",

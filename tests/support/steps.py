@@ -105,7 +105,7 @@ def begin(plan: Plan) -> dict[str, Tensor]:
     state = {}
     for spec in state_specs(plan):
         value = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
-        if spec.kind == "cache":
+        if spec.role == "rows":
             value[:, :, :5].normal_(std=0.3)
         state[spec.name] = value
     state["lengths"] += 5

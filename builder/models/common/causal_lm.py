@@ -1,16 +1,27 @@
 """A whole model with its MTP modules, as the step program calls it."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.blocks import look_up
 from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, rank_constant
-from mtpbuild.builder.models.common.layers import DecoderLayer, MTPModule, RMSNorm, Rope, Rows
+from mtpbuild.builder.models.common.layers import (
+    DecoderLayer,
+    MTPModule,
+    Passed,
+    RecurrentLayer,
+    RMSNorm,
+    Rope,
+    Rows,
+    State,
+)
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.plugins import matmul_wide
+from mtpbuild.runtime.contract.state import layer_rows, layer_state
 from mtpbuild.runtime.ranks import Ranks
 
 NEVER = -1e30  # a logit; finite, as it is divided by temperatures
@@ -26,7 +37,7 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         c: ModelConfig,
-        layers: Iterable[DecoderLayer],
+        layers: Iterable[DecoderLayer | RecurrentLayer],
         modules: Iterable[MTPModule],
         rope: Rope,
         ranks: Ranks,
@@ -68,34 +79,42 @@ class CausalLM(nn.Module):
         x = nn.functional.embedding(tokens % rows, table)
         return all_reduce(torch.where(own, x, 0.0))
 
-    def forward(
-        self, tokens: Tensor, caches: list[Tensor], rows: Rows
-    ) -> tuple[Tensor, list[Tensor]]:
-        """tokens [B, T] -> hidden states as modules are given them [B, T, E], and new caches."""
-        x, updated = self.through(range(len(self.layers)), self.embed(tokens), caches, rows)
-        return self.handed_on(x), updated
+    def forward(self, tokens: Tensor, state: State, rows: Rows) -> tuple[Tensor, Passed]:
+        """tokens [B, T] -> hidden states as modules are given them [B, T, E], and new states."""
+        x, passed = self.through(range(len(self.layers)), self.embed(tokens), state, rows)
+        return self.handed_on(x), passed
 
     def handed_on(self, x: Tensor) -> Tensor:
         """What the last layer returned, as modules and `logits` take it."""
         return self.norm(x) if self.config.mtp.trunk_normed else x
 
-    def fill(self, tokens: Tensor, caches: list[Tensor], rows: Rows) -> list[Tensor]:
-        """Write only the caches, for an engine without drafts."""
-        before = range(len(self.layers) - 1)
-        x, updated = self.through(before, self.embed(tokens), caches[:-1], rows)
-        last = self.layers[-1]
-        assert isinstance(last, DecoderLayer)
-        return [*updated, last.fill(x, caches[-1], rows)]
+    def fill(self, tokens: Tensor, state: State, rows: Rows) -> Passed:
+        """Compute only the states, for an engine without drafts."""
+        last = len(self.layers) - 1
+        layer, name = self.layers[last], layer_rows(last)
+        if not isinstance(layer, DecoderLayer):
+            return self(tokens, state, rows)[1]
+        x, passed = self.through(range(last), self.embed(tokens), state, rows)
+        passed.written[name] = layer.fill(x, state[name], rows)
+        return passed
 
-    def through(
-        self, layers: range, x: Tensor, caches: list[Tensor], rows: Rows
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run some layers on hidden states x [B, T, E]: what they make of it, and new caches."""
-        updated = list[Tensor]()
-        for i, cache in zip(layers, caches, strict=True):
-            x, cache = self.layers[i](x, cache, rows)
-            updated.append(cache)
-        return x, updated
+    def through(self, layers: range, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, Passed]:
+        """Run some layers on hidden states x [B, T, E]: what they make of it, and of states."""
+        passed = Passed()
+        for i in layers:
+            layer, name = self.layers[i], layer_rows(i)
+            if isinstance(layer, RecurrentLayer):
+                held = {own: begun(state[layer_state(own, i)], rows) for own in layer.states}
+                x, tokens = layer(x, held, rows)
+                passed.waiting.append(partial(_advanced, layer, i, held, tokens))
+            else:
+                x, passed.written[name] = layer(x, state[name], rows)
+        return x, passed
+
+    def bound_rows(self, state: State) -> int:
+        """How many rows the caches have, as they are bound; some layer keeps rows."""
+        names = map(layer_rows, range(len(self.layers)))
+        return next(state[name].shape[2] for name in names if name in state)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` returned -> the trunk's logits."""
@@ -129,3 +148,17 @@ class CausalLM(nn.Module):
         else:
             logits = (cast(hidden, torch.float32) @ weight).float()
         return logits if self.ranks.parts == 1 else all_gather(logits, self.rank, self.ranks.parts)
+
+
+def begun(state: Tensor, rows: Rows) -> Tensor:
+    """A recurrent state [B, ..] in front of a pass: zeros for a slot whose first token is in it.
+
+    A slot that idles does not begin, wherever its request stands: its rows go to the end.
+    """
+    first = (rows.start == 0).reshape(-1, *[1] * (state.dim() - 1))
+    return torch.where(first, torch.zeros_like(state), state)
+
+
+def _advanced(layer: RecurrentLayer, index: int, held: State, tokens: State, n: Tensor) -> State:
+    new = layer.advance(held, tokens, n)
+    return {layer_state(own, index): tensor for own, tensor in new.items()}

@@ -4,7 +4,8 @@ Shapes: B slots, T tokens, E hidden size, S cache rows, C values of a cache row.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from mtpbuild.builder.models.config import ModelConfig, RopeConfig
 from mtpbuild.plugins import gated_product, kv_write, rotary_rows
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS
 from mtpbuild.runtime.ranks import Ranks
+
+State = dict[str, Tensor]  # tensors by name
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,42 @@ class DecoderLayer(nn.Module):
 
     def summed(self, part: Tensor) -> Tensor:
         return part if self.ranks.parts == 1 else all_reduce(part)
+
+
+class RecurrentLayer(nn.Module):
+    """A layer of the main model whose states have no rows: tokens advance them for good.
+
+    A pass computes the window from the states before it; only when it is known how many of its
+    tokens stay are the states advanced, by these tokens alone.
+    """
+
+    states: tuple[str, ...]  # their names in the family's `recurrent`
+
+    def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
+        """x [B, T, E] and the states before the first token -> x behind the layer, and `tokens`.
+
+        tokens: whatever `advance` needs of each token, under names of the layer's own.
+        """
+        raise NotImplementedError
+
+    def advance(self, state: State, tokens: State, n: Tensor) -> State:
+        """The states behind the first n [B] tokens of the pass; n 0 leaves them to the bit."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a pass makes of the layers' states."""
+
+    written: State = field(default_factory=dict)  # rows, whose garbage a length hides
+    waiting: list[Callable[[Tensor], State]] = field(default_factory=list)
+
+    def behind(self, n: Tensor) -> State:
+        """The layers' new states, if the first n [B] tokens of the pass stay."""
+        new = dict(self.written)
+        for advance in self.waiting:
+            new |= advance(n)
+        return new
 
 
 class MTPModule(DecoderLayer):
