@@ -1,9 +1,9 @@
-"""Acceptance length by temperature, acceptance and drafts, side by side on one engine.
+"""Acceptance length by temperature, rule of acceptance and drafter's sampling, on one engine.
 
     python benchmarks/acceptance.py engines/tiny_n3 [--tokens 192] [--top-p 0.95] [--requests 20]
 
-Each cell is 1 + accepted drafts / steps over the built-in prompts of one kind. Seeds are the
-request's number, so a run can be repeated.
+Each cell is 1 + accepted drafts / steps over the built-in prompts of one kind. A request's seed is
+its number, so a run can be repeated.
 """
 
 import argparse
@@ -28,7 +28,7 @@ for name, mode in MODES.items():
 
 
 def acceptance_length(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Divide the tokens of all prompts by their steps; a prompt's seed is its number."""
+    """Divides the tokens of all prompts by their steps; a prompt's seed is its number."""
     each = [replace(params, seed=seed) for seed in range(len(prompts))]
     reports = [r.metrics.speculative_decoding for r in engine.generate(prompts, each)]
     steps = sum(report.num_spec_steps for report in reports)

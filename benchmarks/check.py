@@ -1,11 +1,11 @@
-"""Has it got slower? A few ratios in under 5 minutes, beside the last ones that were recorded.
+"""Checks in under 5 minutes whether mtpbuild got slower: a few ratios beside the recorded ones.
 
     make bench-check
     python benchmarks/check.py [--threads 2] [--record]
 
-Ratios and shares of one run are compared, so that another machine disturbs little; the two times in
-seconds are of the machine. A figure that is worse than the recorded one by more than its tolerance
-makes the exit code 1. --record writes benchmarks/results/check.json.
+Most figures are ratios or shares within one run, which depend little on the machine; the two times
+in seconds do depend on it. The exit code is 1 if a figure is worse than the recorded one by more
+than its tolerance. --record writes benchmarks/results/check.json.
 """
 
 import argparse
@@ -47,7 +47,7 @@ with Engine.load(sys.argv[1], threads=int(sys.argv[2])) as engine:
 
 @dataclass(frozen=True)
 class Figure:
-    """tolerance: how much worse than the recorded one is still noise, as a share."""
+    """Is a figure with its aim; being worse by less than `tolerance`, a share, counts as noise."""
 
     name: str
     tolerance: float
@@ -60,7 +60,7 @@ class Figure:
         return (-change if self.more_is_better else change) > self.tolerance
 
 
-# Two runs of the same code, one after the other, differed by 10 % in a speedup and by 23 % in d.
+# Two successive runs of the same code differed by 10 % in a speedup and by 23 % in d.
 FIGURES = {
     "reasoning": Figure("nextn 3 over nextn 0, reasoning", 0.15, 2.2, more_is_better=True),
     "code": Figure("nextn 3 over nextn 0, code", 0.15, 1.7, more_is_better=True),
@@ -69,7 +69,7 @@ FIGURES = {
     "host": Figure("the host's share of a step", 0.5, 3, unit="%"),
     "load": Figure("load to first token", 0.3, 0.5, unit="s"),
     "build": Figure("build of nextn 3, cold", 0.3, 60, unit="s"),
-    # Four layers of GigaChat3-10B's shape, int4, by one_machine.py, whose aims are of all layers.
+    # one_machine.py with four layers of GigaChat3-10B's shape, int4; its aims are for all layers.
     "step": Figure("4 layers of 10B: a step of nextn 1 over one of 0", 0.15, 1.9),
     "memory": Figure("4 layers of 10B: peak memory over the engine, nextn 1", 0.05, 1.4),
 }
@@ -87,14 +87,14 @@ def build_seconds() -> float:
 
 
 def load_seconds(engine: str, threads: int) -> float:
-    """Time a fresh process from its first import to its first token; the median of five."""
+    """Times a fresh process from its first import to its first token: the median of five."""
     command = [sys.executable, "-c", FIRST_TOKEN, engine, str(threads)]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(5)]
     return statistics.median(float(run.stdout) for run in runs)
 
 
 def host_share(engine: str, threads: int) -> float:
-    """Measure the percentage of a step that is spent outside the program."""
+    """Measures the percentage of a step that is spent outside the program."""
     with Engine.load(engine, threads=threads, overlap=False) as loaded:
         measure(loaded, 64)
         inside, outside, _ = measure(loaded, 256)
@@ -103,7 +103,7 @@ def host_share(engine: str, threads: int) -> float:
 
 
 def real_size(threads: int) -> dict[str, float]:
-    """Ratios of a few layers of a model of a real size."""
+    """Measures the ratios for a few layers of a model of a real size."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         flags = ["--only", "moe", "--layers", str(LAYERS), "--rounds", "1", "--ours-alone"]
@@ -126,7 +126,7 @@ def figures(threads: int) -> dict[str, float]:
         wanted = Wanted(MODEL, (0, NEXTN))
         (report,) = bench(BenchRequest(wanted, asked, threads, Path(folder)))
     row, engine = report.rows[-1], report.engines[NEXTN]
-    assert row.cost.v is not None  # only "auto" has none
+    assert row.cost.v is not None  # only nextn auto has none
     assert row.cost.d is not None
     return {
         "reasoning": row.kinds["reasoning"].speedup.value,
@@ -141,7 +141,7 @@ def figures(threads: int) -> dict[str, float]:
 
 
 def report(found: dict[str, float], recorded: dict[str, Any]) -> tuple[Table, list[str]]:
-    """The table, and the names of what got worse."""
+    """Returns the table, and the names of the figures that got worse."""
     then, worse = recorded.get("figures", {}), []
     grid = Table("figure", "now", "recorded", "change", "aim")
     for key, figure in FIGURES.items():

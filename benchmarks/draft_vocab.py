@@ -1,12 +1,12 @@
-"""What a reduced draft vocabulary costs in accepted drafts, and what it saves in time.
+"""Measures how many accepted drafts a reduced draft vocabulary costs, and how much time it saves.
 
     python benchmarks/draft_vocab.py [--work runs/draft_vocab] [--layers 2] [--rounds 5]
 
-First the acceptance length of deepseek-tiny, nextn 3, whose drafts are chosen from all of its
-tokens, a half, a quarter and an eighth of them, over the built-in prompts. Then the time of a step
-of GigaChat3-10B-A1.8B's shape with random weights and some of its layers, in int4 with embedding
-and head in int8, nextn 1 and 3: engines take turns, round after round, and medians are compared.
-The second part writes about 3 GB into --work.
+The first part measures the acceptance length of deepseek-tiny, nextn 3, over the built-in prompts;
+drafts are chosen from all tokens, a half, a quarter and an eighth of them. The second part measures
+a step of some layers of GigaChat3-10B-A1.8B's shape with random weights, in int4 with embedding and
+head in int8, nextn 1 and 3. Engines take turns, round after round, and medians are compared. It
+writes about 3 GB into --work.
 """
 
 import argparse
@@ -40,7 +40,7 @@ PROMPT, TOKENS = [*range(5, 37)], 48
 
 
 def acceptance(work: Path) -> Table:
-    """Acceptance lengths of deepseek-tiny, a row for each size of the draft vocabulary."""
+    """Measures deepseek-tiny's acceptance lengths, a row for each size of the draft vocabulary."""
     table = Table("draft vocabulary", *BUILT_IN)
     for count in (None, 1024, 512, 256):
         asked = None if count is None else str(count)
@@ -58,7 +58,7 @@ def acceptance(work: Path) -> Table:
 
 
 def random_checkpoint(folder: Path, layers: int) -> Path:
-    """A checkpoint of the shape with so many layers, in bf16, whose weights are random."""
+    """Writes a bf16 checkpoint of the shape with `layers` layers and random weights."""
     if (folder / "config.json").exists():
         return folder
     recipe = find_recipe(SHAPE)
@@ -88,7 +88,7 @@ def random_checkpoint(folder: Path, layers: int) -> Path:
 
 
 def step_times(work: Path, layers: int, rounds: int) -> Table:
-    """Median times of a step and bytes of the head that drafts read, a row for each nextn."""
+    """Measures median steps and the bytes of the head that drafts read, a row for each nextn."""
     checkpoint = random_checkpoint(work / f"shape_{layers}", layers)
     vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     ids = work / "quarter.json"
@@ -122,7 +122,7 @@ def step_times(work: Path, layers: int, rounds: int) -> Table:
 
 
 def step_time(folder: Path) -> float:
-    """Seconds of a step, from the second on."""
+    """Measures a request's mean seconds per step, after a short request that warms up."""
     with Engine.load(folder, threads=2) as engine:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
         engine.generate(PROMPT, replace(params, max_tokens=4))

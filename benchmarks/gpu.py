@@ -1,30 +1,31 @@
-"""Kernels and steps on a GPU: correct, and how far from what the memory and tensor cores allow.
+"""Checks kernels and steps on a GPU, and measures how close they are to the hardware's bounds.
 
     python benchmarks/gpu.py [--only SECTIONS] [--quick]
     python benchmarks/gpu.py --only slice --tp 8  # one rank's share of R1's layers; 1: the whole
     python benchmarks/gpu.py --only slice --weights nvfp4  # as deepseek-r1-fp4 is; or fp8, bf16
     python benchmarks/gpu.py --smoke          # no GPU: tiny shapes in Triton's interpreter
-    python benchmarks/gpu.py --only engine --engine engines/tiny_n3_cuda      # not built anew
+    python benchmarks/gpu.py --only engine --engine engines/tiny_n3_cuda      # don't build one
     python benchmarks/gpu.py --smoke --only engine --engine engines/tiny_n3   # no GPU: any target
     python benchmarks/gpu.py --rows rows.jsonl
 
-Each row is printed as soon as it is measured, and appended to the file that --rows names, so a run
-that is cut short has left what it measured; at the end all rows are one table.
+Each row is printed as soon as it is measured, and appended to the --rows file, so a run that is cut
+short keeps its rows; at the end all rows are printed as one table.
 
 `error` is the largest difference from the op's reference. `bound` is the longer of bytes over
 measured copy bandwidth and operations over measured bf16 matrix rate, `share` is bound over time.
-Each timed call has operands of its own, in one CUDA graph, so that nothing stays in a cache
-from the call before. Beside the attention: the variant within an AOT plugin's 48 KB, PyTorch's
-SDPA, and FlashMLA and FlashInfer where they can be imported.
+Each timed call has operands of its own, in one CUDA graph, so that no cache holds data of the call
+before. Beside the attention stand the times of its variant within an AOT plugin's 48 KB, of
+PyTorch's SDPA, and of FlashMLA and FlashInfer where they can be imported.
 
 `products` and `scaled` (experts) have fp8 and nvfp4 weights, `writes` fill caches, `mixed` is the
 acceptance of sampled requests.
 
-`slice` is DeepSeek-R1's step in bf16 with random weights behind 4,096 tokens: what `mtpbuild build
---dtype bfloat16 --tp 8` makes of a rank's share of a dense and three MoE layers, the MTP module and
-the head, each compiled as an engine's program, then what they add up to for 61 layers (`share` is
-the aim there), then the slice's own step as `engine` below. `error` is the median token's, from the
-same program run eagerly. The sums between ranks are in the programs and sum nothing.
+`slice` is DeepSeek-R1's step in bf16 with random weights and 4,096 cached tokens. It compiles, as
+`mtpbuild build --dtype bfloat16 --tp 8` does, one rank's share of a dense layer, three MoE layers,
+the MTP module and the head. Rows show each part as a program of its own, then their sum for 61
+layers (its `share` is the aim), then the slice's own step in the variants of `engine` below.
+`error` is the median token's, from the same program run eagerly. The programs contain the sums
+between ranks, but there are no other ranks to sum.
 
 `engine` is a decode step of deepseek-tiny, one request: target onnxruntime on the CPU, PyTorch
 eagerly, target inductor launched kernel by kernel, as one CUDA graph, and with overlapping steps.
@@ -40,7 +41,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-if "--smoke" in sys.argv:  # Triton asks when it is imported
+if "--smoke" in sys.argv:  # Triton reads it at its import
     os.environ["TRITON_INTERPRET"] = "1"
 if find_spec("triton") is None:
     sys.exit("benchmarks/gpu.py needs triton: pip install -e '.[triton]'")
@@ -106,7 +107,7 @@ def plans(arguments: argparse.Namespace, machine: Machine) -> dict[str, Iterator
 
 
 def r1_experts(quick: bool) -> list[Experts]:
-    """A rank of 8: whole experts of an eighth (--ep 8), and an eighth of all (--tp 8)."""
+    """Lists the shapes of one rank of 8: an eighth of the experts (--ep 8), or of each (--tp 8)."""
     shapes = ((32, 8, 7168, 2048), (256, 8, 7168, 256))
     return [Experts(n, *shape) for shape in shapes for n in ((1, 4) if quick else (1, 4, 16, 64))]
 
@@ -124,12 +125,12 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
     sections = "attention, acceptance, experts, products, scaled, writes, mixed, slice, engine"
-    parser.add_argument("--only", help=f"of {sections}; default: all")
-    parser.add_argument("--engine", type=Path, help="of deepseek-tiny; default: built for this GPU")
-    parser.add_argument("--rows", type=Path, help="a file that each row is appended to, as JSON")
+    parser.add_argument("--only", help=f"sections, with commas, of {sections}; default: all")
+    parser.add_argument("--engine", type=Path, help="engine of deepseek-tiny; default: builds one")
+    parser.add_argument("--rows", type=Path, help="file to append each row to, as JSON")
     parser.add_argument("--tp", type=int, default=8, help="ranks that share R1; default: 8")
     parser.add_argument("--weights", choices=("bf16", "fp8", "nvfp4"), default="bf16")
-    compiled = "with --smoke: the slice's programs too, for the CPU; minutes"
+    compiled = "with --smoke: also compile the slice's programs, for the CPU; takes minutes"
     parser.add_argument("--compiled", action="store_true", help=compiled)
     arguments = parser.parse_args()
     if not arguments.smoke and not torch.cuda.is_available():
@@ -162,7 +163,7 @@ def main() -> None:
                         print(json.dumps({"device": table.title} | asdict(row)), file=file)
     except UsageError as error:
         sys.exit(f"--only slice: {error}")
-    finally:  # what was measured before something failed
+    finally:  # also show rows measured before a failure
         Console(width=None if sys.stdout.isatty() else 160).print(table)
     if off:
         sys.exit("\n".join(off))

@@ -1,7 +1,7 @@
-"""One run on a GPU: six commands of under 8 minutes, in the order in which to look at them.
+"""Runs six commands of under 8 minutes each on a GPU, in the order in which to read the results.
 
     python benchmarks/gpu_run.py [--out gpu_run] [NAME ..]  # by default all six
-    python benchmarks/gpu_run.py --smoke       # no GPU: every command is walked through
+        python benchmarks/gpu_run.py --smoke       # no GPU: runs small stand-ins of all commands
 
     preflight  versions, packages; one compiled part loaded, compared, captured
     kernels    tests/gpu/test_kernels.py: each Triton kernel beside its reference
@@ -10,9 +10,9 @@
     slice      a rank's share of R1's layers, part by part
     nccl       a world of one: sums in a compiled program, launched, then captured
 
-Each leaves OUT/N-NAME.json (its status, what it ran, its rows) and OUT/N-NAME.txt (what it said),
-also if it is cut short. A status is `passed` only if all that the command is for ran on a GPU and
-was right. Exit code 1 if a command failed.
+Each writes OUT/N-NAME.json (its status, command and rows) and OUT/N-NAME.txt (its output), even if
+it is cut short. A status is `passed` only if all checks of the command ran on a GPU and were right.
+The exit code is 1 if a command failed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 470  # seconds of a command: a session on a GPU machine may take 8 minutes of it
+LIMIT = 470  # seconds per command, which may have to fit into 8 minutes of GPU time
 KERNELS = "attention,acceptance,experts,products,scaled,writes,mixed"
 GPU = ("benchmarks/gpu.py",)
 Rows = list[dict[str, Any]]
@@ -44,21 +44,21 @@ Rows = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Command:
-    """What is run, on a GPU and without one, and how its rows are read."""
+    """Is a command: its arguments on a GPU and without one, and the reader of its rows."""
 
     name: str
     on_gpu: tuple[str, ...]
-    smoke: tuple[str, ...] | None  # None: nothing of it can be walked through without a GPU
+    smoke: tuple[str, ...] | None  # None: it can't run without a GPU
     read: Callable[[Path], Rows]
 
 
 def checked(file: Path) -> Rows:
-    """Read the rows that `on_gpu/checks.py` has written."""
+    """Reads the rows that `on_gpu/checks.py` has written."""
     return lines_of(file)
 
 
 def measured(file: Path) -> Rows:
-    """Rows of `benchmarks/gpu.py`: right, and timed if there was a GPU."""
+    """Reads rows of `benchmarks/gpu.py`; they pass if they are right and were timed on a GPU."""
     found = lines_of(file)
     for row in found:
         right = row["error"] < row["limit"]
@@ -78,7 +78,7 @@ def figures(row: dict[str, Any]) -> str:
 
 
 def tested(file: Path) -> Rows:
-    """What pytest reports, a row per test function."""
+    """Reads pytest's report into a row per test function."""
     if not file.exists():
         return []
     found = dict[str, Counter[str]]()
@@ -110,7 +110,7 @@ def lines_of(file: Path) -> Rows:
 
 
 def severity(status: str) -> int:
-    """The worst first; of what failed, was left out, ran elsewhere and passed."""
+    """Ranks a status, the worst first: failed, left out, ran on the CPU, passed."""
     order = (FAILED, NO_GPU, "skipped", ON_CPU, PASSED, NOTED)
     return next(i for i, begins in enumerate(order) if status.startswith(begins))
 
@@ -142,7 +142,7 @@ def commands(engine: Path | None) -> list[Command]:
 
 
 def run(command: Command, number: int, out: Path, smoke: bool) -> dict[str, Any]:
-    """Run a command; return what it left, also if it crashed or hung."""
+    """Runs a command and returns its rows and status, even if it crashed or hung."""
     stem = out / f"{number}-{command.name}"
     asked = command.smoke if smoke else command.on_gpu
     found: dict[str, Any] = {"name": command.name, "command": asked, "seconds": 0.0, "rows": []}
@@ -173,7 +173,7 @@ def run(command: Command, number: int, out: Path, smoke: bool) -> dict[str, Any]
 
 
 def start(given: list[str], said: IO[str]) -> int:
-    """Run it as a process of its own, which may crash or hang; return its exit code."""
+    """Runs it in a process of its own, which may crash or hang, and returns its exit code."""
     own = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     how: dict[str, Any] = {"stdout": said, "stderr": subprocess.STDOUT, "timeout": LIMIT}
     try:
@@ -183,8 +183,8 @@ def start(given: list[str], said: IO[str]) -> int:
 
 
 def walk_through(given: list[str], said: IO[str]) -> int:
-    """Run it in a fork of this process, so that torch is imported once for all six."""
-    os.environ["TRITON_INTERPRET"] = "1"  # it is asked when Triton is imported
+    """Runs it in a fork of this process, so that torch is imported once for all six."""
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at its import
     for module in ("torch", "on_gpu.kernels", "on_gpu.slice_bench"):
         import_module(module)
     child = get_context("fork").Process(target=be, args=(given, said.fileno()))
@@ -197,7 +197,7 @@ def walk_through(given: list[str], said: IO[str]) -> int:
 
 
 def be(given: list[str], said: int) -> None:
-    """Turn this process into the command: its output, its folder and its arguments."""
+    """Turns this process into the command: sets its output, folder and arguments, and runs it."""
     for stream in (1, 2):
         os.dup2(said, stream)
     os.chdir(ROOT)
@@ -221,10 +221,10 @@ def table_of(number: int, found: dict[str, Any]) -> Table:
 def main() -> None:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of the six")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="commands to run; default: all")
     parser.add_argument("--smoke", action="store_true", help="without a GPU")
     parser.add_argument("--out", type=Path, default=Path("gpu_run"))
-    parser.add_argument("--engine", type=Path, help="with --smoke: a CPU's engine of deepseek-tiny")
+    parser.add_argument("--engine", type=Path, help="with --smoke: CPU engine of deepseek-tiny")
     arguments = parser.parse_args()
     every = commands(arguments.engine)
     unknown = set(arguments.names) - {command.name for command in every}

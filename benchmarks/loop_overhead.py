@@ -1,11 +1,11 @@
-"""How much of a step is the host's: Python around the program against the program itself.
+"""Measures the host's share of a step: Python around the program against the program itself.
 
     python benchmarks/loop_overhead.py engines/tiny_n3 [--tokens 512] [--rounds 5] [--threads 2]
 
-Each round streams one request, text, stop strings and all, as `mtpbuild run` does. The time inside
+Each round streams one request with text and stop strings, as `mtpbuild run` does. The time inside
 `Programs.step` is the program's; the rest of the request's decoding time is the host's. Prefill and
-the first step are left out. Median and 90th percentile over all steps. Steps don't overlap: the
-host's time would not be seen.
+the first step are left out. It prints the median and 90th percentile over all steps. Steps don't
+overlap, because overlapping would hide the host's time.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PROMPT = "def fibonacci(n):"
 
 
 class Timed:
-    """Programs that note when each step begins and ends, in seconds."""
+    """Wraps programs, and notes when each step begins and ends, in seconds."""
 
     def __init__(self, programs: Programs) -> None:
         self.programs, self.lookahead = programs, programs.lookahead
@@ -50,7 +50,7 @@ class Timed:
 
 
 def measure(engine: Engine, tokens: int) -> tuple[list[float], list[float], float]:
-    """Seconds of each step inside and outside the program, and tokens per step, of one request."""
+    """Runs one request; returns each step's seconds in and outside the program, and tokens/step."""
     timed = engine._loop.programs = Timed(_programs(engine))
     stop = ("\x00never\x00", "\x00ever\x00") if engine.tokenizer else ()
     params = SamplingParams(tokens, ignore_eos=True, stop=stop)

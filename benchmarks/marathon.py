@@ -1,13 +1,13 @@
-"""Many clients, some of them rude, over one server: is it whole in the end?
+"""Sends many clients, some of them rude, to one server, and checks that it is still whole.
 
 python benchmarks/marathon.py engines/tiny_n3_b8
 python benchmarks/marathon.py engines/tiny_n3_b8 --requests 200
 
-A third of the requests is cancelled at a random moment, some clients are killed, some send what is
-no request. Canaries in between must have the tokens that they had when nobody else asked. At the
-end no slot is taken, nobody waits, no thread is left over, and the process has the memory that it
-had after the first 200 requests, to 5 %; of fewer than 1,000 requests memory is not judged, as
-it has not settled. Exit code 1 if something is wrong.
+A third of the requests is cancelled at a random moment, some clients are killed, and some send
+malformed requests. Canary requests in between must get the same tokens as on an idle server. At the
+end no slot may be taken, no request waiting and no thread left over, and the process may have grown
+by at most 5 % since its first 200 requests. With fewer than 1,000 requests memory is not judged, as
+it has not settled. The exit code is 1 if something is wrong.
 """
 
 import argparse
@@ -32,22 +32,22 @@ QUESTIONS = ("What is 47 + 85?", "What is 912 - 388?", "Sort these numbers: 42, 
 CODE = ("def fibonacci(n):", "import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n")
 PATIENCE = 120  # seconds for one request
 MOST_GROWTH = 0.05
-SETTLED, ENOUGH = 200, 1000  # requests until the memory's level is taken; to judge it
+SETTLED, ENOUGH = 200, 1000  # requests: before the level is taken; needed to judge
 
 
 @dataclass
 class Tally:
-    """Counts how requests ended, and keeps what was wrong."""
+    """Counts how requests ended, and collects what went wrong."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    level: int = 0  # resident bytes once it has settled
-    threads: int = 0  # then
+    level: int = 0  # resident bytes after the first SETTLED requests
+    threads: int = 0  # threads at that time
 
 
 @contextlib.contextmanager
 def served(engine: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """Start `mtpbuild serve` on a free port."""
+    """Starts `mtpbuild serve` on a free port."""
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -63,7 +63,7 @@ def served(engine: Path) -> Iterator[tuple[str, psutil.Process]]:
 
 
 class Marathon:
-    """Clients that share a number of requests among them."""
+    """Runs clients that share a number of requests among them."""
 
     def __init__(self, url: str, process: psutil.Process, requests: int, seed: int) -> None:
         self.url, self.process, self.requests = url, process, requests
@@ -97,7 +97,7 @@ class Marathon:
                 self.tally.threads = self.process.num_threads()
 
     def body(self, **more: Any) -> dict[str, Any]:
-        """Make a request of any length, greedy or sampled, some with prompts of many chunks."""
+        """Makes a request of any length, greedy or sampled; some prompts have many chunks."""
         chance = self.random
         prompt = chance.choice(CODE) * chance.choice((1, 1, 1, 4, 20))
         settings = {"temperature": chance.choice((0, 0.8)), "max_tokens": chance.randint(1, 80)}
@@ -123,7 +123,7 @@ class Marathon:
         return "streamed"
 
     async def cancelled(self, http: httpx2.AsyncClient) -> str:
-        """Leave at any moment: before an answer begins, or in the middle of it."""
+        """Cancels a request at any moment: before its answer begins, or in the middle of it."""
         body = self.body(stream=self.random.random() < 0.7, max_tokens=400)
 
         async def ask() -> None:
@@ -137,7 +137,7 @@ class Marathon:
         return "cancelled"
 
     async def killed(self, http: httpx2.AsyncClient) -> str:
-        """Break the connection off without a goodbye."""
+        """Breaks off the connection without a goodbye."""
         address = httpx2.URL(self.url)
         reader, writer = await asyncio.open_connection(address.host, address.port)
         body = json.dumps(self.body(stream=True, max_tokens=400)).encode()
@@ -175,7 +175,7 @@ class Marathon:
         return tokens
 
     async def settled(self, http: httpx2.AsyncClient) -> None:
-        """Check that nobody is served at the end, and that nothing has grown."""
+        """Checks that no request is left at the end, and that nothing has grown."""
         for _ in range(100):
             running, waiting = await self.gauges(http)
             if running == waiting == 0:

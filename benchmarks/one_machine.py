@@ -1,16 +1,16 @@
-"""One machine: models of a real size at the speed and in the memory that they should take.
+"""Measures models of a real size on one machine, and compares speed and memory with their aims.
 
     tools/peers_env.sh                            # once: llama.cpp, in .venv-peers
     python benchmarks/one_machine.py --layers 4   # a quick look
     python benchmarks/one_machine.py [--only moe,dense,small-moe,contexts] [--rounds 3]
 
-Writes checkpoints with random quantised blocks and GGUF files of the same shapes, builds engines,
-runs each side in a process of its own, in turn, and prints tables: figures beside what this
-machine's memory and arithmetic allow (bound), beside llama.cpp's, and ratios beside their aims.
-Weights of the two sides are not equal; shapes, and bytes within what the formats differ by, are.
+It writes checkpoints with random quantised blocks and GGUF files of the same shapes, builds
+engines, and runs each side in a process of its own, in turn. Its tables show figures beside their
+bounds by this machine's memory and arithmetic, llama.cpp's figures, and ratios beside their aims.
+The two sides have equal shapes but different weights; their bytes differ as the formats do.
 
-A section's figures are stored in --out as soon as it ends, and a section that is stored is printed
-and not measured again: --again measures it. Below 30 GB of --work are in use at a time.
+A section's figures are stored in --out as soon as it ends. A stored section is printed and not
+measured again, unless with --again. --work needs up to 30 GB at a time.
 """
 
 import argparse
@@ -36,17 +36,17 @@ from mtpbuild.runtime.errors import MtpbuildError, UsageError
 
 SECTIONS: dict[str, Section] = {
     "moe": Published(MOE, 1, (0.85,), reduced_gain=1.3, gain=1.15, disk=6.8),
-    # Accepted with 0.85, and the second draft behind an accepted first one with 0.7.
+    # The first draft is accepted with probability 0.85, then the second one with 0.7.
     "dense": Published(DENSE, 2, (0.85, 0.85 * 0.7), reduced_gain=1.6),
     "small-moe": SmallMoE(),
     "contexts": Contexts(),
 }
 OTHER_PYTHON = Path(".venv-peers/bin/python")
-WIDTH = 150  # columns, where the terminal has fewer
+WIDTH = 150  # least columns of the output
 
 
 def load(out: Path) -> dict[str, Any]:
-    """Sections that were measured before, by name."""
+    """Reads the sections that were measured before, by name."""
     if not out.exists():
         return {}
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def load(out: Path) -> dict[str, Any]:
 
 
 def store(out: Path, sections: dict[str, Any]) -> None:
-    """Replace the file at once, so that a reader never sees half of it."""
+    """Replaces the file atomically, so that a reader never sees half of it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f"{out.name}.part")
     part.write_text(json.dumps(sections, indent=1) + "\n", encoding="utf-8")
@@ -62,7 +62,7 @@ def store(out: Path, sections: dict[str, Any]) -> None:
 
 
 def measure(name: str, how: Run, keep: bool) -> dict[str, Any]:
-    """One section's figures; what it wrote is removed."""
+    """Measures a section's figures, and then removes its files."""
     how.folder.mkdir(parents=True, exist_ok=True)
     try:
         return SECTIONS[name].measure(how)
@@ -72,12 +72,12 @@ def measure(name: str, how: Run, keep: bool) -> dict[str, Any]:
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What makes figures of a section comparable; with others it is measured anew."""
+    """Returns the settings that must be equal for a stored section to be used again."""
     return {name: getattr(arguments, name) for name in ("layers", "rounds", "steps", "threads")}
 
 
 def about(measured: dict[str, Any]) -> Table:
-    """What a section's bounds were made of."""
+    """Makes the table of the speeds that a section's bounds rest on."""
     machine, said = machine_of(measured["figures"]), measured["about"]
     title = f"{said['cpu']}, {said['threads']} threads, {said['date']}"
     grid = Table("what bounds a step", "of this machine", title=title, title_justify="left")
@@ -89,7 +89,7 @@ def about(measured: dict[str, Any]) -> Table:
 
 
 def show(sections: dict[str, Any], console: Console) -> None:
-    """Print all that was measured, each with the machine as it was then."""
+    """Prints all stored sections, each with its machine's speeds at that time."""
     shown: dict[str, Any] = {}
     for name, section in sections.items():
         if section["machine"] != shown:
@@ -102,7 +102,7 @@ def show(sections: dict[str, Any], console: Console) -> None:
 
 
 def failures(figures: dict[str, Any]) -> list[str]:
-    """What sides of a section died of."""
+    """Returns the errors of the sides that died in a section."""
     found = []
     for key, value in figures.items():
         if key == "rounds":
@@ -118,9 +118,9 @@ def failures(figures: dict[str, Any]) -> list[str]:
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas")
-    parser.add_argument("--layers", type=int, help="of a model's trunk, at most; default: all")
+    parser.add_argument("--layers", type=int, help="most layers of a model's trunk; default: all")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24, help="of each request")
+    parser.add_argument("--steps", type=int, default=24, help="steps of each request")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("runs/one_machine"))
     parser.add_argument("--out", type=Path, default=Path("bench_results/one_machine.json"))
@@ -132,7 +132,7 @@ def arguments_of() -> argparse.Namespace:
 
 
 def check(arguments: argparse.Namespace) -> list[str]:
-    """The sections that are wanted; raises UsageError."""
+    """Returns the wanted sections; raises UsageError."""
     names = arguments.only.split(",")
     for name in names:
         if name not in SECTIONS:

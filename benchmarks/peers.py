@@ -1,15 +1,15 @@
-"""The engine beside what a user would pick instead: same weights, prompts and threads, in turn.
+"""Compares the engine with its alternatives on the same weights, prompts and threads, in turn.
 
     tools/peers_env.sh                       # once: llama.cpp, in .venv-peers
     python benchmarks/peers.py [--quick] [--threads 2] [--peers NAME,NAME] [--out FOLDER]
 
-Every peer runs in a process of its own, and each request goes to all of them, one after the other,
-in an order that rotates; the others sleep meanwhile. Batch 1, greedy, EOS ignored. What is missing
-(engines, quantised checkpoints, GGUF files, an ONNX export) is made first, in engines/.peers. A
-peer that fails is listed with its error. Writes peers.json and peers.png.
+Every peer runs in a process of its own. Each request goes to all of them, one after the other, in
+an order that rotates; the others sleep meanwhile. Requests are batch 1, greedy, and ignore EOS.
+Missing files (engines, quantised checkpoints, GGUF files, an ONNX export) are made first, in
+engines/.peers. A peer that fails is listed with its error. It writes peers.json and peers.png.
 
-tokens/s and the time per output token are of decoding, without the first token. Load is from the
-first line of the peer's program to its readiness; memory is what it holds at the end.
+tokens/s and the time per output token exclude the first token. Load is the time from the first line
+of the peer's program until it is ready; memory is the peer's at the end.
 """
 
 import argparse
@@ -43,13 +43,13 @@ FOLDER = Path("engines/.peers")
 HERE = Path(__file__).parent / "peer"
 OTHER_PYTHON = Path(".venv-peers/bin/python")
 REFERENCE = "transformers eager"
-CONTEXT, LONG, SHORT = 1536, 1024, 32  # tokens: of a cache, and of the prompts of the first token
-PATIENCE = 600  # seconds that a peer may take for one answer
+CONTEXT, LONG, SHORT = 1536, 1024, 32  # tokens: of a cache, and of prompts for first tokens
+PATIENCE = 600  # most seconds for one answer of a peer
 
 
 @dataclass(frozen=True)
 class Peer:
-    """name; its weights' format; the command of its worker; and what makes the file it reads."""
+    """Is a peer: its name, weights' format, worker's command, and the maker of its file."""
 
     name: str
     weights: str
@@ -73,18 +73,18 @@ class Measured:
         return f"{self.peer.name}, {self.peer.weights}"
 
     def per_token(self, requests: Sequence[int]) -> list[float]:
-        """Seconds per output token of each request that it answered."""
+        """Returns the seconds per output token of each answered request."""
         spans = [self.times[i] for i in requests if i in self.times]
         return [(times[-1] - times[0]) / (len(times) - 1) for times in spans]
 
     def rate(self, requests: Sequence[int]) -> float | None:
-        """Tokens per second over all of them."""
+        """Returns tokens per second over all answered requests."""
         each = self.per_token(requests)
         return None if not each else 1 / statistics.fmean(each)
 
 
 class Worker:
-    """A peer's process; answers None after its death."""
+    """Runs a peer's process; its answers are None after its death."""
 
     def __init__(self, measured: Measured, threads: int) -> None:
         self.measured = measured
@@ -113,7 +113,7 @@ class Worker:
         if self.measured.error:
             return None
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # reading says why
+        with contextlib.suppress(OSError):  # the next read finds the cause
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
         return self._read()
@@ -206,7 +206,7 @@ def peers(model: str, threads: int, quick: bool) -> list[Peer]:
 
 
 def quantised(model: str, weights: str) -> str:
-    """The checkpoint's folder, or the recipe itself."""
+    """Returns the quantised checkpoint's folder, or the recipe itself."""
     if weights == "fp32":
         return model
     out = FOLDER / f"checkpoint-{weights}"
@@ -223,7 +223,7 @@ def measure(
     output: int,
     console: Console,
 ) -> list[Measured]:
-    """Measure all peers, round by round."""
+    """Measures all peers, round by round."""
     found, workers = [Measured(peer) for peer in wanted], list[Worker]()
     try:
         for each in found:
@@ -260,7 +260,7 @@ def measure(
 
 
 def agreement(one: Measured, other: Measured) -> str:
-    """How many requests have the same tokens."""
+    """Counts the requests whose tokens are the same."""
     both = [i for i in one.tokens if i in other.tokens]
     same = sum(one.tokens[i] == other.tokens[i] for i in both)
     return f"{same}/{len(both)}" if both else "-"
@@ -294,7 +294,7 @@ def table(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
 
 
 def ratios(found: Sequence[Measured], kinds: dict[str, list[int]]) -> Table:
-    """What the aims of docs/benchmarks.md are about, of this one run."""
+    """Computes this run's ratios for which docs/benchmarks.md states aims."""
     grid = Table("ratio of tokens/s", *kinds)
     rates = {
         (m.peer.name, m.peer.weights): [m.rate(requests) for requests in kinds.values()]
@@ -350,9 +350,9 @@ def main() -> None:
     parser.add_argument("--model", default="deepseek-tiny")
     parser.add_argument("--quick", action="store_true", help="fewer peers, requests and tokens")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--requests", type=int, help="of each kind")
+    parser.add_argument("--requests", type=int, help="requests of each kind")
     parser.add_argument("--output-len", type=int)
-    parser.add_argument("--peers", help="names to measure, such as 'mtpbuild nextn 3'; commas")
+    parser.add_argument("--peers", help="peers to measure, with commas, such as 'mtpbuild nextn 3'")
     parser.add_argument("--out", type=Path, default=Path("bench_results"))
     arguments = parser.parse_args()
     console = Console(width=max(Console().width, 112))

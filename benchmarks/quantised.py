@@ -1,14 +1,14 @@
-"""What number formats do to a model: size, loss, acceptance length, right answers, speed.
+"""Measures number formats' effect on a model: size, loss, acceptance, right answers, speed.
 
     python benchmarks/quantised.py [--model deepseek-tiny] [--nextn 3] [--problems 60] \
         [--target onnxruntime] [--only fp8 nvfp4] [--work runs/quantised]
 
-Writes a checkpoint and an engine per row into --work (they are reused), asks the built-in reasoning
-problems greedily and prints a table in Markdown. Loss: nats per token that the dequantised weights
-give to the texts of the first row. MTP modules in another format than the main model are rows of
-their own: they change acceptance and speed, never a greedy answer. The ends are embedding and head.
-What a target does not keep as it is (fp8 and nvfp4 on onnxruntime, int8 and int4 on inductor) is
-fp32 in its engine, and as fast.
+It writes a checkpoint and an engine per row into --work (they are reused), asks the built-in
+reasoning problems greedily and prints a table in Markdown. Loss is the dequantised weights' nats
+per token on the texts of the first row. MTP modules in another format than the main model have rows
+of their own: they change acceptance and speed, never a greedy answer. The ends are embedding and
+head. Formats that a target can't keep (fp8 and nvfp4 on onnxruntime, int8 and int4 on inductor) are
+fp32 in its engine, and as fast as fp32.
 """
 
 import argparse
@@ -60,9 +60,9 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One model: bytes of its weights, nats per token, and figures of its answers.
+    """Is one model: bytes of its weights, nats per token, and figures of its answers.
 
-    held: the format that products are in, as far as the engine keeps it.
+    held: the format in which the engine holds products.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Row:
 
 
 def prepare(name: str, source: Path, work: Path, nextn: int, target: str) -> tuple[Path, Path]:
-    """The checkpoint and the engine of one row."""
+    """Makes the checkpoint and the engine of one row."""
     slug = name.replace(", ", "_").replace(" ", "_")
     checkpoint, engine = source, work / f"{slug}_{target}_n{nextn}"
     if name != SOURCE:
@@ -97,7 +97,7 @@ def prepare(name: str, source: Path, work: Path, nextn: int, target: str) -> tup
 
 
 def answers(folder: Path, problems: int, threads: int | None) -> list[Answered]:
-    """The built-in problems, greedily."""
+    """Answers the built-in problems greedily."""
     with Engine.load(folder, threads=threads) as engine:
         asked = load_problems("reasoning", engine, SamplingParams(max_tokens=256), problems)
         return ask(engine, asked, {"strict": STRICT})["strict"]
@@ -105,7 +105,7 @@ def answers(folder: Path, problems: int, threads: int | None) -> list[Answered]:
 
 @torch.no_grad()
 def loss(checkpoint: Path, texts: Sequence[Answered]) -> float:
-    """Nats per output token of the texts, each behind its prompt."""
+    """Returns the nats per output token of the texts, each after its prompt."""
     model, total, count = load_plain(checkpoint), 0.0, 0
     for text in texts:
         prompt, said = list(text.problem.prompt.token_ids), list(text.sample.token_ids)

@@ -1,14 +1,14 @@
-"""How far a step is from what this machine's memory and arithmetic allow.
+"""Measures how far a step is from the bounds of this machine's memory and arithmetic.
 
     python benchmarks/roofline.py engines/tiny_n0 engines/tiny_n3 [--tokens 256] [--rounds 5]
 
-For each engine (target onnxruntime, fp32): the median step of one request of so many tokens, taken
-in turn with the others, beside the sum of its parts' bounds. A part is bound by its bytes over the
-bandwidth of reading as many bytes as the whole step reads, again and again (so caches count as they
-do in the step), or by its operations over the rate of a product of matrices of 1,024, whichever
-takes longer: both measured here, with as many threads. Bytes and operations are those of
-`mtpbuild plan`, in fp32: weights once per pass, of the routed experts those that random tokens
-choose, caches as long as in the middle of the request.
+For each engine (target onnxruntime, fp32) it shows the median step of one request, measured in turn
+with the others, beside the sum of its parts' bounds. A part's bound is the longer of its bytes over
+the bandwidth and its operations over the rate. Both are measured here, with as many threads: the
+bandwidth by reading as many bytes as the whole step, again and again (so the CPU's caches help as
+in the step), the rate by a product of matrices of 1,024. Bytes and operations are those of
+`mtpbuild plan`, in fp32: weights once per pass, the routed experts that random tokens choose, and
+caches as long as in the middle of the request.
 """
 
 import argparse
@@ -39,7 +39,7 @@ REPEATS = 30
 
 
 def fastest(work: Callable[[], object]) -> float:
-    """Seconds of a call: the median of the faster half, for a bound should not be too low."""
+    """Times a call: the median of the faster half, so that a bound is not too low."""
     work()
     seconds = []
     for _ in range(REPEATS):
@@ -50,7 +50,7 @@ def fastest(work: Callable[[], object]) -> float:
 
 
 def machine(step_bytes: float) -> Gpu:
-    """Bandwidth of reading `step_bytes` again and again, and the rate of fp32 products."""
+    """Measures the bandwidth of reading `step_bytes` repeatedly, and the rate of fp32 products."""
     read = torch.ones(int(step_bytes) // FP32)
     one, other = torch.randn(1024, 1024), torch.randn(1024, 1024)
     bandwidth = FP32 * read.numel() / fastest(read.sum)
@@ -61,7 +61,7 @@ def machine(step_bytes: float) -> Gpu:
 def bound(
     model: str, nextn: int, context: int, measure: Callable[[float], Gpu] = machine
 ) -> tuple[Gpu, list[Part]]:
-    """The machine as it is for this step, and the step's parts."""
+    """Returns the machine's speeds for this step, and the step's parts."""
     layout = find_layout(model, None)
     found = classes(layout, Ranks())
     for one in found:
@@ -91,7 +91,7 @@ def row(name: str, gpu: Gpu, parts: list[Part], seconds: float) -> list[str]:
 
 
 def check(path: Path, manifest: Manifest, model: str) -> None:
-    """Raises UsageError for an engine whose steps are not those that are counted."""
+    """Raises UsageError for an engine whose steps this script can't count."""
     if manifest.model.name != model:
         raise UsageError(f"{path}: is of {manifest.model.name}: say --model, and its engines alone")
     build, config = manifest.build, find_layout(model, None).config
@@ -105,7 +105,7 @@ def check(path: Path, manifest: Manifest, model: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engines", nargs="+", type=Path)
-    parser.add_argument("--model", default="deepseek-tiny", help="that the engines are of")
+    parser.add_argument("--model", default="deepseek-tiny", help="the engines' model")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)

@@ -1,10 +1,10 @@
-"""How many texts of deepseek-tiny are the same with drafts as without them, by weights' format.
+"""Counts texts of deepseek-tiny that are the same with drafts as without, by weights' format.
 
     python benchmarks/same_text.py [--work runs/same_text] [--texts 12] [--tokens 70]
 
-For fp32, int8 and int4 it builds nextn 0 and 3 and continues the same prompts with both; every
-third request is greedy, the others are sampled at temperature 0.8 with a seed. Besides equal texts
-it counts texts whose list of log-probabilities is equal to the bit.
+For fp32, int8 and int4 it builds nextn 0 and 3 and continues the same prompts with both. Every
+third request is greedy; the others are sampled at temperature 0.8 with a seed. Besides equal texts
+it counts texts whose log-probabilities are all equal to the bit.
 """
 
 import argparse
@@ -23,7 +23,7 @@ FORMATS, NEXTN = (None, "int8", "int4"), 3
 
 
 def results(folder: Path, texts: int, tokens: int) -> list[Result]:
-    """The engine's answers to the first prompts of the built-in sets, in turn."""
+    """Returns the engine's answers to the first prompts of the built-in sets, in turn."""
     with Engine.load(folder, threads=1) as engine:
         sets = [load_groups(Asked(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN]
         prompts = [prompt.token_ids for each in zip(*sets, strict=True) for (prompt,) in each]
@@ -35,7 +35,7 @@ def results(folder: Path, texts: int, tokens: int) -> list[Result]:
 
 
 def compare(work: Path, texts: int, tokens: int) -> Table:
-    """Build both engines of each format; a row for each."""
+    """Builds both engines of each format and compares them; returns a row for each format."""
     table = Table("weights", "same tokens", "same log-probabilities")
     for weights in FORMATS:
         out = work / (weights or "fp32")

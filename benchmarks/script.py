@@ -1,4 +1,4 @@
-"""How the benchmarks end on a user's mistake: with one line, as `mtpbuild` does."""
+"""Lets a benchmark end with one line on a user's mistake, as `mtpbuild` does."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from mtpbuild.runtime import MtpbuildError
 
 
 def run(main: Callable[[], None]) -> None:
-    """Exit code 1 and the error's message in place of a traceback."""
+    """Runs `main`; on an error it prints the message without a traceback, with exit code 1."""
     try:
         main()
     except MtpbuildError as error:

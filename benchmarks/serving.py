@@ -1,13 +1,13 @@
-"""Tokens per second and latencies over HTTP, at 1, 4, 8 and 16 users.
+"""Measures tokens per second and latencies over HTTP, with 1, 4, 8 and 16 users.
 
 python benchmarks/serving.py engines/tiny_n0_b8 engines/tiny_n3_b8 --llama-server f32
 python benchmarks/serving.py engines/tiny_n3_b8 --peer other=http://127.0.0.1:8080
 
-Each engine is served by `mtpbuild serve`; beside it stands what `Engine.stream` gives to one user.
---llama-server runs llama.cpp's (tools/peers_env.sh compiles it) with --model's weights in that type
-and 8 slots. A peer is any server of OpenAI's API that runs already. All get the same greedy
-completions, streamed, a user's next one as soon as the last has ended. Servers take turns, round
-after round, each behind eight requests that are not counted; figures are the rounds' medians.
+`mtpbuild serve` serves each engine; beside its figures stands the speed of `Engine.stream` for one
+user. --llama-server runs llama.cpp's server (tools/peers_env.sh compiles it) with --model's weights
+in that type and 8 slots. A peer is any running server of OpenAI's API. All get the same greedy,
+streamed completions; a user sends the next one as soon as the last has ended. Servers take turns,
+round after round, each after eight requests that are not counted; figures are the rounds' medians.
 """
 
 import argparse
@@ -46,12 +46,12 @@ PROMPTS = (
 )
 PATIENCE = 300
 LLAMA, PEERS = "llama-server", Path(".venv-peers/bin")
-SLOTS, LENGTH = 8, 1024  # of llama-server; tokens of each slot
+SLOTS, LENGTH = 8, 1024  # of llama-server: slots, and tokens of each
 
 
 @dataclass
 class Load:
-    """What some users got together."""
+    """Holds the figures of some users together."""
 
     users: int
     seconds: float = 0.0
@@ -66,7 +66,7 @@ class Load:
 
 @contextlib.contextmanager
 def served(engine: Path) -> Iterator[str]:
-    """Start `mtpbuild serve` on a free port."""
+    """Starts `mtpbuild serve` on a free port."""
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -85,7 +85,7 @@ def running(url: str) -> contextlib.AbstractContextManager[str]:
 
 @contextlib.contextmanager
 def llama_server(weights: Path, slots: int, length: int) -> Iterator[str]:
-    """Start llama.cpp's server on a free port."""
+    """Starts llama.cpp's server on a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -107,7 +107,7 @@ def llama_server(weights: Path, slots: int, length: int) -> Iterator[str]:
 
 
 def convert(model: str, kind: str, folder: Path) -> Path:
-    """A checkpoint as GGUF, with its tokenizer."""
+    """Converts a checkpoint to GGUF, with its tokenizer."""
     if not (PEERS / "llama-server").exists():
         sys.exit(f"no {PEERS / 'llama-server'}: run tools/peers_env.sh")
     out = folder / f"{kind}.gguf"
@@ -122,7 +122,7 @@ def cores() -> int:
 
 
 async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) -> None:
-    """Ask for one streamed completion, and note its times."""
+    """Asks for one streamed completion, and notes its times."""
     body = {
         "prompt": prompt,
         "max_tokens": tokens,
@@ -145,14 +145,14 @@ async def one(http: httpx2.AsyncClient, prompt: str, tokens: int, load: Load) ->
 
 
 async def measure(url: str, users: int, requests: int, tokens: int) -> Load:
-    """Let so many users ask so often each, one request behind the other."""
+    """Runs some users at once, each of whom sends its requests one after the other."""
     load = Load(users)
 
     async def user(http: httpx2.AsyncClient, number: int) -> None:
         for i in range(requests):
             await one(http, PROMPTS[(number + i) % len(PROMPTS)], tokens, load)
 
-    # A connection for each request: llama-server closes some that it said it would keep.
+    # Each request has a connection of its own: llama-server closes some that it promised to keep.
     limits = httpx2.Limits(max_keepalive_connections=0)
     asking = httpx2.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False, limits=limits)
     async with asking as http:
@@ -164,7 +164,7 @@ async def measure(url: str, users: int, requests: int, tokens: int) -> Load:
 
 
 def direct(engine: Path, requests: int, tokens: int) -> float:
-    """What `Engine.stream` gives to one user, in tokens per second."""
+    """Measures the tokens per second of `Engine.stream` for one user."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     with Engine.load(engine) as loaded:
         list(loaded.stream(PROMPTS[0], SamplingParams(max_tokens=8)))
@@ -183,12 +183,12 @@ def quantile(values: list[float], share: float) -> float:
 
 @dataclass
 class Server:
-    """One of those that take turns. direct: tokens per second of `Engine.stream`, per round."""
+    """Is one of the servers that take turns; direct: rates of `Engine.stream`, per round."""
 
     name: str
     start: Callable[[], contextlib.AbstractContextManager[str]]
     engine: Path | None = None
-    loads: dict[int, list[Load]] = field(default_factory=dict)  # by users
+    loads: dict[int, list[Load]] = field(default_factory=dict)  # by number of users
     direct: list[float] = field(default_factory=list)
 
     def rate(self, users: int) -> float:
@@ -215,7 +215,7 @@ def table(servers: list[Server], users: list[int]) -> Table:
 
 
 def ratios(servers: list[Server], users: list[int]) -> Iterator[str]:
-    """The aims' ratios: one user over `Engine.stream`, and every server over llama-server."""
+    """Computes the ratios of the aims: one user to `Engine.stream`, servers to llama-server."""
     for server in servers:
         if server.direct and 1 in users:
             share = server.rate(1) / statistics.median(server.direct)
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--llama-server", action="append", default=[], choices=("f32", "q8_0"))
     parser.add_argument("--model", default="deepseek-tiny", help="weights of --llama-server")
     parser.add_argument("--users", default="1,4,8,16")
-    parser.add_argument("--requests", type=int, default=4, help="of each user")
+    parser.add_argument("--requests", type=int, default=4, help="requests of each user")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()

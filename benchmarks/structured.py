@@ -1,10 +1,10 @@
-"""What drafting pays under a grammar: the same structured answers by several engines.
+"""Measures how much drafting gains under a grammar: several engines give the same answers.
 
 python benchmarks/structured.py engines/tiny_n0 engines/tiny_n3
 
-Each engine answers the same prompts at temperature 0 on the schema TICKET, in turn, request by
-request; the texts must be equal. The first engine's rate is 1. Beside the rates stand the tokens
-per step, and the share of tokens that the grammar had made certain before they were judged.
+Each engine answers the same prompts at temperature 0 with the schema TICKET, in turn, request by
+request; the texts must be equal. Rates are relative to the first engine's. Beside them stand the
+tokens per step, and the share of tokens that the grammar had made certain before their step.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from script import run
 
 from mtpbuild.runtime import Engine, EngineError, Result, SamplingParams, StructuredOutputs
 
-# A ticket as a help desk files it: five fields of a fixed form, and three short texts.
+# A help desk's ticket: five fields of a fixed form, and three short texts.
 TICKET: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -60,7 +60,7 @@ PROMPTS = (
 
 
 def answers(engine: Engine, params: SamplingParams) -> tuple[float, list[Result]]:
-    """Seconds of all prompts, one after the other, and what was said."""
+    """Answers all prompts, one after the other; returns the seconds and the answers."""
     began = time.perf_counter()
     results = [engine.generate(prompt, params) for prompt in PROMPTS]
     return time.perf_counter() - began, results
@@ -72,7 +72,7 @@ def main() -> None:
     )
     parser.add_argument("engines", nargs="+", type=Path)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--rounds", type=int, default=5, help="medians of so many")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds whose median is shown")
     asked = parser.parse_args()
     params = SamplingParams(
         max_tokens=400, temperature=0, structured_outputs=StructuredOutputs(json=TICKET)
@@ -86,13 +86,13 @@ def main() -> None:
         for number in range(asked.rounds + 1):
             for i, engine in enumerate(engines):
                 took, said[i] = answers(engine, params)
-                if number:  # the first round loads what is needed
+                if number:  # the first round loads programs
                     seconds[i].append(took)
     report(asked.engines, [statistics.median(each) for each in seconds], said)
 
 
 def report(engines: list[Path], seconds: list[float], said: list[list[Result]]) -> None:
-    """The table, on standard output; raises EngineError if the texts are not the same."""
+    """Prints the table; raises EngineError if the texts are not the same."""
     for path, results in zip(engines, said, strict=True):
         if [r.token_ids for r in results] != [r.token_ids for r in said[0]]:
             raise EngineError(f"{path} says another text than {engines[0]}")

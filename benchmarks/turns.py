@@ -1,11 +1,12 @@
-"""How long a running request waits for its next step while long prompts arrive.
+"""Measures how long a running request waits for its next step while long prompts arrive.
 
 python benchmarks/turns.py engines/tiny_n3_b8
 
-Prompts of 1,500 tokens arrive one behind the other, beside one request that runs all the time. The
-99th percentile of the time between two of its steps must stay under that of one chunk, and 1.5
-median steps of the full batch; all are measured in the same run. Exit code 1 if not. A prompt's
-last chunks attend to all that came before, so they take longer than the median one.
+Prompts of 1,500 tokens arrive one after the other, beside one request that runs all the time. The
+99th percentile of the time between two of its steps must stay under the 99th percentile of one
+chunk plus 1.5 median steps of the full batch; all are measured in the same run. The exit code is 1
+if it does not. A prompt's last chunks attend to all earlier rows, so they take longer than the
+median chunk.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from mtpbuild.runtime.request import FinishReason, Request
 
 
 class Timed:
-    """Programs whose calls are timed."""
+    """Wraps programs and times their calls."""
 
     def __init__(self, own: Any) -> None:
         self._own = own
@@ -45,7 +46,7 @@ class Timed:
 
 
 class Gaps:
-    """When the steps of a request were."""
+    """Notes the times of a request's steps."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -54,7 +55,7 @@ class Gaps:
         self.at.append(time.perf_counter())
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """Note nothing of the end."""
+        """Does nothing: the end of a request is not noted."""
 
 
 def main() -> None:
@@ -77,7 +78,7 @@ def main() -> None:
                 prompt = [9 + (7 * i + waiting) % 1000 for i in range(arguments.length)]
                 others.append(engine.stream(prompt, SamplingParams(max_tokens=40, ignore_eos=True)))
                 waiting -= 1
-            if running._request.ended:  # it has filled its slot
+            if running._request.ended:  # the request has filled its slot
                 running = engine.stream([5], params, observer=gaps)
             next(running)
         between = [after - before for before, after in itertools.pairwise(gaps.at)]

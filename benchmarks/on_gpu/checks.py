@@ -1,4 +1,4 @@
-"""Checks of a run on a GPU: a line each, as it is made, with what came out and nothing more."""
+"""Makes checks of a run on a GPU, and prints a line for each as soon as it is made."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 PASSED, FAILED = "passed", "failed"
 NO_GPU = "skipped: no GPU"
-ON_CPU = "on the CPU alone"  # what ran says nothing of a GPU
+ON_CPU = "on the CPU alone"  # it ran, but that proves nothing about a GPU
 NOTED = "noted"
 
 
@@ -27,10 +27,10 @@ class Checks:
                 print(json.dumps({"what": what, "status": status, "detail": detail}), file=file)
 
     def make(self, what: str, check: Callable[[], str], gpu: bool = True) -> bool:
-        """Say that it passed, with what `check` returns; or why not. gpu: it runs on one."""
+        """Runs a check and reports its result, or its error; gpu: whether it runs on a GPU."""
         try:
             detail = check()
-        except Exception as error:  # of any kind: the next check may tell more
+        except Exception as error:  # any error: later checks may tell more
             lines = str(error).strip().splitlines() or [""]
             self.say(what, FAILED, f"{type(error).__name__}: {lines[0]}")
             return False
@@ -47,7 +47,7 @@ class Checks:
 
 
 def near(got: Any, wanted: Any, limit: float) -> str:
-    """The largest difference of two tensors; raises ValueError if it is not below the limit."""
+    """Describes the largest difference of two tensors; raises ValueError unless it is small."""
     apart = float((got.float().cpu() - wanted.float().cpu()).abs().max())
     if not apart < limit:
         raise ValueError(f"off by {apart:.2g}, more than {limit:g}")

@@ -1,4 +1,4 @@
-"""A decode step of deepseek-tiny, one request: eagerly, as an engine, with graph and overlap."""
+"""Times a decode step of deepseek-tiny, one request: eager, as an engine, graph, overlap."""
 
 import sys
 import tempfile
@@ -30,7 +30,7 @@ PROMPT = "def fibonacci(n):"
 
 
 class Eager:
-    """The step program, one greedy slot, as PyTorch runs it: an operator at a time."""
+    """Runs the step program, with one greedy slot, in PyTorch, an operator at a time."""
 
     def __init__(self, manifest: Manifest, device: str) -> None:
         built, folder = manifest.build, find_model(manifest.model.name).folder
@@ -73,7 +73,7 @@ class Eager:
 
 
 def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
-    """folder: an engine of deepseek-tiny for one request; None builds it for this GPU.
+    """Times the variants; folder: an engine of deepseek-tiny for one request; None builds one.
 
     On a GPU the first row is the CPU's engine: all others must give its tokens.
     """
@@ -105,7 +105,7 @@ def engine(folder: Path | None, machine: Machine) -> Iterator[Row]:
 def variants(
     folder: Path, manifest: Manifest, machine: Machine
 ) -> Iterator[tuple[str, Callable[[], Programs], bool]]:
-    """Name, programs, and whether steps overlap."""
+    """Yields each variant: its name, its programs, and whether steps overlap."""
     yield "eager", partial(Eager, manifest, machine.device), False
     if machine.device == "cpu":
         yield "engine", partial(load_programs, folder, manifest), False
@@ -123,7 +123,7 @@ def variants(
 
 
 def decode(loaded: Engine, machine: Machine) -> tuple[list[int], float]:
-    """A prompt's tokens, and the microseconds of a step behind the first one: the best of some."""
+    """Returns a prompt's tokens and the microseconds of a later step: the best of some runs."""
     count, repeats = (12, 1) if machine.device == "cpu" else (256, 3)
     best, tokens = float("inf"), list[int]()
     for _ in range(repeats):

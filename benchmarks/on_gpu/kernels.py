@@ -1,4 +1,4 @@
-"""Our Triton kernels beside their references, their bounds and other people's kernels."""
+"""Compares our Triton kernels with their references, their bounds and other projects' kernels."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Attention:
     dtype: torch.dtype = torch.bfloat16
 
     def operands(self, device: str) -> tuple[Tensor, ...]:
-        """q, cache, fresh, base, first: every slot has `context` committed rows."""
+        """Makes q, cache, fresh, base and first; every slot has `context` committed rows."""
         B, T, C = self.batch, self.tokens, self.rank + self.rope
         shapes = (B, self.heads, T, C), (B, 1, self.context, C), (B, 1, T, C)
         floats = (torch.randn(shape, device=device, dtype=self.dtype) for shape in shapes)
@@ -41,7 +41,7 @@ class Attention:
         return mla_attention_launches(*operands, SCALE, self.rank, shared=shared).run()
 
     def bound(self, machine: Machine) -> float:
-        """Microseconds: the cache read once, and both products."""
+        """Returns the least microseconds, for reading the cache once or for both products."""
         width, rows = self.rank + self.rope, self.batch * (self.context + self.tokens)
         queries = self.batch * self.heads * self.tokens
         nbytes = (rows * width + queries * (width + self.rank)) * self.dtype.itemsize
@@ -70,18 +70,18 @@ def attention(cases: Sequence[Attention], machine: Machine) -> Iterator[Row]:
 
 
 def others(case: Attention, sets: Sequence[tuple[Tensor, ...]]) -> Iterator[str]:
-    """What other kernels take for the same rows; a failure is shown, not hidden."""
+    """Times other kernels on the same rows; a failure is shown, not hidden."""
     for name, prepare in (("SDPA", sdpa), ("FlashMLA", flash_mla), ("FlashInfer", flashinfer)):
         try:
             yield f"{name} {microseconds([prepare(case, *operands) for operands in sets]):.1f}"
         except ImportError:
             continue
-        except Exception as error:  # theirs, of any kind: out of memory, a shape
+        except Exception as error:  # any error of theirs: memory, a shape
             yield f"{name} failed ({type(error).__name__})"
 
 
 def sdpa(case: Attention, q: Tensor, cache: Tensor, *rest: Tensor) -> Call:
-    """All rows seen by all tokens: the mask would only cost it more."""
+    """Prepares SDPA without the mask, which would only make it slower: tokens see all rows."""
     k, v = cache.expand(-1, case.heads, -1, -1), cache[..., : case.rank]
     v = v.expand(-1, case.heads, -1, -1)
     return lambda: F.scaled_dot_product_attention(q, k, v, scale=SCALE)
@@ -136,7 +136,10 @@ def flashinfer(
 
 
 def acceptance(cases: Sequence[tuple[int, int, int]], machine: Machine) -> Iterator[Row]:
-    """(batch, tokens, vocabulary): strict and greedy; its bound is reading the logits once."""
+    """Times strict greedy acceptance for cases (batch, tokens, vocabulary).
+
+    The bound is reading the logits once.
+    """
     for B, T, V in cases:
         zero = torch.zeros(B, dtype=torch.int64)
         operands = torch.randn(B, T, V), torch.zeros(B, T, dtype=torch.int64), zero + T - 1
@@ -158,7 +161,7 @@ def acceptance(cases: Sequence[tuple[int, int, int]], machine: Machine) -> Itera
 
 @dataclass(frozen=True)
 class Experts:
-    """A rank's experts; every one of them may be chosen."""
+    """Is the shape of a rank's experts; a token may choose any of them."""
 
     tokens: int
     experts: int
@@ -169,7 +172,7 @@ class Experts:
 
 
 def experts(cases: Sequence[Experts], machine: Machine) -> Iterator[Row]:
-    """The bound is reading the chosen experts' weights once."""
+    """Times moe; the bound is reading the chosen experts' weights once."""
     for c in cases:
         device = machine.device
         scores = torch.randn(c.tokens, c.experts, device=device)

@@ -1,4 +1,4 @@
-"""What a GPU was measured to do, how calls on it are timed, and a row of the table."""
+"""Measures a GPU's bandwidth and rate, times calls on it, and holds a row of the table."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], Any]
-COLD = 256 << 20  # bytes that pass through a GPU's cache before a call's operands are used again
+COLD = 256 << 20  # bytes that pass through a GPU's cache before operands are used again
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What this GPU was measured to do; zeros where nothing is timed."""
+    """Holds a GPU's measured speeds; zeros where nothing is timed."""
 
     device: str
     bandwidth: float = 0.0  # bytes per second, copying 1 GiB
@@ -28,8 +28,8 @@ class Row:
     error: float
     microseconds: float | None = None
     bound: float | None = None
-    beside: list[str] = field(default_factory=list)  # what others take
-    limit: float = 5e-2  # of the error
+    beside: list[str] = field(default_factory=list)  # such as other kernels' times
+    limit: float = 5e-2  # for the error
 
 
 def measure_machine() -> Machine:
@@ -42,7 +42,7 @@ def measure_machine() -> Machine:
 
 
 def microseconds(calls: Sequence[Call]) -> float:
-    """Time a call, of all of them in one CUDA graph: the median of 7 replays."""
+    """Times calls in one CUDA graph: the median of 7 replays over the number of calls."""
     for call in calls:
         call()  # compiles
     torch.cuda.synchronize()
@@ -63,7 +63,7 @@ def microseconds(calls: Sequence[Call]) -> float:
 
 
 def repeats(nbytes: int) -> int:
-    """Sets of operands, so that a set has left the cache when its turn comes again."""
+    """Returns enough sets of operands for each to have left the cache before its next use."""
     return max(2, min(64, COLD // nbytes + 1))
 
 

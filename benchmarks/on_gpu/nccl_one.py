@@ -1,9 +1,9 @@
-"""NCCL in a world of one GPU: sums in a compiled program, launched and then captured.
+"""Checks NCCL in a world of one GPU: sums in a compiled program, launched, then captured.
 
     python benchmarks/on_gpu/nccl_one.py [--smoke] [--rows rows.jsonl]
 
-The program is a dense layer of a rank of two, as `mtpbuild build --tp 2` compiles it; here the
-other rank is missing, so a sum is what it is given. The group is made as an engine's ranks make it.
+The program is a dense layer of one rank of two, as `mtpbuild build --tp 2` compiles it. The other
+rank is missing, so a sum equals its input. The group is made as an engine's ranks make it.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from on_gpu.random_model import forget_ranks
 from on_gpu.slice_bench import Bench, Eagerly, Runner
 from on_gpu.slices import small
 
-LIMIT = 3e-2  # of values of about 1, in bfloat16
+LIMIT = 3e-2  # for values of about 1, in bfloat16
 ON_THE_GPU = ("NCCL's communicator", "sums, launched", "sums, captured", "the group is left")
 
 
 def alone() -> Channel:
-    """A group of one, which meets on a free port."""
+    """Makes a group of one rank, which meets on a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         os.environ |= {
             "MASTER_ADDR": "127.0.0.1",
@@ -45,7 +45,7 @@ def alone() -> Channel:
 
 
 def run_over_gloo(checks: Checks, bench: Bench) -> None:
-    """Do without a GPU: PyTorch runs the program, and gloo makes the sums."""
+    """Checks the program without a GPU: PyTorch runs it, and gloo makes the sums."""
     program, given, wanted = layer(bench)
     forget_ranks()
     dist.destroy_process_group()
@@ -78,7 +78,7 @@ def run_over_nccl(checks: Checks, bench: Bench) -> None:
     def captured() -> str:
         replay = device.capture(work)
         worst = ""
-        for _ in range(3):  # prompts' sums, which are not captured, between two steps
+        for _ in range(3):  # between two captured steps, sums of prompts are launched
             got.zero_()
             torch.cuda.synchronize()
             replay()
@@ -93,7 +93,7 @@ def run_over_nccl(checks: Checks, bench: Bench) -> None:
 
 
 def layer(bench: Bench) -> tuple[object, list[Tensor], Tensor]:
-    """A program with two sums, its operands, and what it gives where sums sum nothing."""
+    """Returns a program with two sums, its operands, and its result without other ranks."""
     part = bench.parts.layer("dense layer", 0, 1)
     state = bench.state(0)
     given = [*(state[name] for name in part.program.state), *part.program.arguments.values()]

@@ -1,4 +1,4 @@
-"""The parts of a step as programs of their own, on a model of random weights, and what they cost.
+"""The parts of a step as programs of their own, on a model of random weights, and their costs.
 
 E hidden size, T tokens, V vocabulary; one request.
 """
@@ -23,7 +23,7 @@ MTP_CACHE = "mtp_kv.0"
 
 
 class Layer(nn.Module):
-    """One layer of the main model; x [1, T, E], start [1]."""
+    """Runs one layer of the main model; x [1, T, E], start [1]."""
 
     def __init__(self, model: DeepseekV3, index: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """What follows the last layer, up to logits; x [1, T, E]."""
+    """Computes logits from the last layer's output x [1, T, E]."""
 
     def __init__(self, model: DeepseekV3) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Head(nn.Module):
 
 
 class Accept(nn.Module):
-    """logits [1, T, V], window [1, T]; the others [1]."""
+    """Accepts drafts: logits [1, T, V], window [1, T]; the others [1]."""
 
     def forward(
         self,
@@ -64,7 +64,7 @@ class Accept(nn.Module):
 
 
 class FirstDraft(nn.Module):
-    """The module over the window: following [1, T] are the emitted tokens, hidden [1, T, E]."""
+    """Runs the module over the window: following [1, T] are emitted tokens, hidden [1, T, E]."""
 
     def __init__(self, model: DeepseekV3) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class FirstDraft(nn.Module):
 
 
 class FurtherDraft(nn.Module):
-    """The module over one slot behind the newest, at `start` + `side`'s rows; following [1, 1].
+    """Runs the module for one further draft, at position `start` + `side`'s rows; following [1, 1].
 
     side [1, 1, k, C]: rows of the drafts before this one, C values each; `cache` is not written.
     """
@@ -107,7 +107,7 @@ class FurtherDraft(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """hidden [1, 1, E], which the module's pass has normed -> the draft [1, 1]."""
+    """Computes the draft [1, 1] from hidden [1, 1, E], which the module has normalised."""
 
     def __init__(self, model: DeepseekV3) -> None:
         super().__init__()
@@ -119,19 +119,19 @@ class DraftHead(nn.Module):
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that are read, and operations."""
+    """Holds the bytes that a part reads, and its operations."""
 
     nbytes: float
     operations: float
 
     def bound(self, machine: Machine) -> float:
-        """Give the microseconds that the bytes or the operations take at least."""
+        """Returns the least microseconds that the bytes or the operations take."""
         return 1e6 * max(self.nbytes / machine.bandwidth, self.operations / machine.rate)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A program of T tokens with random operands: what it is timed, and compared, with."""
+    """Is a program for T tokens; its random operands serve to time and to compare it."""
 
     name: str
     tokens: int
@@ -158,7 +158,7 @@ class Parts:
         return self._part("head", tokens, Head(self.model), {"x": self._hidden(tokens)}, outputs)
 
     def acceptance(self, tokens: int) -> Part:
-        """Accept over the whole vocabulary, which each rank has gathered."""
+        """Makes acceptance over the whole vocabulary, which each rank has gathered."""
         arguments = {
             "logits": torch.randn(1, tokens, self.vocabulary, device=self.device),
             "window": self._tokens(tokens),
@@ -180,7 +180,7 @@ class Parts:
         return self._part("first draft", tokens, module, arguments, ("hidden",), (MTP_CACHE,))
 
     def further_draft(self, cache: Tensor) -> Part:
-        """Make the second draft, which has one row beside the cache."""
+        """Makes the part for the second draft, which has one row beside the cache."""
         arguments = {
             "cache": cache,
             "following": self._tokens(1),
@@ -228,14 +228,14 @@ class Parts:
         return Cost(head.nbytes, 2.0 * head.numel() * tokens)
 
     def _layer_cost(self, layer: DecoderLayer, tokens: int) -> Cost:
-        """Weights once, of the routed experts those that random tokens choose; the cache once."""
+        """Counts reading the cache and weights once, with experts that random tokens choose."""
         c, nbytes, operations = self.model.config, 0.0, 0.0
         costs = family_of(c).costs(c, self.model.ranks)
         for name, weight in layer.named_parameters():
             read = used = 1.0
             routed = name.startswith(("mlp.gate_up_proj", "mlp.down_proj"))
             if isinstance(layer.mlp, GatheredMoE) and routed:
-                always = layer.mlp.gate.always  # shared ones behind the routed
+                always = layer.mlp.gate.always  # shared experts follow the routed ones
                 read = (distinct_experts(costs, tokens) + always) / (costs.experts + always)
                 used = (costs.chosen + always) / (costs.experts + always)
             nbytes += read * weight.nbytes
@@ -244,7 +244,7 @@ class Parts:
         return Cost(nbytes, operations + tokens * self.context * costs.row_operations)
 
     def _values(self, layer: DecoderLayer, name: str, weight: Tensor) -> int:
-        """The number of a product's values that a stored tensor holds: two in a byte of nvfp4."""
+        """Counts the values of a weight in a stored tensor: two in a byte of nvfp4."""
         owner, _, leaf = name.rpartition(".")
         module = layer.get_submodule(owner)
         if not isinstance(module, Scaled):

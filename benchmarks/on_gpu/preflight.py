@@ -1,4 +1,4 @@
-"""What a GPU machine has, and whether one compiled part can be loaded, run and captured on it.
+"""Lists what a GPU machine has, and checks that a compiled part loads, runs and is captured there.
 
 python benchmarks/on_gpu/preflight.py [--smoke] [--rows rows.jsonl]
 """
@@ -19,11 +19,11 @@ import torch
 
 from on_gpu.checks import FAILED, NOTED, Checks, near
 
-NEEDED = (  # beside torch, which is there; tools/gpu_wheels.sh fetches them
+NEEDED = (  # packages needed beside torch; tools/gpu_wheels.sh fetches them
     *("hypothesis", "jinja2", "numpy", "onnx", "onnxruntime", "onnxscript", "pydantic", "pytest"),
     *("pytest-xdist", "rich", "safetensors", "tokenizers", "triton", "typer"),
 )
-LIMIT = 3e-2  # of values of about 1, in bfloat16
+LIMIT = 3e-2  # for values of about 1, in bfloat16
 MADE, RUN, CAPTURED = ON_THE_GPU = (
     "one part is compiled and loaded",
     "it equals the eager part",
@@ -60,7 +60,7 @@ def gpu(checks: Checks) -> None:
 
 
 def one_part(checks: Checks) -> None:
-    """A dense layer of a rank of two, in bfloat16."""
+    """Checks a dense layer of one rank of two, in bfloat16."""
     from mtpbuild.runtime.programs.torch_cuda import Gpu
     from on_gpu.machine import Machine
     from on_gpu.slice_bench import Bench, Eagerly

@@ -1,6 +1,6 @@
-"""Section `slice`: R1's step part by part against the roofline, and put together from its parts.
+"""Section `slice`: times R1's step part by part against its bounds, and sums the parts.
 
-There is no other rank here: all-reduces and the gathering of logits are in no figure.
+There is no other rank here, so no figure includes all-reduces or the gathering of logits.
 """
 
 import tempfile
@@ -30,11 +30,11 @@ from on_gpu.slice_bench import Bench, Eagerly
 from on_gpu.slice_step import own_step
 from on_gpu.slices import Slice
 
-SETS = 4  # of operands: other tokens choose other experts
+SETS = 4  # sets of operands: different tokens choose different experts
 
 
 def r1_slice(case: Slice, machine: Machine, compiled: bool) -> Iterator[Row]:
-    """Parts, then steps of the whole model that they add up to, then the slice's own step."""
+    """Yields rows of the parts, of the whole model's steps (their sums), and of the slice's."""
     sharing = load_target("inductor").compiling() if compiled else nullcontext()
     with tempfile.TemporaryDirectory() as scratch, sharing:
         bench = Bench(case, machine, compiled, Path(scratch))
@@ -63,7 +63,7 @@ def needed(bench: Bench) -> Iterator[Part]:
 
 
 def counts(case: Slice, nextn: int) -> dict[tuple[str, int], int]:
-    """(name, tokens) of each part -> how often a step of the whole model runs it."""
+    """Maps (name, tokens) of each part to how often a step of the whole model runs it."""
     T = nextn + 1
     verifying = {
         ("dense layer", T): case.dense,
@@ -78,9 +78,9 @@ def counts(case: Slice, nextn: int) -> dict[tuple[str, int], int]:
 
 
 def timed(bench: Bench, part: Part) -> Row:
-    """error: of the median token from the eager program, over the largest value.
+    """Times a part. Its error is the median token's difference from eager over the largest value.
 
-    (Not of the worst one: where two experts score the same, either may be taken.)
+    It is not the worst token's: where two experts score the same, either may be taken.
     """
     program, runner = part.program, bench.runner(part.program)
     state = bench.state(bench.most)
@@ -102,19 +102,19 @@ def timed(bench: Bench, part: Part) -> Row:
 
 
 def other(operand: Tensor) -> Tensor:
-    """Other values, if they are a step's floats; a cache stays."""
+    """Returns new random values for an operand of floats; caches and integers stay."""
     cache = operand.dim() == 4
     return torch.randn_like(operand) if operand.is_floating_point() and not cache else operand
 
 
 def token_errors(wanted: Tensor, got: Tensor) -> list[float]:
-    """Divide the largest error of each row [.., values] by the largest wanted value."""
+    """Divides the largest error of each row [.., values] by the largest wanted value."""
     error = (got - wanted).abs().flatten(0, -2).amax(-1)
     return (error / wanted.abs().max()).tolist()
 
 
 def whole_step(bench: Bench, nextn: int, found: dict[tuple[str, int], Row]) -> Row:
-    """The sum of its parts. error: of the slice's step made of them, from the step program."""
+    """Sums the parts' times; its error compares the slice's step made of parts with the program."""
     case = bench.case
     row = Row(
         f"R1 {case.dense + case.moe} layers",
@@ -134,7 +134,7 @@ def whole_step(bench: Bench, nextn: int, found: dict[tuple[str, int], Row]) -> R
 
 @torch.no_grad()
 def composition_error(bench: Bench, nextn: int) -> float:
-    """The largest difference of log-probabilities, or how many drafts differ."""
+    """Returns the largest difference of log-probabilities, or the number of different drafts."""
     active = torch.ones(1, dtype=torch.bool, device=bench.machine.device)
     new, outputs = bench.step(nextn).module(bench.state(nextn), active)
     logprobs, drafts = from_parts(bench.model, bench.state(nextn), nextn, active)
@@ -145,7 +145,7 @@ def composition_error(bench: Bench, nextn: int) -> float:
 def from_parts(
     model: DeepseekV3, state: State, nextn: int, active: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and drafts of the slice's step, MTP Eagle."""
+    """Computes log-probabilities and drafts of the slice's step from its parts, with MTP Eagle."""
     start, x = state["lengths"], model.embed(state["window"])
     for index in range(model.config.num_hidden_layers):
         x = Layer(model, index)(state, x, start)[1]["y"]

@@ -1,4 +1,4 @@
-"""A rank's model of random weights, in the types and formats that `mtpbuild build` gives it."""
+"""Makes a rank's model of random weights, in the types and formats of `mtpbuild build`."""
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ SMALL_E4M3 = (0x28, 0x40)  # codes of 0.25 to 1.875, whose mean square is about 
 
 
 def meta_model(case: Slice) -> DeepseekV3:
-    """The model without memory for its weights."""
+    """Makes the model without memory for its weights."""
     with torch.device("meta"):
         model = DeepseekV3(case.config, case.ranks)
         hold_in(model, FLOATS[case.dtype], for_gpu=True)
@@ -36,7 +36,7 @@ def meta_model(case: Slice) -> DeepseekV3:
 
 
 def empty_model(case: Slice, device: str) -> DeepseekV3:
-    """The model with uninitialised weights, to be compiled and not to be run."""
+    """Makes the model with uninitialised weights, for compiling but not for running."""
     model = meta_model(case).to_empty(device=device)
     return with_frequencies(model, case, device)
 
@@ -48,7 +48,7 @@ def with_frequencies(model: DeepseekV3, case: Slice, device: str) -> DeepseekV3:
 
 
 def random_model(case: Slice, device: str) -> DeepseekV3:
-    """Every product keeps its input's scale; norms are 1, no expert is preferred."""
+    """Makes a model in which products keep their input's scale, and no expert is preferred."""
     model = meta_model(case)
     inside = {
         f"{name}.{part}"
@@ -73,7 +73,7 @@ def random_model(case: Slice, device: str) -> DeepseekV3:
 
 
 def kept_weights(case: Slice) -> dict[str, Kept]:
-    """What an engine of the published checkpoint in `case.weights` keeps in its format."""
+    """Finds the weights that an engine keeps as in a published checkpoint in case.weights."""
     scheme = SCHEMES.get(case.weights)
     if scheme is None:
         return {}
@@ -90,12 +90,12 @@ def table_of(case: Slice) -> list[Weight]:
 
 
 def joined(case: Slice) -> set[str]:
-    """The MoE modules whose shared expert an engine for a GPU has behind the routed ones."""
+    """Finds the MoE modules whose shared expert a GPU engine appends to the routed ones."""
     return like_routed(table_of(case), Share(case.ranks))
 
 
 def fill_scaled(weight: Scaled, device: str) -> None:
-    """Random codes, none of which is a NaN; products keep their input's scale."""
+    """Fills a weight with random codes other than NaN; products keep their input's scale."""
 
     def fill(name: str, low: int, high: int) -> Tensor:
         old: Tensor = getattr(weight, name)
@@ -116,9 +116,9 @@ def fill_scaled(weight: Scaled, device: str) -> None:
 
 
 def pretend_ranks(ranks: int) -> None:
-    """Let the model's sums be those of rank 0 with others that say nothing.
+    """Lets the model's sums run as rank 0 of a group whose other ranks contribute nothing.
 
-    torch's own stand-in: no communication, so it is in no figure.
+    It uses torch's own stand-in, which does not communicate, so no figure includes communication.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,4 +1,4 @@
-"""A slice's model and state on a device, and its programs: run eagerly, or compiled as engines."""
+"""Holds a slice's model and state on a device, and runs its programs eagerly or compiled."""
 
 import tempfile
 from pathlib import Path
@@ -20,17 +20,17 @@ from on_gpu.parts import Parts, State
 from on_gpu.random_model import forget_ranks, pretend_ranks, random_model
 from on_gpu.slices import Slice
 
-ROOM = 256  # tokens behind the context
+ROOM = 256  # tokens after the context
 
 
 class Runner(Protocol):
     def run(self, inputs: list[Tensor]) -> list[Tensor]:
-        """State, which is written over, and arguments; returns the other outputs."""
+        """Takes state, which it overwrites, then arguments; returns the other outputs."""
         ...
 
 
 class Eagerly:
-    """A program as PyTorch runs it, an operator at a time."""
+    """Runs a program in PyTorch, an operator at a time."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -46,7 +46,10 @@ class Eagerly:
 
 
 class Bench:
-    """compiled: programs are lowered into `folder`, on the weights that are there already."""
+    """Makes and runs a slice's programs; if `compiled`, they are lowered into `folder`.
+
+    All programs share the model's weights on the device.
+    """
 
     def __init__(self, case: Slice, machine: Machine, compiled: bool, folder: Path) -> None:
         self.case, self.machine = case, machine
@@ -77,7 +80,7 @@ class Bench:
         )
 
     def _fill(self) -> State:
-        """Caches of random rows, `context` of them committed; the window is full of drafts."""
+        """Makes caches of random rows, `context` of them committed, and a window full of drafts."""
         made: State = {}
         for spec in state_specs(self.plan(self.most)):
             dtype = getattr(torch, spec.dtype)
@@ -85,11 +88,11 @@ class Bench:
             made[spec.name] = tensor.normal_() if spec.role == "rows" else tensor
         made["lengths"].fill_(self.case.context)
         made["num_drafts"].fill_(self.most)
-        made["window"].random_(self.model.embed_tokens.shape[0])  # the others' rows are zeros here
+        made["window"].random_(self.model.embed_tokens.shape[0])  # rows of other ranks are 0
         return made
 
     def state(self, nextn: int) -> State:
-        """A copy for steps of so many drafts."""
+        """Copies the state for steps with `nextn` drafts."""
         kept = {spec.name: self._state[spec.name] for spec in state_specs(self.plan(nextn))}
         kept["window"] = kept["window"][:, : nextn + 1]
         kept["num_drafts"] = kept["num_drafts"].clamp(max=nextn)
@@ -102,7 +105,7 @@ class Bench:
             return make_programs(self.plan(nextn), self.model)[1]
 
     def runner(self, program: Program) -> Runner:
-        """Make the runner of a program whose caches are those of a state with `most` drafts."""
+        """Makes the runner of a program whose caches come from a state with `most` drafts."""
         if not self.compiled:
             return Eagerly(program)
         from mtpbuild.builder.targets.inductor import TARGET  # loads the compiler
@@ -110,7 +113,7 @@ class Bench:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         with torch.device(self.machine.device):
             traced = trace(program, self.plan(self.most))
-        forget_ranks()  # the compiler asks a group of its own
+        forget_ranks()  # the compiler uses a group of its own
         file = TARGET.lower(traced, dict.fromkeys(self.weights, Placed(0, 0)), folder)
         pretend_ranks(self.case.ranks.tp)
         return Package(folder / file, self.weights, self.machine.device)

@@ -1,6 +1,6 @@
-"""The slice's own step: eagerly, compiled, as one CUDA graph, and with the next one queued early.
+"""Times the slice's own step: eager, compiled, as one CUDA graph, and with overlapping steps.
 
-No figure of it is a speedup of R1: head and MTP module outweigh four layers.
+None of its figures is a speedup of R1, because head and MTP module outweigh four layers.
 """
 
 import time
@@ -16,13 +16,13 @@ from on_gpu.machine import Row, difference
 from on_gpu.parts import State
 from on_gpu.slice_bench import Bench, Eagerly, Runner
 
-STEPS = 32  # of a timed run; each may emit nextn + 1 tokens
-OFF = 0.5  # of a log-probability; where two experts score the same, either may be taken
+STEPS = 32  # steps of a timed run; each may emit nextn + 1 tokens
+OFF = 0.5  # allowed error of a log-probability: on a tie of two experts, either may be taken
 Launch = Callable[[], Callable[[], Tensor]]  # queues a step; the result waits for its tokens
 
 
 def own_step(bench: Bench) -> Iterator[Row]:
-    """error: of the first step's log-probabilities, from the eager ones."""
+    """Times each variant; its error compares the first step's log-probabilities with eager ones."""
     nextn = bench.most
     wanted: Tensor | None = None
     first: float | None = None
@@ -41,7 +41,7 @@ def own_step(bench: Bench) -> Iterator[Row]:
 
 
 def paced(launch: Launch, state: State, beginning: State, overlap: bool) -> float:
-    """Microseconds per step; overlap: the next step is queued before the last one is read."""
+    """Returns microseconds per step; with overlap the next step is queued before a read."""
     restore(state, beginning)
     begin = time.perf_counter()
     wait = launch()
@@ -65,7 +65,7 @@ def restore(state: State, beginning: State) -> None:
 def variants(
     bench: Bench, program: Program, nextn: int
 ) -> Iterator[tuple[str, Launch, State, bool]]:
-    """Name, step, the state that it works on, and whether steps overlap."""
+    """Yields each variant: its name, its step, the step's state, and whether steps overlap."""
     where = program.outputs.index("logprobs") - len(program.state)
     state = bench.state(nextn)
     inputs = operands(program, state)
@@ -110,6 +110,6 @@ def operands(program: Program, state: State) -> list[Tensor]:
 
 
 def at_once(runner: Runner, inputs: list[Tensor], where: int) -> Callable[[], Tensor]:
-    """A step that is waited for; `where`: its log-probabilities among its outputs."""
+    """Makes a step that is waited for; `where`: the index of its output of log-probabilities."""
     logprobs = runner.run(inputs)[where].cpu()
     return lambda: logprobs

@@ -1,4 +1,4 @@
-"""What slice is measured: a rank's share of some of DeepSeek-R1's layers, and a small stand-in."""
+"""Defines the slices to measure: a rank's share of some layers of R1, and a small stand-in."""
 
 from dataclasses import dataclass, replace
 
@@ -18,9 +18,9 @@ from mtpbuild.runtime.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class Slice:
-    """What rank 0 of `ranks` holds of `config`. dense, moe: main layers of the whole model.
+    """Is rank 0's part of `config`; dense, moe: how many main layers the whole model has.
 
-    weights: the format of the checkpoint, whose products stay in it as in an engine.
+    weights: the checkpoint's format, in which products stay, as in an engine.
     """
 
     config: DeepseekV3Config
@@ -34,10 +34,10 @@ class Slice:
 
 
 def r1_share(tp: int, nextn: tuple[int, ...], weights: str = PLAIN) -> Slice:
-    """A dense layer, three MoE layers, the MTP module, embedding and head of one of `tp` ranks.
+    """Returns one of `tp` ranks' share of a dense, three MoE layers, MTP module and both ends.
 
-    The model is the builder's for such a rank. Raises UsageError that names the numbers that `tp`
-    can be.
+    The ends are embedding and head. The model is the one that a build makes for a rank. Raises
+    UsageError, which lists the possible values of `tp`.
     """
     whole = load_config(recipe_folder() / "deepseek_v3")
     assert isinstance(whole, DeepseekV3Config)
@@ -49,7 +49,7 @@ def r1_share(tp: int, nextn: tuple[int, ...], weights: str = PLAIN) -> Slice:
 
 
 def small(nextn: tuple[int, ...]) -> Slice:
-    """Make what a machine without a GPU can run: the same kinds of layers, of one of two ranks."""
+    """Returns a slice for a machine without a GPU: the same kinds of layers, one of two ranks."""
     config = DeepseekV3Config(
         vocab_size=160,
         hidden_size=48,
@@ -81,7 +81,7 @@ def small(nextn: tuple[int, ...]) -> Slice:
 
 
 def check_memory(case: Slice, free: int | None = None) -> None:
-    """Raise UsageError if the GPU, of which so many bytes are free, can't hold the slice."""
+    """Raises UsageError if the slice does not fit into the GPU's free bytes."""
     free = torch.cuda.mem_get_info()[0] if free is None else free
     with torch.device("meta"):
         model = DeepseekV3(case.config, case.ranks)

@@ -1,9 +1,9 @@
-"""What a step reads and computes: bytes of the file's weights, operations, and the bound of both.
+"""Counts a step's bytes of weights and caches and its operations, and bounds its time by both.
 
-Every weight outside the routed experts is read once per pass, the head once to verify and once per
-draft (or the draft head's rows), routed experts as many as random tokens choose, each once, and the
-caches' rows that are in use. An embedding's rows are left out. A pass cannot be faster than its
-bytes at the bandwidth, nor than its operations at the rate.
+A pass reads once every weight outside the routed experts, each routed expert that random tokens
+choose, and the caches' rows in use. The head is read once to verify and once per draft (or the
+draft head instead). An embedding's rows are left out. A pass can be no faster than its bytes over
+the bandwidth, nor than its operations over the rate.
 """
 
 from collections import Counter
@@ -28,21 +28,21 @@ FP16, FP32 = 2, 4
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that a pass reads; operations with weights, and of attention over cached rows."""
+    """Holds a pass's bytes, its operations with weights, and attention's over cached rows."""
 
     bytes: float
     products: float
     attention: float
 
     def seconds(self, machine: Machine, weights: str) -> float:
-        """Give the least time that it takes; attention is in fp32, whatever weights are in."""
+        """Returns the least seconds of the pass; attention is in fp32 for every format."""
         work = self.products / machine.rate(weights) + self.attention / machine.fp32
         return max(self.bytes / machine.bandwidth(self.bytes), work)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A model, to count what the steps of its engines do."""
+    """Counts the bytes and operations of the steps of a model's engines."""
 
     config: ModelConfig
     model: Model
@@ -52,12 +52,12 @@ class Counted:
         return family_of(self.config).costs(self.config, ALONE)
 
     def share(self, tokens: int) -> float:
-        """The share of routed experts that some of the tokens choose."""
+        """Returns the share of routed experts that at least one of the tokens chooses."""
         costs = self.costs
         return distinct_experts(costs, tokens) / costs.experts if costs.experts else 1.0
 
     def step(self, engine: Path, context: int, batch: int) -> Cost:
-        """A step of the engine, drafts included."""
+        """Counts a step of the engine, drafts included."""
         manifest = read_manifest(engine)
         nextn, passes = manifest.build.nextn, draft_passes(manifest)
         held, rows = weight_groups(engine, self.config), row_bytes(manifest)
@@ -72,20 +72,20 @@ class Counted:
         return Cost(read, *self.operations(nextn, context, batch))
 
     def operations(self, nextn: int, context: int, batch: int) -> tuple[float, float]:
-        """Count the operations of products, and those of attention."""
+        """Counts the operations of products, and those of attention."""
         parts = self.model.step(nextn, Load(batch, context, "fp32"))
         attention = sum(part.operations for part in parts if part.name.endswith("caches"))
         return sum(part.operations for part in parts) - attention, attention
 
     def prompt(self, engine: Path, length: int) -> Cost:
-        """A prompt in one pass, as if its tokens were requests; the head sees the last one alone.
+        """Counts a prompt in one pass, as if its tokens were requests; the head sees only the last.
 
-        Attention is left out: how much it is depends on its form.
+        Attention is left out, because its operations depend on its form.
         """
         return self._one_head(self.step(engine, 0, length), length)
 
     def gguf_prompt(self, sizes: Mapping[str, int], length: int) -> Cost:
-        """The same for llama.cpp."""
+        """Counts a prompt of llama.cpp in the same way."""
         return self._one_head(self.gguf(sizes, 0, length), length)
 
     def _one_head(self, cost: Cost, length: int) -> Cost:
@@ -94,7 +94,7 @@ class Counted:
         return replace(cost, products=cost.products - heads * (length - 1) / length)
 
     def gguf(self, sizes: Mapping[str, int], context: int, batch: int, window: int = 1) -> Cost:
-        """A pass of llama.cpp over `window` tokens of each sequence; its caches are in fp16."""
+        """Counts a pass of llama.cpp over `window` tokens per sequence; its caches are in fp16."""
         tokens = batch * window
         read = sum(
             size * (self.share(tokens) if "_exps." in name else 1)
@@ -108,13 +108,13 @@ class Counted:
 
 
 def count(checkpoint: Path) -> Counted:
-    """Count a checkpoint on disk, which is not needed any more afterwards."""
+    """Reads the counts of a checkpoint on disk, which may be deleted afterwards."""
     layout = find_layout(str(checkpoint), None)
     return Counted(layout.config, engine_model(layout, NONE))
 
 
 def draft_passes(manifest: Manifest) -> list[int]:
-    """Tokens per request of each pass of an MTP module."""
+    """Returns the tokens per request of each pass of an MTP module."""
     nextn = manifest.build.nextn
     if not nextn:
         return []
@@ -123,18 +123,18 @@ def draft_passes(manifest: Manifest) -> list[int]:
 
 
 def weight_groups(engine: Path, config: ModelConfig) -> Counter[str]:
-    """Bytes in the weights file by what a step does with them."""
+    """Sums the bytes in the weights file by their use in a step."""
     table = family_of(config).weight_table(config, WHOLE)
     routed = {weight.name for weight in table if weight.slices > 1}
     found: Counter[str] = Counter()
     for name, place in read_places(engine / WEIGHTS).items():
-        stored = name.removesuffix(".rows")  # plain experts of a CPU are stored by outputs
+        stored = name.removesuffix(".rows")  # unquantised experts for a CPU are stored by outputs
         found[group(weight_of(stored), routed)] += place.size
     return found
 
 
 def group(name: str, routed: set[str]) -> str:
-    """The kind of a weight, by its name in the program."""
+    """Returns the group of a weight, from its name in the program."""
     leaf, module = name.rpartition(".")[2], name.startswith("mtp.")
     if leaf == "embed_tokens":
         return "embedding"
@@ -147,7 +147,7 @@ def group(name: str, routed: set[str]) -> str:
 
 
 def row_bytes(manifest: Manifest) -> Counter[str]:
-    """Bytes of a cached token in all main layers (`kv`) and in all modules in use (`mtp_kv`)."""
+    """Returns a cached token's bytes in all main layers (`kv`) and modules in use (`mtp_kv`)."""
     found: Counter[str] = Counter()
     for spec in manifest.state:
         if spec.role == "rows":

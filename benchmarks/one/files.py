@@ -1,4 +1,4 @@
-"""Makes what a section measures: checkpoint, engines, GGUF file; and counts what lies on disk."""
+"""Makes a section's checkpoint, engines and GGUF file, and counts their bytes on disk."""
 
 import json
 import shutil
@@ -14,12 +14,12 @@ from one.random_checkpoint import write_checkpoint
 from one.shapes import Shape
 
 PEER = Path(__file__).parents[1] / "peer"
-QUARTER = 4  # the share of the vocabulary that reduced drafts are chosen from
+QUARTER = 4  # a reduced draft vocabulary has one of so many tokens
 
 
 @dataclass
 class Workshop:
-    """A folder for one model's files; `most` is the largest that it has been, in bytes."""
+    """Is a folder for one model's files; `most` is its largest size so far, in bytes."""
 
     folder: Path
     shape: Shape
@@ -41,7 +41,7 @@ class Workshop:
         return count(self.checkpoint)
 
     def build(self, name: str, nextns: tuple[int, ...], *flags: str) -> list[Path]:
-        """Engines of the checkpoint, a folder each; those of one build share their weights."""
+        """Builds engines of the checkpoint, a folder each; one build's engines share weights."""
         self.watch(f"building {name}, nextn {', '.join(map(str, nextns))}")
         out = self.folder / name
         said = ",".join(map(str, nextns))
@@ -52,13 +52,13 @@ class Workshop:
         return [next(out.glob(f"*n{nextn}")) for nextn in nextns]
 
     def draft_vocab(self) -> str:
-        """A file of the ids of a quarter of the vocabulary; which they are costs nothing."""
+        """Writes the ids of a quarter of the vocabulary; any choice takes the same time."""
         path = self.folder / "draft_ids.json"
         path.write_text(json.dumps([*range(self.vocabulary // QUARTER)]), encoding="utf-8")
         return str(path)
 
     def write_gguf(self, python: Path) -> tuple[Path, dict[str, int]]:
-        """The same shape for llama.cpp, and the bytes of its tensors."""
+        """Writes the same shape for llama.cpp; returns the file and the bytes of its tensors."""
         self.watch(f"writing GGUF, {self.shape.gguf}")
         config, out = self.folder / "config.json", self.folder / f"{self.shape.gguf}.gguf"
         config.write_text(json.dumps(dict(self.shape.raw)), encoding="utf-8")
@@ -75,13 +75,13 @@ class Workshop:
 
 
 def on_disk(folder: Path) -> int:
-    """Bytes of a folder's files, those with several names once."""
+    """Sums the bytes of a folder's files; a file with several names counts once."""
     files = (path.stat() for path in folder.rglob("*") if path.is_file())
     return sum({stat.st_ino: stat.st_size for stat in files}.values())
 
 
 def run(command: list[str]) -> str:
-    """Standard output; a command that fails ends in one line."""
+    """Returns a command's standard output; if it fails, exits with one line."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]

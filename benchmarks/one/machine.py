@@ -1,4 +1,4 @@
-"""What this machine can do, which bounds every step: read memory, and multiply matrices."""
+"""Measures the speeds that bound every step here: reading memory and multiplying matrices."""
 
 import math
 import time
@@ -11,22 +11,22 @@ import torch
 
 from mtpbuild.builder.bench.machine import describe_machine
 
-# Bytes that are read again and again: a step finds in caches what it left there.
+# Bytes that are read again and again: like a step, the reading finds some of them in caches.
 SIZES = (10**7, 3 * 10**7, 10**8, 3 * 10**8, 10**9, 2 * 10**9)
-SIDE = 1024  # of the matrices
-SECONDS = 1.0  # that each is tried for
+SIDE = 1024  # side of the matrices
+SECONDS = 1.0  # each measurement runs so long
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes per second by the bytes that are read, operations per second of large products."""
+    """Holds bytes per second by size of what is read, and operations per second of products."""
 
     reading: tuple[tuple[float, float], ...]
     fp32: float
     int8: float
 
     def bandwidth(self, size: float) -> float:
-        """Bytes per second of reading so many bytes again and again."""
+        """Returns the bytes per second of reading so many bytes again and again."""
         sizes, speeds = zip(*self.reading, strict=True)
         return float(np.interp(math.log(max(size, 1)), np.log(sizes), speeds))
 
@@ -35,13 +35,13 @@ class Machine:
 
 
 def machine_of(figures: dict[str, Any]) -> Machine:
-    """The machine of `measure_machine`'s figures, as JSON has them."""
+    """Makes a Machine from the figures of `measure_machine`, as stored in JSON."""
     reading = tuple((size, speed) for size, speed in figures["reading"])
     return Machine(reading, figures["fp32"], figures["int8"])
 
 
 def measure_machine(threads: int) -> dict[str, Any]:
-    """A Machine's figures, and a description."""
+    """Measures a Machine's figures; returns them and a description."""
     torch.set_num_threads(threads)
     reading = []
     for size in SIZES:
@@ -58,7 +58,7 @@ def measure_machine(threads: int) -> dict[str, Any]:
 
 
 def least(work: Callable[[], object]) -> float:
-    """Seconds of the fastest call: a bound must not be what others left of the machine."""
+    """Returns the seconds of the fastest call: other processes' load must not change a bound."""
     work()
     found, end = math.inf, time.perf_counter() + SECONDS
     while time.perf_counter() < end:

@@ -1,7 +1,7 @@
-"""A published shape in int4 beside llama.cpp's Q4_0: disk, memory, start, tokens, prompts, drafts.
+"""Compares a published shape in int4 with llama.cpp's Q4_0: disk, memory, start, speed, drafts.
 
-Engines: nextn 0 and one that drafts, which share a weights file; and one with drafts over a quarter
-of the vocabulary.
+There are three engines: nextn 0 and one that drafts, which share a weights file, and one with
+drafts over a quarter of the vocabulary.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ from one.sides import LLAMA, Side, decode, ours, prompt, take_turns
 PLAIN, DRAFTING, REDUCED = "nextn 0", "drafting", "drafting, a quarter"
 SHORT, LONG, PROMPT = 32, 1024, 256
 GB, WEIGHTS = 1e-9, "int4"
-STEP = 1.1  # times the ratio of bytes that a step with drafts may take
+STEP = 1.1  # a step with drafts may take this factor more than its ratio of bytes
 
 
 @dataclass(frozen=True)
 class Published:
-    """A recipe, its drafts and how many are accepted, and the aims that it has of its own.
+    """Measures a recipe with drafts that are accepted at given rates, and judges it by its aims.
 
-    rates: unconditional, as `--synthetic-acceptance-rates` takes them. disk: GB of all layers.
-    gain, reduced_gain: tokens/s over llama.cpp's, without and with a reduced draft vocabulary.
+    rates: unconditional, as for `--synthetic-acceptance-rates`. Aims: disk, GB of all layers;
+    gain and reduced_gain, tokens/s over llama.cpp's, without and with a reduced draft vocabulary.
     """
 
     recipe: str
@@ -43,7 +43,7 @@ class Published:
 
     @property
     def accepted(self) -> float:
-        """Tokens of a step."""
+        """Returns the mean number of tokens that a step emits."""
         return 1 + sum(self.rates)
 
     def shape(self, layers: int | None) -> Shape:
@@ -54,7 +54,7 @@ class Published:
         shop = Workshop(run.folder, shape, run.watch)
         counted = shop.write_checkpoint()
         engines = self.build(shop)
-        shop.drop_checkpoint()  # before the GGUF file, so that less disk is needed
+        shop.drop_checkpoint()  # before writing the GGUF file, to need less disk
         sides = [*self.our_sides(engines, run, shop.vocabulary)]
         costs = self.our_costs(counted, engines)
         sizes = {name: on_disk(engine) for name, engine in engines.items()}
@@ -81,7 +81,7 @@ class Published:
         return {PLAIN: plain, DRAFTING: drafting, REDUCED: reduced}
 
     def our_sides(self, engines: dict[str, Path], run: Run, vocabulary: int) -> Iterator[Side]:
-        """Memory is looked at behind the greedy request: what follows loads more programs."""
+        """Yields our sides; "short" comes first, as its memory counts and later asks add more."""
         short = {"short": decode(run.steps, SHORT, filled=False)}
         accepted = {"accepted": decode(run.steps, SHORT, filled=False, rates=self.rates)}
         plain = {"prompt": prompt(PROMPT), "long": decode(run.steps, LONG)}
@@ -125,7 +125,7 @@ class Published:
         return [table(title, (row for part in rows for row in part))]
 
     def stored(self, found: Found) -> Iterator[Row]:
-        """Disk, memory, and what it takes to get there; some aims are of the whole model."""
+        """Yields rows of disk, memory and start; some aims apply only to the whole model."""
         measured, sizes, whole = found.measured, found.data["sizes"], found.data["whole"]
         size, theirs = sizes[PLAIN] * GB, scaled(sizes.get(LLAMA), GB)
         row = Row("engine on disk, MTP module included", "GB", (size, theirs))
@@ -143,7 +143,7 @@ class Published:
         yield row.judge(first, Aim(15.0)) if whole else row
 
     def times(self, found: Found) -> Iterator[Row]:
-        """Tokens one by one, and a prompt."""
+        """Yields rows of single tokens, and of a prompt."""
         measured = found.measured
         for ask, context in (("short", SHORT), ("long", LONG)):
             own, other = measured.step(PLAIN, ask), measured.step(LLAMA, ask)
@@ -157,7 +157,7 @@ class Published:
         yield row.judge(over(other, own), Aim(1.5, at_least=True))
 
     def steps(self, found: Found) -> Iterator[Row]:
-        """A step with drafts over a step without, beside the ratio of their bytes."""
+        """Yields ratios of a step with drafts to one without, beside the ratio of their bytes."""
         measured, plain = found.measured, found.cost(PLAIN)
         own, other = measured.step(PLAIN, "short"), measured.step(LLAMA, "verify")
         assert plain is not None
@@ -170,7 +170,7 @@ class Published:
             yield row.judge(over(step, own), Aim(STEP * beside), beside)
 
     def gains(self, found: Found) -> Iterator[Row]:
-        """Tokens per second with drafts that are accepted by chance."""
+        """Yields tokens per second with drafts that are accepted at random."""
         measured = found.measured
         other = rate(1, measured.step(LLAMA, "short"))
         their_bound = rate(1, found.bound(LLAMA, WEIGHTS))
@@ -183,7 +183,7 @@ class Published:
 
 
 def bits(engine: Path, shape: Shape) -> float:
-    """Bits of a stored weight, scales included, without embedding and head."""
+    """Returns the mean bits of a stored weight, with scales, without embedding and head."""
     config: Any = shape.config
     held = weight_groups(engine, config)
     ends = held.pop("embedding") + held.pop("head")

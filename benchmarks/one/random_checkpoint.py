@@ -1,8 +1,8 @@
-"""Writes a checkpoint as `mtpbuild quantize` would, whose blocks are random: nothing is quantised.
+"""Writes a checkpoint in `mtpbuild quantize`'s format with random blocks; it quantises nothing.
 
-Values are as large as in a model whose activations keep their size, so that they stay finite and
-each token goes to experts of its own: products have a standard deviation near one over the root of
-their inputs, embeddings near 1, norms are 1 and biases 0. Some MB are in memory at a time.
+Weights have the scale that keeps activations at their size, so that values stay finite and tokens
+choose different experts: the standard deviation is near one over the root of the inputs in
+products, near 1 in embeddings; norms are 1 and biases 0. Only some MB are in memory at a time.
 """
 
 import json
@@ -23,12 +23,12 @@ from mtpbuild.builder.quantize.quantize import quantization_config
 from mtpbuild.builder.quantize.scheme import PLAIN
 from one.shapes import Shape
 
-PIECE = 1 << 26  # bytes that are in memory at once
-ROWS = 128  # of normal values, which are quantised to see what scales are like
+PIECE = 1 << 26  # most bytes in memory at once
+ROWS = 128  # normal values that are quantised to sample realistic scales
 
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
-    """Write the shape's checkpoint, unless the folder has one."""
+    """Writes the shape's checkpoint, unless the folder has one."""
     if (folder / CONFIG).exists():
         return
     config, scheme = shape.config, shape.scheme
@@ -61,7 +61,7 @@ def stored(source: Source, format: Format | None) -> dict[str, Part]:
 def tensors(
     config: ModelConfig, found: dict[str, Source], formats: dict[str, Format | None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint, some rows at a time."""
+    """Yields every tensor of the checkpoint, some rows at a time."""
     table = family_of(config).weight_table(config, WHOLE)
     looked_up = {source.name for weight in table if weight.looked_up for source in weight.sources}
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def plain(source: Source, deviation: float) -> Iterator[Tensor]:
 
 
 def pieces(part: Part, like: Tensor, random: np.random.Generator) -> Iterator[Tensor]:
-    """A stored tensor: packed values are random bytes, scales those of quantised normal values."""
+    """Yields a stored tensor: packed values are random bytes, scales come from normal values."""
     if not part.shape:
         yield like
         return

@@ -1,4 +1,4 @@
-"""Rows of figures with their bounds, the other side's beside them, a ratio and its aim."""
+"""Makes rows of figures: ours and the other side's, their bounds, a ratio and its aim."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Aim:
-    """What a figure should be: at most, or at least."""
+    """Is the value that a figure should not exceed, or should reach (`at_least`)."""
 
     value: float
     at_least: bool = False
@@ -25,11 +25,11 @@ class Aim:
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of both sides in `unit`, and what the machine allows; None where nothing is known.
+    """Is a figure of both sides in `unit`, with their bounds; None stands for unknown.
 
     numbers: ours, theirs, our bound, their bound; the last ones may be left out. judged: the number
-    that the aim is about, most often a ratio. beside: what it is compared with, such as the ratio
-    of bytes or the other side's.
+    that the aim applies to, usually a ratio. beside: a number to compare it with, such as the ratio
+    of bytes or the other side's ratio.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Row:
     def judge(
         self, ratio: float | None, aim: Aim | None = None, beside: float | None = None
     ) -> "Row":
-        """The row with the number that its aim is about, and what is shown beside it."""
+        """Returns the row with a judged number, its aim, and the number to compare it with."""
         return replace(self, judged=ratio, aim=aim, beside=beside)
 
     def cells(self) -> list[str]:
@@ -70,7 +70,7 @@ def table(title: str, rows: Iterable[Row]) -> Table:
 
 
 def over(above: float | None, below: float | None) -> float | None:
-    """Divide one by the other, where both are known."""
+    """Divides one by the other, where both are known."""
     return above / below if above is not None and below else None
 
 

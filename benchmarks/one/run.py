@@ -1,4 +1,4 @@
-"""How to measure: what every section is given."""
+"""Holds the settings with which every section measures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Run:
-    """A folder for files, layers of the trunk at most, rounds, and steps of each request.
+    """Holds the folder for files, the most layers of the trunk, the rounds, and steps per request.
 
-    peers: a Python that has llama.cpp; None: our side alone.
+    peers: a Python that has llama.cpp; None measures our side alone.
     """
 
     folder: Path

@@ -1,6 +1,6 @@
 """The models that `one_machine.py` measures: published shapes, and a small one with many experts.
 
-Weights are random: of a model only its shape counts here, and how its weights are stored.
+Weights are random: only a model's shape and the format of its weights matter here.
 """
 
 import json
@@ -13,7 +13,7 @@ from mtpbuild.builder.quantize.scheme import PLAIN, Scheme, make_scheme
 from mtpbuild.builder.recipe import find_recipe
 
 MOE, DENSE = "gigachat3-10b-a1.8b-bf16", "mimo-7b-rl"  # recipes
-# 64 experts as MOE has them, of half its width: 0.95 billion parameters.
+# MOE's 64 experts at half the width: 0.95 billion parameters.
 SMALL = {
     "hidden_size": 768,
     "intermediate_size": 4480,
@@ -27,12 +27,12 @@ SMALL = {
     "v_head_dim": 96,
     "vocab_size": 32768,
 }
-GGUF = {"fp32": "f32", "int8": "q8_0", "int4": "q4_0"}  # llama.cpp's format beside each of ours
+GGUF = {"fp32": "f32", "int8": "q8_0", "int4": "q4_0"}  # our format -> llama.cpp's counterpart
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model to write: its config.json, and the format of its products."""
+    """Is a model to write: its config.json, and the format of its products."""
 
     name: str
     raw: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Shape:
 
     @property
     def scheme(self) -> Scheme:
-        """What `mtpbuild quantize --to int4 --head int8` stores; fp32 engines come from bf16."""
+        """Returns `mtpbuild quantize --to int4 --head int8`'s scheme; fp32 engines use bf16."""
         if self.weights == "fp32":
             return Scheme(PLAIN, PLAIN)
         return make_scheme(self.weights, None, None, "int8")
@@ -56,7 +56,7 @@ class Shape:
 
 
 def published(recipe: str, layers: int | None, weights: str = "int4") -> Shape:
-    """A recipe's shape; layers: at most so many, of the first ones."""
+    """Returns a recipe's shape with at most its first `layers` layers."""
     return cut(recipe, of_recipe(recipe), layers, weights)
 
 

@@ -1,7 +1,7 @@
-"""Runs one side at a time, each in a process of its own, and gathers what they answer.
+"""Runs one side at a time, each in a process of its own, and gathers their answers.
 
-Sides take turns, round after round: two of them would not fit into memory together. What a side
-reads is read once before it starts, so that its page cache is warm.
+Sides take turns, round after round, because two might not fit into memory together. A side's files
+are read once before it starts, so that the page cache is warm.
 """
 
 import json
@@ -20,17 +20,17 @@ from one.run import Run
 PEER = Path(__file__).parents[1] / "peer"
 OURS, LLAMA = "mtpbuild", "llama.cpp"
 WARM = 2  # steps at the start of a request that are not counted
-PATIENCE = 3600  # seconds that a side may take
+PATIENCE = 3600  # most seconds for a side
 CHUNK = 1 << 24
 
-Answers = dict[str, dict[str, Any]]  # by what was asked; a side that died leaves `error`
+Answers = dict[str, dict[str, Any]]  # by the ask's name; a side that died leaves `error`
 
 
 @dataclass(frozen=True)
 class Side:
-    """An engine of ours or a GGUF file, and what it is asked, by name.
+    """Is an engine of ours or a GGUF file, and the asks for it, by name.
 
-    rows: cached tokens that a request may need at most.
+    rows: the most cached tokens that a request needs.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Side:
         return str(PEER / ("llama_side.py" if self.path.suffix == ".gguf" else "ours_side.py"))
 
     def run(self, threads: int, work: Path) -> Answers:
-        """Answers by name; "first" is what start and first token took."""
+        """Returns answers by name; "first" has the seconds from start to first token."""
         warm(self.path)
         job = {"path": str(self.path), "threads": threads, "rows": self.rows}
         job |= {"vocabulary": self.vocabulary, "asks": [*self.asks.values()]}
@@ -86,7 +86,7 @@ def decode(
     rates: Sequence[float] | None = None,
     window: int = 1,
 ) -> dict[str, Any]:
-    """What side.py's `decode` asks; rates are for our side, a window for llama.cpp's."""
+    """Makes an ask for side.py's `decode`; rates are for our side, a window for llama.cpp's."""
     ask = {"kind": "decode", "steps": steps + WARM, "context": context, "batch": batch}
     return ask | {"filled": filled, "rates": rates, "window": window}
 
@@ -96,7 +96,7 @@ def prompt(length: int, times: int = 2) -> dict[str, Any]:
 
 
 def warm(path: Path) -> None:
-    """Read every byte of a file or folder, so that the system has it in memory."""
+    """Reads every byte of a file or folder, so that the system has it in memory."""
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     for each in files:
         with each.open("rb", buffering=0) as file:
@@ -105,7 +105,7 @@ def warm(path: Path) -> None:
 
 
 def take_turns(sides: Sequence[Side], run: Run) -> dict[str, list[Answers]]:
-    """Answers of each side, a list entry for each round."""
+    """Runs the sides in turn; returns each one's answers, a list entry for each round."""
     found: dict[str, list[Answers]] = {side.name: [] for side in sides}
     for i in range(run.rounds):
         turn = i % len(sides)
@@ -120,23 +120,23 @@ def take_turns(sides: Sequence[Side], run: Run) -> dict[str, list[Answers]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The answers of a section, by side: medians over rounds, None where nobody answered."""
+    """Reads a section's answers by side: medians over rounds, None where there is no answer."""
 
     rounds: Mapping[str, Sequence[Answers]]
 
     def step(self, side: str, ask: str) -> float | None:
-        """Seconds of a step, the median of the medians."""
+        """Returns the seconds of a step, the median of the rounds' medians."""
         return self._median(side, ask, lambda answer: statistics.median(answer["steps"][WARM:]))
 
     def prompt(self, side: str, ask: str) -> float | None:
-        """Seconds to the token behind a prompt."""
+        """Returns the seconds to the first token after a prompt."""
         return self._median(side, ask, lambda answer: statistics.median(answer["seconds"]))
 
     def first(self, side: str) -> float | None:
         return self._median(side, "first", lambda answer: answer["first_s"])
 
     def memory(self, side: str, ask: str, kind: str = "VmHWM") -> float | None:
-        """Bytes when the ask was answered."""
+        """Returns the process's bytes at the time of the answer."""
         return self._median(side, ask, lambda answer: answer[kind])
 
     def errors(self) -> dict[str, str]:

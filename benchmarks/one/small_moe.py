@@ -1,4 +1,4 @@
-"""A mixture of 64 experts of 0.95 billion parameters in fp32 and int8, beside F32 and Q8_0."""
+"""Compares a 64-expert model of 0.95 billion parameters in fp32 and int8 with F32 and Q8_0."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ DRAFTING = f"nextn {NEXTN}"
 FORMATS = ("fp32", "int8")
 SHORT, PROMPT = 32, 256
 GB = 1e-9
-STEP = 1.2  # times the ratio of bytes that a step with drafts may take
+STEP = 1.2  # a step with drafts may take this factor more than its ratio of bytes
 
 
 class SmallMoE:
@@ -98,7 +98,7 @@ class SmallMoE:
         yield from self.steps(found, weights)
 
     def steps(self, found: Found, weights: str) -> Iterator[Row]:
-        """A token, and a step over four."""
+        """Yields rows of a token, and of a step over four tokens."""
         measured = found.measured
         plain, drafting = found.cost(PLAIN), found.cost(DRAFTING)
         assert plain is not None

@@ -2,9 +2,9 @@
 
     python gguf_file.py CHECKPOINT OUT [--type f32|q8_0] [--tokenizer]
 
-Needs `gguf`; no torch, no mtpbuild. Without --tokenizer the file knows token ids only; with it a
-server can read and write text, cut up by GPT-2's pattern, which is not quite the model's own.
-Without the MTP modules: llama.cpp runs one of them at most, and only in its server.
+The script needs `gguf`, but neither torch nor mtpbuild. Without --tokenizer the file has token ids
+only; with it a server can read and write text, split by GPT-2's pattern, which is not quite the
+model's. MTP modules are left out: llama.cpp runs at most one, and only in its server.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from gguf_keys import PLAIN, write_keys
 Array = npt.NDArray[np.float32]
 Reader = Callable[[str], Array]
 
-# Of a layer, by GGUF's name and the checkpoint's.
+# Tensors of a layer: GGUF's name and the checkpoint's.
 QUERIES = {"attn_q": "self_attn.q_proj"}  # without q_lora
 LATENT_QUERIES = {
     "attn_q_a": "self_attn.q_a_proj",
@@ -39,7 +39,7 @@ PROJECTIONS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
 def open_tensors(folder: Path) -> Reader:
-    """name -> the tensor in fp32, from one safetensors file."""
+    """Maps each name in one safetensors file to its tensor in fp32."""
     path = folder / "model.safetensors"
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -62,7 +62,7 @@ def open_tensors(folder: Path) -> Reader:
 
 
 def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
-    """GGUF's names and the values under them."""
+    """Yields GGUF's names and their values."""
     yield "token_embd.weight", read("model.embed_tokens.weight")
     yield "output_norm.weight", read("model.norm.weight")
     yield "output.weight", read("lm_head.weight")
@@ -94,7 +94,7 @@ def tensors(c: dict[str, Any], read: Reader) -> Iterator[tuple[str, Array]]:
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
-    """The byte-level BPE of tokenizer.json."""
+    """Writes the byte-level BPE of tokenizer.json."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
     ids = vocabulary | {token["content"]: token["id"] for token in added}
@@ -114,7 +114,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
 
 
 def convert(folder: Path, out: Path, kind: str, *, tokenizer: bool = False) -> None:
-    """Matrices in `kind`; norms, biases and the router in fp32, as llama.cpp wants them."""
+    """Writes matrices in `kind`; norms, biases and the router in fp32, as llama.cpp requires."""
     c = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(out, "deepseek2")
     write_keys(writer, c)

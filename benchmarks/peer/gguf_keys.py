@@ -1,8 +1,8 @@
-"""What llama.cpp asks of a GGUF file for a model: its architecture, keys, tensors and shapes.
+"""The architecture, keys, tensors and shapes that llama.cpp requires of a model's GGUF file.
 
-`deepseek2` is DeepSeek-V3's class, `qwen2` the trunk of MiMo. No MTP modules: llama.cpp runs one of
-them at most, and only in its server. Shapes are NumPy's, the reverse of ggml's. Nothing here needs
-`gguf`.
+`deepseek2` is DeepSeek-V3's class, `qwen2` the trunk of MiMo. There are no MTP modules: llama.cpp
+runs at most one, and only in its server. Shapes are NumPy's, the reverse of ggml's. Nothing here
+needs `gguf`.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ Config = dict[str, Any]  # config.json of the checkpoint
 Shapes = dict[str, tuple[int, ...]]
 SIGMOID = 2  # gguf.ExpertGatingFuncType
 ARCHITECTURES = {"deepseek_v3": "deepseek2", "mimo": "qwen2"}  # by model_type
-# Matrices that llama.cpp wants in fp32, whatever the others are in.
+# Matrices that llama.cpp requires in fp32, whatever the others' type.
 PLAIN = "ffn_gate_inp"
 
 
@@ -23,7 +23,7 @@ def architecture(c: Config) -> str:
 
 
 def write_keys(writer: Any, c: Config) -> None:
-    """Give the configuration's keys to `writer`, a gguf.GGUFWriter."""
+    """Writes the configuration's keys to `writer`, a gguf.GGUFWriter."""
     writer.add_vocab_size(c["vocab_size"])
     writer.add_context_length(c["max_position_embeddings"])
     writer.add_embedding_length(c["hidden_size"])
@@ -40,14 +40,14 @@ def write_keys(writer: Any, c: Config) -> None:
 
 
 def write_latent_keys(writer: Any, c: Config) -> None:
-    """Latent attention in the absorbed form: one key and value head of the latent's width."""
+    """Writes keys of latent attention in the absorbed form: one head of the latent's width."""
     rank, rope = c["kv_lora_rank"], c["qk_rope_head_dim"]
     writer.add_head_count_kv(1)
     writer.add_key_length(rank + rope)
     writer.add_value_length(rank)
     writer.add_key_length_mla(c["qk_nope_head_dim"] + rope)
     writer.add_value_length_mla(c["v_head_dim"])
-    # Without the key llama.cpp takes models of 26, 27 or 48 layers alone for such without q_lora.
+    # Without this key llama.cpp assumes that only models of 26, 27 or 48 layers lack q_lora.
     writer.add_q_lora_rank(c["q_lora_rank"] or 0)
     writer.add_kv_lora_rank(rank)
     writer.add_rope_dimension_count(rope)
@@ -77,7 +77,7 @@ def write_expert_keys(writer: Any, c: Config) -> None:
 
 
 def shapes(c: Config) -> Shapes:
-    """Every tensor of the file and its shape."""
+    """Yields every tensor of the file and its shape."""
     E, V = c["hidden_size"], c["vocab_size"]
     found: Shapes = {
         "token_embd.weight": (V, E),

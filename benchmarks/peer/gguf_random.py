@@ -1,11 +1,11 @@
-"""Writes a GGUF file of a model's shape whose blocks are random, without a checkpoint.
+"""Writes a GGUF file of a model's shape with random blocks; it needs no checkpoint.
 
     python gguf_random.py CONFIG.json OUT [--type f32|q8_0|q4_0]
 
-Matrices are in the type; in a quantised file embedding, head and `attn_k_b`, `attn_v_b` (the halves
-of `kv_b_proj`) are in Q8_0; norms, biases and routers in fp32. Each value is about as large as in a
-model whose activations keep their size. Prints the bytes of each tensor as JSON. Needs `gguf`; one
-tensor is in memory at a time.
+Matrices have the given type, except that in a quantised file embedding, head, `attn_k_b` and
+`attn_v_b` (the halves of `kv_b_proj`) are in Q8_0; norms, biases and routers are in fp32. Weights
+have the scale that keeps activations at their size. The script prints the bytes of each tensor as
+JSON. It needs `gguf`, and holds one tensor in memory at a time.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from gguf_keys import PLAIN, architecture, shapes, write_keys
 
 BLOCK, Q8_0 = 32, "q8_0"
-# Bytes of a block, an fp16 scale first; standard deviation of its values before the scale.
+# Bytes of a block, which begins with an fp16 scale; standard deviation of its unscaled values.
 KINDS = {"q4_0": (18, 4.61), Q8_0: (34, 73.9)}
 ENDS = ("token_embd.weight", "output.weight")
 HALVES = ("attn_k_b.weight", "attn_v_b.weight")
@@ -30,14 +30,14 @@ Array = npt.NDArray[Any]
 
 
 def kind_of(name: str, shape: Shape, wanted: str) -> str:
-    """The type of a tensor in a file of type `wanted`."""
+    """Returns the type of a tensor in a file of type `wanted`."""
     if len(shape) == 1 or PLAIN in name or wanted == "f32":
         return "f32"
     return Q8_0 if name in ENDS or name.endswith(HALVES) else wanted
 
 
 def stored_shape(shape: Shape, kind: str) -> Shape:
-    """Shape of the array that is stored: of floats, or of bytes."""
+    """Returns the shape of the stored array, of floats or of bytes."""
     if kind == "f32":
         return shape
     count, rest = divmod(shape[-1], BLOCK)
@@ -51,7 +51,7 @@ def nbytes(shape: Shape, kind: str) -> int:
 
 
 def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Array:
-    """A tensor as it is stored: norms are 1, biases 0, everything else is random."""
+    """Makes a tensor as it is stored: norms are 1, biases 0, everything else is random."""
     if len(shape) == 1:
         return np.full(shape, 0.0 if name.endswith("bias") else 1.0, np.float32)
     deviation = 1.0 if name.startswith("token_embd") else shape[-1] ** -0.5
@@ -61,14 +61,14 @@ def values(name: str, shape: Shape, kind: str, rng: np.random.Generator) -> Arra
     stored = stored_shape(shape, kind)
     words = rng.integers(0, 2**64, -(-prod(stored) // 8), np.uint64)
     blocks = words.view(np.uint8)[: prod(stored)].reshape(-1, size)
-    # As a quantiser's, scales have either sign: else all values would lean to one side.
+    # Scales have either sign, as a quantiser's do: otherwise all values would lean to one side.
     signs = 1 - 2 * (blocks[:, 0] & 1).astype(np.float16)
     blocks[:, :2] = (signs * np.float16(deviation / spread))[:, None].view(np.uint8)
     return blocks.reshape(stored)
 
 
 def write(c: dict[str, Any], out: Path, wanted: str) -> dict[str, int]:
-    """Bytes of each tensor."""
+    """Writes the file; returns the bytes of each tensor."""
     writer = gguf.GGUFWriter(out, architecture(c))
     write_keys(writer, c)
     writer.add_tokenizer_model("no_vocab")

@@ -1,4 +1,4 @@
-"""transformers, fp32: python hugging_face.py CHECKPOINT THREADS eager|mtp|compile"""
+"""Runs transformers in fp32: python hugging_face.py CHECKPOINT THREADS eager|mtp|compile"""
 
 import functools
 import sys
@@ -13,7 +13,7 @@ CONTEXT = 1536  # rows of a compiled step's cache, whose shape must not change
 
 
 class Tokens:
-    """What `generate` calls a streamer; the prompt comes first."""
+    """Passes on tokens as a streamer of `generate`, which sends the prompt first."""
 
     def __init__(self) -> None:
         self.queue: SimpleQueue[list[int] | None] = SimpleQueue()
@@ -40,11 +40,11 @@ def load() -> Generate:
     options: dict[str, Any] = {}
     if mode == "mtp":
         options["use_mtp"] = True
-        # transformers looks for modules from layer 61 on only, as in the published checkpoints.
+        # transformers looks for modules only from layer 61 on, as in the published checkpoints.
         first, count = model.config.num_hidden_layers, model.config.num_mtp_layers
         layers = "|".join(str(first + k) for k in range(count))
         model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.(?:{layers})\."]
-    if mode == "compile":  # steps; prompts, each of another length, are not
+    if mode == "compile":  # compile steps, but not prompts, whose lengths vary
         step = model.forward
         compiled = torch.compile(step)
 

@@ -1,4 +1,4 @@
-"""llama.cpp by its C interface: a model, and contexts with room for several sequences."""
+"""Runs llama.cpp through its C interface: a model, and contexts for several sequences."""
 
 import ctypes
 import struct
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 CHUNK = 512  # prompt tokens per call: llama.cpp's own default of n_ubatch
-ROW_STEP = 256  # rows of a sequence come in multiples of this many
+ROW_STEP = 256  # a sequence's rows are a multiple of this
 
 
 class Model:
-    """A GGUF file, mapped, with what llama.cpp lays out anew of it."""
+    """Is a GGUF file, mapped, and the tensors that llama.cpp repacks from it."""
 
     def __init__(self, path: str) -> None:
         import llama_cpp
@@ -37,7 +37,7 @@ class Model:
 
 
 class Context:
-    """Caches of `sequences` sequences, each with `rows` rows of its own, and a batch to decode."""
+    """Holds caches of `sequences` sequences, each with `rows` rows, and a batch to decode."""
 
     def __init__(self, model: Model, threads: int, rows: int, sequences: int = 1) -> None:
         import numpy as np
@@ -55,15 +55,15 @@ class Context:
         self.memory = self.lib.llama_get_memory(self.handle)
 
     def decode(self, tokens: Sequence[int], start: int, every: bool = False) -> None:
-        """Tokens of the first sequence from position `start` on.
+        """Decodes tokens of the first sequence from position `start` on.
 
-        every: logits of all tokens, else of the last.
+        every: compute the logits of all tokens, not only of the last.
         """
         last = len(tokens) - 1
         self.run([(t, start + i, 0, every or i == last) for i, t in enumerate(tokens)])
 
     def run(self, rows: Sequence[tuple[int, int, int, bool]]) -> None:
-        """One pass over rows of (token, position, sequence, whether its logits are wanted)."""
+        """Runs one pass over rows of (token, position, sequence, whether its logits are wanted)."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wanted) in enumerate(rows):
@@ -74,27 +74,27 @@ class Context:
             raise RuntimeError(f"llama_decode returned {failed}")
 
     def best(self, place: int) -> int:
-        """The likeliest token behind a row of the batch whose logits were wanted."""
+        """Returns the likeliest token after a row of the batch whose logits were wanted."""
         logits = self.lib.llama_get_logits_ith(self.handle, place)
         values = self.np.ctypeslib.as_array(logits, shape=(self.vocabulary,))
         return int(values.argmax())
 
     def prompt(self, tokens: Sequence[int]) -> int:
-        """Forget the first sequence, take this one in, and say the token behind it."""
+        """Replaces the first sequence by this prompt, and returns the token after it."""
         self.keep(0)
         for start in range(0, len(tokens), CHUNK):
             self.decode(tokens[start : start + CHUNK], start)
         return self.best(-1)
 
     def keep(self, rows: int, sequence: int = 0) -> None:
-        """Drop all rows of a sequence but the first ones."""
+        """Drops all but the first `rows` rows of a sequence."""
         self.lib.llama_memory_seq_rm(self.memory, sequence, rows, -1)
 
     def fill(self, sequence: int, count: int) -> None:
-        """Give a sequence `count` rows without a prompt, those of the first one again and again.
+        """Gives a sequence `count` rows without a prompt, by repeating the first sequence's rows.
 
-        The first sequence must hold some rows. They go through a saved state, whose rows are
-        repeated.
+        The first sequence must hold some rows. Its state is saved, lengthened by repeated rows, and
+        loaded as the other sequence.
         """
         size = self.lib.llama_state_seq_get_size(self.handle, 0)
         saved = (ctypes.c_uint8 * size)()
@@ -113,15 +113,15 @@ class Context:
 
 
 def lengthened(state: bytes, count: int, np: Any) -> bytearray:
-    """A saved sequence with `count` rows, which are the saved ones in turn.
+    """Returns a saved sequence with `count` rows, which repeat its saved ones.
 
     The format is llama.cpp 0.3.36's: magic, sequence, the number of streams and of cells in each;
-    position, 1 and sequence of each cell; whether values are transposed, the number of layers; of
-    each layer the keys' type, bytes of a row and rows, then likewise the values, if it has any.
+    position, 1 and sequence of each cell; whether values are transposed, the number of layers; for
+    each layer the keys' type, bytes per row and rows, then the same for the values, if any.
     """
     magic, sequence, streams = struct.unpack_from("<IiI", state)
     (cells,) = struct.unpack_from("<I", state, 12)
-    at = 16 + 12 * cells  # the first stream's; sequence 0 has nothing in the others
+    at = 16 + 12 * cells  # cells of the first stream; sequence 0 has none in the others
     transposed, layers = struct.unpack_from("<II", state, at)
     if transposed:
         raise RuntimeError("llama.cpp keeps values transposed here: rows can't be repeated")

@@ -1,4 +1,4 @@
-"""llama.cpp, one sequence: python llama_cpp_peer.py MODEL.gguf THREADS CONTEXT"""
+"""Runs llama.cpp with one sequence: python llama_cpp_peer.py MODEL.gguf THREADS CONTEXT"""
 
 import statistics
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 from llama_cpp_model import Context, Model
 from worker import Extras, Generate, serve
 
-DEEP, ROUNDS = 200, 100  # tokens in the cache, and repetitions, of the comparison of batches
+DEEP, ROUNDS = 200, 100  # cached tokens and repetitions when batches are compared
 
 loaded: list[Context] = []
 
@@ -32,7 +32,7 @@ def load() -> Generate:
 
 
 def verify(context: Context) -> dict[str, Any]:
-    """Milliseconds of a step of 1 token and of 4, in turn, behind the same prompt."""
+    """Measures the milliseconds of a step of 1 token and of 4, in turn, after the same prompt."""
     times: dict[int, list[float]] = {1: [], 4: []}
     context.prompt([20 + i % 100 for i in range(DEEP)])
     for _ in range(ROUNDS):

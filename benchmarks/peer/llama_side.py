@@ -1,7 +1,7 @@
-"""llama.cpp's side of `one_machine.py`; side.py says what goes in and out.
+"""llama.cpp's side of `one_machine.py`; side.py describes its input and output.
 
-A step decodes `window` tokens of each sequence and takes the argmax behind each of them. Tokens are
-random: which they are costs nothing.
+A step decodes `window` tokens of each sequence and takes the argmax after each of them. Tokens are
+random, because the choice of tokens does not affect the time.
 """
 
 import time
@@ -10,7 +10,7 @@ import llama_cpp  # noqa: F401  (before the clock runs)
 from llama_cpp_model import Context, Model
 from side import Answer, Ask, serve, tokens
 
-SEED_ROWS = 16  # of the prompt whose rows fill a cache
+SEED_ROWS = 16  # tokens of the prompt whose rows fill a cache
 
 
 class Llama:
@@ -41,7 +41,7 @@ class Llama:
         return {"steps": seconds, "tokens": steps * batch * window}
 
     def step(self, new: list[int], at: int, window: int) -> float:
-        """Seconds; several tokens are verified, and forgotten."""
+        """Returns a step's seconds; if it has several tokens, they are verified and forgotten."""
         begin = time.perf_counter()
         self.context.run(
             [(token, at + i % window, i // window, True) for i, token in enumerate(new)]

@@ -1,4 +1,4 @@
-"""mtpbuild's side of `one_machine.py`; side.py says what goes in and out."""
+"""mtpbuild's side of `one_machine.py`; side.py describes its input and output."""
 
 import math
 import time
@@ -15,10 +15,9 @@ POOL = 1024  # different rows in a filled cache
 
 
 class Watched:
-    """An engine's programs: notes when steps end, and can leave prompts out.
+    """Wraps an engine's programs, notes when steps end, and can skip prompts.
 
-    A prompt that is left out has its rows all the same: they are filled with random values behind
-    the first step.
+    A skipped prompt still has its rows: they are filled with random values after the first step.
     """
 
     def __init__(self, programs: Any, caches: list[str]) -> None:
@@ -29,7 +28,7 @@ class Watched:
         return getattr(self._programs, name)
 
     def begin_watch(self, batch: int, filled: int | None) -> None:
-        """filled: rows of each prompt that is left out; None: prompts are taken in."""
+        """Begins to note steps; filled: the rows of each skipped prompt; None runs the prompts."""
         self.batch, self.filled, self.empty = batch, filled, filled is not None
         self.ends: list[float] = []
 
@@ -47,7 +46,7 @@ class Watched:
 
     def _fill(self) -> None:
         draw = np.random.default_rng(0)
-        # `state` would show all slots, and so have memory for them.
+        # `state` would show all slots, and so allocate memory for all.
         views = self._programs._caches.views(0, self.batch)
         for name in self._caches:
             cache = views[name][:, :, : self.filled]
@@ -64,7 +63,7 @@ class Ours:
         self.engine = Engine.load(job["path"], threads=job["threads"])
         state = self.engine.manifest.state
         caches = [s.name for s in state if s.role == "rows" and s.dtype == "float32"]
-        # No public name: `loop_overhead.py` goes in by the same door.
+        # This name is not public; `loop_overhead.py` uses it too.
         self.loop: Any = self.engine._loop
         self.watched = self.loop.programs = Watched(self.loop.programs, caches)
 
@@ -75,8 +74,8 @@ class Ours:
         context, batch, rates = ask["context"], ask["batch"], ask.get("rates")
         self.watched.begin_watch(batch, context if ask["filled"] else None)
         accepting = {} if rates is None else synthetic(rates)
-        # Requests begin one by one, with a step between: the last to begin is to have its steps
-        # beside all others. A prompt that is left out takes one turn, however long it is.
+        # Requests begin one by one, with a step between; the last one to begin must still have all
+        # its steps beside the others. A skipped prompt takes one turn, whatever its length.
         most = math.ceil((ask["steps"] + batch - 1) * (1 + sum(rates or ())))
         chunk, self.loop._chunk = self.loop._chunk, context if ask["filled"] else self.loop._chunk
         params = [SamplingParams(most, ignore_eos=True, **accepting, seed=i) for i in range(batch)]
@@ -90,7 +89,7 @@ class Ours:
 
 
 def synthetic(rates: list[float]) -> dict[str, Any]:
-    """Drafts are accepted by chance; rates: of the first, of both, and so on."""
+    """Accepts drafts at random; rates: for the first draft, for the first two, and so on."""
     return {
         "acceptance": "rejection",
         "rejection_sample_method": "synthetic",

@@ -1,10 +1,10 @@
-"""The model as one exports it to ONNX without mtpbuild's step program.
+"""Runs the model as one exports it to ONNX without mtpbuild's step program.
 
     python plain_onnx.py CHECKPOINT MODEL.onnx --make
     python plain_onnx.py MODEL.onnx THREADS
 
-Tokens and past keys and values in, logits and present ones out: keys and values of every head are
-cached, concatenated and handed back by value, and the host takes the argmax.
+The graph takes tokens and past keys and values, and returns logits and all keys and values. They
+are cached for every head, concatenated and passed by value; the host takes the argmax.
 """
 
 import sys
@@ -16,7 +16,7 @@ from worker import Generate, serve
 
 
 def make(checkpoint: Path, out: Path) -> None:
-    """Export the checkpoint's main model; it needs mtpbuild[build]."""
+    """Exports the checkpoint's main model; it needs mtpbuild[build]."""
     import torch
     import torch.nn.functional as F
     from safetensors.torch import load_file

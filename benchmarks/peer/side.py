@@ -1,10 +1,10 @@
-"""What the programs of both sides of `one_machine.py` share: a job in, a line of JSON per answer.
+"""Shared code of both sides of `one_machine.py`: reads a job, writes a line of JSON per answer.
 
     python ours_side.py JOB.json        python llama_side.py JOB.json
 
-A job names the engine or GGUF file, threads, rows that a sequence may need, the vocabulary and what
-is asked. The first answer is `first_s`: seconds from before loading to the first token behind a
-prompt of 8. Standard library only, but for what is measured.
+A job names the engine or GGUF file, threads, the rows that a sequence may need, the vocabulary and
+the asks. The first answer is `first_s`: seconds from before loading to the first token after a
+prompt of 8. Besides the measured side, only the standard library is needed.
 """
 
 import contextlib
@@ -25,34 +25,34 @@ Answer = dict[str, Any]
 
 
 class Side(Protocol):
-    """An engine or a model, loaded."""
+    """Is a loaded engine or model."""
 
     def prompt(self, tokens: list[int]) -> None:
-        """Take a prompt in and make one token."""
+        """Runs a prompt and makes one token."""
 
     def decode(self, ask: Ask) -> Answer:
-        """Make tokens behind `context` cached ones in each of `batch` sequences.
+        """Makes tokens after `context` cached ones in each of `batch` sequences.
 
-        filled: caches are filled without a prompt. Answers `steps`, seconds of each, and the
-        number of tokens that all of them emitted.
+        filled: caches are filled without a prompt. The answer has `steps`, the seconds of each, and
+        the number of tokens that all steps emitted.
         """
         ...
 
 
 def tokens(count: int, vocabulary: int, seed: int = 0) -> list[int]:
-    """Random ids: equal ones would all go to the same experts.
+    """Draws random ids, because equal ids would all choose the same experts.
 
-    No list is the beginning of another: rows of one prompt could be taken for the next.
+    No list is a prefix of another, so that no prompt can reuse rows of an earlier one.
     """
     draw = random.Random(f"{seed} {count}")
     return [draw.randrange(vocabulary) for _ in range(count)]
 
 
 def serve(load: Callable[[Ask], Side]) -> None:
-    """Answer a job; what libraries print goes to standard error."""
+    """Answers a job; libraries' own prints go to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    with contextlib.suppress(OSError):  # if memory runs out, this process is the one to end
+    with contextlib.suppress(OSError):  # if memory runs out, kill this process first
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
     def answer(content: Answer) -> None:
@@ -69,7 +69,7 @@ def serve(load: Callable[[Ask], Side]) -> None:
 
 
 def prompts(side: Side, ask: Ask, job: Ask) -> Answer:
-    """Seconds of prompts of one length, each another one, to the first token behind it."""
+    """Times different prompts of one length, each to the first token after it."""
     seconds = []
     for seed in range(ask["times"]):
         prompt = tokens(ask["length"], job["vocabulary"], seed)

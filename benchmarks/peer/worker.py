@@ -1,6 +1,6 @@
-"""One peer in a process of its own: answers requests, a line of JSON each, and times its tokens.
+"""Runs one peer in a process of its own: answers requests in lines of JSON, and times tokens.
 
-Standard library only: it runs in the environment of whatever it measures.
+It needs only the standard library, because it runs in the measured peer's environment.
 """
 
 import json
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 STARTED = time.perf_counter()
-# Prompt ids and how many tokens to make -> the new tokens, as they come.
+# Takes prompt ids and a number of tokens; yields the new tokens as they come.
 Generate = Callable[[list[int], int], Iterable[list[int]]]
 Extras = dict[str, Callable[[], dict[str, Any]]]
 
 
 def serve(load: Callable[[], Generate], extras: Callable[[], Extras] = dict) -> None:
-    """Say how long loading took, then answer lines of standard input until it ends.
+    """Reports how long loading took, then answers lines of standard input until it ends.
 
-    extras: other questions that the peer knows, by their name. Made after loading.
+    extras: makes, after loading, the peer's answers to other questions, by their names.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is not an answer
+    os.dup2(2, 1)  # libraries' prints are not answers
 
     def answer(content: dict[str, Any]) -> None:
         print(json.dumps(content), file=answers, flush=True)
@@ -47,7 +47,7 @@ def serve(load: Callable[[], Generate], extras: Callable[[], Extras] = dict) -> 
 
 
 def timed(generate: Generate, prompt: list[int], count: int) -> dict[str, Any]:
-    """tokens; times: seconds since the request at which each of them was there."""
+    """Collects the tokens, and times: each token's seconds since the request."""
     tokens, times = list[int](), list[float]()
     start = time.perf_counter()
     for new in generate(prompt, count):
@@ -58,9 +58,9 @@ def timed(generate: Generate, prompt: list[int], count: int) -> dict[str, Any]:
 
 
 def resident(kind: str = "VmRSS") -> int | None:
-    """Bytes of memory that this process has now, where Linux says so.
+    """Returns this process's bytes of memory, on Linux only.
 
-    kind: of /proc/self/status; VmHWM is the most that it ever had, RssAnon what maps no file.
+    kind: a field of /proc/self/status, such as VmHWM, the peak, or RssAnon, anonymous memory.
     """
     try:
         for row in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
