@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checks import needs
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.prepare import prepare
@@ -47,7 +46,7 @@ class DryRun:
 def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     """Raises what `build` would before it writes, but for what only this machine lacks."""
     job = prepare(replace(request, dry_run=True))
-    with stages("load compiler"), needs("build", "torch", "onnx", "onnxscript"):
+    with stages("load compiler"), job.target.importing():
         from mtpbuild.builder import weightless
 
         lines = chain.from_iterable(map(job.target.lacks, job.plans.values()))

@@ -9,23 +9,14 @@ from pathlib import Path
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, hash_file
 from mtpbuild.runtime.errors import CheckpointError
 
 SAMPLE, EVERY = 1 << 12, 1 << 23  # bytes that are read of a large file
-PACKAGES = (
-    "torch",
-    "onnx",
-    "onnxscript",
-    "onnx-ir",
-    "onnxruntime",
-    "tensorrt",
-    "tensorrt-rtx-cu13-libs",
-    "torch-tensorrt",
-)
 
 
-def fingerprint(folder: Path, plan: Plan, target: str, layers: LayersSlice | None = None) -> str:
+def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | None = None) -> str:
     """sha256 of checkpoint, plan, target, our own sources and the compilers' versions.
 
     It is the same on every machine: ranks that are built apart belong together by it.
@@ -39,10 +30,10 @@ def fingerprint(folder: Path, plan: Plan, target: str, layers: LayersSlice | Non
     inputs = {
         "checkpoint": checkpoint,
         "plan": asdict(plan),
-        "target": target,
+        "target": target.name,
         "layers": None if layers is None else str(layers),
         "sources": _sources(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in target.packages},
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 

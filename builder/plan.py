@@ -65,7 +65,7 @@ class Plan:
 
         Where steps overlap a slot may have ended in the step before, and moves T rows on.
         """
-        rows = self.max_seq_len + self.window * self.style.spare_windows
+        rows = self.max_seq_len + self.window * (2 if self.style.overlap else 1)
         return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.style.whole_caches else rows
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mtpbuild.builder import plan
 from mtpbuild.builder.checkpoint.generation import GenerationIds, generation_ids
 from mtpbuild.builder.checkpoint.readable import refuse_tokenizer
-from mtpbuild.builder.checks import in_range, needs
+from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.draft_vocab import draft_ids
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.fingerprint import fingerprint
@@ -94,8 +94,7 @@ def prepare(request: BuildRequest) -> Job:
     note_length(config, request)
     ids, plans = check_small_files(request, source, config)
     prints = {
-        out: fingerprint(source.folder, plan, request.target, request.layers)
-        for out, plan in plans.items()
+        out: fingerprint(source.folder, plan, target, request.layers) for out, plan in plans.items()
     }
     if request.rank is not None:
         for out in plans:
@@ -139,7 +138,7 @@ def check_small_files(
 
 def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
     """Import what compiles; raises BuildError for what this machine can't compile."""
-    with needs("build", "torch", "onnx", "onnxscript"):
+    with target.importing():
         from mtpbuild.builder import model_source  # noqa: F401  (it imports torch)
 
         for plan in plans:

@@ -14,11 +14,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.plugins import FACETS, SUM_PARTS, file_of, matmul_scaled, matmul_wide, moe
+from mtpbuild.plugins import OPS, SUM_PARTS, matmul_scaled, matmul_wide, moe
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
-KERNELS = {op._opoverload: op for op in FACETS if op._opoverload not in OWN_PRODUCTS}
+KERNELS = {op._opoverload: op for op in OPS if op._opoverload not in OWN_PRODUCTS}
 CALLED = "mtpbuild_flashinfer"  # operators that are one kernel of another package
 SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts
 READERS = {op._opoverload for op in SUM_PARTS}  # unless one of these reads them
@@ -157,12 +157,12 @@ def launches_of(node: Node) -> int:
     if node.target.namespace == CALLED:
         return 1
     op = KERNELS[node.target]
-    if not {file_of(op, "gpu"), file_of(op, "tensorrt")} & {"triton", "plugins"}:
-        return 1
-    if find_spec("triton") is None:
-        return 1
     name, folder = op._qualname.rpartition("::")[2], op._init_fn.__module__.rpartition(".")[0]
-    launches = getattr(import_module(f"{folder}.triton"), f"{name}_launches")
+    if find_spec("triton") is None or find_spec(kernels := f"{folder}.triton") is None:
+        return 1
+    launches = getattr(import_module(kernels), f"{name}_launches", None)
+    if launches is None:
+        return 1
     try:
         made = launches(*pytree.tree_map(_stand_in, tuple(node.args)))
     except OpenSizeError:

@@ -1,13 +1,15 @@
 """The step program's own ops: each is a reference, with a facet per target.
 
 Importing this package registers the ops under `torch.ops.mtpbuild`. A new op is a folder with
-`op.py` (signature, shapes and plain PyTorch reference), a file per target that it has a facet for,
-and a line of `FACETS`.
+`op.py` (signature, shapes and plain PyTorch reference), which is imported here, and a file for each
+target that it has a facet for; that target's table names it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch._library.custom_ops import CustomOpDef
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op as accept_mixed_op
 from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
@@ -35,39 +37,23 @@ from mtpbuild.plugins.rope.op import rope as rope
 from mtpbuild.plugins.rotary_rows.op import rotary_rows as rotary_rows
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op
 
-# Which file in an op's folder has its facet for a target: the function <op>_<file>. "op" is the
-# reference itself; "plugins": an AOT plugin for each of triton.py's <op>_launches; None: the target
-# has no use for the op, or does it as the comment says.
-#
-# inductor: PyTorch operators, for AOTInductor to compile; they also stand in where a graph for
-#           TensorRT or for a GPU has no facet of its own.
-# gpu:      what takes their place in AOTInductor's graphs for a GPU.
-# cuda:     what the op does by itself, when PyTorch calls it with CUDA tensors; else the reference.
-TARGETS = ("onnx", "inductor", "gpu", "cuda", "tensorrt")
-FACETS: dict[Any, tuple[str | None, ...]] = {
-    # op                onnx    inductor    gpu       cuda      tensorrt
-    accept_mixed_op:   (None,   "op",       "triton", None,     "plugins"),
-    accept_rewind:     ("onnx", "op",       "triton", "triton", "plugins"),
-    dequantise_scaled: (None,   "op",       None,     None,     None),
-    experts:           ("onnx", "op",       None,     None,     None),  # GPUs have moe
-    experts_nbits:     ("onnx", "op",       None,     None,     None),
-    gated_product:     (None,   "op",       "triton", None,     None),
-    grouped_attention: ("onnx", "inductor", None,     None,     None),  # GPU targets refuse it
-    kv_write:          ("onnx", "inductor", None,     "triton", "tensorrt"),  # gpu: would copy
-    matmul_nbits:      ("onnx", "op",       None,     None,     None),
-    matmul_scaled:     (None,   "op",       "triton", "triton", "tensorrt"),
-    matmul_wide:       (None,   "op",       "triton", "triton", "tensorrt"),
-    mla_attention:     ("onnx", "inductor", "triton", "triton", "plugins"),
-    mla_queries:       (None,   "op",       "triton", None,     None),
-    mla_rows:          (None,   "op",       "triton", None,     None),
-    mla_rows_write:    (None,   "op",       "triton", None,     None),
-    mla_values:        (None,   "op",       "triton", None,     None),
-    moe:               (None,   "op",       "triton", "triton", "tensorrt"),
-    moe_route:         (None,   "op",       "triton", "triton", None),
-    rope:              ("onnx", "op",       None,     None,     None),
-    rotary_rows:       (None,   "op",       "triton", None,     None),
-    shaped_probs_op:   (None,   "op",       "triton", None,     "plugins"),
-}  # fmt: skip
+# An op's facet for a target is a function <op>_<file> in a file of the op's folder. A target has a
+# table of them: op -> file. "op" is the reference itself; "plugins" an AOT plugin of TensorRT for
+# each of triton.py's <op>_launches. An op that a target has no use for is not in its table.
+FacetTable: TypeAlias = Mapping[CustomOpDef, str]
+OPS = tuple(value for value in (*vars().values(),) if isinstance(value, CustomOpDef))
+
+# Every op in PyTorch operators: for compilers of these, and where a graph has no other facet.
+PYTORCH: FacetTable = dict.fromkeys(OPS, "op") | {
+    grouped_attention: "inductor",
+    kv_write: "inductor",
+    mla_attention: "inductor",
+}
+
+# What an op does by itself when PyTorch calls it with CUDA tensors; the others do their reference.
+CUDA: FacetTable = dict.fromkeys(
+    (accept_rewind, kv_write, matmul_scaled, matmul_wide, mla_attention, moe, moe_route), "triton"
+)
 
 # Where a program writes its state in place, some facets on a GPU give way to an op that writes into
 # an operand: facet -> that op, the operand's place, and the place of the result that it is.
@@ -78,19 +64,14 @@ IN_PLACE = {"mtpbuild_triton::mla_rows_write": ("mtpbuild_triton::mla_rows_into"
 SUM_PARTS = (mla_queries, mla_rows, mla_rows_write)
 
 
-def facets(target: str) -> dict[Any, Callable[..., Any]]:
-    """Map each op to its facet for one of `TARGETS`; this imports what the target needs."""
-    return {op._opoverload: facet(op, target) for op in FACETS if file_of(op, target)}
+def facets(table: FacetTable) -> dict[Any, Callable[..., Any]]:
+    """Map each op of a table to its facet, as exported graphs name it."""
+    return {op._opoverload: facet(op, file) for op, file in table.items()}
 
 
-def file_of(op: Any, target: str) -> str | None:
-    """The table's entry for an op and a target."""
-    return FACETS[op][TARGETS.index(target)]
-
-
-def facet(op: Any, target: str) -> Callable[..., Any]:
-    """The function that an op's entry stands for."""
-    file, reference = file_of(op, target), op._init_fn
+def facet(op: CustomOpDef, file: str) -> Callable[..., Any]:
+    """The function that an entry of a table stands for; this imports what it needs."""
+    reference = op._init_fn
     if file == "op":
         return reference
     name = op._qualname.rpartition("::")[2]
@@ -99,14 +80,14 @@ def facet(op: Any, target: str) -> Callable[..., Any]:
         from mtpbuild.plugins.aot import as_plugins
 
         return as_plugins(getattr(import_module(f"{folder}.triton"), f"{name}_launches"))
-    return getattr(import_module(f"{folder}.{file}"), f"{name}_{file}")
+    function: Callable[..., Any] = getattr(import_module(f"{folder}.{file}"), f"{name}_{file}")
+    return function
 
 
-def _on_cuda(op: Any) -> Callable[..., Any]:
+def _on_cuda(op: CustomOpDef) -> Callable[..., Any]:
     """Load the op's facet when it is first called with CUDA tensors."""
-    return lambda *operands: facet(op, "cuda")(*operands)
+    return lambda *operands: facet(op, CUDA[op])(*operands)
 
 
-for _op in FACETS:
-    if file_of(_op, "cuda"):
-        _op.register_kernel("cuda", _on_cuda(_op))
+for _op in CUDA:
+    _op.register_kernel("cuda", _on_cuda(_op))

@@ -20,6 +20,7 @@ from mtpbuild.builder.program.step import (
     StepProgram,
     TrunkProgram,
 )
+from mtpbuild.builder.targets.style import Kernels
 from mtpbuild.runtime.contract.controls import HISTORY, Control, constraint_shapes, control_shapes
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, program_name, trunk_name
 from mtpbuild.runtime.contract.state import layer_rows
@@ -71,7 +72,7 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     is a program before them, which takes the main model's caches away from them.
     """
     style = plan.style
-    if style.step_kernels:
+    if style.kernels:
         use_kernels(model, fused=style.fused)
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
     specs = state_specs(plan)
@@ -124,7 +125,7 @@ def _steps(
     if style.shared_trunk:
         hidden = torch.zeros(B, nextn + 1, model.config.hidden_size)
         verified = {"hidden": hidden, "start": _ints(B)}
-    acceptance = KernelAcceptance if style.all_kernels else MixedAcceptance
+    acceptance = KernelAcceptance if style.kernels >= Kernels.ACCEPTANCE else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
     kind_of_mixed = MixedStepProgram
     if style.penalties:

@@ -51,7 +51,7 @@ def trace(program: Program, plan: Plan) -> Traced:
     slots_of = dict.fromkeys(program.arguments, slots)
     if program.name == PREFILL or is_trunk(program.name):
         slots_of |= {name: slots | {1: chunk} for name in CHUNKED}
-    if plan.style.step_kernels:
+    if plan.style.kernels:
         use_kernels(program.module, program.most, plan.style.fused)
     with torch.no_grad():
         exported = torch.export.export(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
-from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
@@ -39,6 +39,7 @@ class Inductor(Target):
     name = "inductor"
     lowering = "mtpbuild.builder.targets.lower_inductor"
     Options = InductorOptions
+    packages = ("torch", "triton")
     formats = ("fp8", "nvfp4")
     several_ranks = True
 
@@ -73,15 +74,13 @@ class Inductor(Target):
         return (torch_cuda.Gpu().compute_capability,)
 
     def style(self, options: InductorOptions, config: "ModelConfig") -> GraphStyle:
-        """On a GPU steps overlap: a slot may have ended in the step before, and moves on."""
         if options.device == "cpu":
             return GraphStyle(dtype=options.dtype)  # type: ignore[arg-type]
         return GraphStyle(
-            whole_caches=True,
-            step_kernels=True,
-            all_kernels=True,
-            fused=True,
-            spare_windows=2,
+            for_gpu=True,
+            sizes=Sizes.WHOLE_CACHES,
+            kernels=Kernels.FUSED,
+            overlap=True,
             dtype=options.dtype,  # type: ignore[arg-type]
         )
 

@@ -35,7 +35,7 @@ from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import cross_cuda
 from mtpbuild.builder.targets.passes import attention_backend
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
-from mtpbuild.plugins import IN_PLACE, facets
+from mtpbuild.plugins import IN_PLACE, PYTORCH, facets
 from mtpbuild.runtime.contract.manifest import CONSTANTS, TargetInfo
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError
 from mtpbuild.runtime.group.start import GROUP
@@ -58,7 +58,7 @@ CPU_OPTIONS: dict[str, Any] = {
     "cpp.dynamic_threads": True,  # their number is chosen when the engine is loaded
 }
 
-for op, facet in facets("inductor").items():
+for op, facet in facets(PYTORCH).items():
     register_decomposition([op])(facet)
 fast_random_decomps.cache_clear()  # the table that compiling takes, if something was compiled
 

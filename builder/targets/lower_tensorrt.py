@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 
+from mtpbuild import plugins
 from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.models.common.collectives import RANK
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import trt_compile
-from mtpbuild.plugins import facets
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, TargetInfo, TensorSpec
@@ -31,6 +31,16 @@ NAME = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
 GATHER = torch.ops.aten.gather.default
 COLLECTIVES = "MULTIDEVICE_RUNTIME_10_16"  # asked for in TensorRT 10; 11 has them without a word
+TENSORRT: plugins.FacetTable = {
+    plugins.accept_mixed_op: "plugins",
+    plugins.accept_rewind: "plugins",
+    plugins.kv_write: "tensorrt",
+    plugins.matmul_scaled: "tensorrt",
+    plugins.matmul_wide: "tensorrt",
+    plugins.mla_attention: "plugins",
+    plugins.moe: "tensorrt",
+    plugins.shaped_probs_op: "plugins",
+}
 LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 
@@ -75,7 +85,7 @@ def torch_tensorrt() -> ModuleType:
     registry = import_module("torch_tensorrt.dynamo.conversion")
     first = registry.ConverterPriority.HIGH
     own = {CUMSUM: cumsum, GATHER: gather, torch.ops.tensorrt.fused_nccl_all_reduce.default: total}
-    for op, converter in (facets("tensorrt") | own).items():
+    for op, converter in (plugins.facets(TENSORRT) | own).items():
         register = registry.dynamo_tensorrt_converter
         register(op, supports_dynamic_shapes=True, priority=first)(converter)
     return dynamo
@@ -181,9 +191,9 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
 @lru_cache(maxsize=1)
 def _decomposed(exported: ExportedProgram) -> ExportedProgram:
     """The program in operators that are converted, whatever its weights are: for all ranks."""
-    converted, lowering = facets("tensorrt"), _lowering()
-    plain = {op: facet for op, facet in facets("inductor").items() if op not in converted}
-    exported = lowering.pre_export_lowering(exported.run_decompositions(plain), _settings())
+    others = {op: file for op, file in plugins.PYTORCH.items() if op not in TENSORRT}
+    exported, lowering = exported.run_decompositions(plugins.facets(others)), _lowering()
+    exported = lowering.pre_export_lowering(exported, _settings())
     return exported.run_decompositions(lowering.get_decompositions(False))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.targets import lower_onnxruntime, trt_compile
+from mtpbuild.builder.targets import onnx_graph, trt_compile
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
@@ -32,7 +32,7 @@ def info(plan: Plan) -> TargetInfo:
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     """Write the engine of a program, made of its ONNX graph; returns the engine's name."""
-    graph = folder / lower_onnxruntime.lower(traced, weights, folder)
+    graph = folder / onnx_graph.lower(traced, weights, folder)
     file = f"{traced.name}.engine"
     (folder / file).write_bytes(compile_graph(graph, traced.plan))
     graph.unlink()

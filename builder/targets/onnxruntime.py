@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.style import GraphStyle
-from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
+from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
+    from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.request import BuildRequest
 
 TRUNKS = ("auto", "shared", "inline")
@@ -25,8 +27,9 @@ class OnnxOptions:
 
 class OnnxRuntime(Target):
     name = "onnxruntime"
-    lowering = "mtpbuild.builder.targets.lower_onnxruntime"
+    lowering = "mtpbuild.builder.targets.onnx_graph"
     Options = OnnxOptions
+    packages = ONNX_PACKAGES
     formats = ("int8", "int4")
 
     def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
@@ -39,6 +42,12 @@ class OnnxRuntime(Target):
         large = config.num_hidden_layers * config.hidden_size**2 >= SHARED_FROM
         shared = large if options.trunk == "auto" else options.trunk == "shared"
         return GraphStyle(shared_trunk=shared)
+
+    def info(self, plan: "Plan") -> TargetInfo:
+        from mtpbuild.builder.targets.onnx_graph import OPSET
+
+        versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
+        return TargetInfo(name=self.name, hardware="any CPU", versions=versions)
 
 
 TARGET = OnnxRuntime()

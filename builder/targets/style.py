@@ -1,35 +1,60 @@
 """How a target wants its graphs."""
 
 from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import FloatType
 
 
+class Sizes(StrEnum):
+    """Which sizes vary at run time, besides that of a prompt's chunk."""
+
+    IN_USE = "in use"  # every program takes the slots in use, and the cache rows in use
+    WHOLE_CACHES = "whole caches"  # a step takes the slots in use, and all rows of their caches
+    FIXED = "fixed"  # all slots and all rows, always: one CUDA graph, or one TensorRT profile
+
+
+class Kernels(IntEnum):
+    """Which ops are kernels of ours; each level has those of the levels before it."""
+
+    NONE = 0
+    STEP = 1  # attention, experts and wide products of a step
+    ACCEPTANCE = 2  # mixed acceptance and the drafts' distributions
+    FUSED = 3  # what stands between a step's products: routing, norms, rotation
+
+
 @dataclass(frozen=True)
 class GraphStyle:
-    """How a target wants its programs traced; by default all that varies at run time is open.
+    """How a target wants its programs traced; the defaults are those of a CPU."""
 
-    A fixed graph computes every slot of every step, over caches of their full size: it is one CUDA
-    graph and one TensorRT profile. A prompt's chunk varies in any style.
-    """
-
-    fixed: bool = False
-    whole_caches: bool = False  # a step takes caches at full size, not the rows in use
-    step_kernels: bool = False  # a step's ops have kernels
-    all_kernels: bool = False  # so have the ops of prompts and of mixed acceptance
-    fused: bool = False  # so has what stands between a step's products: routing, norms, rotation
+    for_gpu: bool = False
+    sizes: Sizes = Sizes.IN_USE
+    kernels: Kernels = Kernels.NONE
     shared_trunk: bool = False  # it is a program of its own, which prompts and all steps run
-    spare_windows: int = 1  # windows of rows behind max_seq_len: 2 where steps overlap
+    overlap: bool = False  # a step is launched before the last one's tokens are read
     dtype: "FloatType" = "float32"  # of weights, caches and hidden states
 
     @property
-    def for_gpu(self) -> bool:
-        """Whether graphs are for a GPU: the CPU's alone take the rows in use, not whole caches."""
-        return self.whole_caches
+    def whole_caches(self) -> bool:
+        """Whether a step takes all rows of the caches."""
+        return self.sizes is not Sizes.IN_USE
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every program takes all slots and all rows."""
+        return self.sizes is Sizes.FIXED
+
+    @property
+    def fused(self) -> bool:
+        """Whether what stands between a step's products has kernels of ours."""
+        return self.kernels is Kernels.FUSED
 
     @property
     def penalties(self) -> bool:
-        """Whether requests may have penalties: without branches all would pay for them."""
+        """Whether requests may have penalties.
+
+        On a GPU the host writes nothing between two steps, and no branch spares the others.
+        """
         return not self.for_gpu

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mtpbuild.builder.checks import needs
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.runtime.errors import MissingDependencyError
 from mtpbuild.runtime.targets import NoOptions
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.runtime.contract.manifest import TargetInfo
 
+ONNX_PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir")
+
 
 class Target:
     """One target; a subclass says what differs. Its module has an instance called TARGET.
@@ -30,6 +33,7 @@ class Target:
     name: str
     lowering: str
     Options: type[Any] = NoOptions  # a frozen dataclass; its fields are `flag`s of `build`
+    packages: tuple[str, ...] = ("torch",)  # that build: their versions are in the fingerprint
     formats: tuple[str, ...] = ()  # of quantised weights that stay as they are
     several_ranks = False  # whether it builds --tp, --ep, --attention-dp
     ranks_share_programs = True  # whether a program is lowered once for all ranks
@@ -53,7 +57,12 @@ class Target:
 
     def check_machine(self, plan: "Plan") -> None:
         """Raise BuildError for what the target, or this machine, can't compile."""
-        import_module(self.lowering).check(plan)
+        if check := getattr(import_module(self.lowering), "check", None):
+            check(plan)
+
+    def importing(self) -> AbstractContextManager[None]:
+        """Turn a package that an import in the block finds missing into one line."""
+        return needs("build", *(name.replace("-", "_") for name in self.packages))
 
     def lacks(self, plan: "Plan") -> Iterator[str]:
         """What is missing here to build the plan, in lines; a dry run goes on without it."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag
@@ -34,6 +34,7 @@ class TensorRt(Target):
     name = "tensorrt"
     lowering = "mtpbuild.builder.targets.lower_tensorrt"
     Options = TensorRtOptions
+    packages = ("torch", "triton", "tensorrt", "torch-tensorrt")
     formats = ("fp8", "nvfp4")
     several_ranks = True
     ranks_share_programs = False  # a network has its rank's weights, stripped or not
@@ -59,10 +60,9 @@ class TensorRt(Target):
 
     def style(self, options: TensorRtOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(
-            fixed=True,
-            whole_caches=True,
-            step_kernels=True,
-            all_kernels=True,
+            for_gpu=True,
+            sizes=Sizes.FIXED,
+            kernels=Kernels.ACCEPTANCE,
             dtype=options.dtype,  # type: ignore[arg-type]
         )
 

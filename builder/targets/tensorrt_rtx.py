@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.capability import dotted
-from mtpbuild.builder.targets.style import GraphStyle
-from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.targets.style import GraphStyle, Sizes
+from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 
@@ -27,6 +27,7 @@ class TensorRtRtx(Target):
     name = "tensorrt-rtx"
     lowering = "mtpbuild.builder.targets.lower_tensorrt_rtx"
     Options = RtxOptions
+    packages = (*ONNX_PACKAGES, "tensorrt-rtx-cu13-libs")
 
     def compute_capabilities(self, request: "BuildRequest", options: RtxOptions) -> tuple[str, ...]:
         """`sm89,sm120` -> ("8.9", "12.0"), in rising order."""
@@ -43,7 +44,7 @@ class TensorRtRtx(Target):
         return tuple(name for name in GPUS if name in map(dotted, asked))
 
     def style(self, options: RtxOptions, config: "ModelConfig") -> GraphStyle:
-        return GraphStyle(fixed=True, whole_caches=True)
+        return GraphStyle(for_gpu=True, sizes=Sizes.FIXED)
 
     def embeds_weights(self, options: RtxOptions) -> bool:
         """Taking them out again (REFIT, STRIP_PLAN) needs a GPU."""

@@ -32,6 +32,7 @@ sys.path.insert(0, {str(SCRIPTS)!r})
 from on_gpu import machine, r1, slice_bench, slices
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from mtpbuild.builder.targets.style import Kernels, Sizes
 from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
@@ -54,7 +55,8 @@ torch.set_num_threads(1)
 case = replace(slices.small((0, 2)), dtype="bfloat16")
 bench = slice_bench.Bench(case, machine.Machine("cpu"), True, Path("none"))
 use_kernels(bench.model)
-style = replace(bench.plan(2).style, whole_caches=True, step_kernels=True, spare_windows=2)
+gpu = dict(for_gpu=True, sizes=Sizes.WHOLE_CACHES, kernels=Kernels.STEP, overlap=True)
+style = replace(bench.plan(2).style, **gpu)
 plan = replace(bench.plan(2), style=style)
 programs = [(part.name, part.program) for part in r1.needed(bench)]
 for name, program in [*programs[4:], ("step", make_programs(plan, bench.model)[1])]:

@@ -19,6 +19,7 @@ from mtpbuild.builder.fingerprint import fingerprint
 from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import SMALL, load_config, random_checkpoint, shard
 
@@ -42,7 +43,7 @@ def check(folder: Path) -> int:
     """All that a build does before it writes; returns how many weights there are."""
     config = load_config(folder)
     generation_ids(folder, config)
-    fingerprint(folder, Plan(config, 0, None, 1, 64, 16), "onnxruntime")
+    fingerprint(folder, Plan(config, 0, None, 1, 64, 16), load_target("onnxruntime"))
     checkpoint = open_checkpoint(folder)
     return sum(1 for _ in joined(stream_pieces(checkpoint, checkpoint.check(config))))
 

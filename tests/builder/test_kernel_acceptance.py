@@ -11,12 +11,12 @@ from torch import Tensor
 
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.targets.style import GraphStyle, Sizes
 from tests.support.checkpoints import lower, make_predictable
 from tests.support.styles import style_of
 
 SLOTS, STEPS = 8, 4
-FIXED = GraphStyle(fixed=True, whole_caches=True)
+FIXED = GraphStyle(for_gpu=True, sizes=Sizes.FIXED)
 
 
 def controls(program: Program) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint, identity
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.targets import load_target
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
     check_files,
@@ -28,6 +31,7 @@ from mtpbuild.runtime.contract.manifest import (
 )
 from mtpbuild.runtime.errors import BuildError, EngineFileError
 from mtpbuild.runtime.group.start import own_folders, started
+from mtpbuild.runtime.targets import names
 from tests.support.checkpoints import load_config, random_checkpoint
 from tests.support.fake_target import quick_target
 from tests.support.invoke import invoke
@@ -229,8 +233,28 @@ def test_slices_are_different_builds(checkpoint: Path, tmp_path: Path) -> None:
     """They are different builds even where their shapes are the same."""
     config = parse_layers("0-0").of(load_config(checkpoint))
     plan = Plan(config, 1, "mtp-eagle", 1, 64, 16)
-    prints = {fingerprint(checkpoint, plan, "x", parse_layers(text)) for text in ("0-0", "1-1")}
+    target, slices = load_target("onnxruntime"), map(parse_layers, ("0-0", "1-1"))
+    prints = {fingerprint(checkpoint, plan, target, layers) for layers in slices}
     assert len(prints) == 2
+
+
+@pytest.mark.parametrize("name", names())
+def test_versions_of_the_targets_own_packages_count(
+    name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of target onnxruntime stays as it is when TensorRT is upgraded."""
+    plan, target = Plan(load_config(checkpoint), 1, "mtp-eagle", 1, 64, 16), load_target(name)
+    before = fingerprint(checkpoint, plan, target)
+    every = {package for other in names() for package in load_target(other).packages}
+
+    def upgrade(upgraded: str, package: str) -> str:
+        return "99" if package == upgraded else version(package)
+
+    for upgraded in every:
+        with monkeypatch.context() as patch:
+            patch.setattr("mtpbuild.builder.fingerprint.version", partial(upgrade, upgraded))
+            changes = fingerprint(checkpoint, plan, target) != before
+        assert changes == (upgraded in target.packages), upgraded
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.trace import trace
-from mtpbuild.builder.targets import lower_onnxruntime
+from mtpbuild.builder.targets import onnx_graph
 from mtpbuild.builder.targets.lower_tensorrt_rtx import SORTED, compile_graph
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import check_files
@@ -55,7 +55,7 @@ def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     source = model_source.ModelSource("toy", predictable_folder, plan.config, ids)
     places = EngineWeights(source).write(folder, siblings=folder / "none").places
     for program in source.programs(plan):
-        lower_onnxruntime.lower(trace(program, plan), places, folder)
+        onnx_graph.lower(trace(program, plan), places, folder)
     return folder
 
 

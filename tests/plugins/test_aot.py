@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from mtpbuild.builder.targets.lower_tensorrt import TENSORRT
 from mtpbuild.plugins import accept_mixed_op, accept_rewind, aot, facets, matmul_wide
 from mtpbuild.plugins.launch import Launch
 from mtpbuild.plugins.ptx import ContractError, Ptx
@@ -100,7 +101,7 @@ def test_layers_take_what_layers_before_them_give(trtp: Plugins) -> None:
         *(given(name, "INT64", 2) for name in ("num_drafts", "lengths")),
         given("active", "BOOL", 2),
     )
-    convert = facets("tensorrt")[accept_rewind._opoverload]
+    convert = facets(TENSORRT)[accept_rewind._opoverload]
     results = convert(ctx, accept_rewind._opoverload, operands, {}, "judge")
     names = ["window", "num_drafts", "lengths", "active as INT32"]
     assert made == [
@@ -127,7 +128,7 @@ def test_a_head_sums_its_splits() -> None:
         add_shuffle=lambda tensor: layer("shuffle", tensor),
     )
     operands = given("x", "BF16", 2, 3, 1024), given("head", "BF16", 1024, 200)
-    convert = facets("tensorrt")[matmul_wide._opoverload]
+    convert = facets(TENSORRT)[matmul_wide._opoverload]
     result = convert(SimpleNamespace(net=net), matmul_wide._opoverload, operands, {}, "logits")
     assert result == "shuffle.0"
     assert made == [
@@ -165,7 +166,7 @@ def test_a_list_is_an_operand(trtp: Plugins) -> None:
 
     ctx = SimpleNamespace(net=SimpleNamespace(add_plugin=add_plugin, add_cast=add_cast))
     op = accept_mixed_op._opoverload
-    facets("tensorrt")[op](ctx, op, operands, {}, "judge")
+    facets(TENSORRT)[op](ctx, op, operands, {}, "judge")
     assert cast == ["active", "thinking", "rejection", "block"]
     parameters = ("temperature", "top_k", "top_p", "min_p", "relaxed_topk", "relaxed_delta")
     assert taken["law_of_row"][-8:-2] == [*parameters]

@@ -1,4 +1,4 @@
-"""The table of facets: every entry is a function, and every file of an op's folder is an entry."""
+"""Tables of facets: every entry is a function, and every file of an op's folder is an entry."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,12 @@ import pytest
 import torch
 
 import mtpbuild.plugins
-from mtpbuild.plugins import FACETS, TARGETS, facet, facets, file_of
+from mtpbuild.builder.targets.lower_tensorrt import TENSORRT
+from mtpbuild.builder.targets.onnx_graph import ONNX
+from mtpbuild.builder.targets.passes.gpu_graph import GPU
+from mtpbuild.plugins import CUDA, OPS, PYTORCH, FacetTable, facet, facets
 
+TABLES = {"onnx": ONNX, "pytorch": PYTORCH, "gpu": GPU, "cuda": CUDA, "tensorrt": TENSORRT}
 FOLDER = Path(mtpbuild.plugins.__file__).parent
 
 
@@ -16,21 +20,19 @@ def folder_of(op: Any) -> str:
     return str(op._init_fn.__module__.split(".")[-2])
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_entry_is_a_function(target: str) -> None:
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_every_entry_is_a_function(table: FacetTable) -> None:
     pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
-    wanted = {op._opoverload for op in FACETS if file_of(op, target)}
-    found = facets(target)
-    assert found.keys() == wanted
+    found = facets(table)
+    assert found.keys() == {op._opoverload for op in table}
     assert all(callable(function) for function in found.values())
 
 
 def test_every_file_is_an_entry() -> None:
     entries = {
         (folder_of(op), "triton" if file == "plugins" else file)
-        for op, row in FACETS.items()
-        for file in ("op", *row)
-        if file
+        for table in (dict.fromkeys(OPS, "op"), *TABLES.values())
+        for op, file in table.items()
     }
     files = {
         (path.parent.name, path.stem) for path in FOLDER.glob("*/*.py") if path.stem != "__init__"
@@ -40,7 +42,7 @@ def test_every_file_is_an_entry() -> None:
 
 def test_a_reference_is_the_op_itself() -> None:
     rope = mtpbuild.plugins.rope
-    assert facet(rope, "inductor") is rope._init_fn
+    assert facet(rope, PYTORCH[rope]) is rope._init_fn
 
 
 def test_cuda_tensors_get_the_facet() -> None:
@@ -48,10 +50,8 @@ def test_cuda_tensors_get_the_facet() -> None:
     triton = pytest.importorskip("triton", reason="triton is not installed: mtpbuild[dev] has it")
     if not triton.knobs.runtime.interpret:
         pytest.skip("a GPU runs it in tests/gpu")
-    kernels = {op: op._backend_fns for op in FACETS}
-    assert {op for op in FACETS if "cuda" in kernels[op]} == {
-        op for op in FACETS if file_of(op, "cuda")
-    }
+    kernels = {op: op._backend_fns for op in OPS}
+    assert {op for op in OPS if "cuda" in kernels[op]} == CUDA.keys()
     write = mtpbuild.plugins.kv_write
     operands = (torch.zeros(1, 1, 5, 2), torch.ones(1, 1, 2, 2), torch.tensor([3]))
     assert torch.equal(kernels[write]["cuda"](*operands), write(*operands))

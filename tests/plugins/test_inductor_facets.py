@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins import facets, grouped_attention, kv_write, mla_attention
+from mtpbuild.plugins import PYTORCH, facets, grouped_attention, kv_write, mla_attention
 from mtpbuild.plugins.grouped_attention.inductor import grouped_attention_inductor
 from mtpbuild.plugins.kv_write.inductor import kv_write_inductor
 from mtpbuild.plugins.mla_attention.inductor import mla_attention_inductor
@@ -96,4 +96,4 @@ def test_every_op_has_one() -> None:
     """An op without would be called back in Python, which an engine does not have."""
     every = torch._C._dispatch_get_all_op_names()
     names = {op.partition("::")[2] for op in every if op.startswith("mtpbuild::")}
-    assert {op.__name__.partition(".")[0] for op in facets("inductor")} == names
+    assert {op.__name__.partition(".")[0] for op in facets(PYTORCH)} == names

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._C import _dispatch_get_all_op_names
 from torch.export import Dim
 
-from mtpbuild.builder.targets.lower_onnxruntime import OPSET
+from mtpbuild.builder.targets.onnx_graph import ONNX, OPSET
 from mtpbuild.plugins import (
     accept_rewind,
     experts,
@@ -67,7 +67,7 @@ class Facet:
                 opset_version=OPSET,
                 optimize=False,
                 verbose=False,
-                custom_translation_table=facets("onnx"),
+                custom_translation_table=facets(ONNX),
             )
         assert program is not None
         self.model = onnx.load_from_string(program.model_proto.SerializeToString())
@@ -116,7 +116,7 @@ def test_every_op_has_a_facet() -> None:
     fused = ("gated_product", "mla_queries", "mla_rows", "mla_rows_write", "mla_values")
     names = (*others, *fused, "rotary_rows", "dequantise_scaled")
     elsewhere = {f"mtpbuild::{name}" for name in names}
-    written = {op.name() for op in facets("onnx")}
+    written = {op.name() for op in facets(ONNX)}
     assert written == registered - elsewhere
 
 

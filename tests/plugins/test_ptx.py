@@ -119,7 +119,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mtpbuild.plugins import accept_rewind, facets, kv_write, matmul_scaled, mla_attention
+from mtpbuild.plugins import CUDA, accept_rewind, facets, kv_write, matmul_scaled, mla_attention
 from mtpbuild.plugins import matmul_wide, moe, moe_route
 
 
@@ -156,7 +156,7 @@ example = (
     torch.zeros(16, 12, dtype=torch.uint8), torch.zeros(2, 12, dtype=torch.uint8),
     torch.randn(1, 12), torch.randn(32, 12).bfloat16(),
 )
-exported = torch.export.export(Step(), example).run_decompositions(facets("cuda"))
+exported = torch.export.export(Step(), example).run_decompositions(facets(CUDA))
 module = exported.module()
 graph = make_fx(dispatch_functionalize(lambda *inputs: module(*inputs)), tracing_mode="fake")
 for node in graph(*example).graph.nodes:

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from mtpbuild.plugins import FACETS, file_of, matmul_wide, moe
+from mtpbuild.builder.targets.lower_tensorrt import TENSORRT
+from mtpbuild.plugins import matmul_wide, moe
 from mtpbuild.runtime.group.communicator import CAPSULE, UniqueId
 from mtpbuild.runtime.group.start import time_limit
 from mtpbuild.runtime.programs.tensorrt_api import errors_of
@@ -351,7 +352,7 @@ with contextlib.suppress(RuntimeError):  # of the real package
     torch.library.impl(FUSED, "CompositeExplicitAutograd")(_fused)
 
 # The ops whose launches are plugins.
-PLUGINS = {op._opoverload for op in FACETS if file_of(op, "tensorrt") == "plugins"}
+PLUGINS = {op._opoverload for op, file in TENSORRT.items() if file == "plugins"}
 PLUGINS |= {moe._opoverload, matmul_wide._opoverload}
 
 

@@ -16,6 +16,7 @@ from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
 from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
+from mtpbuild.builder.targets.style import Kernels
 from tests.support.checkpoints import lower, made_of, make_predictable
 from tests.support.steps import CHUNK, begin
 from tests.support.styles import style_of
@@ -51,7 +52,7 @@ def check_step(
 
     idle: what is computed for that slot is the same too; nobody reads it.
     """
-    plain = replace(plan, style=replace(plan.style, fused=False, all_kernels=False))
+    plain = replace(plan, style=replace(plan.style, kernels=Kernels.STEP))
     program = make_programs(plain, lower(reference))[1]
     state = begin(plan)
     expected = {name: tensor.clone() for name, tensor in state.items()}

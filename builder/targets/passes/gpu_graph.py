@@ -8,7 +8,30 @@ from torch.export.passes import move_to_device_pass
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from mtpbuild.plugins import SUM_PARTS, facets
+from mtpbuild import plugins
+
+# In place of ops, AOTInductor's graphs for a GPU have launches of our kernels. Grouped attention
+# and what has a form for CPUs are not there; kv_write stays PyTorch's, as a kernel's operand would
+# be copied.
+GPU: plugins.FacetTable = dict.fromkeys(
+    (
+        plugins.accept_mixed_op,
+        plugins.accept_rewind,
+        plugins.gated_product,
+        plugins.matmul_scaled,
+        plugins.matmul_wide,
+        plugins.mla_attention,
+        plugins.mla_queries,
+        plugins.mla_rows,
+        plugins.mla_rows_write,
+        plugins.mla_values,
+        plugins.moe,
+        plugins.moe_route,
+        plugins.rotary_rows,
+        plugins.shaped_probs_op,
+    ),
+    "triton",
+)
 
 
 def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgram:
@@ -18,7 +41,7 @@ def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgra
     PyTorch's checks of tensors tell cuda and cuda:0 apart. `exported` is spent.
     """
     without_branches(exported)
-    lowered = move_to_device_pass(exported, device).run_decompositions(facets("gpu"))
+    lowered = move_to_device_pass(exported, device).run_decompositions(plugins.facets(GPU))
     products_in_parts(lowered)
     return lowered
 
@@ -26,7 +49,7 @@ def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgra
 def products_in_parts(exported: ExportedProgram) -> None:
     """Before: a kernel reads a product whose parts were summed. After: it sums them. In place."""
     own = "mtpbuild_triton::"
-    readers = {own + op._qualname.rpartition("::")[2] for op in SUM_PARTS}
+    readers = {own + op._qualname.rpartition("::")[2] for op in plugins.SUM_PARTS}
     graph = exported.graph_module.graph
     for node in graph.nodes:
         product = node.args[0] if op_name(node) in readers else None

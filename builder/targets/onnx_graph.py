@@ -1,4 +1,7 @@
-"""ExportedProgram -> ONNX, whose weights lie by offset in the engine's safetensors file."""
+"""ExportedProgram -> ONNX, whose weights lie by offset in the engine's safetensors file.
+
+Target onnxruntime runs these graphs, and tensorrt-rtx compiles them.
+"""
 
 import logging
 import warnings
@@ -12,15 +15,27 @@ import onnx_ir.passes.common as common
 import torch
 from onnxscript.optimizer import _constant_folding as folding
 
+from mtpbuild import plugins
 from mtpbuild.builder.engine.weights_file import Placed
-from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.plugins import facets
-from mtpbuild.runtime.contract.manifest import WEIGHTS, TargetInfo
+from mtpbuild.runtime.contract.manifest import WEIGHTS
 
 aten = torch.ops.aten
 OPSET = 24  # the first with TensorScatter
 FOLD_LIMIT = 1 << 20  # bytes; constants above it are weights
+ONNX: plugins.FacetTable = dict.fromkeys(
+    (
+        plugins.accept_rewind,
+        plugins.experts,
+        plugins.experts_nbits,
+        plugins.grouped_attention,
+        plugins.kv_write,
+        plugins.matmul_nbits,
+        plugins.mla_attention,
+        plugins.rope,
+    ),
+    "onnx",
+)
 
 
 class ShareSizes(ir.passes.InPlacePass):  # type: ignore[misc]
@@ -77,15 +92,6 @@ PASSES = ir.passes.Sequential(
     common.NameFixPass(),
     common.ClearMetadataAndDocStringPass(),
 )
-
-
-def check(plan: Plan) -> None:
-    """Ask for nothing: nothing of this machine goes into the graphs."""
-
-
-def info(plan: Plan) -> TargetInfo:
-    versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
-    return TargetInfo(name="onnxruntime", hardware="any CPU", versions=versions)
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
@@ -174,7 +180,7 @@ def _export(traced: Traced) -> ir.Model:
             opset_version=OPSET,
             optimize=False,
             verbose=False,
-            custom_translation_table=facets("onnx"),
+            custom_translation_table=plugins.facets(ONNX),
             input_names=[spec.name for spec in traced.inputs],
             output_names=[spec.name for spec in traced.outputs],
         )
