@@ -8,8 +8,11 @@ from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
+from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.sources import hash_of_code
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.abi import ABI
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, hash_file
 from mtpbuild.runtime.errors import CheckpointError
 
@@ -17,7 +20,7 @@ SAMPLE, EVERY = 1 << 12, 1 << 23  # bytes that are read of a large file
 
 
 def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | None = None) -> str:
-    """sha256 of checkpoint, plan, target, our own sources and the compilers' versions.
+    """sha256 of checkpoint, plan, target, the code that makes the engine and compilers' versions.
 
     It is the same on every machine: ranks that are built apart belong together by it.
     """
@@ -32,7 +35,8 @@ def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | 
         "plan": asdict(plan),
         "target": target.name,
         "layers": None if layers is None else str(layers),
-        "sources": _sources(),
+        "abi": ABI,
+        "sources": _sources(target, plan.config),
         "versions": {name: _version(name) for name in target.packages},
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
@@ -51,13 +55,10 @@ def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
     return digest.hexdigest()
 
 
-def _sources() -> str:
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    for package in ("builder", "plugins"):
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
+def _sources(target: Target, config: ModelConfig) -> str:
+    """The code of the stages that all engines go through, of this target and of this family."""
+    modules = (type(target).__module__, getattr(target, "lowering", ""), type(config).__module__)
+    return hash_of_code(*filter(None, modules))
 
 
 def _version(name: str) -> str:

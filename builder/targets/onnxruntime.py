@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.models import family_of
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
+from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
@@ -41,6 +43,10 @@ class OnnxRuntime(Target):
         """A session of onnxruntime packs weights of its own, so the main model gets one session."""
         large = config.num_hidden_layers * config.hidden_size**2 >= SHARED_FROM
         shared = large if options.trunk == "auto" else options.trunk == "shared"
+        if shared and family_of(config).recurrent(config, Ranks()):
+            if options.trunk == "shared":
+                raise UsageError("--trunk shared: a step's verdict advances this model's states")
+            shared = False
         return GraphStyle(shared_trunk=shared)
 
     def info(self, plan: "Plan") -> TargetInfo:

@@ -10,7 +10,7 @@ from torch import nn
 
 from mtpbuild.builder.models import family_of, find_family
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.plain import PlainModel
+from mtpbuild.builder.models.common.plain import PlainModel, Reference
 from mtpbuild.builder.models.common.weights import WHOLE, Share
 from tests.support.checkpoints import BASE, made_of
 
@@ -204,7 +204,7 @@ def save_family(folder: Path, name: str, model: PlainModel, **overrides: Any) ->
     return folder
 
 
-def lower_family(reference: PlainModel, share: Share = WHOLE) -> CausalLM:
+def lower_family(reference: Reference, share: Share = WHOLE) -> CausalLM:
     """Make the program's model with the plain model's weights, through the table of weights."""
     tensors, family = reference.state_dict(), family_of(reference.config)
     model = family.make_model(reference.config, share.ranks)

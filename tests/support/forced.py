@@ -24,6 +24,7 @@ COUNT = "the number of accepted tokens differs from greedy's"
 TOKENS = "accepted tokens differ from greedy's"
 LENGTH = "the length differs from the tokens that are known"
 DRAFTS = "drafts differ from the recomputed ones"
+STATES = "recurrent states differ from those of the tokens that are known"
 ROWS = "committed rows differ from the recomputed ones"
 
 

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.plain import PlainModel
+from mtpbuild.builder.models.common.plain import Reference
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
 from tests.reference.eager import EagerPrograms
 from tests.reference.recompute import cache_rows
 from tests.support.checkpoints import SHAPES, lower, make_predictable
 from tests.support.families import lower_family
-from tests.support.forced import ROWS, Run, Seen
+from tests.support.forced import ROWS, STATES, Run, Seen
 
 CHUNK = 4
 
@@ -32,7 +32,7 @@ def eager(
 
 
 def check_family(
-    reference: PlainModel,
+    reference: Reference,
     nextn: int,
     drafter: DrafterName | None,
     bug: Callable[[CausalLM], None] = lambda model: None,
@@ -40,7 +40,7 @@ def check_family(
 ) -> None:
     """Check the step program of any family's plain model. bug: what is done to the program."""
 
-    def make() -> tuple[EagerPrograms, PlainModel]:
+    def make() -> tuple[EagerPrograms, Reference]:
         model = lower_family(reference)
         bug(model)
         return EagerPrograms(
@@ -51,14 +51,14 @@ def check_family(
 
 
 def check_case(shape: str, nextn: int, drafter: DrafterName | None, adaptive: bool = False) -> None:
-    def make() -> tuple[EagerPrograms, PlainModel]:
+    def make() -> tuple[EagerPrograms, Reference]:
         return eager(shape, nextn, drafter, adaptive=adaptive)
 
     check_steps(make, nextn, drafter, adaptive)
 
 
 def check_steps(
-    make: Callable[[], tuple[EagerPrograms, PlainModel]],
+    make: Callable[[], tuple[EagerPrograms, Reference]],
     nextn: int,
     drafter: DrafterName | None,
     adaptive: bool = False,
@@ -80,7 +80,7 @@ def check_steps(
     assert seen.num_drafts == set(range(nextn + 1))
 
 
-def check_state(programs: EagerPrograms, reference: PlainModel, tokens: list[int]) -> None:
+def check_state(programs: EagerPrograms, reference: Reference, tokens: list[int]) -> None:
     """Check O6: committed rows equal recomputed ones, and those of a fresh prefill in one chunk."""
     plan, length = programs.plan, len(tokens) - 1
     if isinstance(reference, Transformer):
@@ -89,6 +89,9 @@ def check_state(programs: EagerPrograms, reference: PlainModel, tokens: list[int
             np.testing.assert_allclose(got, rows, atol=2e-4, err_msg=ROWS)
     fresh = EagerPrograms(plan, programs.step_program.module.model)  # type: ignore[arg-type]
     Run(fresh, reference, plan.nextn, plan.drafter, 1000, np.random.default_rng(0)).prefill(tokens)
+    for spec in (s for s in state_specs(plan) if s.role == "recurrent"):
+        got, wanted = programs.state[spec.name], fresh.state[spec.name]
+        np.testing.assert_allclose(got, wanted, atol=2e-4, err_msg=STATES)
     for name, cache in fresh.state.items():
         if "kv." not in name:
             continue

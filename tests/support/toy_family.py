@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -241,6 +241,7 @@ class PlainToy(Reference):
         return module.shared_head["norm"](module(x))
 
 
+AnyToy = TypeVar("AnyToy", bound=PlainToy)
 TOY = Family(
     name="ToyForCausalLM",
     architectures=("ToyForCausalLM",),
@@ -263,7 +264,11 @@ def make_toy(seed: int = 0) -> PlainToy:
     Attention weighs enough to change what is said, drafts are often right.
     """
     torch.manual_seed(seed)
-    model = PlainToy(parse_config(CONFIG)).eval()
+    return fill_toy(PlainToy(parse_config(CONFIG)).eval())
+
+
+def fill_toy(model: AnyToy) -> AnyToy:
+    """Give a model such weights."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

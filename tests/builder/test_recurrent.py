@@ -1,0 +1,264 @@
+"""Recurrent states: advanced by the tokens that are emitted, on both CPU targets.
+
+The oracle computes every sum anew from the tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mtpbuild.builder.models import register
+from mtpbuild.builder.models.common import causal_lm
+from mtpbuild.builder.plan import DrafterName, Plan
+from mtpbuild.builder.program.programs import make_programs
+from mtpbuild.builder.targets.onnxruntime import OnnxOptions, OnnxRuntime
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
+from mtpbuild.runtime.contract.programs import Programs
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
+from tests.reference.recompute import greedy
+from tests.support.eager_package import EagerPackage, manifest_of
+from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.families import lower_family
+from tests.support.inductor_engines import compiled_soon
+from tests.support.recurrent_family import (
+    CONFIG,
+    SUMS,
+    PlainSumming,
+    RunningSum,
+    make_summing,
+    parse_config,
+    save_summing,
+)
+from tests.support.steps import check_family
+
+CHUNK, SLOTS, NEXTN = 4, 3, 3
+TOKENS = "tokens differ from greedy's"
+DRAFTERS: dict[int, DrafterName | None] = {0: None, 1: "mtp-vanilla", 2: "mtp-eagle"}
+EAGLE: DrafterName = "mtp-eagle"
+
+
+@pytest.fixture(scope="module")
+def plain() -> PlainSumming:
+    torch.set_num_threads(1)
+    register(SUMS)
+    return make_summing()
+
+
+@pytest.fixture(scope="module")
+def folder(plain: PlainSumming, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_summing(tmp_path_factory.mktemp("sums") / "sums", plain)
+
+
+def traced(plain: PlainSumming, nextn: int = NEXTN) -> tuple[InductorPrograms, Manifest]:
+    """The programs of target inductor on a CPU, which run eagerly in place of compiled ones."""
+    drafter = DRAFTERS.get(nextn, EAGLE)
+    plan = Plan(parse_config(CONFIG), nextn, drafter, SLOTS, 96, CHUNK)
+    programs = {p.name: p for p in make_programs(plan, lower_family(plain))}
+    manifest = manifest_of(plan, tuple(programs.values()))
+
+    def opener(device: str) -> Callable[[str], EagerPackage]:
+        return lambda name: EagerPackage(programs[name])
+
+    return InductorPrograms(manifest, 1, opener), manifest
+
+
+class Slots:
+    """Drives slots by hand, and knows what was said in each."""
+
+    def __init__(self, programs: Programs, nextn: int) -> None:
+        self.programs, self.window = programs, nextn + 1
+        self.said: dict[int, list[int]] = {}
+
+    def fill(self, slot: int, prompt: Sequence[int], start: int, stop: int) -> None:
+        """Fill in tokens start .. stop - 1 of a prompt, chunk by chunk."""
+        known = np.array([*prompt, *[0] * self.programs.lookahead], np.int64)
+        for at in range(start, stop, CHUNK):
+            end = min(at + CHUNK, stop)
+            self.programs.prefill(slot, at, known[at : end + self.programs.lookahead])
+
+    def begin(self, slot: int, prompt: Sequence[int]) -> None:
+        self.programs.begin(slot, len(prompt) - 1, prompt[-1])
+        self.said[slot] = list(prompt)
+
+    def step(self, *slots: int, times: int = 1) -> None:
+        active = np.zeros(SLOTS, np.bool_)
+        active[list(slots)] = True
+        for _ in range(times):
+            rows = max(len(self.said[s]) for s in slots) + self.window
+            output = self.programs.step(active, rows)
+            for slot in slots:
+                self.said[slot] += output.tokens[slot, : output.num_tokens[slot]].tolist()
+
+    def move(self, source: int, target: int) -> None:
+        self.programs.move(source, target)
+        self.said[target] = self.said.pop(source)
+
+
+def check_slots(programs: Programs, plain: PlainSumming, nextn: int) -> None:
+    """A slot idles in the middle of its prompt and of its text, moves, and is used again."""
+    slots, rng = Slots(programs, nextn), np.random.default_rng(7)
+    a, b, c, d = (rng.integers(0, CONFIG["vocab_size"], n).tolist() for n in (11, 7, 1, 6))
+    prompts: list[tuple[list[int], list[int]]] = []
+
+    def end(slot: int, prompt: list[int]) -> None:
+        prompts.append((prompt, slots.said.pop(slot)))
+
+    slots.fill(1, b, 0, len(b) - 1)
+    slots.begin(1, b)
+    slots.fill(0, a, 0, CHUNK)
+    slots.step(1, times=2)  # slot 0 idles behind a chunk
+    slots.fill(0, a, CHUNK, len(a) - 1)
+    slots.begin(0, a)
+    slots.step(0, 1, times=2)
+    slots.step(1, times=2)  # slot 0 idles in the middle of its text
+    slots.begin(2, c)  # one token: nothing is filled in
+    slots.step(0, 1, 2, times=3)
+    end(0, a)
+    slots.move(2, 0)
+    slots.step(0, 1, times=2)
+    end(1, b)
+    slots.fill(1, d, 0, len(d) - 1)  # where b was
+    slots.begin(1, d)
+    slots.step(0, 1, times=2)
+    end(1, d)
+    slots.begin(1, [5])  # where d was, at position 0
+    slots.step(0, 1, times=2)
+    end(0, c)
+    end(1, [5])
+    for prompt, said in prompts:
+        assert said == [*prompt, *greedy(plain, prompt, len(said) - len(prompt))], TOKENS
+
+
+@pytest.mark.parametrize("nextn", range(4))
+def test_steps(nextn: int, plain: PlainSumming) -> None:
+    """Every number of accepted tokens and every chunk; the states are those of the tokens."""
+    check_family(plain, nextn, DRAFTERS.get(nextn, EAGLE))
+
+
+@pytest.mark.parametrize("nextn", range(4))
+def test_slots_of_inductor(nextn: int, plain: PlainSumming) -> None:
+    programs, _ = traced(plain, nextn)
+    check_slots(programs, plain, nextn)
+
+
+@pytest.mark.parametrize(
+    "nextn", [NEXTN, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 1, 2))]
+)
+def test_onnxruntime(
+    nextn: int, plain: PlainSumming, folder: Path, build_engine: EngineBuilder
+) -> None:
+    drafter = DRAFTERS.get(nextn, EAGLE)
+    check_engine(build_engine(folder, nextn, drafter, prefill_chunk=CHUNK, max_batch=SLOTS), plain)
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("inductor")
+def test_inductor(plain: PlainSumming, folder: Path, build_engine: EngineBuilder) -> None:
+    flags = {"target": "inductor", "prefill_chunk": CHUNK, "max_batch": SLOTS}
+    with compiled_soon():
+        engine = build_engine(folder, 2, EAGLE, **flags)
+    check_engine(engine, plain)
+
+
+def check_engine(engine: Path, plain: PlainSumming) -> None:
+    manifest = read_manifest(engine)
+    roles = {s.name: (s.role, s.owner, s.kept) for s in manifest.state}
+    assert {n for n, (role, _, _) in roles.items() if role == "recurrent"} == {"sum.0", "sum.2"}
+    assert roles["sum.2"] == ("recurrent", "layers.2", False)
+    assert "kv.0" not in roles
+    check_slots(load_programs(engine, manifest, threads=1), plain, manifest.build.nextn)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, CONFIG["vocab_size"], n).tolist() for n in (9, 1, 2, 14, 5)]
+    for prompt, said in zip(prompts, greedy_ids(engine, prompts, 20), strict=True):
+        assert said == greedy(plain, prompt, 20), TOKENS
+
+
+def test_no_prefix_is_kept(plain: PlainSumming) -> None:
+    """Asked for or not: a sum is not kept at earlier tokens."""
+    programs, manifest = traced(plain)
+    assert Feature.KEEP not in manifest.features
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    with Engine(programs, manifest, prefix_cache=True) as engine:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        results = [engine.generate(prompt, params) for _ in range(2)]
+        assert engine.stats.prefix_hits == 0
+    for result in results:
+        assert list(result.token_ids) == greedy(plain, prompt, 8)
+
+
+def test_the_trunk_is_no_program_of_its_own(plain: PlainSumming) -> None:
+    """It would have to advance states before a step's verdict."""
+    config = parse_config(CONFIG | {"hidden_size": 4096})
+    assert not OnnxRuntime().style(OnnxOptions(), config).shared_trunk
+    with pytest.raises(UsageError, match="--trunk shared"):
+        OnnxRuntime().style(OnnxOptions(trunk="shared"), config)
+
+
+@pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+Advance = Callable[[Tensor, int], Tensor]  # n, T -> n
+
+
+def advanced_by(patch: pytest.MonkeyPatch, count: Advance) -> None:
+    advance = RunningSum.advance
+
+    def wrong(
+        self: RunningSum, state: dict[str, Tensor], tokens: dict[str, Tensor], n: Tensor
+    ) -> dict[str, Tensor]:
+        return advance(self, state, tokens, count(n, tokens["sums"].shape[1]))
+
+    patch.setattr(RunningSum, "advance", wrong)
+
+
+BUGS: dict[str, Advance] = {
+    "by all of the window": lambda n, T: torch.where(n > 0, T, n),
+    "by one token less": lambda n, T: (n - 1).clamp(min=0),
+    "though the slot idles": lambda n, T: n.clamp(min=1),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_wrong_advances_are_caught(
+    bug: str, plain: PlainSumming, patch: pytest.MonkeyPatch
+) -> None:
+    advanced_by(patch, BUGS[bug])
+    with pytest.raises(AssertionError, match=TOKENS):
+        check_slots(traced(plain)[0], plain, NEXTN)
+
+
+def test_a_state_that_stays_behind_is_caught(
+    plain: PlainSumming, patch: pytest.MonkeyPatch
+) -> None:
+    """A request moves, and its sums don't."""
+    carry = InductorPrograms._carry
+
+    def without_sums(programs: InductorPrograms, source: int, target: int) -> None:
+        sums = {n: a[target].copy() for n, a in programs.state.items() if n.startswith("sum.")}
+        carry(programs, source, target)
+        for name, array in sums.items():
+            programs.state[name][target] = array
+
+    patch.setattr(InductorPrograms, "_carry", without_sums)
+    with pytest.raises(AssertionError, match=TOKENS):
+        check_slots(traced(plain)[0], plain, NEXTN)
+
+
+def test_an_earlier_requests_state_is_caught(
+    plain: PlainSumming, patch: pytest.MonkeyPatch
+) -> None:
+    """A request begins with the sums of the one before it in its slot."""
+    patch.setattr(causal_lm, "begun", lambda state, rows: state)
+    with pytest.raises(AssertionError, match=TOKENS):
+        check_slots(traced(plain)[0], plain, NEXTN)
