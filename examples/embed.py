@@ -1,4 +1,4 @@
-"""A small text service around an engine: standard library only, any number of clients.
+"""Serves text from an engine to any number of clients, with nothing but the standard library.
 
     python examples/embed.py engines/tiny_n3 --port 8000
     curl -N localhost:8000 -d '{"prompt": "def fibonacci(n):", "max_tokens": 64}'
@@ -16,7 +16,7 @@ from mtpbuild.runtime import Engine, EngineError, RequestError, SamplingParams, 
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One thread per client; the engine queues their requests."""
+    """Answers one client in a thread of its own; the engine queues the clients' requests."""
 
     def __init__(self, engine: Engine, *args: Any) -> None:
         self.engine = engine
@@ -32,19 +32,19 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; charset=utf-8")
         self.end_headers()
-        with stream:  # leaving the block ends the request, also when writing fails
+        with stream:  # leaving the block ends the request, even if writing failed
             for chunk in stream:
                 self.wfile.write(chunk.text.encode())
         return None
 
     def start(self, body: bytes) -> Stream:
-        """{"prompt": ..., and any field of SamplingParams}"""
+        """Starts a request from JSON: {"prompt": ..., and any field of SamplingParams}."""
         settings = dict(json.loads(body))
         return self.engine.stream(settings.pop("prompt", ""), SamplingParams(**settings))
 
 
 def serve(engine: Engine, port: int = 0) -> ThreadingHTTPServer:
-    """A server on the loopback; call `serve_forever` on it."""
+    """Makes a server on the loopback interface; call its `serve_forever`."""
     return ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, engine))
 
 

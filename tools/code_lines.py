@@ -1,7 +1,7 @@
 """Counts lines of code: `python tools/code_lines.py builder runtime plugins`.
 
 A line counts if it holds a token that is neither a comment nor part of a docstring. Blank lines do
-not count; a string that spans lines and is a value does, with all its lines.
+not count, but all lines of a multi-line string that is a value do.
 """
 
 import ast
@@ -17,7 +17,7 @@ IDLE = {
 
 
 def code_lines(source: str) -> int:
-    """Lines of one file's text that hold code."""
+    """Counts the lines of one file's text that hold code."""
     held = set[int]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in IDLE:
@@ -26,7 +26,7 @@ def code_lines(source: str) -> int:
 
 
 def docstring_lines(source: str) -> set[int]:
-    """Lines of the docstrings of a module, its classes and its functions."""
+    """Returns the line numbers of the docstrings of a module, its classes and its functions."""
     found = set[int]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Fetches into wheels/ what a GPU machine without a network needs beside its own PyTorch, Triton and
-# NumPy: tools/gpu_wheels.sh [python version, 3.12]. There: pip install --no-index --no-deps wheels/*
+# Fetches into wheels/ the packages that a GPU machine without a network needs beside its own
+# PyTorch, Triton and NumPy: tools/gpu_wheels.sh [python version, 3.12]. Install them there with
+# pip install --no-index --no-deps wheels/*
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=${1:-3.12}
 python=.venv/bin/python
-# Everything but PyTorch, which these do not need.
+# The project's dependencies, without PyTorch and NumPy.
 wanted=$("$python" - <<'PY'
 import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv-peers for benchmarks/peers.py, one_machine.py and serving.py: llama.cpp and its llama-server,
-# compiled for this machine from the source package of llama-cpp-python (15 minutes on 2 cores), and gguf to
-# write its files.
-# With all that the processor has but AMX: weights laid out for AMX end in an assertion of
-# llama.cpp 0.3.36 on this architecture, and without such layouts it runs a third slower.
+# Makes .venv-peers for benchmarks/peers.py, one_machine.py and serving.py. It has llama.cpp and its
+# llama-server, compiled for this machine from the source package of llama-cpp-python (15 minutes on
+# 2 cores), and gguf to write its files.
+# The build uses all of the processor's instructions but AMX: with weights repacked for AMX,
+# llama.cpp 0.3.36 fails an assertion on this architecture; without repacking it is a third slower.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 version=0.3.36
@@ -11,7 +11,7 @@ options=(
     -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON
     -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON '-DCMAKE_INSTALL_RPATH=$ORIGIN'
     -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_APP=OFF
-    -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF  # its page would be downloaded
+    -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF  # the build would download its page
     -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF
 )
 if [ -r /proc/cpuinfo ] && [ "$(uname -m)" = x86_64 ]; then
@@ -26,7 +26,7 @@ fi
 .venv/bin/python -m venv .venv-peers
 python=$PWD/.venv-peers/bin/python
 $python -m pip install --quiet cmake ninja gguf==0.19.0
-# The bindings alone, and beside them what is compiled here: one compilation for both.
+# pip installs the bindings only; one compilation below serves them and llama-server.
 CMAKE_ARGS=-DLLAMA_BUILD=OFF $python -m pip install --quiet \
     --no-binary llama-cpp-python llama-cpp-python==$version
 work=$(mktemp -d)

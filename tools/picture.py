@@ -1,4 +1,4 @@
-"""Draws what `mtpbuild run` shows on a terminal, from a real run: docs/run.svg.
+"""Draws the terminal output of a real `mtpbuild run`: docs/run.svg.
 
 python tools/picture.py engines/tiny_n3 --out docs/run.svg
 """
@@ -16,7 +16,7 @@ QUESTION = "What is 47 + 85?"
 
 
 def draw(console: Console, engine: Engine, command: str, prompt: str) -> None:
-    """The command line, the streamed text with accepted drafts in green, the summary."""
+    """Draws the command line, the streamed text with accepted drafts in green, and the summary."""
     console.print(Text(f"$ {command}", style="bold"))
     line = Text()
     with engine.stream(prompt, SamplingParams(max_tokens=256)) as stream:
@@ -37,7 +37,7 @@ def main() -> None:
     console = Console(record=True, width=100, file=io.StringIO())
     with Engine.load(arguments.engine) as engine:
         chat = engine.chat_prompt([{"role": "user", "content": QUESTION}])
-        engine.generate(chat, SamplingParams(max_tokens=64))  # warm
+        engine.generate(chat, SamplingParams(max_tokens=64))  # warm up
         draw(console, engine, f'mtpbuild run --engine {arguments.engine} --chat "{QUESTION}"', chat)
     console.save_svg(arguments.out, title="accepted draft tokens are green")
 

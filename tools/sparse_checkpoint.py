@@ -1,4 +1,4 @@
-"""Writes a recipe's checkpoint with true headers and no bytes behind them: holes, which read as 0.
+"""Writes a recipe's checkpoint with real headers and holes for the data, which read as 0.
 
     python tools/sparse_checkpoint.py deepseek-r1-fp4 --out /tmp/r1-fp4
     mtpbuild build --dry-run --model deepseek-r1-fp4 --checkpoint /tmp/r1-fp4 --nextn 3
@@ -20,7 +20,7 @@ from mtpbuild.runtime.ranks import ALONE
 
 
 def stored(layout: Layout) -> dict[str, Part]:
-    """Every tensor of the repository, the copies in MTP layers included."""
+    """Returns every tensor of the repository, including the copies in MTP layers."""
     family, config = family_of(layout.config), layout.config
     table = family.weight_table(config, WHOLE)
     sources = {s.name: s for weight in table for s in weight.sources}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv-rtx for `make test-tensorrt`: all of .venv, and TensorRT-RTX beside it. No GPU needed.
-# Of TensorRT itself its bindings, for tensorrt.plugin: its library is not on PyPI.
-# Without dependencies: Torch-TensorRT would replace the CPU's PyTorch by CUDA's (5 GB).
+# Makes .venv-rtx for `make test-tensorrt`: all of .venv, plus TensorRT-RTX. It needs no GPU.
+# TensorRT itself is there with its bindings only, for tensorrt.plugin: its library is not on PyPI.
+# --no-deps keeps Torch-TensorRT from replacing the CPU's PyTorch by CUDA's (5 GB).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 .venv/bin/python -m venv .venv-rtx

@@ -1,8 +1,8 @@
-"""Draws the page of `mtpbuild run --trace out.html`, from a real run: docs/trace.png.
+"""Takes a picture of the page of a real `mtpbuild run --trace out.html`: docs/trace.png.
 
 python tools/trace_picture.py engines/tiny_n3 --out docs/trace.png
 
-Needs Chromium; --browser names it.
+It needs Chromium; --browser names its executable.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Writes what `mtpbuild bench` and `eval` ask: held-out problems, and held-out library code."""
+"""Writes the prompts of `mtpbuild bench` and `eval`: held-out problems and library code."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ FOLDER = Path("recipes/deepseek_tiny_bench")
 
 
 def reasoning(per_form: int, seed: int) -> Iterator[dict[str, object]]:
-    """Questions of every form in turn, in chat form."""
+    """Yields questions in chat form, taking the forms of problems in turn."""
     problems = held_out_problems(per_form, common_words(), seed)
     count = len(problems) // per_form
     for i in range(per_form):
@@ -33,7 +33,7 @@ def reasoning(per_form: int, seed: int) -> Iterator[dict[str, object]]:
 
 
 def answered(per_form: int, seed: int) -> Iterator[dict[str, object]]:
-    """Questions with their answers, the forms in turn; a form may have fewer than `per_form`."""
+    """Yields questions with answers, forms in turn; a form may have fewer than `per_form`."""
     forms = defaultdict[str, list[Problem]](list)
     for problem in held_out_problems(per_form, common_words(), seed):
         forms[problem.form].append(problem)
@@ -50,7 +50,7 @@ def answered(per_form: int, seed: int) -> Iterator[dict[str, object]]:
 
 
 def code(count: int, tokenizer: Tokenizer, seed: int) -> Iterator[dict[str, object]]:
-    """The head of one function or class per file, then of another one, files in random order."""
+    """Yields heads of functions or classes: one per file, then a second one, in random order."""
     rng = random.Random(seed)
     heads = {p: h for p in library_files(held_out=True, tests=False) if (h := found(p, tokenizer))}
     files = sorted(heads)
@@ -63,7 +63,7 @@ def code(count: int, tokenizer: Tokenizer, seed: int) -> Iterator[dict[str, obje
 
 
 def found(path: Path, tokenizer: Tokenizer) -> list[tuple[int, str]]:
-    """(line, text): whole lines from a definition's first one on, SIZE tokens of them."""
+    """Finds (line, text): whole lines from a definition's first line on, of SIZE tokens."""
     lines = read(path).splitlines(keepends=True)
     heads: list[tuple[int, str]] = []
     for number, line in enumerate(lines):
@@ -97,6 +97,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, default=Path("recipes/deepseek_tiny"))
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--per-form", type=int, default=8)
-    parser.add_argument("--problems", type=int, default=50, help="of every form, with answers")
+    parser.add_argument("--problems", type=int, default=50, help="per form, with answers")
     parser.add_argument("--code", type=int, default=48)
     main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""Last phase: the trunk is frozen and the MTP modules learn its own predictions."""
+"""Runs the last phase of training: the trunk is frozen, and MTP modules learn its predictions."""
 
 import argparse
 import json
@@ -23,17 +23,17 @@ from train import State, Trainer, rows, save
 
 SHARPNESS = 2.0  # the teacher's logits are multiplied by this: acceptance counts its argmax
 EAGLE_PASSES = 3
-EAGLE_WEIGHT = 0.7  # of a recycled pass, beside 1 for each module
+EAGLE_WEIGHT = 0.7  # weight of a recycled pass; each module's is 1
 
 
 def kl_sum(hidden: Tensor, head: Tensor, teacher: Tensor, valid: Tensor) -> Tensor:
-    """Cross-entropy of the teacher's probabilities [B, T, V], summed over the valid slots."""
+    """Sums the cross-entropy with the teacher's probabilities [B, T, V] over the valid slots."""
     student = F.log_softmax(F.linear(hidden, head).float(), -1)
     return -((teacher * student).sum(-1) * valid).sum()
 
 
 class Distiller:
-    """The losses of the modules against a frozen trunk."""
+    """Computes the modules' losses against a frozen trunk."""
 
     def __init__(self, trainer: Trainer, compiled: bool) -> None:
         self.trainer, self.model = trainer, trainer.model
@@ -44,7 +44,7 @@ class Distiller:
                 parameter.grad = None
 
     def losses(self, batch: Batch, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Mean losses of modules 1..D and of the recycled passes 2.. of module 1."""
+        """Returns the mean losses of modules 1..D and of module 1's recycled passes from 2 on."""
         model, batch = self.model, batch.to(self.trainer.device)
         mask = batch.mask(length)
         with self.trainer.autocast():
@@ -66,7 +66,7 @@ class Distiller:
     def mean(
         self, hidden: Tensor, teacher: Tensor, batch: Batch, length: int, ahead: int, start: int
     ) -> Tensor:
-        """Compare with the trunk at p + ahead, where slot p - start is in the same document."""
+        """Compares with the trunk at p + ahead, where slot p - start is in the same document."""
         kept = slice(start, length - ahead)
         valid = batch.targets(ahead + 1, length)[:, kept] >= 0
         valid &= batch.document[:, kept] == batch.document[:, : length - ahead - start]
@@ -81,7 +81,7 @@ class Distiller:
 
 
 class MixedRows(CodeRows):
-    """Rows of the corpus, and with some probability of the model's own text."""
+    """Yields rows of the corpus, or with probability `share` rows of the model's own text."""
 
     def __init__(self, code: CodeRows, own: list[Tokens], share: float) -> None:
         super().__init__([*code.documents], seed=11)
@@ -96,7 +96,7 @@ class MixedRows(CodeRows):
 
 
 def own_text(args: argparse.Namespace, model: Model, code: CodeRows, count: int) -> list[Tokens]:
-    """The trunk's continuations of training code, half of them greedy, half at temperature 0.6."""
+    """Writes continuations of training code by the trunk, half greedy, half at temperature 0.6."""
     length = 512 + EXTRA
     prompts = torch.stack(
         [torch.from_numpy(r.astype(np.int64)) for r, used in code.take(4 * count, 64) if used == 64]
@@ -164,7 +164,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--problems", type=int, default=20_000)
-    parser.add_argument("--own", type=int, default=128, help="continuations the trunk writes first")
+    parser.add_argument("--own", type=int, default=128, help="texts that the trunk writes first")
     parser.add_argument("--own-tokens", type=int, default=256)
     parser.add_argument("--own-share", type=float, default=0.3)
     parser.add_argument("--muon-lr", type=float, default=0.01)
@@ -173,7 +173,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--seed", type=int, default=23)
     parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--polite", action="store_true", help="under `nice`: see threads.py")
+    parser.add_argument("--polite", action="store_true", help="with `nice`: see threads.py")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()

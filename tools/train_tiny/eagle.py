@@ -1,4 +1,4 @@
-"""Module 1 applied several times, for all start slots at once: what MTP Eagle drafts with."""
+"""Applies module 1 several times, for all start slots at once, as MTP Eagle does to draft."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ Row = tuple[Tensor, Tensor]  # keys, values [B, H, T, D]
 
 
 def shifted(x: Tensor, by: int, dim: int) -> Tensor:
-    """x moved `by` slots later along `dim`, zeros in front."""
+    """Moves x `by` slots later along `dim`, with zeros in front."""
     if by == 0:
         return x
     rest = x.narrow(dim, 0, x.shape[dim] - by)
@@ -18,9 +18,10 @@ def shifted(x: Tensor, by: int, dim: int) -> Tensor:
 
 
 def attend_recycled(q: Tensor, rows: list[Row], mask: Tensor) -> Tensor:
-    """Attention of pass j = len(rows) at slot p: first-pass rows up to p - j + 1, one per later.
+    """Computes the attention of pass j = len(rows).
 
-    The row of pass i (2 <= i <= j) that a query at slot p sees is the one at slot p - (j - i).
+    A query at slot p sees the first pass's rows up to slot p - j + 1, and one row of each later
+    pass i (2 <= i <= j), the one at slot p - (j - i).
     """
     j, t = len(rows), q.shape[2]
     at = torch.arange(t, device=q.device)
@@ -40,10 +41,10 @@ def attend_recycled(q: Tensor, rows: list[Row], mask: Tensor) -> Tensor:
 def eagle(
     model: Model, hidden: Tensor, following: Tensor, mask: Tensor, passes: int
 ) -> list[Tensor]:
-    """Module 1's normed outputs of pass 1..passes, each [B, T, hidden] and indexed by its own slot.
+    """Returns module 1's normalised outputs of passes 1..passes, each [B, T, hidden] by own slot.
 
     Pass j at slot p drafts t_{p+2} as the j-th draft of the step that started at slot p - j + 1;
-    `following` holds t_{p+1}, `hidden` the trunk's normed hidden of slot p.
+    `following` holds t_{p+1}, `hidden` the trunk's normalised hidden state of slot p.
     """
     module = model.mtp[0]
     cos, sin = model.cos[: following.shape[1]], model.sin[: following.shape[1]]

@@ -19,11 +19,11 @@ from model import Model
 from problems import Problem, held_out_problems, is_correct
 from tokenizer import BOS_ID, EOS_ID, chat, generation_prompt
 
-LOOPING = 0.10  # outputs with a larger share of repeated 8-grams are not counted
+LOOPING = 0.10  # outputs with a larger share of repeated 8-grams don't count
 
 
 class Output(NamedTuple):
-    """One generated text, and the engine's counts where an engine made it."""
+    """Is one generated text, with the engine's counts if an engine made it."""
 
     prompt: list[int]
     tokens: list[int]
@@ -40,7 +40,7 @@ def table(title: str, head: Sequence[str], lines: Iterable[Sequence[Any]]) -> No
 
 
 def code_prompts(tokenizer: Tokenizer, count: int, size: int, seed: int) -> list[list[int]]:
-    """The first `size` tokens after a random line start of held-out files, after BOS."""
+    """Makes prompts: BOS, then `size` tokens of a held-out file from a random line on."""
     documents = code_documents(tokenizer, library_files(held_out=True))
     rng = random.Random(seed)
     prompts: list[list[int]] = []
@@ -61,7 +61,7 @@ def generate(
     count: int,
     temperature: float = 0.0,
 ) -> list[Output]:
-    """Outputs of the plain model, batched; greedy at temperature 0."""
+    """Generates outputs with the plain model, in batches; greedy at temperature 0."""
     outputs = []
     for i in range(0, len(prompts), 64):
         part = prompts[i : i + 64]
@@ -76,7 +76,7 @@ def generate(
 
 
 def engine_generate(engine: Any, prompts: list[list[int]], count: int) -> list[Output]:
-    """The same from an engine, which also counts its acceptance."""
+    """Generates outputs with an engine, which also counts its acceptance."""
     from mtpbuild.runtime import SamplingParams
 
     outputs = []
@@ -91,7 +91,7 @@ def engine_generate(engine: Any, prompts: list[list[int]], count: int) -> list[O
 
 
 def report_held_out(model: Model, tokenizer: Tokenizer, rows: int) -> None:
-    """Loss and agreement on text that was never trained on."""
+    """Prints loss and agreement on text that was never trained on."""
     words = common_words()
     code = CodeRows(code_documents(tokenizer, library_files(held_out=True)), seed=5)
     problems = held_out_problems(100, words, seed=5)
@@ -113,7 +113,7 @@ def report_held_out(model: Model, tokenizer: Tokenizer, rows: int) -> None:
 
 
 def report_acceptance(model: Model, kind: str, outputs: list[Output], most: int) -> None:
-    """Mean tokens per step and acceptance per position."""
+    """Prints mean tokens per step, and acceptance per position."""
     kept = [o for o in outputs if repeated_share(o.tokens) < LOOPING]
     looping = len(outputs) - len(kept)
     lines = []
@@ -160,7 +160,7 @@ def report_engine(kind: str, outputs: list[Output]) -> None:
 
 
 def mean_length(outputs: list[Output]) -> float:
-    """Tokens per step over all whole steps."""
+    """Returns the tokens per step over all whole steps."""
     steps = sum(o.steps for o in outputs)
     return 1 + sum(o.accepted for o in outputs) / max(1, steps)
 
@@ -203,8 +203,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--code", type=int, default=48, help="held-out code prompts")
     parser.add_argument("--tokens", type=int, default=128, help="output tokens per code prompt")
     parser.add_argument("--rows", type=int, default=64, help="rows of held-out text")
-    parser.add_argument("--nextn", type=int, default=5, help="most Eagle passes")
-    parser.add_argument("--thin", type=int, default=4, help="one in so many answers is drafted for")
+    parser.add_argument("--nextn", type=int, default=5, help="largest number of Eagle passes")
+    parser.add_argument("--thin", type=int, default=4, help="draft for one in so many answers")
     parser.add_argument("--samples", type=int, default=4)
     return parser.parse_args()
 

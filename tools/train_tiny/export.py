@@ -17,7 +17,7 @@ from tokenizer import BOS_ID, EOS_ID
 
 
 def load_model(path: Path) -> Model:
-    """The model of a checkpoint written by train.py or distill.py."""
+    """Loads the model from a checkpoint written by train.py or distill.py."""
     stored = torch.load(path, map_location="cpu")
     model = Model(Shape(**stored["shape"]))
     model.load_state_dict(stored["model"])
@@ -70,7 +70,7 @@ def module_tensors(module: MTPModule) -> dict[str, Tensor]:
 
 
 def views(model: Model) -> dict[str, Tensor]:
-    """Every tensor under its Hugging Face name, as a view of the fused parameter that holds it."""
+    """Maps each Hugging Face name to a view of the fused parameter that holds the tensor."""
     found: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embed,
         "model.norm.weight": model.norm.weight,
@@ -84,7 +84,7 @@ def views(model: Model) -> dict[str, Tensor]:
 
 
 def tensors(model: Model) -> dict[str, Tensor]:
-    """What is stored: bf16, the router's bias fp32."""
+    """Returns the tensors to store: bf16, but the router's bias in fp32."""
     return {
         name: t.to(torch.float32 if name.endswith("bias") else torch.bfloat16).clone().contiguous()
         for name, t in views(model).items()
@@ -92,7 +92,7 @@ def tensors(model: Model) -> dict[str, Tensor]:
 
 
 def load_folder(folder: Path) -> Model:
-    """The training model with the weights of an exported folder, computing in fp32."""
+    """Loads an exported folder's weights into the training model, which computes in fp32."""
     values = json.loads((folder / "config.json").read_text())
     known = {f.name for f in fields(Shape)}
     rope = values["rope_scaling"]
@@ -110,7 +110,7 @@ def load_folder(folder: Path) -> Model:
 
 
 def config(s: Shape) -> dict[str, Any]:
-    """config.json in DeepSeek's own spelling."""
+    """Returns config.json in DeepSeek's own spelling."""
     same = {k: v for k, v in vars(s).items() if not k.startswith("rope")}
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -155,7 +155,7 @@ GENERATION = {
 
 
 def write(model: Model, folder: Path) -> None:
-    """Each file is complete before it replaces the one in the folder, the weights last."""
+    """Writes the folder; each file is complete before it replaces an old one, the weights last."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as made:
         for name, content in (("config", config(model.shape)), ("generation_config", GENERATION)):

@@ -1,4 +1,4 @@
-"""Batched generation with the training model: keys and values are kept, nothing is drafted."""
+"""Generates batches of text with the training model, with a cache but without drafts."""
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,14 @@ from tokenizer import EOS_ID
 
 
 class Cache:
-    """Keys and values of every trunk layer for a batch of equally long sequences."""
+    """Holds keys and values of every trunk layer for a batch of equally long sequences."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.length = model, 0
         self.rows: list[tuple[Tensor, Tensor] | None] = [None] * len(model.layers)
 
     def advance(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Tokens [B, T]; mask [B, 1, T, past + T] is additive. Returns hidden [B, T, hidden]."""
+        """Runs tokens [B, T] with an additive mask [B, 1, T, past + T]; returns [B, T, hidden]."""
         model, end = self.model, self.length + tokens.shape[1]
         cos, sin = model.cos[self.length : end], model.sin[self.length : end]
         x = F.embedding(tokens, model.embed)
@@ -42,9 +42,9 @@ def pick(logits: Tensor, temperature: float) -> Tensor:
 def continuations(
     model: Model, prompts: Tensor, count: int, temperature: float = 0.0, pad: Tensor | None = None
 ) -> Tensor:
-    """Prompts [B, P] and up to `count` more tokens each; after its end a row repeats the end token.
+    """Returns prompts [B, P] with up to `count` more tokens; an ended row repeats the end token.
 
-    `pad` [B] says how many of a row's first tokens are padding, never attended to.
+    `pad` [B] is the number of padding tokens at the start of a row; nothing attends to them.
     """
     at = torch.arange(prompts.shape[1] + count)
     hidden_keys = torch.zeros(len(prompts), len(at), dtype=torch.bool)

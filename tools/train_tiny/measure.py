@@ -1,4 +1,4 @@
-"""What the card reports of a model: losses, agreements, acceptance of drafts, repeated text."""
+"""Measures what the card reports: losses, agreements, acceptance of drafts, repeated text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DRAFTERS = ("vanilla", "eagle")
 
 @dataclass
 class Agreement:
-    """Sums over held-out text; entry 0 is the trunk, entry k module k or pass k."""
+    """Holds sums over held-out text; entry 0 is for the trunk, entry k for module k or pass k."""
 
     slots: list[int]
     loss: list[float]
@@ -34,7 +34,7 @@ class Agreement:
 
 @torch.no_grad()
 def held_out(model: Model, batches: Sequence[Batch], length: int) -> dict[str, Agreement]:
-    """Trunk, modules ("vanilla") and module 1 recycled ("eagle") on batches of text."""
+    """Measures trunk, modules ("vanilla") and recycled module 1 ("eagle") on batches of text."""
     depth = len(model.mtp)
     sums = {drafter: Agreement.zero(depth + 1) for drafter in DRAFTERS}
     for batch in batches:
@@ -73,10 +73,10 @@ def add(
 
 @torch.no_grad()
 def drafts(model: Model, tokens: Tensor, drafter: str, count: int) -> Tensor:
-    """Draft j for every start slot p of tokens [T]: [count, T], the guess for position p + j + 1.
+    """Returns guesses [count + 1, T]: draft j of start slot p guesses tokens[p + j + 1].
 
-    Row 0 is the trunk's own. Earlier drafts are taken as right: beyond the first wrong one the
-    guesses are not what an engine would draft, and are not counted either.
+    Row 0 is the trunk's own guess. Each draft assumes that the earlier ones are right. Behind a
+    wrong one an engine would draft something else, but `acceptance` does not count those.
     """
     t = len(tokens)
     filled = torch.cat([tokens, tokens.new_zeros(count + 1)])[None]
@@ -95,8 +95,8 @@ def drafts(model: Model, tokens: Tensor, drafter: str, count: int) -> Tensor:
 
 
 def acceptance(guesses: Tensor, tokens: Tensor, prompt: int, nextn: int) -> list[int]:
-    """Tokens emitted by each step while tokens[prompt:] is generated with `nextn` drafts."""
-    steps, p = [], prompt  # tokens[p] is the newest token, its slot p - 1 drafts
+    """Counts the tokens of each step as if tokens[prompt:] were generated with `nextn` drafts."""
+    steps, p = [], prompt  # tokens[p] is the newest token; slot p - 1 drafts for it
     while p + nextn < len(tokens):
         n = 1
         while n <= nextn and guesses[n, p - 1] == tokens[p + n]:
@@ -107,6 +107,6 @@ def acceptance(guesses: Tensor, tokens: Tensor, prompt: int, nextn: int) -> list
 
 
 def repeated_share(tokens: Sequence[int], size: int = 8) -> float:
-    """Share of the output's 8-grams that occurred in it before."""
+    """Returns the share of the output's n-grams, of `size` tokens, that occurred in it before."""
     grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

@@ -1,4 +1,4 @@
-"""The training-speed form of the model: fused projections, all experts computed at once."""
+"""The model in a form that trains fast: fused projections, all experts computed at once."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model, named as in the Hugging Face config."""
+    """Holds the sizes of the model, named as in the Hugging Face config."""
 
     vocab_size: int = 2048
     hidden_size: int = 192
@@ -42,7 +42,7 @@ class Shape:
 
 
 def linear(rows: int, cols: int, std: float, blocks: tuple[int, ...] = ()) -> nn.Parameter:
-    """A weight [rows, cols]; `blocks` are the row counts of the matrices fused in it."""
+    """Makes a weight [rows, cols]; `blocks` are the row counts of the matrices fused in it."""
     weight = nn.Parameter(torch.randn(rows, cols) * std)
     weight.blocks = blocks or (rows,)  # type: ignore[attr-defined]
     return weight
@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
 
 
 def yarn_frequencies(shape: Shape) -> Tensor:
-    """Inverse frequencies [qk_rope_head_dim / 2] after YaRN (beta_fast 32, beta_slow 1)."""
+    """Returns YaRN's inverse frequencies [qk_rope_head_dim / 2] (beta_fast 32, beta_slow 1)."""
     dim, base = shape.qk_rope_head_dim, shape.rope_theta
     plain = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
@@ -81,19 +81,19 @@ def softmax_scale(shape: Shape) -> float:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates interleaved pairs of x [B, T, H, R]; emits evens then odds, for q and k alike."""
+    """Rotates interleaved pairs of x [B, T, H, R]; returns evens, then odds, for q and k alike."""
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
     return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1).to(x.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention with the scores written out: on a CPU its backward beats the flash kernel's."""
+    """Computes attention with explicit scores: on a CPU its backward beats the flash kernel's."""
     scores = (q @ k.transpose(-1, -2)).float() + mask  # [B, H, T, T]
     return scores.softmax(-1).to(v.dtype) @ v
 
 
 class Attention(nn.Module):
-    """MLA, non-absorbed, causal over the rows of `mask`."""
+    """Computes MLA in the non-absorbed form; `mask` makes it causal."""
 
     def __init__(self, s: Shape, std: float, out_std: float) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         self.o_proj = linear(s.hidden_size, heads * s.v_head_dim, out_std)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled queries, keys and values [B, H, T, D] of x [B, T, hidden]."""
+        """Computes scaled queries, keys and values [B, H, T, D] of x [B, T, hidden]."""
         s, (b, t, _) = self.s, x.shape
         sizes = [s.q_lora_rank, s.kv_lora_rank, s.qk_rope_head_dim]
         q_a, c, k_pe = torch.split(F.linear(x, self.a_proj), sizes, -1)
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         return q * self.scale, k, v.transpose(1, 2)
 
     def output(self, attended: Tensor) -> Tensor:
-        """attended [B, H, T, D] -> [B, T, hidden]."""
+        """Projects attended values [B, H, T, D] to [B, T, hidden]."""
         return F.linear(attended.transpose(1, 2).flatten(2), self.o_proj)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class DenseFFN(nn.Module):
 
 
 class MoE(nn.Module):
-    """Every expert is computed, the unchosen with weight zero; the shared expert is the last."""
+    """Computes every expert, with weight 0 if not chosen; the shared expert is the last."""
 
     def __init__(self, s: Shape, std: float, out_std: float) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class MoE(nn.Module):
         self.load: Tensor
 
     def weights(self, x: Tensor) -> Tensor:
-        """Expert weights [N, E] of x [N, hidden], grouped top-k, bias for choice only."""
+        """Returns experts' weights [N, E] for x [N, hidden]: grouped top-k; the bias only picks."""
         s = self.s
         with torch.autocast(x.device.type, enabled=False):
             score = F.linear(x.float(), self.router).sigmoid()
@@ -184,7 +184,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, rate: float) -> None:
-        """The sign rule of the DeepSeek-V3 paper: overloaded experts lose bias, others gain."""
+        """Applies the DeepSeek-V3 paper's sign rule: overloaded experts lose bias, others gain."""
         self.bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
 
@@ -205,7 +205,7 @@ class Block(nn.Module):
 
 
 class MTPModule(nn.Module):
-    """One more block: from the hidden of slot p and the embedding of token p + k."""
+    """Runs one more block on the hidden state of slot p and the embedding of token p + k."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class MTPModule(nn.Module):
 
 
 class Model(nn.Module):
-    """Trunk and MTP modules; embedding and head are shared."""
+    """Holds trunk and MTP modules, which share embedding and head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Model(nn.Module):
         self.sin: Tensor
 
     def trunk(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states after model.norm [B, T, hidden] of the tokens [B, T]."""
+        """Computes the hidden states [B, T, hidden], after model.norm, of tokens [B, T]."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = F.embedding(tokens, self.embed)
         for layer in self.layers:
@@ -256,7 +256,7 @@ class Model(nn.Module):
         return self.norm(x)
 
     def draft(self, index: int, hidden: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Module `index` on hidden [B, T, hidden] and tokens [B, T] further on by index + 1."""
+        """Runs module `index` on hidden [B, T, hidden] and tokens [B, T], from index + 1 on."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         embedded = F.embedding(tokens, self.embed)
         return self.mtp[index](hidden, embedded, cos, sin, mask)

@@ -1,8 +1,8 @@
-"""The shape study of the card: for several shapes, what a step costs and what a time teaches.
+"""Makes the card's study of shapes: a step's cost, and the loss after the same training time.
 
 Every shape is trained for the same seconds, exported, built (nextn 0, 3, and 3 without drafting)
-and timed by `mtpbuild bench` on the same prompts. Its acceptance here is that of a model trained
-for minutes: compare v, d and the loss.
+and timed by `mtpbuild bench` on the same prompts. Compare v, d and the loss; acceptance means
+little after minutes of training.
 """
 
 import argparse
@@ -42,7 +42,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def trained(shape: Shape, args: argparse.Namespace) -> tuple[Model, dict[str, float]]:
-    """A model after `args.seconds`, and its losses on text that was never trained on."""
+    """Trains a model for `args.seconds`; returns it and its losses on held-out text."""
     torch.manual_seed(7)
     torch.set_num_threads(args.threads)
     settings = SimpleNamespace(
@@ -71,14 +71,14 @@ def trained(shape: Shape, args: argparse.Namespace) -> tuple[Model, dict[str, fl
 
 
 def warm_up(trainer: train.Trainer, code: Any, chats: Any) -> None:
-    """Compile before the clock runs."""
+    """Compiles before the clock runs."""
     for rows, length, share in ((8, 256, 1.0), (8, 256, 0.0)):
         trainer.backward(make_batch(code, chats, rows, length, share), length, True, 0.5)
     trainer.model.zero_grad(set_to_none=True)
 
 
 def timed(model: Model, folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds per step and their quotients, by mtpbuild's own benchmark."""
+    """Measures milliseconds per step and their quotients with mtpbuild's own benchmark."""
     from mtpbuild.builder.bench.bench import BenchRequest, bench
     from mtpbuild.builder.bench.dataset import Asked
     from mtpbuild.builder.bench.engines import Wanted
@@ -105,7 +105,7 @@ def timed(model: Model, folder: Path, args: argparse.Namespace) -> dict[str, flo
 
 def main(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
-    os.chdir(args.out)  # the engines of the study are not the user's
+    os.chdir(args.out)  # keep the study's engines apart from the user's
     lines = []
     for i, (name, shape) in enumerate(SHAPES.items()):
         if args.only and i not in args.only:
@@ -128,7 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/shapes"))
     parser.add_argument("--tokenizer", default="recipes/deepseek_tiny")
     parser.add_argument("--requests", type=int, default=6, help="timed requests of each kind")
-    parser.add_argument("--threads", type=int, default=2, help="of training and of the engines")
+    parser.add_argument("--threads", type=int, default=2, help="for training and for the engines")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the shapes, from 0")
     args = parser.parse_args()
     args.out, args.tokenizer = args.out.resolve(), str(Path(args.tokenizer).resolve())

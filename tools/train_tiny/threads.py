@@ -1,4 +1,4 @@
-"""Leaves a core to others: one thread while processes of normal priority are busy, else all."""
+"""Leaves a core to others: uses one thread while processes of normal priority are busy."""
 
 import os
 import time
@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 STAT = Path("/proc/stat")
-BUSY = 0.4  # cores in use by others above which one thread is left to us
+BUSY = 0.4  # if others use more cores than this, we use one thread
 
 
 class Threads:
-    """Counts on this process being niced: its own time is then not in the `user` column."""
+    """Sets torch's threads; it needs `nice`, which keeps our time out of the `user` column."""
 
     def __init__(self, polite: bool) -> None:
         self.most = torch.get_num_threads()
@@ -20,12 +20,12 @@ class Threads:
 
     @staticmethod
     def others() -> float:
-        """Seconds of processor time that processes of normal priority have had since the boot."""
+        """Returns the processor seconds of all processes of normal priority since boot."""
         ticks = int(STAT.read_text().split()[1]) if STAT.exists() else 0
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def adjust(self) -> None:
-        """Call once a step."""
+        """Sets the number of threads; call it once per step."""
         if not self.polite:
             return
         used, at = self.others(), time.monotonic()

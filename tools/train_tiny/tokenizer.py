@@ -1,4 +1,4 @@
-"""Tokenizer and chat template: byte-level BPE of 2,048 tokens, every digit a token."""
+"""Trains the tokenizer, a byte-level BPE of 2,048 tokens with single digits; chat template."""
 
 import json
 import string
@@ -16,7 +16,7 @@ SPECIAL = [*NAMED, *FIM, *(f"<｜reserved▁{i}｜>" for i in range(9, 16))]
 BOS_ID, EOS_ID, THINK_ID, USER_ID, ASSISTANT_ID = 0, 1, 2, 4, 5
 VOCABULARY = 2048
 
-# Words with the space before them; digits one by one; white space up to the last space of a run.
+# Words with the space before them; single digits; runs of white space without their last space.
 PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def letters() -> str:
-    """Text that makes a token of every letter, alone and after a space."""
+    """Returns text that makes the BPE learn every letter as a token, alone and after a space."""
     lower = string.ascii_lowercase
     return "".join(f"{a} {b}\n" for a in lower for b in lower)
 
@@ -52,7 +52,7 @@ def train(texts: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
         vocab_size=VOCABULARY,
-        # As in DeepSeek-R1, the thinking markers are text that a reader sees.
+        # As in DeepSeek-R1, the thinking markers are visible text.
         special_tokens=[
             AddedToken(t, special="think>" not in t, normalized=False) for t in SPECIAL
         ],
@@ -74,7 +74,7 @@ def _with_letters(texts: Iterable[str]) -> Iterator[str]:
 
 
 def check(tokenizer: Tokenizer) -> None:
-    """The promises that data and template build on."""
+    """Asserts what data and template rely on."""
     vocabulary = tokenizer.get_vocab()
     assert len(vocabulary) == VOCABULARY
     assert [tokenizer.id_to_token(i) for i in range(16)] == SPECIAL
@@ -100,7 +100,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     stored = json.loads(tokenizer.to_str())
-    for token in stored["added_tokens"]:  # as in DeepSeek's: decoded text keeps the thinking marks
+    for token in stored["added_tokens"]:  # as in DeepSeek's, decoding keeps the markers
         token["special"] = token["content"] not in ("<think>", "</think>")
     text = json.dumps(stored, indent=2, ensure_ascii=False)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
@@ -110,7 +110,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def chat(question: str, reply: str, system: str = "") -> str:
-    """One finished exchange as the model is trained on it, end token included."""
+    """Returns one finished exchange in the form for training, end token included."""
     return f"{BOS}{system}{USER}{question}{ASSISTANT}<think>\n{reply}{EOS}"
 
 

@@ -1,4 +1,4 @@
-"""Trains trunk and MTP modules within a wall-clock budget; resumable, logs JSON lines."""
+"""Trains trunk and MTP modules within a wall-clock budget; it can resume, and logs JSON lines."""
 
 import argparse
 import json
@@ -34,20 +34,20 @@ from problems import training_problems
 from threads import Threads
 
 MTP_WEIGHT = (
-    0.5  # of the mean over the modules; the DeepSeek-V3 paper has 0.3, acceptance counts more here
+    0.5  # weight of the modules' mean loss: 0.3 in DeepSeek-V3; here acceptance counts more
 )
 BALANCE_RATE = 0.001
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Lasts until `end` of the budget; each step has code rows x length and chat rows x length."""
+    """Lasts until the share `end` of the budget; code and chat are (rows, length) of each step."""
 
     end: float
     code: tuple[int, int]
     chat: tuple[int, int]
     mtp: bool
-    long_every: int = 0  # in every so many steps the code is one row of 2,048
+    long_every: int = 0  # one step in so many has one code row of 2,048 tokens
 
 
 PHASES: tuple[Phase, ...] = (
@@ -64,13 +64,13 @@ SMOKE_SHAPE = Shape(
 
 
 def cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Sum over the valid targets."""
+    """Sums the cross-entropy over the valid targets."""
     logits = F.linear(hidden, head).flatten(0, 1).float()
     return F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
 
 
 class Trainer:
-    """Model, data and the loss of one batch."""
+    """Holds the model and its optimised loss, and computes the losses of a batch."""
 
     def __init__(self, shape: Shape, device: str, dtype: str, compiled: bool) -> None:
         self.device, self.dtype = torch.device(device), dtype
@@ -89,7 +89,7 @@ class Trainer:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def losses(self, batch: Batch, length: int, mtp: bool) -> tuple[list[Tensor], list[int]]:
-        """Summed losses of the trunk and each module, and how many targets each has."""
+        """Returns the summed losses of the trunk and of each module, and the targets of each."""
         batch = batch.to(self.device)
         model, mask = self.model, batch.mask(length)
         with self.autocast():
@@ -103,7 +103,7 @@ class Trainer:
         return sums, [int((t >= 0).sum()) for t in targets]
 
     def backward(self, batch: Batch, length: int, mtp: bool, share: float) -> list[float]:
-        """Adds `share` of the batch's mean loss to the gradients; the mean loss per module."""
+        """Adds `share` of the batch's mean loss to the gradients; returns modules' mean losses."""
         sums, counts = self.losses(batch, length, mtp)
         means = [s / max(1, n) for s, n in zip(sums, counts, strict=True)]
         extra = sum(means[1:], torch.zeros_like(means[0])) * MTP_WEIGHT / max(1, len(means) - 1)
@@ -112,7 +112,7 @@ class Trainer:
 
 
 def schedule(progress: float) -> float:
-    """Warm-up, a flat part, then linear to zero."""
+    """Returns the learning rates' factor: a warm-up, a flat part, then linear to zero."""
     return min(1.0, progress / 0.01 + 0.05, max(0.0, (1 - progress) / 0.65))
 
 
@@ -135,7 +135,7 @@ def save(path: Path, trainer: Trainer, optimizer: Optimizer, state: State) -> No
 
 
 def load_tokenizer(folder: Path, words: list[str]) -> Tokenizer:
-    """The stored tokenizer, or a new one trained on the code and on some problems."""
+    """Loads the stored tokenizer, or trains one on the code and on some problems."""
     if not (folder / "tokenizer.json").exists():
         problems = training_problems(6000, words, seed=1)
         texts = [read(f) for f in library_files(held_out=False, tests=False)]
@@ -178,7 +178,7 @@ def loop(
     args: argparse.Namespace, trainer: Trainer, optimizer: Optimizer, state: State,
     code: CodeRows, chats: ChatRows, log: Any, checkpoint: Path,
 ) -> None:  # fmt: skip
-    """Steps until the budget (seconds, or steps in smoke mode) is spent."""
+    """Trains until the budget is spent: seconds, or steps if --steps is given."""
     threads = Threads(args.polite)
     phases = SMOKE_PHASES if args.smoke else PHASES
     saved, shown = time.monotonic(), time.monotonic()
@@ -232,9 +232,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="runs/tiny", help="folder of the checkpoint and the log")
     parser.add_argument("--tokenizer", default="recipes/deepseek_tiny")
     parser.add_argument(
-        "--seconds", type=float, default=5400, help="training time, also the schedule"
+        "--seconds", type=float, default=5400, help="training time, which sets the schedule"
     )
-    parser.add_argument("--steps", type=int, default=0, help="schedule by steps instead of seconds")
+    parser.add_argument("--steps", type=int, default=0, help="schedule by steps, not --seconds")
     parser.add_argument("--problems", type=int, default=150_000)
     parser.add_argument("--muon-lr", type=float, default=0.007)
     parser.add_argument("--adam-lr", type=float, default=0.002)
@@ -242,7 +242,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--polite", action="store_true", help="under `nice`: see threads.py")
+    parser.add_argument("--polite", action="store_true", help="with `nice`: see threads.py")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--fresh", action="store_true", help="ignore a stored checkpoint")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a small shape")
