@@ -1,1 +1,1 @@
-"""What the tests stand on: fakes, small checkpoints, toy models and shims of other packages."""
+"""Helpers of the tests: fakes, small checkpoints, toy models and shims of other packages."""

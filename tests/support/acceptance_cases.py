@@ -1,6 +1,6 @@
-"""Oracle O5's cases: rows of probabilities, drafts and controls, and what must be emitted.
+"""Cases of acceptance: rows of probabilities, drafts and controls, and the tokens to be emitted.
 
-Tokens are letters; spec/mtp-algorithms.md section 2 has the corners, in the order of its table.
+Tokens are letters. docs/acceptance.md states the rules.
 """
 
 from collections.abc import Sequence
@@ -24,20 +24,20 @@ BEGINNING = [0.3, 0.2, 0.05, 0.05, 0.4, 0.0]
 @dataclass(frozen=True)
 class Case:
     drafts: list[int]
-    rows: list[list[float]]  # one more than drafts
+    rows: list[list[float]]  # one row more than drafts
     emitted: list[int]
     topk: int = 1
     delta: float = 0.0
     thinking: bool = True
     num_drafts: int | None = None
     active: bool = True
-    after: bool | None = None  # thinking afterwards; None: as before
+    after: bool | None = None  # the thinking flag afterwards; None: unchanged
     temperature: float = 0.0
     rejection: bool = False
     block: bool = False
     synthetic: list[float] | None = None
     banned: list[int] = field(default_factory=list)
-    banned_until: int = 0  # rows of the window
+    banned_until: int = 0  # bans hold in so many rows of the window
     draft_probs: list[list[float]] = field(default_factory=list)
     uniforms: Sequence[tuple[float, float, float]] = field(default_factory=list)
 
@@ -64,7 +64,7 @@ RELAXED = {
     "num_drafts ends it": Case([B, B], [CLOSE, CLOSE, CLOSE], [B, A], 3, 0.1, num_drafts=1),
     "no real drafts": Case([B, B], [CLOSE, CLOSE, CLOSE], [A], 3, 0.1, num_drafts=0),
     "inactive": Case([B], [CLOSE, SURE], [], 3, 0.1, active=False),
-    # The corners of the table.
+    # Corner cases.
     "top k 1 is strict": Case([B], [CLOSE, SURE], [A], 1, 1.0),
     "top k 1 is strict on ties": Case([B], [TIE, SURE], [A], 1, 1.0),
     "delta 0 accepts an exact tie": Case([B], [TIE, SURE], [B, A], 2, 0.0),
@@ -182,7 +182,7 @@ SAMPLED = {
 }
 
 BLOCK = {
-    # Drafts B, C: p/q = 0.5, then 3 (c = 0.5, 1): both are kept whatever the number.
+    # Drafts B, C: p/q = 0.5, then 3 (c = 0.5, 1): both are kept, whatever number is drawn.
     "a late surplus makes up for an early deficit": Case(
         [B, C], [CLOSE, [0.1, 0.3, 0.6, 0, 0, 0], SURE], [B, C, A],
         temperature=1, rejection=True, block=True,
@@ -197,7 +197,7 @@ BLOCK = {
         [B], [CLOSE, CLOSE], [A], temperature=1, rejection=True, block=True,
         draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]], uniforms=[(0.9, 0.51, 0.2), HALF],
     ),
-    # c = 0.5, 0.25; h_2 = 0.25; behind one draft S = 0.05, h_1 = 0.05 / 0.55; P(>= 1) = 0.318.
+    # c = 0.5, 0.25; h_2 = 0.25; after one draft S = 0.05, h_1 = 0.05 / 0.55; P(>= 1) = 0.318.
     "the number falls on two": Case(
         [B, B], [CLOSE, CLOSE, SURE], [B, B, A], temperature=1, rejection=True, block=True,
         draft_probs=[[0.2, 0.7, 0.1, 0, 0, 0]] * 2, uniforms=[(0, 0.24, 0), HALF, (0, 0, 0.5)],
@@ -291,7 +291,7 @@ Operands = tuple[
 
 
 def operands(case: Case) -> Operands:
-    """The operands of `accept_mixed` for one slot."""
+    """Makes the operands of `accept_mixed` for one slot."""
     K = len(case.drafts)
     drafts = K if case.num_drafts is None else case.num_drafts
     uniforms = torch.zeros(1, 3, 20)

@@ -1,4 +1,4 @@
-"""Hand-made measurements and engines without weights, for the tests of `mtpbuild bench`."""
+"""Makes measurements by hand and engines without weights, for the tests of `mtpbuild bench`."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
 
 def small_tokens(history: Sequence[int]) -> int:
-    """Next tokens that even the smallest vocabulary has, and never an end of sequence."""
+    """Returns next tokens that the smallest vocabulary has too, and never an end of sequence."""
     return 2 + sum((i + 1) * t for i, t in enumerate(history)) % 50
 
 
@@ -36,7 +36,7 @@ def drafting(histogram: list[int], drafted: int) -> SpeculativeDecoding:
 
 
 def sample(kind: str, times: Sequence[float], histogram: list[int], begun: float = 0.0) -> Sample:
-    """A request whose whole steps' tokens were all kept."""
+    """Makes a request in which all tokens of every step were kept."""
     tokens = sum((j + 1) * steps for j, steps in enumerate(histogram))
     assert sum(histogram) == len(times)
     nextn = len(histogram) - 1
@@ -45,7 +45,10 @@ def sample(kind: str, times: Sequence[float], histogram: list[int], begun: float
 
 
 def by_hand() -> dict[Nextn, Measured]:
-    """Two requests. nextn 0: 5 tokens, 2 s each. nextn 2: the same 5 in 3 steps of 3 s, and 4."""
+    """Makes two requests of nextn 0 (5 tokens, 2 s each) and of nextn 2.
+
+    With nextn 2 they are the same 5 tokens in 3 steps of 3 s, and 4 tokens.
+    """
     base = [sample("code", [3, 5, 7, 9, 11], [5]), sample("talk", [2, 4, 6, 8, 10], [5])]
     fast = [sample("code", [4, 7, 10], [1, 2, 0]), sample("talk", [3, 6, 10, 13], [3, 1, 0])]
     return {

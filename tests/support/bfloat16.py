@@ -1,4 +1,4 @@
-"""Checks how near a text in bfloat16 is to what the reference says in float32."""
+"""Checks how near a text in bfloat16 is to the reference's text in float32."""
 
 from collections.abc import Sequence
 
@@ -9,19 +9,19 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.verify.play import Played
 
 NEAR = 0.25  # a smaller gap between two logits may be ranked either way
-OFF = 0.3  # of a log-probability; most are within a hundredth
+OFF = 0.3  # allowed error of a log-probability; most are within 0.01
 
 
 @torch.no_grad()
 def rounded(model: Transformer) -> Transformer:
-    """Round a model's weights, in place, to numbers that bfloat16 holds exactly."""
+    """Rounds a model's weights, in place, to numbers that bfloat16 holds exactly."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
     return model
 
 
 def check(model: Transformer, asked: Sequence[list[int]], played: Sequence[Played]) -> None:
-    """Assert that each greedy token is the argmax or nearly, and its log-probability right."""
+    """Asserts that greedy tokens are the argmax or nearly, with the right log-probabilities."""
     gaps = [gap for pair in zip(asked, played, strict=True) for gap in judged(model, *pair)[0]]
     assert max(gaps) < NEAR
     assert sum(gap > 0 for gap in gaps) <= len(gaps) / 20, "and the argmax it is mostly"
@@ -38,7 +38,7 @@ def check_logprobs(
 
 @torch.no_grad()
 def judged(model: Transformer, prompt: list[int], text: Played) -> tuple[list[float], list[float]]:
-    """Return per token how far it is below the largest logit, and how far its logprob is off."""
+    """Returns each token's distance below the largest logit, and its log-probability's error."""
     known = torch.tensor([prompt + text.token_ids[:-1]])
     logits = model.lm_head(model.main(known))[0, len(prompt) - 1 :]
     said = torch.tensor(text.token_ids)[:, None]

@@ -1,7 +1,8 @@
-"""A toy language of three tokens in which the next depends on the last, decoded by the program.
+"""Decodes, with the step program, a toy language of three tokens: the next depends on the last.
 
-P is the target's table, Q the drafter's. Tens of thousands of slots decode side by side with their
-own numbers; the counts of their first K + 2 tokens are held against the exact probabilities.
+P is the target's table, Q the drafter's. Tens of thousands of slots decode side by side, each with
+its own random numbers; the counts of their first K + 2 tokens are compared with the exact
+probabilities.
 """
 
 from itertools import product
@@ -23,7 +24,7 @@ COUNT = K + 2
 LIMIT = 135.0
 
 
-# Three purposes, and drafts 2 .. 4 of a block.
+# Three streams of random numbers, and drafts 2 .. 4 of a block.
 NUMBERS = torch.rand(SLOTS, 6, 4 * COUNT, generator=torch.Generator().manual_seed(0))
 
 
@@ -36,9 +37,9 @@ def decode(
     penalties: Controls | None = None,
     slots: int = SLOTS,
 ) -> Tensor:
-    """The first COUNT tokens of every slot, [slots, COUNT], decoded with nextn drafts a step.
+    """Decodes the first COUNT tokens of every slot, [slots, COUNT], with nextn drafts per step.
 
-    penalties: what edits the logits of all slots, whose prompt is the token FIRST.
+    penalties: edits the logits of all slots, whose prompt is the token FIRST.
     """
     asked = asked_of(
         slots,
@@ -58,7 +59,7 @@ def decode(
     }
     if penalties is not None:
         asked |= asked_of_penalties(slots, penalties)
-        # The prompt is in the window; what a slot's last request left is random.
+        # The prompt is in the window; the remains of a slot's last request are random.
         left = torch.Generator().manual_seed(2)
         state[HISTORY] = torch.randint(0, V, (slots, 4 * COUNT), generator=left)
     tokens = torch.full((slots, COUNT + nextn + 1), -1)
@@ -93,7 +94,7 @@ def chi_square(tokens: Tensor, penalties: Controls = GREEDY) -> float:
 
 
 def chain(path: tuple[int, ...], penalties: Controls = GREEDY) -> float:
-    """Exact probability of the tokens behind the prompt."""
+    """Returns the exact probability of the tokens after the prompt."""
     probability, tokens = 1.0, [FIRST]
     for token in path:
         logits = edited(P[tokens[-1]].log().double().numpy(), tokens, 1, penalties)

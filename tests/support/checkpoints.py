@@ -1,4 +1,4 @@
-"""Random DeepSeek-V3 checkpoints of odd shapes, in the Hugging Face layout."""
+"""Makes random DeepSeek-V3 checkpoints of odd shapes, in the Hugging Face layout."""
 
 import json
 from collections.abc import Mapping
@@ -60,12 +60,12 @@ BASE: dict[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
-# What each shape is there for; oracles O1 to O3 run on all of them.
+# A shape is named after its purpose; oracles O1 to O3 run on all shapes.
 SHAPES: dict[str, dict[str, Any]] = {
     "yarn-three-modules": {},
     "no-q-lora-one-module": {
         "q_lora_rank": None,
-        "n_routed_experts": 24,  # gathered, not dense
+        "n_routed_experts": 24,  # experts are gathered, not computed densely
         "n_shared_experts": 2,
         "num_experts_per_tok": 3,
         "n_group": 1,
@@ -103,7 +103,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_model(seed: int = 0, **overrides: Any) -> Transformer:
-    """Make a plain model with random weights that spread the logits: near-ties are rare."""
+    """Makes a plain model with random weights that spread the logits: near-ties are rare."""
     config = {k: v for k, v in (BASE | overrides).items() if v is not None}
     if overrides.get("q_lora_rank", 1) is None:
         config["q_lora_rank"] = None
@@ -122,9 +122,9 @@ def make_model(seed: int = 0, **overrides: Any) -> Transformer:
 
 
 def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> Transformer:
-    """Make a random model in which a fixed permutation of token v mostly follows it.
+    """Makes a random model in which a token is mostly followed by its fixed permutation.
 
-    Main model and modules both see it, so natural drafts are often, not always, accepted.
+    Main model and modules both know it, so natural drafts are accepted often, but not always.
     """
     model = make_model(seed, **overrides)
     c = model.config
@@ -143,7 +143,7 @@ def make_predictable(seed: int = 0, strength: float = 1.0, **overrides: Any) -> 
 
 
 def save_checkpoint(folder: Path, model: Transformer, **overrides: Any) -> Path:
-    """Write config.json and model.safetensors as DeepSeek's repositories have them."""
+    """Writes config.json and model.safetensors as DeepSeek's repositories have them."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {k: v for k, v in (BASE | overrides).items() if v is not None or k == "q_lora_rank"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -157,14 +157,14 @@ def random_checkpoint(folder: Path, seed: int = 0, **overrides: Any) -> Path:
 
 
 def load_config(folder: Path) -> DeepseekV3Config:
-    """A DeepSeek-V3 checkpoint's configuration."""
+    """Loads a DeepSeek-V3 checkpoint's configuration."""
     config = models.load_config(folder)
     assert isinstance(config, DeepseekV3Config)
     return config
 
 
 def load_reference(folder: Path) -> Transformer:
-    """Load the plain model with a checkpoint's weights in fp32."""
+    """Loads the plain model with a checkpoint's weights in fp32."""
     from safetensors.torch import load_file
 
     model = Transformer(load_config(folder)).eval()
@@ -174,7 +174,7 @@ def load_reference(folder: Path) -> Transformer:
 
 
 def lower(reference: Transformer, share: Share = WHOLE) -> DeepseekV3:
-    """Make the program's model with the plain model's weights, through the table of weights."""
+    """Makes the program's model with the plain model's weights, through the table of weights."""
     tensors = reference.state_dict()
     model = DeepseekV3(reference.config, share.ranks)
     weights = {
@@ -190,13 +190,13 @@ def lower(reference: Transformer, share: Share = WHOLE) -> DeepseekV3:
 
 
 def made_of(weight: Weight, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A program's weight from its sources by name."""
+    """Makes a program's weight from its sources by name."""
     slices = ([tensors[source.name] for source in group] for group in weight.groups)
     return torch.cat([weight.transform(*sources) for sources in slices])
 
 
 def write_tokenizer(path: Path, size: int = 1) -> None:
-    """A byte-level tokenizer of so many tokens."""
+    """Writes a byte-level tokenizer of so many tokens."""
     tokenizer = Tokenizer(BPE(vocab={f"t{i}": i for i in range(size)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path))
@@ -211,7 +211,7 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
 
 
 def shard(folder: Path, count: int = 3) -> None:
-    """Rewrite model.safetensors as shards and an index."""
+    """Rewrites model.safetensors as shards and an index."""
     tensors = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
     names = sorted(tensors)

@@ -1,8 +1,8 @@
-"""What ranks' fake GPUs sum between them: noted in order, and compared before it happens.
+"""Notes the collectives of ranks with fake GPUs in order, and compares them before they happen.
 
-NCCL matches the n-th collective of a rank with the n-th of another, whatever they are for, and a
-captured one with a captured one. Ranks that disagree hang, or get wrong sums and go on. Here they
-stop and say what each was about to do.
+NCCL matches the n-th collective of one rank with the n-th of another, whatever they are for, and a
+captured one with a captured one. Ranks that disagree would hang, or continue with wrong sums. Here
+they stop, and report what each was about to do.
 """
 
 import contextlib
@@ -21,22 +21,22 @@ from torch.fx import GraphModule
 from mtpbuild.runtime.group import nccl
 from tests.support.fake_gpu import FakeGpu, Work
 
-LOGS = "FAKE_GPU_LOGS"  # in the environment: a folder to which each rank writes what it did
+LOGS = "FAKE_GPU_LOGS"  # environment variable: a folder for each rank's log
 ROOM = 160  # bytes of a line that ranks compare
 AT_ONCE = "at once"
 
 
 class Order:
-    """The captures and collectives of this process's rank, in their order."""
+    """Holds the captures and collectives of this process's rank, in their order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.group: dist.ProcessGroup | None = None  # the ranks' that compare; None: one alone
+        self.group: dist.ProcessGroup | None = None  # the group that compares; None: no other ranks
         self.doing = AT_ONCE
         self.program = ""
 
     def note(self, what: str) -> None:
-        """Raise RuntimeError if another rank is about to do something else."""
+        """Notes the next action; raises RuntimeError if another rank is about to do another."""
         self.lines.append(f"{self.doing}: {self.program}{what}")
         if self.group is None:
             return
@@ -51,13 +51,13 @@ class Order:
 
     @contextlib.contextmanager
     def of(self, program: str) -> Iterator[None]:
-        """Say whose collectives those in the block are."""
+        """Notes the collectives in the block as those of a program."""
         self.program = f"{program}: "
         yield
         self.program = ""
 
     def write(self) -> None:
-        """Let a test read it, at the end."""
+        """Writes the log for a test to read, at the end."""
         if folder := os.environ.get(LOGS):
             text = json.dumps(self.lines)
             (Path(folder) / f"rank{os.environ['RANK']}.json").write_text(text)
@@ -67,7 +67,7 @@ HERE = Order()
 
 
 def agreed(logs: Path, ranks: int = 2) -> list[str]:
-    """What all ranks wrote to that folder: the same."""
+    """Returns the log that all ranks wrote to that folder; asserts that they are the same."""
     first, *others = (json.loads((logs / f"rank{rank}.json").read_text()) for rank in range(ranks))
     assert first, "they have done something"
     assert all(other == first for other in others)
@@ -75,7 +75,7 @@ def agreed(logs: Path, ranks: int = 2) -> list[str]:
 
 
 def listened_to(program: GraphModule) -> GraphModule:
-    """Let a program's sums note themselves before they happen."""
+    """Makes a program's sums note themselves before they happen."""
     real = torch.ops._c10d_functional.all_reduce.default
 
     def all_reduce(x: Tensor, *how: Any) -> Any:
@@ -90,7 +90,7 @@ def listened_to(program: GraphModule) -> GraphModule:
 
 
 class GlooPeers(nccl.Peers):
-    """gloo in NCCL's place."""
+    """Sums with gloo in place of NCCL."""
 
     backend = "gloo"
 
@@ -109,7 +109,7 @@ class GlooPeers(nccl.Peers):
 
 
 class RankGpu(FakeGpu):
-    """A rank's. A captured step's sums are those of the run before, whenever it is launched."""
+    """Is a rank's GPU. A captured step repeats the sums of the run before its capture."""
 
     def __init__(self) -> None:
         super().__init__()

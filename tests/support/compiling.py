@@ -1,4 +1,4 @@
-"""A process in which Triton compiles: its interpreter is off there."""
+"""Runs Python in a process in which Triton compiles, with its interpreter off."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def run(*arguments: str, cache: Path) -> str:
-    """Return what Python prints in a process that compiles."""
+    """Returns what Python prints in a process that compiles."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "TORCH_LOGS": "-all"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Checks that an engine's steps emit what masks allow, without a grammar behind the masks."""
+"""Checks that an engine's steps emit only tokens that masks allow, without a grammar."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ASKED = (
 
 
 def only(tokens: list[int], manifest: Manifest) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Masks [T, words] of which row j allows `tokens[j]` alone; rows behind the last are free."""
+    """Makes masks [T, words]: row j allows only `tokens[j]`; rows behind the last are free."""
     words = -(-manifest.model.vocab_size // 32)
     masks = np.full((manifest.window, words), -1, np.int32)
     for row, token in enumerate(tokens):
@@ -27,10 +27,10 @@ def only(tokens: list[int], manifest: Manifest) -> np.ndarray[Any, np.dtype[np.i
 
 
 def check_masks(programs: Any, manifest: Manifest, nextn: int | None = None) -> None:
-    """Forced drafts are accepted by every rule, others only if they are allowed.
+    """Checks that every rule accepts forced drafts, and others only if they are allowed.
 
-    The second step judges the modules' own drafts, whose first row allows but one token. nextn: of
-    the steps of an adaptive engine.
+    The second step judges the modules' own drafts; its first row allows only one token. nextn: the
+    drafts of an adaptive engine's steps.
     """
     judged = manifest.window if nextn is None else nextn + 1
     slots, rows = manifest.build.max_batch, 128

@@ -1,14 +1,14 @@
-"""Compiles programs for a GPU that is not here, and prints what came out: a JSON line each.
+"""Compiles programs for a GPU that is not here, and describes each in a line of JSON.
 
     python -m tests.support.cross_compile FOLDER [--kernels-only] small/head/sm90/bfloat16
 
-A process of its own, because Triton's interpreter must be off. Before the first slash: `small`,
-`r1` (of which one rank of eight is compiled) or `r1-alone` (one rank), of which come parts of a
-step that `benchmarks/gpu.py` measures, or whole steps with nextn 3 of some of the layers (`step of
-1+2`: a dense one and two with experts; `mixed step of ..`); `rank`, the step of one rank of two; or
-the name of a model that is built as an engine. Last may stand who attends (`/flashinfer`). What is
-compiled has no weights: nobody computes with it. With --kernels-only the C++ is written, and not
-compiled.
+It runs in a process of its own, because Triton's interpreter must be off. A case has four parts, or
+five with the attention backend (`/flashinfer`). The first part names the model: `small`, `r1` (one
+rank of eight) or `r1-alone` (a single rank); `rank` for the step of one rank of two; or a model
+that is built as an engine. The second part is a part of a step that `benchmarks/gpu.py` measures,
+or a whole step with nextn 3 of some layers (`step of 1+2`: a dense one and two with experts; `mixed
+step of ..`). The programs have no weights, as nothing runs them. With --kernels-only the C++ is
+written, but not compiled.
 """
 
 import ctypes
@@ -33,19 +33,19 @@ ALL_REDUCE = "_c10d_functional_all_reduce_"
 
 @dataclass
 class Compiled:
-    """What one program became."""
+    """Describes one compiled program."""
 
     case: str
     program: str
-    kernels: dict[str, int] = field(default_factory=dict)  # launches of a call of the program
-    operators: dict[str, int] = field(default_factory=dict)  # PyTorch's, that it calls: cuBLAS ..
-    architectures: dict[str, int] = field(default_factory=dict)  # cubins by what they are for
+    kernels: dict[str, int] = field(default_factory=dict)  # launches per call of the program
+    operators: dict[str, int] = field(default_factory=dict)  # PyTorch's own, such as cuBLAS
+    architectures: dict[str, int] = field(default_factory=dict)  # number of cubins for each
     needed: list[str] = field(default_factory=list)  # libraries that the program names
     unresolved: list[str] = field(default_factory=list)  # symbols that this PyTorch does not have
-    isa: str = ""  # of the host's code
+    isa: str = ""  # instruction set of the host's code
     fresh: list[str] = field(default_factory=list)  # kernels that Triton compiled
-    known: list[str] = field(default_factory=list)  # that it found compiled
-    foreseen: int = 0  # launches of a step, as a dry run tells them
+    known: list[str] = field(default_factory=list)  # kernels that it found compiled
+    foreseen: int = 0  # launches of a step that a dry run predicts
 
     @property
     def collectives(self) -> int:
@@ -53,13 +53,13 @@ class Compiled:
 
     @property
     def calls(self) -> int:
-        """Launches of a call of the program, the collectives apart."""
+        """Counts the launches of a call of the program, without collectives."""
         calls = Counter(self.kernels) + Counter(self.operators)
         return sum(n for name, n in calls.items() if not name.startswith("_c10d_functional"))
 
 
 def count_calls(wrapper: str, into: Compiled) -> None:
-    """Count launches and operators in a program's C++: there are no branches and no loops in it."""
+    """Counts launches and operators in a program's C++, which has no branches and no loops."""
     body = wrapper[wrapper.index("::run_impl(") :]
     kernels = re.findall(r"^\s*call_(\w+)\(", body, re.M)
     into.kernels = dict(Counter(re.sub(r"_\d+$", "", kernel) for kernel in kernels))
@@ -68,7 +68,7 @@ def count_calls(wrapper: str, into: Compiled) -> None:
 
 
 def read_package(path: Path, into: Compiled, scratch: Path) -> None:
-    """Look into a .pt2 file: the kernels' architectures, what the library wants of others."""
+    """Reads a .pt2 file: its kernels' architectures, and its library's dependencies."""
     with zipfile.ZipFile(path) as package:
         names = package.namelist()
         cubins = [package.read(name) for name in names if name.endswith(".cubin")]
@@ -81,7 +81,7 @@ def read_package(path: Path, into: Compiled, scratch: Path) -> None:
     into.needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
     symbols = subprocess.check_output(["nm", "-D", "--undefined-only", extracted], text=True)
     wanted = (line.split()[-1].partition("@")[0] for line in symbols.splitlines() if " U " in line)
-    here = ctypes.CDLL("libtorch_cpu.so")  # and what it needs
+    here = ctypes.CDLL("libtorch_cpu.so")  # symbols that it needs
     into.unresolved = [name for name in wanted if not hasattr(here, name)]
 
 
@@ -93,7 +93,7 @@ def architecture(cubin: bytes) -> str:
 
 
 def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
-    """Programs with their plans."""
+    """Yields programs with their plans."""
 
     from mtpbuild.builder.models.common.precision import FLOATS, hold_in
     from mtpbuild.builder.models.common.weights import Share
@@ -125,7 +125,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
     whole = slices.small((3,)) if tp is None else slices.r1_share(tp, (3,), format or PLAIN)
 
     def with_layers(dense: int, moe: int) -> Any:
-        """Keep so many layers, and the module behind them."""
+        """Keeps so many layers, and the module behind them."""
         kinds = (False,) * dense + (True,) * (moe + 1)
         config = replace(whole.config, num_hidden_layers=dense + moe, moe_layers=kinds)
         return replace(whole, config=config, dtype=options.dtype)
@@ -149,7 +149,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def engine(model: str, folder: Path, options: Any) -> list[Path]:
-    """Build an engine of nextn 3; its programs."""
+    """Builds an engine of nextn 3; returns its programs."""
     from mtpbuild.builder.build import build
     from mtpbuild.builder.request import BuildRequest
 
@@ -160,7 +160,7 @@ def engine(model: str, folder: Path, options: Any) -> list[Path]:
 
 
 class EnoughError(Exception):
-    """Kernels are compiled and the host's code is written: enough."""
+    """Stops a compilation once kernels are compiled and the host's code is written."""
 
 
 def main(folder: Path, *cases: str) -> None:
@@ -174,7 +174,7 @@ def main(folder: Path, *cases: str) -> None:
     from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
 
     torch.set_num_threads(1)
-    lower_inductor.OPTIONS["aot_inductor.compile_wrapper_opt_level"] = "O0"  # soon
+    lower_inductor.OPTIONS["aot_inductor.compile_wrapper_opt_level"] = "O0"  # compiles faster
     wrappers, triton = list[str](), list[tuple[str, bool]]()
     whole: Any = torch._inductor.aot_compile
 
@@ -192,7 +192,7 @@ def main(folder: Path, *cases: str) -> None:
 
     if kernels_only := "--kernels-only" in cases:
         AotCodeCompiler.compile = write  # type: ignore[method-assign, assignment]
-        os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")  # to look into
+        os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")  # to read the cubins
     torch._inductor.aot_compile = keep
     knobs.compilation.listener = listen
 

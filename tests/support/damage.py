@@ -1,4 +1,4 @@
-"""Random harm to an engine directory, drawn by hypothesis."""
+"""Damages an engine directory at random, as drawn by hypothesis."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ JSON_VALUES = st.recursive(
 
 
 def damage(folder: Path, data: st.DataObject) -> None:
-    """Do one random harm to an engine directory; its files may be hard links to another's."""
+    """Damages one thing in an engine directory, whose files may be hard links to another's."""
     path = data.draw(st.sampled_from(sorted(folder.iterdir())))
     kind = data.draw(st.sampled_from(["flip", "cut", "append", "delete", "folder", "add", "edit"]))
     if kind in ("flip", "cut", "append") and path.is_file():
@@ -39,7 +39,7 @@ def damage(folder: Path, data: st.DataObject) -> None:
 
 
 def edit_at_random(path: Path, data: st.DataObject) -> None:
-    """Change, remove or add one value anywhere in a JSON file."""
+    """Changes, removes or adds one value anywhere in a JSON file."""
     try:
         node = raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`python -m tests.support.eager_command serve ..`: the command, with ranks that run eagerly."""
+"""Runs `mtpbuild` with eager ranks: `python -m tests.support.eager_command serve ..`."""
 
 import torch
 

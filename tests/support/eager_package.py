@@ -1,4 +1,4 @@
-"""The GPU's programs run eagerly, without a build: a package and the manifest beside it."""
+"""Runs a GPU's programs eagerly, without a build: a package and the manifest beside it."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.support.fakes import fake_manifest
 
 
 class EagerPackage:
-    """Runs a program eagerly and, as a compiled one does, writes its state over.
+    """Runs a program eagerly and overwrites its state, as a compiled one does.
 
     `slots` notes how many slots each run computed.
     """
@@ -42,7 +42,7 @@ class EagerPackage:
 
 
 def manifest_of(plan: Plan, programs: tuple[Program, ...]) -> Manifest:
-    """Write the manifest that a build for a GPU would write."""
+    """Writes the manifest that a build for a GPU would write."""
     manifest = fake_manifest(
         nextn=plan.nextn,
         max_batch=plan.max_batch,

@@ -1,7 +1,8 @@
 """Target inductor without its compiler: programs run eagerly, from their exported graphs.
 
-All else of an engine of several ranks is real: weights, processes, torch.distributed; but for GPUs,
-which are `FakeGpu`s that gloo connects. Compiling one takes a minute of a core.
+Everything else in an engine of several ranks is real (weights, processes, torch.distributed),
+except GPUs, which are `FakeGpu`s that gloo connects. Compiling a program would take a core a
+minute.
 `python -m tests.support.eager_ranks` is a rank that another process started.
 """
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import mtpbuild.plugins  # the graphs' ops
+import mtpbuild.plugins  # registers the graphs' ops
 from mtpbuild.runtime import follow
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest, read_manifest
 from mtpbuild.runtime.contract.programs import Programs
@@ -47,7 +48,7 @@ def lower(traced: "Traced", weights: "Mapping[str, Placed]", folder: Path) -> st
 
 
 class EagerPackage:
-    """Stands in for `Package`: runs a program and copies the new state over what came in."""
+    """Stands in for `Package`: runs a program and copies the new state over the old one."""
 
     def __init__(self, folder: Path, name: str, weights: Mapping[str, torch.Tensor]) -> None:
         manifest = read_manifest(folder)
@@ -101,7 +102,7 @@ def load(
     channel: Channel | None = None,
     **options: bool,
 ) -> Programs:
-    """Stand in for target inductor's `load`."""
+    """Stands in for target inductor's `load`."""
     from mtpbuild.runtime.programs.inductor import load as load_inductor
 
     machine = {"open_programs": open_eagerly, "find_gpu": fake_gpu, "peers": GlooPeers}
@@ -110,14 +111,14 @@ def load(
 
 @contextlib.contextmanager
 def target() -> Iterator[None]:
-    """Load engines this way in this process, while the block runs."""
+    """Loads engines this way in this process, while the block runs."""
     with registered("inductor", programs="tests.support.eager_ranks"):
         yield
 
 
 @contextlib.contextmanager
 def used() -> Iterator[pytest.MonkeyPatch]:
-    """Load engines this way, also in the processes that this one starts, while the block runs."""
+    """Loads engines this way, also in the processes that this one starts, while the block runs."""
     assert mtpbuild.plugins.rope
     with target(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_cuda, "visible_gpus", visible_gpus)
@@ -128,7 +129,7 @@ def used() -> Iterator[pytest.MonkeyPatch]:
 
 @contextlib.contextmanager
 def in_place_of_the_compiler() -> Iterator[None]:
-    """Build and load engines this way while the block runs."""
+    """Builds and loads engines this way while the block runs."""
     from tests.support.fake_target import in_place_of
 
     torch.set_num_threads(1)
@@ -139,7 +140,7 @@ def in_place_of_the_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_gpus() -> Iterator[None]:
-    """The same, where builds with --device cuda find a GPU."""
+    """Does the same, and lets builds with --device cuda find a GPU."""
     from tests.support.fake_target import in_place_of
 
     with (

@@ -1,4 +1,4 @@
-"""Engine directories for tests: what builds one, placeholders of one, what a real one says."""
+"""Helpers for engine directories in tests: placeholders, manifests, and a real engine's tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ EngineBuilder = Callable[..., Path]
 
 
 def greedy_ids(engine: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Return the next `count` token ids of each prompt, not stopping at EOS."""
+    """Returns the next `count` token ids of each prompt, not stopping at EOS."""
     params = SamplingParams(max_tokens=count, ignore_eos=True)
     with Engine.load(engine, threads=1) as loaded:
         results = loaded.generate(prompts, params)
@@ -19,7 +19,7 @@ def greedy_ids(engine: Path, prompts: list[list[int]], count: int) -> list[list[
 
 
 def write_engine(folder: Path, manifest: Manifest, *, tokenizer: bool = True) -> Manifest:
-    """Write an engine directory whose programs are placeholders."""
+    """Writes an engine directory whose programs are placeholders."""
     folder.mkdir()
     for name in ("prefill.onnx", "decode.onnx", "weights.safetensors"):
         (folder / name).write_bytes(name.encode() * 100)
@@ -35,7 +35,7 @@ def write_engine(folder: Path, manifest: Manifest, *, tokenizer: bool = True) ->
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Write engine.json, listing the files that are there."""
+    """Writes engine.json, listing the files that are there."""
     files = {
         path.name: FileSpec(size=path.stat().st_size, sha256=hash_file(path))
         for path in sorted(folder.iterdir())

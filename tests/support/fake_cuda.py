@@ -1,7 +1,7 @@
-"""A GPU whose memory is the host's: `cuda.bindings.runtime` as far as programs call it.
+"""A GPU whose memory is the host's: the part of `cuda.bindings.runtime` that programs call.
 
-It checks what CUDA would not say: copies stay within what was allocated, a captured copy takes no
-pageable memory, nothing is used after it was freed.
+It checks more than CUDA reports: copies stay within allocations, a captured copy uses no pageable
+memory, and nothing is used after it was freed.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ STREAM = 7
 
 
 class FakeCuda:
-    """One GPU. `free` counts its bytes; `fail` maps a function's name to the error it returns."""
+    """Is one GPU with `free` bytes; `fail` maps a function's name to the error that it returns."""
 
     cudaMemcpyKind = SimpleNamespace(  # noqa: N815  # CUDA's names
         cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2, cudaMemcpyDeviceToDevice=3
@@ -33,8 +33,8 @@ class FakeCuda:
         self, capability: tuple[int, int] = (12, 0), free: int = 1 << 40, gpus: int = 1
     ) -> None:
         self.capability, self.free, self.gpus = capability, free, gpus
-        self.current = dict[int, int]()  # the GPU that a thread uses
-        self.busy = 0  # how often the stream is said to be at work yet
+        self.current = dict[int, int]()  # a thread's current GPU
+        self.busy = 0  # how often the stream still reports to be busy
         self.fail: dict[str, int] = {}
         self.device: dict[int, np.ndarray[Any, Any]] = {}  # by address
         self.host: dict[int, np.ndarray[Any, Any]] = {}
@@ -43,7 +43,7 @@ class FakeCuda:
         self.launches = 0
 
     def queue(self, work: Callable[[], object]) -> None:
-        """Run a stream's work at once, or keep it until the graph being captured is launched."""
+        """Runs a stream's work at once, or keeps it until the graph being captured is launched."""
         if self.captured is None:
             work()
         else:
@@ -161,7 +161,7 @@ class FakeCuda:
 
 
 def _allocate(memory: dict[int, np.ndarray[Any, Any]], size: int, fill: int) -> int:
-    """Allocate at a multiple of 256 bytes, as cudaMalloc does; the array keeps it alive."""
+    """Allocates at a multiple of 256 bytes, as cudaMalloc does; the array keeps it alive."""
     array = np.full(size + 256, fill, np.uint8)
     address = -(-array.ctypes.data // 256) * 256
     memory[address] = array

@@ -1,7 +1,7 @@
-"""A GPU whose memory is the host's: it does its work when it is waited for, or before it is asked.
+"""A GPU whose memory is the host's: it works when the host waits for it, or as soon as possible.
 
-It stands in for `Gpu` and checks what CUDA would not say: nothing that is copied on the GPU's own
-time lies in pageable memory, a graph's work was run before it was captured.
+It stands in for `Gpu` and checks more than CUDA reports: an asynchronous copy uses no pageable
+memory, and a graph's work was run before its capture.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ Work = Callable[[], object]
 class FakeGpu:
     """Does a GPU's work on the CPU, and counts what the host asked of it.
 
-    `captures` and `replays` count graphs; `waits` the times that the host stood still.
+    `captures` and `replays` count graphs; `waits` counts how often the host waited.
 
-    `ahead`: what is queued is done at once, a step before the host has read the one before it.
+    `ahead`: work is done as soon as it is queued, before the host has read the step before it.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class FakeGpu:
         self.queue: deque[Work] = deque()
         self.queued = self.done = 0
         self.captures = self.replays = self.waits = 0
-        self._memory: list[tuple[int, int]] = []  # own and pinned: from .. to
+        self._memory: list[tuple[int, int]] = []  # own and pinned memory: from .. to
         self._ran: set[int] = set()
 
     def free_memory(self) -> int:
@@ -74,7 +74,7 @@ class FakeGpu:
         self._add(partial(self._perform, work))
 
     def _perform(self, work: Work, graph: int | None = None) -> None:
-        """Do it at once, or as the graph of that number."""
+        """Does the work at once, or as the graph of that number."""
         work()
 
     def capture(self, work: Work) -> Work:
@@ -124,7 +124,7 @@ class FakeGpu:
 
 @contextlib.contextmanager
 def torch_finds(gpus: int) -> Iterator[None]:
-    """Let torch say that the machine has so many GPUs."""
+    """Lets torch report so many GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         patch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -132,5 +132,5 @@ def torch_finds(gpus: int) -> Iterator[None]:
 
 
 def opened(programs: Mapping[str, Runner]) -> Opener:
-    """Programs that are open already, on any device."""
+    """Returns an Opener of programs that are open already, on any device."""
     return lambda device: programs.__getitem__

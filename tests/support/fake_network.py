@@ -1,8 +1,8 @@
-"""A TensorRT network as a list of PyTorch calls: what a fake engine of target tensorrt is made of.
+"""A TensorRT network as a list of PyTorch calls, of which fake engines of target tensorrt are made.
 
-A layer that our converters add does what TensorRT documents of it; what Torch-TensorRT would
-convert is the PyTorch operator itself. A method that is not here is not known, and what a layer is
-not given as TensorRT wants it is refused.
+A layer that our converters add does what TensorRT documents for it; an operator that Torch-TensorRT
+would convert is called as it is. A method that is missing here fails, and so does a layer whose
+operands TensorRT would refuse.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from mtpbuild.builder.quantize.formats import unpack
 from mtpbuild.plugins.matmul_scaled.op import e4m3
 
-# Collectives of the ranks that run a network: what is summed (name, type and shape), and the term.
+# A collective of the ranks that run a network: takes name, type and shape, and this rank's term.
 Sum = Callable[[str, Tensor], Tensor]
 
 
@@ -38,7 +38,7 @@ TORCH = {
     DataType.BOOL: torch.bool,
 }
 TYPES = {dtype: name for name, dtype in TORCH.items()}
-BITS = {DataType.FP8: 8, DataType.FP4: 4}  # of types that PyTorch does not compute in
+BITS = {DataType.FP8: 8, DataType.FP4: 4}  # types in which PyTorch does not compute
 PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, DataType)
 
 
@@ -48,14 +48,14 @@ class LayerType(Enum):
 
 
 class Choice(Enum):
-    """The modes of layers that our networks use."""
+    """Lists the modes of layers that our networks use."""
 
     SUM, ELEMENT, ALL_REDUCE, LINEAR = range(4)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Holds an address and a size, as TensorRT's own do: the values are the caller's."""
+    """Holds an address and a size, as TensorRT's own do; the caller keeps the values."""
 
     dtype: DataType
     address: int
@@ -69,7 +69,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Ref:
-    """A value of the network, by its number."""
+    """Refers to a value of the network by its number."""
 
     id: int
 
@@ -84,14 +84,14 @@ class ITensor:
 
 @dataclass(frozen=True)
 class Number:
-    """A size that is known when the network runs, such as that of a prompt's chunk."""
+    """Is a size that is known only when the network runs, such as that of a prompt's chunk."""
 
     id: int
 
 
 @dataclass
 class ILayer:
-    """One layer: what it calls, of what, and what comes out."""
+    """Is one layer: the function that it calls, its operands and its outputs."""
 
     type: LayerType
     function: str
@@ -102,7 +102,7 @@ class ILayer:
     axis: int = 0
     num_ranks: int = 1
     groups: tuple[int, ...] = ()
-    tensor: Tensor | None = None  # of a constant; quantised values as bits
+    tensor: Tensor | None = None  # a constant's values; quantised ones as bits
     dtype: DataType | None = None
 
     def get_output(self, index: int) -> Any:
@@ -115,7 +115,7 @@ class ILayer:
 class IConstantLayer(ILayer):
     @property
     def weights(self) -> Any:
-        """Give the values as NumPy's array, or as an address where it has no such type."""
+        """Returns the values as an array, or as an address where NumPy has no such type."""
         assert self.tensor is not None
         assert self.dtype is not None
         if self.dtype in BITS or self.dtype == DataType.BF16:
@@ -131,7 +131,7 @@ class Network:
     layers: list[ILayer] = field(default_factory=list)
     inputs: list[ITensor] = field(default_factory=list)
     outputs: list[ITensor] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)  # of weights, by their address
+    names: dict[int, str] = field(default_factory=dict)  # weights by their address
     count: int = 0
 
     @property
@@ -239,7 +239,7 @@ class Network:
     def add_torch(
         self, function: str, args: Any, kwargs: Any, like: Any, kind: LayerType = LayerType.OTHER
     ) -> Any:
-        """Add a PyTorch operator, which is not TensorRT's; its results are `like` these."""
+        """Adds a PyTorch operator, which is not TensorRT's; its results are `like` these."""
         outputs = tree_map(self._like, like)
         every = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
         self.layers.append(ILayer(kind, function, args, kwargs, every))
@@ -271,11 +271,11 @@ class Network:
 
 @dataclass
 class Compiled:
-    """What can be run of a network, and stored: calls by name, values by number."""
+    """Is a network that can be run and stored: calls by name, values by number."""
 
     inputs: dict[str, tuple[int, DataType, tuple[int, ...]]]
     outputs: dict[str, tuple[int, DataType, tuple[int, ...]]]
-    aliases: dict[str, str]  # output -> the input that it is written over
+    aliases: dict[str, str]  # output -> the input that it overwrites
     calls: list[tuple[str, Any, Any, list[int], dict[str, Any]]]
     constants: dict[int, Tensor]
     stripped: dict[str, tuple[list[int], DataType, tuple[int, ...]]]
@@ -309,7 +309,7 @@ class Compiled:
 
 
 def compiled(network: Network, strip: bool) -> Compiled:
-    """Turn a network into what runs; raises ValueError for what TensorRT would refuse."""
+    """Compiles a network; raises ValueError where TensorRT would refuse it."""
     written = {id(layer.outputs[0]): layer for layer in network.layers if layer.outputs}
     calls, collectives = list[Any](), list[str]()
     constants, stripped = dict[int, Tensor](), dict[str, Any]()
@@ -353,16 +353,16 @@ def compiled(network: Network, strip: bool) -> Compiled:
 
 
 def _whole(result: Any) -> Any:
-    """A TensorRT tensor has no strides."""
+    """Makes a tensor contiguous, as a TensorRT tensor has no strides."""
     return result.contiguous() if isinstance(result, Tensor) else result
 
 
 def _stored(value: Any) -> Any:
-    """Operands with numbers for the network's values."""
+    """Replaces the network's values in operands by their numbers."""
     if isinstance(value, ITensor | Number):
         return Ref(value.id)
     if isinstance(value, dict):
-        named = value.items()  # how a result lies in memory is TensorRT's business
+        named = value.items()  # TensorRT chooses a result's memory layout
         return {name: _stored(each) for name, each in named if name != "memory_format"}
     if isinstance(value, list | tuple):
         return [_stored(each) for each in value]
@@ -371,7 +371,7 @@ def _stored(value: Any) -> Any:
 
 
 def name_of(function: Any) -> str:
-    """An operator by its name; raises KeyError for one that no network knows."""
+    """Returns an operator by its name; raises KeyError for an unknown one."""
     if isinstance(function, torch._ops.OpOverload):
         return f"{function._schema.name}.{function._schema.overload_name}"
     if function in NUMBERS.values():
@@ -390,7 +390,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def _dequantize(values: Tensor, scales: Tensor, dtype: DataType) -> Tensor:
-    """Scale blocks; at most one dimension has blocks of more than one value."""
+    """Scales blocks; at most one dimension has blocks of more than one value."""
     numbers = e4m3(values) if dtype == DataType.FP8 else unpack(values)
     for axis, (n, m) in enumerate(zip(numbers.shape, scales.shape, strict=bool(scales.dim()))):
         scales = scales.repeat_interleave(n // m, dim=axis)

@@ -1,4 +1,4 @@
-"""`mtpbuild serve`'s process over fake programs: `python -m tests.support.fake_server SECONDS`.
+"""Runs `mtpbuild serve` over fake programs: `python -m tests.support.fake_server SECONDS`.
 
 The engine takes that many seconds to load; requests are logged.
 """

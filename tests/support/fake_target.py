@@ -1,4 +1,4 @@
-"""A target of the builder with parts replaced, in the registry as long as a test wants it."""
+"""Replaces parts of a builder's target, and keeps it in the registry while a test needs it."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,19 +18,19 @@ from tests.support.registry import registered
 
 
 def no_trace(program: Program, plan: Plan) -> Traced:
-    """Stand in for torch.export: the graph is empty, and nothing is traced."""
+    """Stands in for torch.export: the graph is empty, and nothing is traced."""
     exported = cast(ExportedProgram, SimpleNamespace(graph=Graph()))
     return Traced(program.name, exported, (), (), plan)
 
 
 def two_bytes(traced: Traced, weights: Any, folder: Path) -> str:
-    """Stand in for a target's compiler: the program is a file of two bytes."""
+    """Stands in for a target's compiler: the program is a file of two bytes."""
     (folder / f"{traced.name}.onnx").write_bytes(b"\x08\x0a")
     return f"{traced.name}.onnx"
 
 
 def fake_target(real: Target, **replaced: Callable[..., Any]) -> Target:
-    """Make a target like the real one, but for some of its methods, given without `self`."""
+    """Makes a target like the real one, except for some methods, which are given without `self`."""
     methods = {key: staticmethod(value) for key, value in replaced.items()}
     fake: Target = type("FakeTarget", (type(real),), methods)()
     return fake
@@ -38,7 +38,7 @@ def fake_target(real: Target, **replaced: Callable[..., Any]) -> Target:
 
 @contextlib.contextmanager
 def in_place_of(name: str, **replaced: Callable[..., Any]) -> Iterator[None]:
-    """Put into the registry a target like the one of that name, but for some of its methods."""
+    """Puts into the registry a target like the one of that name, except for some methods."""
     with registered(name, builder=fake_target(load_target(name), **replaced)):
         yield
 
@@ -46,9 +46,9 @@ def in_place_of(name: str, **replaced: Callable[..., Any]) -> Iterator[None]:
 def quick_target(
     name: str, **replaced: Callable[..., Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Put a target in place whose programs are neither traced nor compiled.
+    """Puts a target in place whose programs are neither traced nor compiled.
 
-    A build takes milliseconds, and all that is around the compiler is real.
+    A build takes milliseconds, and everything around the compiler is real.
     """
     methods: dict[str, Callable[..., Any]] = {"trace": no_trace, "lower": two_bytes}
     return in_place_of(name, **methods | replaced)

@@ -1,8 +1,8 @@
 """TensorRT-RTX's Python module with onnxruntime inside: its engines are ONNX files that run.
 
-It refuses what the real one refuses (KVCacheUpdate's rules, sizes outside the profile, a foreign
-GPU or version) and asserts what would be undefined: tensors without memory, aliases apart, scratch
-memory that is too small, a capture without a warm-up.
+It refuses what the real one refuses (violated rules of KVCacheUpdate, sizes outside the profile, a
+foreign GPU or version), and fails an assertion where behaviour would be undefined: tensors without
+memory, aliases with two addresses, too little scratch memory, a capture without a warm-up.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ import onnxruntime as ort
 
 from tests.support.fake_cuda import STREAM, FakeCuda
 
-SCRATCH = 4096  # bytes that a program needs, and one more per output
+SCRATCH = 4096  # bytes that a program needs, plus one per output
 DTYPES = {"tensor(int64)": np.int64, "tensor(bool)": np.bool_, "tensor(float)": np.float32}
 
 
@@ -48,7 +48,7 @@ class Strategy(IntEnum):
 
 
 class FakeTensorRt:
-    """Stands in for the module: contexts run on `gpu`, `flags` has what the last build had on."""
+    """Stands in for the module: contexts run on `gpu`; `flags` are those of the last build."""
 
     ILogger, BuilderFlag, ComputeCapability = ILogger, BuilderFlag, ComputeCapability
     NetworkDefinitionCreationFlag = Flag
@@ -59,7 +59,7 @@ class FakeTensorRt:
         self.gpu, self.__version__ = gpu or FakeCuda(), version
         self.flags: set[BuilderFlag] = set()
         self.contexts: list[Context] = []
-        self.refit_fails = ""  # with these words in the log
+        self.refit_fails = ""  # and log these words
 
     def Builder(self, logger: Any) -> "Builder":  # noqa: N802  # TensorRT's names
         return Builder(self, logger)
@@ -82,7 +82,7 @@ class FakeTensorRt:
 
 @dataclass
 class Weights:
-    """Holds an address and a size: weights of a type that NumPy does not have."""
+    """Holds an address and a size, for weights of a type that NumPy does not have."""
 
     dtype: str
     address: int
@@ -103,7 +103,7 @@ class Network:
 
 
 class Parser:
-    """Takes what the real one takes of our graphs; the rules of caches are the builder's."""
+    """Parses our graphs as the real one does; the builder checks the rules of caches."""
 
     def __init__(self, network: Network) -> None:
         self.network, self.errors = network, list[str]()
@@ -250,12 +250,12 @@ class Engine:
         return self.aliases.get(name)
 
     def run(self, feed: dict[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-        """The outputs, in their order."""
+        """Runs the program; returns the outputs in their order."""
         results: list[np.ndarray[Any, Any]] = self.session.run(None, feed)
         return results
 
     def host_dtype(self, name: str) -> np.dtype[Any]:
-        """What holds a tensor in memory."""
+        """Returns the NumPy type that holds a tensor in memory."""
         return np.dtype(self.get_tensor_dtype(name))
 
     def create_execution_context(self, strategy: Strategy) -> "Context":
@@ -265,7 +265,7 @@ class Engine:
 
 
 def without_weights(data: bytes) -> tuple[bytes, dict[str, np.ndarray[Any, Any]]]:
-    """Split an engine into what `--strip-weights` leaves and the floats that it takes out."""
+    """Splits an engine into the remains after `--strip-weights` and the floats that it removes."""
     header, _, graph = data.partition(b"\n")
     model = onnx.load_from_string(graph)
     floats = [i for i in model.graph.initializer if i.data_type == onnx.TensorProto.FLOAT]

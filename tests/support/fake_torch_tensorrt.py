@@ -1,10 +1,10 @@
-"""Target tensorrt without NVIDIA's packages: TensorRT's module, Torch-TensorRT's and NCCL.
+"""Fakes NVIDIA's packages for target tensorrt: TensorRT's module, Torch-TensorRT's and NCCL.
 
-`lower_tensorrt` runs on them as it is, with our converters of collectives, cache writes, quantised
-constants and sums; the engine that comes out is a list of PyTorch calls (`fake_network.py`). Our
-kernels are the reference of their op: what a plugin is given is held by `make test-tensorrt`.
-Ranks are real processes, whose collectives go over gloo and must match: number, place in the
-program, name, type and shape are the same on all.
+`lower_tensorrt` runs on the fakes unchanged, with our converters of collectives, cache writes,
+quantised constants and sums. The resulting engine is a list of PyTorch calls (`fake_network.py`),
+which runs the ops' references in place of our kernels; `make test-tensorrt` checks the plugins.
+Ranks are real processes. Their collectives go over gloo and must match: number, place in the
+program, name, type and shape are the same on all ranks.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch._dynamo  # looks for packages before they are replaced
+import torch._dynamo  # must look for packages before they are replaced
 import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
@@ -126,7 +126,7 @@ class Builder:
 
 
 class Engine:
-    """A list of PyTorch calls, where TensorRT has kernels."""
+    """Is a list of PyTorch calls, where TensorRT has kernels."""
 
     def __init__(self, trt: "FakeDataCentre", header: dict[str, Any], done: Compiled) -> None:
         self.trt, self.profile, self.done = trt, header["profile"], done
@@ -189,7 +189,7 @@ def _host_dtype(dtype: DataType) -> np.dtype[Any]:
 
 
 class RankContext(Context):
-    """A context whose engine's collectives run in the communicator that it was given."""
+    """Is a context whose engine's collectives run in a given communicator."""
 
     total: fake_network.Sum | None = None
 
@@ -218,7 +218,7 @@ class Runtime:
 
 
 class Refitter:
-    """Puts weights back, by the names that `set_weights_name` gave."""
+    """Restores weights by the names that `set_weights_name` gave."""
 
     def __init__(self, engine: Engine, logger: Any) -> None:
         self.engine, self.given = engine, dict[str, Any]()
@@ -254,7 +254,7 @@ class Refitter:
 
 
 class FakeDataCentre:
-    """Stands in for `tensorrt`; `networks` are those that were compiled."""
+    """Stands in for `tensorrt`; `networks` are the compiled ones."""
 
     ILogger, NetworkDefinitionCreationFlag = fake_tensorrt.ILogger, Flag
     ExecutionContextAllocationStrategy = Strategy
@@ -289,14 +289,14 @@ class FakeDataCentre:
 
 
 def nptype(dtype: DataType) -> Any:
-    """NumPy's type, where it has one."""
+    """Returns NumPy's type, where it has one."""
     if dtype not in NUMPY:
         raise TypeError(f"NumPy has no {dtype.name}")
     return NUMPY[dtype]
 
 
 class FakeNccl:
-    """NCCL's library over gloo: sums by a communicator's handle."""
+    """Is NCCL's library over gloo: it sums by a communicator's handle."""
 
     def __init__(self) -> None:
         self.sums: dict[int, fake_network.Sum] = {}
@@ -328,7 +328,7 @@ class FakeNccl:
         return 0
 
     def _sum(self, group: Any, what: str, x: Tensor) -> Tensor:
-        """Add up all ranks' terms, if all are at the same place of the same program."""
+        """Adds up all ranks' terms, if all are at the same place of the same program."""
         own = f"{what}: {x.dtype} {[*x.shape]}"
         digest = torch.frombuffer(
             bytearray(hashlib.sha256(own.encode()).digest()), dtype=torch.uint8
@@ -347,7 +347,7 @@ def _fused(x: Tensor, reduce: str, group: str) -> Tensor:
     raise AssertionError("it is converted, not called")
 
 
-with contextlib.suppress(RuntimeError):  # of the real package
+with contextlib.suppress(RuntimeError):  # as in the real package
     torch.library.define(FUSED, "(Tensor x, str reduce, str group) -> Tensor")
     torch.library.impl(FUSED, "CompositeExplicitAutograd")(_fused)
 
@@ -357,7 +357,7 @@ PLUGINS |= {moe._opoverload, matmul_wide._opoverload}
 
 
 class TRTInterpreter(Interpreter):
-    """Torch-TensorRT's: each operator becomes layers, by a converter or as it is."""
+    """Stands in for Torch-TensorRT's: each operator becomes layers, by a converter or as it is."""
 
     trt: FakeDataCentre
     converters: dict[Any, Callable[..., Any]]
@@ -422,10 +422,10 @@ def _flat(values: Any) -> list[Any]:
 
 
 def freeze(ctx: Any, value: Any, name: str, *others: Any) -> Any:
-    """Give a weight as a constant of the network."""
+    """Makes a weight a constant of the network."""
     if not isinstance(value, Tensor):
         return value
-    if value.dtype == torch.uint8:  # which a plugin reads as bytes
+    if value.dtype == torch.uint8:  # a plugin reads them as bytes
         weights: Any = Weights(DataType.FP8, value.data_ptr(), value.numel())
         return ctx.constants.constant(value, weights.dtype, f"{name}_{ctx.net.num_layers}")
     assert value.dtype != torch.bfloat16, "Torch-TensorRT would make an fp32 constant of it"
@@ -436,7 +436,7 @@ def freeze(ctx: Any, value: Any, name: str, *others: Any) -> Any:
 
 
 def fuse(module: GraphModule, settings: Any) -> GraphModule:
-    """Make one call of an all-reduce and the wait for it, as Torch-TensorRT's lowering does."""
+    """Fuses an all-reduce and its wait into one call, as Torch-TensorRT's lowering does."""
     fused = torch.ops.tensorrt.fused_nccl_all_reduce.default
     ops = torch.ops._c10d_functional
     for node in list(module.graph.nodes):
@@ -453,7 +453,7 @@ def fuse(module: GraphModule, settings: Any) -> GraphModule:
 
 
 class Input:
-    """One network input: a fixed shape, or a range of them."""
+    """Is one network input, of a fixed shape or of a range of shapes."""
 
     def __init__(self, dtype: torch.dtype, shape: Any = None, **shapes: tuple[int, ...]) -> None:
         self.dtype = dtype
@@ -462,7 +462,7 @@ class Input:
 
 
 def modules(trt: FakeDataCentre) -> dict[str, Any]:
-    """The modules by name; an import finds them with `importing`."""
+    """Returns the modules by name, for `importing`."""
     converters = dict[Any, Callable[..., Any]]()
 
     def dynamo_tensorrt_converter(op: Any, **how: Any) -> Any:
@@ -480,7 +480,7 @@ def modules(trt: FakeDataCentre) -> dict[str, Any]:
         dynamo_tensorrt_converter=dynamo_tensorrt_converter,
     )
     lowering = SimpleNamespace(
-        # It has no decompositions of its own, and finding none takes seconds.
+        # There are no decompositions, and searching for them would take seconds.
         pre_export_lowering=lambda exported, settings: SimpleNamespace(
             run_decompositions=lambda table: exported
         ),
@@ -504,7 +504,7 @@ def modules(trt: FakeDataCentre) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def installed(trt: FakeDataCentre) -> Iterator[None]:
-    """Let this process build and run with the fakes."""
+    """Lets this process build and run with the fakes."""
     from mtpbuild.builder.targets import lower_tensorrt
 
     caches = lower_tensorrt.torch_tensorrt, lower_tensorrt._interpreter_class

@@ -1,4 +1,4 @@
-"""A fake at the seam: programs without weights, their manifest, a small real tokenizer."""
+"""Fakes of programs, without weights, with their manifest and a small real tokenizer."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def fake_manifest(
     lookahead: int = 1,
     ranks: int = 1,
 ) -> Manifest:
-    """Write a manifest; `ranks` counts those that have requests of their own."""
+    """Makes a manifest; `ranks` counts the ranks that have requests of their own."""
     return Manifest(
         mtpbuild="0",
         model=ModelInfo(
@@ -75,17 +75,17 @@ def fake_manifest(
 
 
 def mixed(history: Sequence[int]) -> int:
-    """Choose a next token that depends on every token and its place; never a special one."""
+    """Chooses a next token that depends on every token and its place; never a special one."""
     return 2 + sum((i + 1) * t for i, t in enumerate(history)) % 250
 
 
 def scripted(prompt_length: int, tokens: Sequence[int]) -> NextToken:
-    """Says `tokens` after any prompt of that length, over and over."""
+    """Makes a NextToken that repeats `tokens` after any prompt of that length."""
     return lambda history: tokens[(len(history) - prompt_length) % len(tokens)]
 
 
 def continuation(prompt: Sequence[int], count: int, next_token: NextToken = mixed) -> list[int]:
-    """Return what plain decoding says, a token at a time."""
+    """Returns the tokens of plain decoding, one token at a time."""
     history = list(prompt)
     for _ in range(count):
         history.append(next_token(history))
@@ -93,13 +93,13 @@ def continuation(prompt: Sequence[int], count: int, next_token: NextToken = mixe
 
 
 class FakePrograms:
-    """Says what `next_token` says; `draft_is_right` decides per absolute position of a draft.
+    """Emits the tokens of `next_token`; `draft_is_right` decides by a draft's absolute position.
 
-    Checks what the loop promises: chunks in order and of the right size, the tokens behind a chunk,
-    enough rows, no row of a prefix that isn't there, no gap below a running slot of a rank, no move
-    to another rank. `steps` counts decode steps, `turns` has a letter for each chunk and step,
-    `slots` notes how many slots each computed (on the fullest rank), `moves` who moved where,
-    `told` each nextn that an adaptive engine's loop chose; `fail` raises in the next step.
+    It checks the loop's promises: chunks in order and of the right size, the tokens after a chunk,
+    enough rows, no missing row of a prefix, no gap below a running slot of a rank, and no move to
+    another rank. `steps` counts decode steps; `turns` has a letter for each chunk and step; `slots`
+    has how many slots each step computed (on the fullest rank), `moves` each move's slots, and
+    `told` each nextn that an adaptive engine's loop chose. The next step raises `fail`.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class FakePrograms:
             counts[b] = len(emitted)
             tokens[b, : len(emitted)] = emitted
         zeros = np.zeros((B, T), np.float32)
-        top_ids = tokens[..., None] + np.arange(MAX_LOGPROBS)  # the token and those behind it
+        top_ids = tokens[..., None] + np.arange(MAX_LOGPROBS)  # the token and the ones after it
         top = np.broadcast_to(-np.arange(MAX_LOGPROBS, dtype=np.float32), top_ids.shape)
         return StepOutput(tokens, counts, window, num_drafts, zeros, zeros, top_ids, top)
 
@@ -208,10 +208,10 @@ class FakePrograms:
 
 
 class LaggingPrograms(FakePrograms):
-    """Plays a device: a step moves the slots when it is launched, its tokens are there later.
+    """Acts like a device: a step changes the slots at its launch; its tokens can be read later.
 
-    Of launched steps the newest two can be read, in order; the arrays of older ones hold garbage.
-    `most_unread` is how many waited to be read at most; `fail_landing` raises in who reads.
+    The newest two launched steps can be read, in order; the arrays of older ones hold garbage.
+    `most_unread` is the largest number of unread steps; reading a step raises `fail_landing`.
     """
 
     def __init__(self, manifest: Manifest, **settings: Any) -> None:
@@ -246,7 +246,7 @@ class LaggingPrograms(FakePrograms):
 
 
 def backend_tokenizer() -> tokenizers.Tokenizer:
-    """Train a byte-level BPE like DeepSeek's on a few words; it adds the BOS."""
+    """Trains a byte-level BPE like DeepSeek's on a few words; it adds the BOS."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

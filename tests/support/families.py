@@ -1,4 +1,4 @@
-"""Random checkpoints of every family, in odd shapes that have what differs from DeepSeek-V3."""
+"""Makes random checkpoints of every family, in odd shapes that show differences to DeepSeek-V3."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ YARN = {
     "mscale_all_dim": 1.0,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    # no q_lora, values wider than keys, steep YaRN over another theta
+    # no q_lora, values wider than keys, steep YaRN with another theta
     "gigachat": BASE
     | SIZES
     | EXPERTS
@@ -66,7 +66,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 100000,
         "rope_scaling": YARN | {"factor": 64, "beta_fast": 32, "beta_slow": 1},
     },
-    # two shared experts, no modules, the latents' norms with another eps than the others
+    # two shared experts, no modules, another eps in the norms of latents
     "moonlight": BASE
     | SIZES
     | EXPERTS
@@ -78,7 +78,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 50000,
         "rope_scaling": None,
     },
-    # a step in place of YaRN's ramp
+    # makes YaRN's ramp a step
     "kimi": BASE
     | SIZES
     | EXPERTS
@@ -113,7 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000,
         "rope_scaling": None,
     },
-    # queries and keys are normed, more layers are dense
+    # normalised queries and keys, more dense layers
     "glm-4.6": SIZES
     | EXPERTS
     | {
@@ -147,9 +147,9 @@ WITH_MODULES = [name for name, config in FAMILIES.items() if config["num_nextn_p
 
 
 def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainModel:
-    """Make a plain model in which a fixed permutation of token v mostly follows it.
+    """Makes a plain model in which a token is mostly followed by its fixed permutation.
 
-    Trunk and modules both see it, so natural drafts are often, not always, accepted.
+    Trunk and modules both know it, so natural drafts are accepted often, but not always.
     """
     raw = config_of(name, **overrides)
     family = find_family(raw)
@@ -162,7 +162,7 @@ def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainModel:
 
 @torch.no_grad()
 def spread(model: PlainModel) -> None:
-    """Random weights whose logits are spread: near-ties are rare."""
+    """Draws random weights that spread the logits, so that near-ties are rare."""
     c = model.config
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -196,7 +196,7 @@ def config_of(name: str, **overrides: Any) -> dict[str, Any]:
 
 
 def save_family(folder: Path, name: str, model: PlainModel, **overrides: Any) -> Path:
-    """Write config.json and model.safetensors as the family's repositories have them."""
+    """Writes config.json and model.safetensors as the family's repositories have them."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(name, **overrides)))
     tensors = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
@@ -205,7 +205,7 @@ def save_family(folder: Path, name: str, model: PlainModel, **overrides: Any) ->
 
 
 def lower_family(reference: Reference, share: Share = WHOLE) -> CausalLM:
-    """Make the program's model with the plain model's weights, through the table of weights."""
+    """Makes the program's model with the plain model's weights, through the table of weights."""
     tensors, family = reference.state_dict(), family_of(reference.config)
     model = family.make_model(reference.config, share.ranks)
     weights = {

@@ -1,9 +1,9 @@
 """Drives a request step by step and compares every step with recomputation.
 
-Drafts are tampered with, so that every acceptance count and draft count occurs. With MTP Eagle the
-true continuation is written into `window`, wrong from a random place on. With MTP vanilla it may
-not be: its caches hold rows made from the drafts it drew itself, exact only because what is
-accepted is what was drafted; there drafts are only spoilt, and the model must be predictable.
+Drafts are changed, so that every acceptance count and draft count occurs. With MTP Eagle the true
+continuation is written into `window`, wrong from a random place on. MTP vanilla does not allow
+that: its caches hold rows of its own drafts, which are exact only if the accepted tokens are those
+drafts. There drafts are only spoilt, and the model must be predictable.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from tests.reference.recompute import draft_logits, greedy
 GARBAGE = 1e20  # on a CPU unseen rows weigh 1e-32 (`floored_softmax`)
 TIE = 1e-3  # logits nearer than this may be ranked either way
 
-# How the oracle's messages begin; a planted bug is caught by one of them and by nothing else.
+# The oracle's messages begin so; only one of them counts as catching a planted bug.
 COUNT = "the number of accepted tokens differs from greedy's"
 TOKENS = "accepted tokens differ from greedy's"
 LENGTH = "the length differs from the tokens that are known"
@@ -36,7 +36,7 @@ class Inspectable(Programs, Protocol):
 
 @dataclass
 class Seen:
-    """Collects the acceptance counts and the draft counts that a run went through."""
+    """Collects the acceptance counts and the draft counts that occurred in a run."""
 
     accepted: set[int] = field(default_factory=set)
     num_drafts: set[int] = field(default_factory=set)
@@ -44,9 +44,9 @@ class Seen:
 
 @dataclass
 class Run:
-    """Drives one request in one slot; nextn is K, drafter None for an engine without drafts.
+    """Drives one request in one slot; nextn is K, drafter is None for an engine without drafts.
 
-    Adaptive programs are told another nextn, up to K, before each step.
+    Adaptive programs get another nextn, up to K, before each step.
     """
 
     programs: Inspectable
@@ -68,7 +68,7 @@ class Run:
         self.programs.begin(slot, len(prompt) - 1, prompt[-1])
 
     def steps(self, prompt: list[int], count: int) -> tuple[list[int], Seen]:
-        """Prefill, run `count` steps and check each; return all tokens and what was seen."""
+        """Prefills, runs `count` steps and checks each; returns all tokens and the counts seen."""
         K, T = self.nextn, self.nextn + 1
         truth = [*prompt, *greedy(self.reference, prompt, count * T + T)]
         self.prefill(prompt)
@@ -111,7 +111,7 @@ class Run:
                 cache[:, :, length:] = GARBAGE
 
     def _adapt(self) -> int:
-        """Choose how many drafts the next step judges and makes."""
+        """Chooses how many drafts the next step judges and makes."""
         if not self.adaptive:
             return self.nextn
         made = int(self.rng.integers(0, self.nextn + 1))
@@ -129,10 +129,10 @@ class Run:
             if draft != int(logits.argmax()):
                 off = float(logits.max() - logits[draft])
                 assert off < TIE, f"{DRAFTS}: {drafts} behind {len(tokens)} tokens, off by {off}"
-                return  # later drafts hang on a near-tie
+                return  # later drafts depend on a near-tie
 
 
 def matching(drafts: list[int], truth: list[int]) -> int:
-    """Return the length of the longest common prefix."""
+    """Returns the length of the longest common prefix."""
     pairs = list(zip(drafts, truth, strict=False))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))

@@ -1,4 +1,4 @@
-"""Runs a launch's PTX by the CUDA driver, with the arguments that TensorRT passes and no others."""
+"""Runs a launch's PTX with the CUDA driver, with exactly the arguments that TensorRT passes."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ from mtpbuild.plugins.ptx import compile_launch
 
 
 def drive(launch: Launch, architecture: int) -> None:
-    """Fill the outputs by the PTX for `architecture`, which the driver finishes for its GPU."""
+    """Fills the outputs with the PTX for `architecture`, which the driver compiles for its GPU."""
     ptx = compile_launch(launch, architecture)
     torch.cuda.synchronize()  # makes PyTorch's context the current one
     cuda = ctypes.CDLL("libcuda.so.1")

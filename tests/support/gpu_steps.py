@@ -1,4 +1,4 @@
-"""A step's graph as AOTInductor gets it for a GPU, run on a CPU beside the step without any ops."""
+"""Runs a step's graph for a GPU, as AOTInductor gets it, on a CPU beside the step without ops."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ MANY = {"n_routed_experts": 24, "num_experts_per_tok": 3, "first_k_dense_replace
 
 
 def with_joined(reference: Transformer) -> DeepseekV3:
-    """The program's model with its shared experts in the stacks, through the table of weights."""
+    """Makes the program's model with shared experts in the stacks, through the weight table."""
     table = weight_table(reference.config, Share())
     modules = like_routed(table, Share())
     assert len(modules) == 2, "the layer with experts and the module"
@@ -41,16 +41,16 @@ def with_joined(reference: Transformer) -> DeepseekV3:
 
 
 def graph_of(traced: Traced) -> Any:
-    """The graph for a GPU, whose state is written over."""
+    """Returns the graph for a GPU, which overwrites its state."""
     return in_place(replace(traced, exported=for_gpu(traced.exported, "cpu")))
 
 
 def check_step(
     graph: Any, reference: Transformer, plan: Plan, steps: int, idle: bool = True
 ) -> None:
-    """Tokens, caches and other state are those of the plain step. Slot 1, if there is one, idles.
+    """Checks tokens, caches and other state against the plain step; slot 1, if any, idles.
 
-    idle: what is computed for that slot is the same too; nobody reads it.
+    idle: also compare the idle slot's results, which nobody reads.
     """
     plain = replace(plan, style=replace(plan.style, kernels=Kernels.STEP))
     program = make_programs(plain, lower(reference))[1]
@@ -72,7 +72,7 @@ def check_step(
 
 
 def check_fused_step(slots: int) -> Any:
-    """Check a step with all ops, of a model with both kinds of layers; returns its graph."""
+    """Checks a step with all ops, of a model with both kinds of layers; returns its graph."""
     reference = make_predictable(num_hidden_layers=2, num_nextn_predict_layers=1, **MANY)
     plan = Plan(reference.config, 2, "mtp-eagle", slots, 40, CHUNK, ON_GPU)
     graph = graph_of(trace(make_programs(plan, with_joined(reference))[1], plan))

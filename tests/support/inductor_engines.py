@@ -19,7 +19,7 @@ from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 
 CHUNK, NEXTN, SLOTS = 4, 2, 3
-# One layer and one module; rotary frequencies too many to be written into the code.
+# One layer and one module; too many rotary frequencies to be written into the code.
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 1,
     "first_k_dense_replace": 1,
@@ -37,7 +37,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def check_texts(engine: Path, reference: Transformer) -> None:
-    """Check O2 and O7, greedy and sampled, while requests join and leave a batch at any step."""
+    """Checks O2 and O7, greedy and sampled, while requests join and leave a batch at any step."""
     asked = prompts(140, 1, 6, 2, 11, 3)
     params = [replace(GREEDY, max_tokens=n) for n in (5, 30, 17)]
     params += [HOT, replace(HOT, temperature=1.3, top_k=9, max_tokens=30), replace(HOT, min_p=0.1)]
@@ -58,14 +58,14 @@ def controls(params: SamplingParams) -> Controls:
 
 @contextlib.contextmanager
 def compiled_with(option: str, value: str) -> Iterator[None]:
-    """Give AOTInductor another option, in the place of target inductor's own."""
+    """Gives AOTInductor another option in place of target inductor's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(lower_inductor.OPTIONS, option, value)
         yield
 
 
 def compiled_soon() -> contextlib.AbstractContextManager[None]:
-    """Compile the code that calls the kernels in half the time: it is not optimised."""
+    """Compiles the code that calls the kernels without optimisation, in half the time."""
     return compiled_with("aot_inductor.compile_wrapper_opt_level", "O0")
 
 

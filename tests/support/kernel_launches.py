@@ -1,8 +1,8 @@
-"""Every Triton kernel's launch at a model's sizes, on tensors without memory.
+"""Launches every Triton kernel at a model's sizes, on tensors without memory.
 
     python -m tests.support.kernel_launches [--shape deepseek-v3] [--architectures 80,90] [--json]
 
-prints what each kernel needs as an AOT plugin of TensorRT.
+prints the resources that each kernel needs as an AOT plugin of TensorRT.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def fp8(K: int, N: int, *stack: int) -> tuple[Any, ...]:
-    """Make a weight [K, N] as matmul_scaled takes it, or a stack of them."""
+    """Makes a weight [K, N] in the layout of matmul_scaled, or a stack of weights."""
     scales = empty(*stack, K // gcd(128, K), N)
     return empty(*stack, K, N, dtype=torch.uint8), scales, None
 
@@ -42,7 +42,7 @@ FORMS: dict[str, Callable[..., tuple[Any, ...]]] = {"fp8": fp8, "nvfp4": nvfp4}
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model that its kernels are compiled for."""
+    """Holds the sizes of a model for which its kernels are compiled."""
 
     batch: int
     tokens: int
@@ -68,7 +68,7 @@ SHAPES = {
 
 
 def launches(s: Shape) -> tuple[Launch, ...]:
-    """Launch every kernel once on meta tensors, or once per form of weights that it takes."""
+    """Yields every kernel's launch on meta tensors, one for each format of weights it takes."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
     from mtpbuild.plugins.accept_rewind.triton import accept_rewind_launches
     from mtpbuild.plugins.kv_write.triton import kv_launch

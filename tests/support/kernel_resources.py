@@ -1,4 +1,4 @@
-"""What each kernel needs of a GPU, read from its compiled code; no GPU is needed.
+"""Reads each kernel's needs from its compiled code, without a GPU.
 
     python -m tests.support.kernel_resources [--architectures 90,100]
 
@@ -32,10 +32,10 @@ PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA")
 
 @dataclass(frozen=True)
 class Resources:
-    """What one launch needs. `steps` counts instructions of one iteration of its longest loop.
+    """Holds one launch's needs; `steps` counts instructions per iteration of its longest loop.
 
-    `per_byte` is those of all warps over the bytes of weights or cache that the iteration reads;
-    0 where the kernel has no such loop. `spills` are loads and stores of the stack in any loop.
+    `per_byte` is all warps' instructions over the bytes of weights or cache that the iteration
+    reads, or 0 without such a loop. `spills` counts loads and stores of the stack in any loop.
     """
 
     case: str
@@ -68,7 +68,7 @@ HEADER = (
 
 
 def resources(case: str, launch: Launch, architecture: int) -> Resources:
-    """Compile a launch and read what its cubin says."""
+    """Compiles a launch and reads its needs from the cubin."""
     built = compiled(launch, architecture, specialised=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
@@ -108,7 +108,7 @@ def _dump(what: str, file: Path) -> str:
 
 
 def _loops(sass: str) -> Iterator[list[str]]:
-    """Yield the opcodes of each loop: what lies between a branch back and where it leads."""
+    """Yields the opcodes of each loop, which lie between a backward branch and its target."""
     found = re.findall(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+\s+)?([^;]*);", sass)
     at = {int(place, 16): i for i, (place, _) in enumerate(found)}
     for i, (place, text) in enumerate(found):
@@ -123,13 +123,13 @@ def _products(ops: Mapping[str, int]) -> int:
 
 
 def _iterations(loop: Mapping[str, int], ptx: str) -> int:
-    """Count how often the assembler unrolled a loop, by its products. PTX has each just once."""
+    """Counts how often the assembler unrolled a loop, by its products: PTX has each only once."""
     written = len(re.findall(r"mma\.sync\.aligned|wgmma\.mma_async|tcgen05\.mma\.", ptx))
     return max(1, _products(loop) // max(1, written))
 
 
 def streamed_bytes(launch: Launch) -> int:
-    """Count the bytes of weights, without scales, or of cache that an iteration reads, or 0."""
+    """Counts the bytes of weights, without scales, or of cache that an iteration reads, or 0."""
     sizes = launch.constants
     named = dict(zip(launch.kernel.arg_names, launch.inputs, strict=False))
     if launch.kernel.__name__ == "mla_partial":
@@ -150,7 +150,7 @@ def _tensor(value: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one rank of a model computes with."""
+    """Holds the sizes of one rank of a model."""
 
     heads: int
     nope: int
@@ -173,7 +173,7 @@ MODELS = {  # of R1, one of eight ranks
 
 
 def cases(s: Sizes, architecture: int) -> Iterator[tuple[str, Launch]]:
-    """Yield the launches of a step with the tiles that this GPU would take."""
+    """Yields the launches of a step with the tiles that are chosen for this GPU."""
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
 
     shared = SHARED[architecture]
@@ -207,7 +207,7 @@ def _attention(s: Sizes, tokens: int, dtype: torch.dtype, shared: int) -> Launch
 
 
 def _around_attention(s: Sizes) -> Iterator[tuple[str, Launch]]:
-    """Yield what reads plain products, or the parts of those in fp8, and the product of values."""
+    """Yields the ops that read unquantised products, or parts of fp8 ones, and mla_values."""
     from mtpbuild.plugins.matmul_scaled.triton import product_launch
     from mtpbuild.plugins.mla_heads.triton import mla_queries_launches, mla_values_launches
     from mtpbuild.plugins.mla_rows.triton import mla_rows_launches

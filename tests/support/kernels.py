@@ -1,4 +1,4 @@
-"""Checks what each Triton kernel must fulfil on any device, on random cases beside the reference.
+"""Checks each Triton kernel on any device against its op's reference, on random cases.
 
 Without a GPU the kernels run in Triton's interpreter, on CPU tensors (tests/conftest.py).
 """
@@ -44,7 +44,7 @@ Draw = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Attention:
-    """Holds the shapes of a call; the seed draws the lengths, 0 and the capacity among them."""
+    """Holds the shapes of a call; the seed draws lengths, which include 0 and the capacity."""
 
     batch: int
     heads: int
@@ -94,7 +94,7 @@ def check_attention(case: Attention, device: str) -> None:
     wide = (cache.float(), fresh.float())
     wanted = mla_attention(q.float(), *wide, base, first, 0.2, case.rank)
 
-    for b in range(B):  # what no query sees may be anything
+    for b in range(B):  # rows that no query sees may hold anything
         cache[b, :, int(base[b]) :] = float("nan")
         fresh[b, :, int(first[b]) + T :] = float("nan")
     q, cache, fresh, base, first = (x.to(device) for x in (q, cache, fresh, base, first))
@@ -123,13 +123,13 @@ def check_kv_write(seed: int, device: str, width: int = 6) -> None:
     wanted = kv_write(cache, rows, start)
     operands = [x.to(device) for x in (cache, rows, start)]
     assert torch.equal(kv_write_triton(*operands).cpu(), wanted)
-    assert torch.equal(operands[0].cpu(), cache)  # the op is functional
+    assert torch.equal(operands[0].cpu(), cache)  # the op must not change its operand
     kv_launch(*operands).run()
     assert torch.equal(operands[0].cpu(), wanted)
 
 
 def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
-    """Check logits of few levels: ties and right drafts are frequent. Return the largest n."""
+    """Checks logits of few levels: ties and right drafts are frequent. Returns the largest n."""
     from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
 
     g = torch.Generator().manual_seed(seed)
@@ -152,7 +152,7 @@ def check_greedy(seed: int, vocab: int, drafts: int, device: str) -> int:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Operands of `accept_mixed`, by name."""
+    """Holds operands of `accept_mixed`, by name."""
 
     logits: Tensor
     window: Tensor
@@ -168,18 +168,18 @@ class Mixed:
 
     @property
     def operands(self) -> tuple[Any, ...]:
-        """Those of the op."""
+        """Returns the op's operands in their order."""
         *slots, asked = vars(self).values()
         return *slots, in_order(asked)
 
 
 def asked_of(slots: int, nextn: int = 0, **own: Tensor) -> dict[str, Tensor]:
-    """What plain requests ask, strict and greedy, but for penalties and the controls in `own`."""
+    """Makes the controls of strict greedy requests, without penalties, changed by `own`."""
     return _asked(slots, GREEDY, CORE_CONTROLS, nextn) | own
 
 
 def asked_of_penalties(slots: int, controls: Controls) -> dict[str, Tensor]:
-    """The penalties and biases of a request, for each of so many slots; no room for more biases."""
+    """Repeats a request's penalties and biases for each slot, without room for more biases."""
     asked = _asked(slots, controls, [control for control in CONTROLS if not control.core])
     room = max(len(controls.bias_ids), 1)
     return asked | {name: asked[name][:, :room] for name in ("bias_ids", "bias_values")}
@@ -195,7 +195,7 @@ def _asked(
 
 
 def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
-    """Draw for every slot its own mode and its own filters; drafts are often good ones."""
+    """Draws a mode and filters for every slot; drafts are often good."""
     g = torch.Generator().manual_seed(seed)
     B, T, V = slots, drafts + 1, vocab
 
@@ -244,7 +244,7 @@ def random_mixed(seed: int, vocab: int, drafts: int, slots: int = 6) -> Mixed:
 
 
 def check_mixed(case: Mixed, device: str) -> Tensor:
-    """Every figure of the verdict; returns the tokens of the reference's."""
+    """Checks every figure of the verdict; returns the reference's tokens."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
     wanted = accept_mixed_op(*case.operands)
@@ -257,7 +257,7 @@ def check_mixed(case: Mixed, device: str) -> Tensor:
 
 
 def check_filters(case: Mixed, device: str) -> None:
-    """The tokens that top-k, top-p and min-p leave, found without sorting."""
+    """Checks the tokens that top-k, top-p and min-p leave, found without sorting."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
     wanted = shaped_probs(case.logits, case.asked).flatten(0, 1)
@@ -268,13 +268,13 @@ def check_filters(case: Mixed, device: str) -> None:
     temperature = case.asked["temperature"].repeat_interleave(case.logits.shape[1])[:, None]
     x = case.logits.flatten(0, 1) / torch.where(temperature > 0, temperature, 1.0)
     weights = (x - highest).exp()
-    got = torch.where(weights >= floor * (1 - 1e-6), weights, 0.0) / norm  # two libraries' exp
+    got = torch.where(weights >= floor * (1 - 1e-6), weights, 0.0) / norm  # exp differs a bit
     assert torch.equal(got > 0, wanted > 0)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 
 
 def check_flags(case: Mixed, device: str) -> None:
-    """A plugin of TensorRT gets and gives int32 for bool: the verdicts are the same."""
+    """Checks that verdicts don't change if bools are int32, as in TensorRT's plugins."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
 
     flags = case.to(device).operands
@@ -286,7 +286,7 @@ def check_flags(case: Mixed, device: str) -> None:
 
 
 def check_shaped_probs(seed: int, vocab: int, tokens: int, device: str) -> None:
-    """`shaped_probs` as a kernel: the same tokens stay, with the same probabilities."""
+    """Checks that the kernel of `shaped_probs` keeps the same tokens and probabilities."""
     from mtpbuild.plugins.shaped_probs.triton import shaped_probs_launches
 
     case = random_mixed(seed, vocab, tokens - 1, slots=8)
@@ -360,7 +360,7 @@ def check_moe(case: Experts, device: str) -> None:
 
 
 def moe_by_hand(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Sum token by token and expert by expert, as the op's docstring says it."""
+    """Sums token by token and expert by expert, as the op's docstring defines it."""
     y = torch.zeros_like(x)
     for n, k in itertools.product(*map(range, ids.shape)):
         if (expert := int(ids[n, k])) != NOBODY:
@@ -371,7 +371,7 @@ def moe_by_hand(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: 
 
 @contextlib.contextmanager
 def uninitialised_memory_is_nan() -> Iterator[None]:
-    """Let no test pass because a row that nobody wrote happens to hold zeros."""
+    """Fills new memory with NaN, so that no test passes because an unwritten row holds zeros."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -385,7 +385,7 @@ Scaled = tuple[Tensor, Tensor, Tensor | None]
 def random_scaled(
     g: torch.Generator, form: str, *shape: int, by_input: bool = False, size: float = 1.0
 ) -> Scaled:
-    """Draw a weight in which every code occurs and values are about as large as `size`."""
+    """Draws a weight in which every code occurs and values are about as large as `size`."""
     *stack, K, N = shape
 
     def codes(rows: int, low: int, high: int) -> Tensor:
@@ -437,7 +437,7 @@ def check_product(case: Product, device: str) -> None:
     values, scales, second = weight
     moved = (values.to(device), scales.to(device), None if second is None else second.to(device))
     tolerance = 1e-4 if case.dtype == torch.float32 else 3e-2
-    for kernel in (matmul_scaled_triton, few_rows):  # the first takes it for few tokens
+    for kernel in (matmul_scaled_triton, few_rows):  # with few tokens the first one uses the kernel
         y = kernel(x.to(device), *moved)
         assert y.dtype == case.dtype
         assert y.shape == wanted.shape
@@ -445,9 +445,9 @@ def check_product(case: Product, device: str) -> None:
 
 
 def check_wide_product(seed: int, device: str) -> None:
-    """Check that logits of a head in bf16 choose the tokens that exact ones choose, without ties.
+    """Checks that a bf16 head's logits choose the same tokens as exact ones, without ties.
 
-    Among as many rows some would tie if logits were rounded to bf16, and the check would fail.
+    There are so many rows that some would tie if logits were rounded to bf16, and fail the check.
     """
     from mtpbuild.plugins.matmul_wide.triton import matmul_wide_triton
 
@@ -469,7 +469,7 @@ def check_wide_product(seed: int, device: str) -> None:
 def check_scaled_moe(
     seed: int, forms: tuple[str, str], dtype: torch.dtype, device: str, tokens: int = 5
 ) -> None:
-    """Check experts whose two products are in the formats `forms`."""
+    """Checks experts whose two products are in the formats `forms`."""
     from mtpbuild.plugins.moe.triton import moe_triton
 
     g = torch.Generator().manual_seed(seed)
@@ -487,7 +487,7 @@ def check_scaled_moe(
     torch.testing.assert_close(y.cpu(), wanted, rtol=tolerance, atol=tolerance)
     alone = (x[-1:], weights[-1:], ids[-1:], *operands[3:])
     last = moe_triton(*(t if t is None else t.to(device) for t in alone))
-    assert torch.equal(y[-1:], last)  # a token's sums are its own
+    assert torch.equal(y[-1:], last)  # a token's sums don't depend on other tokens
 
 
 def scaled_or_plain(

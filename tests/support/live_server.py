@@ -1,4 +1,4 @@
-"""A server on the loopback, in a thread of the test's process, over any engine."""
+"""Runs a server over any engine on the loopback interface, in a thread of the test's process."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from mtpbuild.runtime.server.service import Service, Settings
 
 @dataclass(frozen=True)
 class Live:
-    """A server that runs: where it is, and what is behind it."""
+    """Is a running server: its address, and the objects behind it."""
 
     url: str
     service: Service
@@ -28,7 +28,7 @@ class Live:
 
 @contextlib.contextmanager
 def live(engine: Engine | None, settings: Settings | None = None) -> Iterator[Live]:
-    """Serve until the block ends. engine: None is one that is still being loaded."""
+    """Serves until the block ends; engine None means that it is still being loaded."""
     service = Service(settings or Settings())
     if engine is not None:
         service.start(engine)
@@ -49,7 +49,7 @@ def live(engine: Engine | None, settings: Settings | None = None) -> Iterator[Li
 
 
 def until(condition: Callable[[], object], seconds: float = 10) -> None:
-    """Wait until it holds; fail if it takes longer."""
+    """Waits until a condition holds; fails if it takes too long."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it takes too long"

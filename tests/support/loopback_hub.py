@@ -1,6 +1,6 @@
-"""A Hugging Face hub on the loopback, with the few requests of its protocol that we make.
+"""Runs a Hugging Face hub on the loopback interface, with the few requests that we make.
 
-Large files are redirected to a place of another origin, as the hub does with its own.
+Requests for large files are redirected to another origin, as the real hub does.
 """
 
 import hashlib
@@ -25,18 +25,18 @@ RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Hosted:
-    """A repository of the hub."""
+    """Is a repository of the hub."""
 
     folder: Path
     revisions: tuple[str, ...] = ("main", "v1", COMMIT)
-    token: str | None = None  # that sees it at all
-    gated: bool = False  # anyone sees its card, nobody its files
+    token: str | None = None  # needed to see the repository at all
+    gated: bool = False  # everybody can read its card, nobody its files
     card: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """An answer: the first byte, and how many went out."""
+    """Is an answer: its first byte, and the number of bytes sent."""
 
     file: str
     first: int
@@ -46,28 +46,28 @@ class Sent:
 
 @dataclass
 class LoopbackHub:
-    """The hub's repositories, and what it has sent."""
+    """Holds the hub's repositories, and logs its answers."""
 
     url: str = ""
     repositories: dict[str, Hosted] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)  # method and path of each request
     cuts: dict[str, list[int]] = field(default_factory=dict)  # file -> where answers break off
-    down_after_cut: bool = False  # and answers that no one can be served now
+    down_after_cut: bool = False  # answers that the hub is unavailable
 
     @property
     def files(self) -> set[str]:
-        """Names of all files whose contents were sent."""
+        """Returns the names of all files whose contents were sent."""
         return {one.file for one in self.sent}
 
     def bytes_of(self, file: str) -> list[tuple[int, int]]:
-        """First byte and number of bytes of each answer with that file."""
+        """Returns the first byte and the number of bytes of each answer with that file."""
         return [(one.first, one.count) for one in self.sent if one.file == file]
 
 
 @contextmanager
 def serving() -> Iterator[LoopbackHub]:
-    """Serve a hub as long as a test wants it."""
+    """Serves a hub while the block runs."""
     hub = LoopbackHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
@@ -83,20 +83,20 @@ def serving() -> Iterator[LoopbackHub]:
 
 
 def connect(patch: pytest.MonkeyPatch, hub: LoopbackHub, home: Path) -> None:
-    """Let this process download from the hub, into a cache of its own."""
+    """Lets this process download from the hub, into a cache of its own."""
     from huggingface_hub import constants
 
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         patch.delenv(name, raising=False)
     patch.setenv("HF_ENDPOINT", hub.url)
     patch.setenv("HF_HOME", str(home))
-    # What huggingface_hub reads when it is imported, and tests import it offline.
+    # huggingface_hub reads these at its import, which was offline in tests.
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
     patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
 
 
 def environment(hub: LoopbackHub, home: Path) -> dict[str, str]:
-    """The variables by which another process does so."""
+    """Returns the variables that let another process download from the hub."""
     return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
 
 
@@ -105,7 +105,7 @@ def sha256(path: Path) -> str:
 
 
 def is_large(path: Path) -> bool:
-    """Whether the hub keeps a file by Git LFS."""
+    """Returns whether the hub keeps a file in Git LFS."""
     return path.suffix in (".safetensors", ".bin", ".gguf")
 
 
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(404, {})
 
     def find(self, name: str, revision: str) -> Hosted | None:
-        """The repository, or an answer with what is wrong as the hub words it."""
+        """Finds the repository, or answers with an error in the hub's words."""
         hosted = self.hub.repositories.get(name)
         if hosted is None or hosted.token not in (None, self.token()):
             self.answer(401, {"X-Error-Code": "RepoNotFound"})
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_file(path, commit | {"ETag": f'"{sha256(path)[:40]}"'})
 
     def send_file(self, path: Path, headers: dict[str, str] | None = None) -> None:
-        """All of it or the range that is asked for; some answers break off in the middle."""
+        """Sends a file, or the requested range of it; some answers break off in the middle."""
         asked, data = self.headers.get("Range"), path.read_bytes()
         first = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
         headers = {"Accept-Ranges": "bytes"} | (headers or {})
@@ -205,4 +205,4 @@ class _Handler(BaseHTTPRequestHandler):
         return bearer.removeprefix("Bearer ") if bearer else None
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: `asked` and `sent` are the log."""
+        """Prints nothing, because `asked` and `sent` are the log."""

@@ -1,4 +1,4 @@
-"""Folders with small tokenizers that have the features of published ones; files as there."""
+"""Writes folders of small tokenizers with the features and files of published ones."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ QWEN_PATTERN = (
 )
 GLM_PATTERN = QWEN_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
-Files = dict[str, Any]  # by name: a text, or what is written as JSON
+Files = dict[str, Any]  # name -> text, or a value to write as JSON
 
 
 def special(*texts: str) -> list[AddedToken]:
@@ -40,7 +40,7 @@ def train(
     normalizer: normalizers.Normalizer | None = None,
     post_processor: processors.PostProcessor | None = None,
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE; `first` are special tokens within the vocabulary, `added` come behind."""
+    """Trains a byte-level BPE; special tokens `first` are in the vocabulary, `added` follow it."""
     backend = tokenizers.Tokenizer(models.BPE())
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -76,7 +76,7 @@ def template(name: str) -> str:
 
 
 def glm() -> Files:
-    """No BOS at all: the template writes [gMASK]<sop>. The template is a file of its own."""
+    """Has no BOS: the template, which is a file of its own, writes [gMASK]<sop>."""
     roles = [f"<|{role}|>" for role in ("system", "user", "assistant", "observation")]
     added = special("<|endoftext|>", "[MASK]", "[gMASK]", "<sop>", "<eop>", *roles)
     added += plain("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>")
@@ -100,7 +100,7 @@ def glm() -> Files:
 
 
 def gigachat() -> Files:
-    """Separators that end in newlines, an older special_tokens_map.json, the BOS by a template."""
+    """Has separators with newlines, an older special_tokens_map.json, a BOS by post-processing."""
     first = ["<unk>", "<s>", "</s>"]
     added = special("<|role_sep|>\n", "<|message_sep|>\n\n", "<|function_call|>")
     bos = processors.TemplateProcessing(
@@ -119,7 +119,7 @@ def gigachat() -> Files:
 
 
 def qwen() -> Files:
-    """NFC first; the template is in tokenizer_config.json, and there is no BOS."""
+    """Normalises to NFC, has its template in tokenizer_config.json, and has no BOS."""
     added = special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>")
     added += plain("<tool_call>", "</tool_call>", "<think>", "</think>")
     backend = train(
@@ -146,7 +146,7 @@ def qwen() -> Files:
 
 
 def deepseek() -> Files:
-    """Several splits one after another; tokens of characters that no byte is spelled with."""
+    """Has several splits in a row, and tokens with characters that stand for no byte."""
     names = [f"tool▁{part}" for part in ("calls▁begin", "calls▁end", "call▁begin", "call▁end")]
     names += [f"tool▁{part}" for part in ("outputs▁begin", "outputs▁end", "output▁begin")]
     marks = [f"<｜{name}｜>" for name in (*names, "tool▁output▁end", "tool▁sep")]

@@ -1,4 +1,4 @@
-"""Numbers as a quantized operator sees them."""
+"""Rounds numbers as quantised operators do."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from mtpbuild.builder.verify.plain import load_plain
 
 
 def in_int8_blocks(x: Tensor) -> Tensor:
-    """Round x as MatMulNBits does its rows: to int8, with a scale for each block of 32."""
+    """Rounds x as MatMulNBits rounds its rows: to int8, with a scale for each block of 32."""
     blocks = x.unflatten(-1, (-1, 32))
     scales = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
     return ((blocks / scales).round() * scales).flatten(-2)
 
 
 def plain_with_rounding(folder: Path) -> Reference:
-    """The dequantised model; what goes into a quantised product is rounded first."""
+    """Makes the dequantised model, which rounds the inputs of quantised products."""
     model, checkpoint = load_plain(folder), open_checkpoint(folder)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and checkpoint.format(f"{name}.weight") is not None:

@@ -1,4 +1,4 @@
-"""Records with which operands an op is called."""
+"""Records the operands of an op's calls."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class OpCalls(TorchDispatchMode):
-    """While it is entered, `seen` collects the operands of each call of one op."""
+    """Collects in `seen`, while it is entered, the operands of each call of one op."""
 
     def __init__(self, op: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

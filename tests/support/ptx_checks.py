@@ -1,10 +1,10 @@
-"""Runs the kernels' contracts on the PTX that a GPU would get: a line of JSON for each.
+"""Runs the kernels' checks on the PTX that a GPU would get, and prints a line of JSON for each.
 
     python -m tests.support.ptx_checks 90 [CHECK or MISTAKE ..]
     python -m tests.support.ptx_checks plugin      # as TensorRT gets it, for sm_80
 
-They are those of `kernels.py` and `step_kernels.py`. Mistakes are planted in the PTX, and must be
-found. A process of its own, because Triton's interpreter must be off.
+The checks are in `kernels.py` and `step_kernels.py`. They must find mistakes that are planted in
+the PTX. They run in a process of their own, because Triton's interpreter must be off.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 Check = Callable[[], Any]
-MISTAKES = {  # -> a check, what is changed in the PTX, and into what
+MISTAKES = {  # name -> check, pattern in the PTX, replacement
     "no barrier": ("product bfloat16 in nvfp4", r"bar\.sync\s+0;", ""),
     "nobody waits for copies": (
         "product bfloat16 in nvfp4",
@@ -36,7 +36,7 @@ MISTAKES = {  # -> a check, what is changed in the PTX, and into what
 
 
 def checks(shared: int) -> Iterator[tuple[str, Check]]:
-    """Each check by its name; those with "R1" have the shapes of one rank of eight.
+    """Yields each check with its name; "R1" stands for the shapes of one rank of eight.
 
     shared: bytes of shared memory that a program may have.
     """
@@ -69,7 +69,7 @@ def checks(shared: int) -> Iterator[tuple[str, Check]]:
         for forms in (("fp8", "nvfp4"), ("nvfp4", "fp8"), ("nvfp4", "plain")):
             name = f"experts {kind} in {forms[0]} and {forms[1]}"
             yield name, partial(kernels.check_scaled_moe, 1, forms, dtype, "cpu", 17)
-        for form, columns in itertools.product(("fp8", "nvfp4"), (128, 70)):  # words, and none
+        for form, columns in itertools.product(("fp8", "nvfp4"), (128, 70)):  # with words, without
             product = Product(form, 17, 512, columns, columns == 70, dtype, 5)
             name = f"product {kind} in {form}" + (" of 70 columns" if columns == 70 else "")
             yield name, partial(kernels.check_product, product, "cpu")
@@ -77,7 +77,7 @@ def checks(shared: int) -> Iterator[tuple[str, Check]]:
         yield f"latents {kind}", partial(step_kernels.check_latents, layer, "cpu")
         halves = Latents(1, 1, 3, 70, 2, 16, 4, None, False, dtype, 10)
         yield f"latents {kind} in halves", partial(step_kernels.check_latents, halves, "cpu")
-    edges = Product("nvfp4", 17, 144, 300, True, narrow, 5)  # of tiles that are 256 columns wide
+    edges = Product("nvfp4", 17, 144, 300, True, narrow, 5)  # tiles are 256 columns wide
     yield "product bfloat16 in nvfp4 with edges", partial(kernels.check_product, edges, "cpu")
     for form in ("fp8", "nvfp4"):
         product = Product(form, 3, 7168, 2112, False, narrow, 5)
@@ -105,7 +105,7 @@ def main(form: str, *wanted: str) -> None:
     edit: Callable[[str], str] | None = None
 
     def run(launch: Launch) -> Any:
-        if not any(isinstance(output, FakeTensor) for output in launch.outputs):  # of a trace
+        if not any(isinstance(output, FakeTensor) for output in launch.outputs):  # not a trace
             (run_plugin if plugin else run_launch)(launch, architecture, edit)
         return launch.outputs
 

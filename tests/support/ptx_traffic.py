@@ -1,9 +1,10 @@
-"""Counts what a step's kernels ask of shared memory, without a GPU: a table's row for each.
+"""Counts the accesses of a step's kernels to shared memory, without a GPU, in a table.
 
     python -m tests.support.ptx_traffic 90 [CASE ..]
 
-Weights and caches are R1's, one rank of eight, with fewer columns and experts where a program's
-work is the same. A process of its own, because Triton's interpreter must be off.
+Weights and caches have the shapes of one of R1's eight ranks, with fewer columns and experts where
+a program's work is the same. It runs in a process of its own, because Triton's interpreter must be
+off.
 """
 
 import os
@@ -11,14 +12,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# Wavefronts per byte that 80 % of the bandwidth leaves: one in a cycle of each multiprocessor. An
-# H100 has 132 of them at 1.755 GHz for 2.68e12 bytes per second, a B200 148 at 1.85 for 6.4e12.
+# Wavefronts per byte at 80 % of the bandwidth, if each multiprocessor has one per cycle. An H100
+# has 132 of them at 1.755 GHz for 2.68e12 bytes per second, a B200 148 at 1.85 for 6.4e12.
 ALLOWED = {90: 132 * 1.755e9 / 2.68e12, 100: 148 * 1.85e9 / 6.4e12}
 HEADER = "| case | kernel | target | wavefronts per KiB | of those allowed |\n" + "|---" * 5 + "|"
 
 
 def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
-    """Yield launches with values, and the bytes of weights or cache that each reads once."""
+    """Yields launches with values, and the bytes of weights or cache that each reads once."""
     import torch
 
     from mtpbuild.plugins.launch import cdiv
@@ -34,7 +35,7 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
     def drawn(*shape: int) -> Any:
         return torch.randn(*shape, generator=g).to(bf16)
 
-    ids = torch.arange(chosen, dtype=torch.int32)[None]  # of one token
+    ids = torch.arange(chosen, dtype=torch.int32)[None]  # for one token
     for form in ("plain", "fp8", "nvfp4"):
         sizes = (chosen, hidden, 2 * inner), (chosen, inner, hidden)
         product: tuple[Any, ...]
@@ -52,7 +53,7 @@ def launches(architecture: int) -> Iterator[tuple[str, Any, int]]:
         made = moe_launches(drawn(1, hidden), weights, ids, up[0], down[0], *others)
         for launch, weight in zip(made.each, (up, down), strict=True):
             yield f"experts {form}", launch, weight[0].nbytes
-    # Rows of 171 and of 64 splits, and a part of 16,384 rows, which would have 66 splits.
+    # Rows for 171 and for 64 splits, and a part of 16,384 rows, which would have 66 splits.
     for tokens, rows, splits in ((1, 4096, None), (4, 4096, None), (4, 992, 4)):
         cache, slots = drawn(1, 1, rows, 576), torch.zeros(1, dtype=torch.int64)
         made = mla_attention_launches(
@@ -73,7 +74,7 @@ def main(architecture: int, *wanted: str) -> None:
     for case, launch, streamed in launches(architecture):
         traffic = Traffic()
         if not wanted or case.startswith(wanted):
-            run_launch(launch, architecture, traffic=traffic)  # gate and up first: `down` reads it
+            run_launch(launch, architecture, traffic=traffic)  # `down` reads gate and up
             per_byte = traffic.wavefronts / streamed
             print(
                 f"| {case} | {launch.kernel.__name__} | sm_{architecture} | {1024 * per_byte:.1f}"

@@ -1,4 +1,4 @@
-"""A small checkpoint as nvidia/DeepSeek-R1-FP4 is: experts in nvfp4, the module in bf16."""
+"""Makes a small checkpoint like nvidia/DeepSeek-R1-FP4: experts in nvfp4, the module in bf16."""
 
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,12 @@ SHAPE: dict[str, Any] = {  # eight ranks can share it: each part splits into blo
 
 
 def r1_like(folder: Path) -> Path:
-    """Write it; its drafts are often right."""
+    """Writes the checkpoint, whose drafts are often right."""
     model = make_predictable(**SHAPE)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if ".experts." in name and "down_proj" in name:
-                weight.mul_(0.1)  # in bfloat16 now and then another expert is chosen
+                weight.mul_(0.1)  # bfloat16 sometimes chooses another expert
     plain = save_checkpoint(folder / "plain", rounded(model), **SHAPE)
     tensors = load_file(plain / SINGLE)
     narrow = {name: t if name.endswith("bias") else t.bfloat16() for name, t in tensors.items()}

@@ -1,6 +1,6 @@
-"""Bugs that are planted in a rank which another process has started, by a name in its environment.
+"""Plants a bug, named in the environment, in a rank that another process has started.
 
-Each lets the order of that rank's collectives differ from the others'.
+Each bug makes the order of that rank's collectives differ from the other ranks'.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def captures_nothing(patch: pytest.MonkeyPatch) -> None:
 
     def prepare(self: CudaPrograms, work: Work, graphs: bool) -> Work:
         queue = real(self, work, False)
-        queue()  # once, as on the others
+        queue()  # once, as on the other ranks
         self._wait(self._gpu.mark())
         return queue
 
@@ -38,7 +38,7 @@ def captures_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def computes_one_slot_more(patch: pytest.MonkeyPatch) -> None:
-    """Plant a rank that chooses by its own slots alone."""
+    """Plants a rank that chooses only by its own slots."""
     real: Callable[..., tuple[str, int]] = CudaPrograms._choose
 
     def choose(self: CudaRankPrograms, *slots: Any) -> tuple[str, int]:
@@ -49,7 +49,7 @@ def computes_one_slot_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def runs_prompts_behind_steps(patch: pytest.MonkeyPatch) -> None:
-    """Chunks of prompts are queued when a step has been."""
+    """Queues chunks of prompts after a step."""
     prefill: Callable[..., None] = CudaRankPrograms.prefill
     launch: Callable[..., Any] = CudaRankPrograms.launch
     waiting = list[Callable[[], None]]()

@@ -1,4 +1,4 @@
-"""Engines of several ranks: how tests build them, start them and look for their processes."""
+"""Builds and starts engines of several ranks for tests, and looks for their processes."""
 
 import contextlib
 import os
@@ -57,7 +57,7 @@ def running(folder: Path, *, no_cuda_graphs: bool = False) -> Iterator[Engine]:
 
 
 def followers() -> list[int]:
-    """List the ranks that this process has started and not yet waited for."""
+    """Lists the ranks that this process has started and not yet waited for."""
     tasks = Path("/proc/self/task").iterdir()
     children = " ".join((task / "children").read_text() for task in tasks).split()
     found = [int(child) for child in children]
@@ -65,7 +65,7 @@ def followers() -> list[int]:
 
 
 def seconds_to_notice(engine: Path, number: signal.Signals, says: str) -> float:
-    """Send a follower a signal in the middle of a request; return how long the engine lives on."""
+    """Signals a follower in the middle of a request; returns how long the engine lives on."""
     times = list[float]()
 
     def generate(loaded: Engine) -> None:

@@ -1,6 +1,8 @@
-"""Ray Serve with little memory: `python -m tests.support.ray_driver FILE` is `serve run FILE`.
+"""Runs Ray Serve with little memory: `python -m tests.support.ray_driver FILE`.
 
-The cluster is this process's own, and ends with it.
+It does what `serve run FILE` does.
+
+The cluster belongs to this process, and ends with it.
 """
 
 import sys

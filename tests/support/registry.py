@@ -1,4 +1,4 @@
-"""Targets that are known by another record while a block runs, and engines of fake programs."""
+"""Changes a target's record while a block runs, and loads engines of fake programs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _makers: list[Callable[[Manifest], Programs]] = []
 
 @contextlib.contextmanager
 def registered(name: str, **fields: Any) -> Iterator[None]:
-    """Change these fields of a target's record."""
+    """Changes these fields of a target's record while the block runs."""
     before = find_target(name)
     register(replace(before, **fields))
     try:
@@ -26,7 +26,7 @@ def registered(name: str, **fields: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def programs_by(make: Callable[[Manifest], Programs]) -> Iterator[None]:
-    """Load engines of target onnxruntime, fake ones too, with the programs that `make` makes."""
+    """Loads engines of target onnxruntime, fake ones too, with the programs that `make` makes."""
     _makers.append(make)
     try:
         with registered("onnxruntime", programs=__name__):
@@ -36,5 +36,5 @@ def programs_by(make: Callable[[Manifest], Programs]) -> Iterator[None]:
 
 
 def load(folder: Path, manifest: Manifest, threads: int | None, **options: Any) -> Programs:
-    """Stand in for the target's `load`."""
+    """Stands in for the target's `load`."""
     return _makers[-1](manifest)

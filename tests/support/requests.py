@@ -1,4 +1,4 @@
-"""Build requests with a target's options and the ranks as plain keywords, as flags have them."""
+"""Makes build requests with a target's options and the ranks as plain keywords, as flags do."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ OWN = {field.name for field in fields(BuildRequest)}
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[BuildRequest]]:
-    """Let the command download and build nothing; collect what it would have built."""
+    """Keeps the command from downloading and building; collects the requests for builds."""
     seen = list[BuildRequest]()
 
     def build(request: BuildRequest, stages: Stages) -> list[pipeline.BuiltEngine]:
@@ -33,7 +33,7 @@ def noted() -> Iterator[list[BuildRequest]]:
 
 
 def altered(request: BuildRequest, **flags: Any) -> BuildRequest:
-    """The request with other flags; those that are not its own fields are its target's options."""
+    """Returns the request with other flags; flags that are not its fields are target options."""
     ranks = {name: value for name, value in flags.items() if name in RANKS}
     own = {name: value for name, value in flags.items() if name in OWN}
     options = {name: value for name, value in flags.items() if name not in RANKS | OWN}
@@ -48,5 +48,5 @@ def altered(request: BuildRequest, **flags: Any) -> BuildRequest:
 def build_request(
     model: object, nextn: tuple[Any, ...] | None = None, **flags: Any
 ) -> BuildRequest:
-    """A request for a model, a folder or a recipe's name."""
+    """Makes a request for a model, which is a folder or a recipe's name."""
     return altered(BuildRequest(str(model), nextn), **flags)

@@ -1,4 +1,4 @@
-"""The runtime's own commands, run in the test's process, as on a terminal if need be."""
+"""Runs the runtime's own commands in the test's process, on a terminal if needed."""
 
 import contextlib
 import io
@@ -22,12 +22,12 @@ class Terminal(io.StringIO):
 
 
 class TerminalRunner(CliRunner):
-    """Lets a command read from a terminal: the runner's own standard input is a file's."""
+    """Lets a command read from a terminal, where the usual runner's standard input is a file."""
 
     @contextlib.contextmanager
     def isolation(self, input: Any = None, *rest: Any, **options: Any) -> Iterator[Any]:
         with super().isolation(None, *rest, **options) as streams:
-            sys.stdin = Terminal(input)  # the runner puts the real one back
+            sys.stdin = Terminal(input)  # the runner restores the real one
             yield streams
 
 
@@ -36,6 +36,6 @@ def call(*args: object) -> Result:
 
 
 def type_in(lines: list[str], *args: object) -> Result:
-    """Run a command on a terminal; say these lines, then Ctrl-D."""
+    """Runs a command on a terminal; types these lines, then Ctrl-D."""
     said = "".join(f"{line}\n" for line in lines)
     return TerminalRunner().invoke(app, [str(arg) for arg in args], input=said)

@@ -1,4 +1,4 @@
-"""What stands in for a part of the machine while a block runs: packages, functions that fail."""
+"""Replaces a part of the machine while a block runs: packages, functions that fail."""
 
 import contextlib
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 @contextlib.contextmanager
 def importing(modules: Mapping[str, object]) -> Iterator[None]:
-    """Let imports find these modules, whatever is installed; None is one that is missing."""
+    """Lets imports find these modules, whatever is installed; None is a missing module."""
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
@@ -19,7 +19,7 @@ def importing(modules: Mapping[str, object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing(owner: object, name: str, error: BaseException) -> Iterator[None]:
-    """Let every call of a function, as this module or object knows it, raise the error."""
+    """Lets every call of a function, through this module or object, raise the error."""
 
     def fail(*args: Any, **options: Any) -> Any:
         raise error

@@ -1,4 +1,4 @@
-"""Checks the kernels between a step's products on any device, on random cases beside the reference.
+"""Checks the kernels between a step's products against the reference, on any device.
 
 Without a GPU they run in Triton's interpreter, on CPU tensors (tests/conftest.py).
 """
@@ -60,7 +60,7 @@ def latents(draw: Draw) -> Latents:
 
 
 def check_latents(case: Latents, device: str) -> None:
-    """Check norms, rotation, cache rows, queries and values of a layer."""
+    """Checks norms, rotation, cache rows, queries and values of a layer."""
     from mtpbuild.plugins.mla_heads.triton import mla_queries_triton, mla_values_triton
     from mtpbuild.plugins.mla_rows.triton import (
         mla_rows_into,
@@ -115,13 +115,13 @@ def check_latents(case: Latents, device: str) -> None:
 
 
 def in_parts(g: torch.Generator, x: Tensor) -> Tensor:
-    """Draw fp32 parts [splits, ..] of a product of x's shape, one or several."""
+    """Draws fp32 parts [splits, ..], one or several, of a product of x's shape."""
     splits = 1 + x.numel() % 4
     return torch.randn(splits, *x.shape, generator=g) / splits
 
 
 def check_places(seed: int, device: str) -> None:
-    """Check where tokens stand: slots that idle, drafts behind the newest, scaled angles."""
+    """Checks tokens' places: idle slots, drafts after the newest token, scaled angles."""
     from mtpbuild.plugins.rotary_rows.triton import rotary_rows_triton
 
     g = torch.Generator().manual_seed(seed)
@@ -143,7 +143,7 @@ def check_places(seed: int, device: str) -> None:
 
 
 def check_shared_routes(seed: int, device: str) -> None:
-    """Check that the shared experts stand behind the chosen ones and weigh 1."""
+    """Checks that the shared experts follow the chosen ones and weigh 1."""
     from mtpbuild.plugins.moe.triton import moe_route_triton
 
     g = torch.Generator().manual_seed(seed)

@@ -38,7 +38,7 @@ def check_family(
     bug: Callable[[CausalLM], None] = lambda model: None,
     accepts_all: bool = True,
 ) -> None:
-    """Check the step program of any family's plain model. bug: what is done to the program."""
+    """Checks a family's step program against its plain model; bug: a change of the program."""
 
     def make() -> tuple[EagerPrograms, Reference]:
         model = lower_family(reference)
@@ -64,7 +64,7 @@ def check_steps(
     adaptive: bool = False,
     accepts_all: bool = True,
 ) -> None:
-    """Check prompts of each length around a chunk's border; every n and num_drafts must occur."""
+    """Checks prompts of each length around a chunk's border; every n and num_drafts must occur."""
     torch.set_num_threads(1)
     rng = np.random.default_rng(nextn)
     seen = Seen()
@@ -81,7 +81,7 @@ def check_steps(
 
 
 def check_state(programs: EagerPrograms, reference: Reference, tokens: list[int]) -> None:
-    """Check O6: committed rows equal recomputed ones, and those of a fresh prefill in one chunk."""
+    """Checks O6: committed rows equal recomputed ones and those of a fresh prefill in one chunk."""
     plan, length = programs.plan, len(tokens) - 1
     if isinstance(reference, Transformer):
         for i, rows in enumerate(cache_rows(reference, tokens[:-1])):
@@ -103,7 +103,7 @@ def check_state(programs: EagerPrograms, reference: Reference, tokens: list[int]
 
 
 def begin(plan: Plan) -> dict[str, Tensor]:
-    """Five committed rows of each slot, a newest token, and no drafts."""
+    """Makes a state with five committed rows in each slot, a newest token, and no drafts."""
     torch.manual_seed(2)
     state = {}
     for spec in state_specs(plan):

@@ -1,4 +1,4 @@
-"""Graph styles as the targets give them, for plans that tests make themselves."""
+"""Returns the targets' graph styles, for plans that tests make themselves."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mtpbuild.builder.targets.style import GraphStyle
 
 
 def style_of(name: str, **options: Any) -> GraphStyle:
-    """The style in which a target traces a small model, given its options as flags have them."""
+    """Returns the style in which a target traces a small model, given its options as flags."""
     target, recipe = load_target(name), find_recipe("deepseek-tiny")
     assert recipe is not None
     return target.style(target.Options(**options), load_config(recipe.config_folder))

@@ -1,8 +1,8 @@
-"""NVIDIA's `tensorrt.plugin` over TensorRT-RTX's library, whose networks take no plugins.
+"""Runs NVIDIA's `tensorrt.plugin` over TensorRT-RTX's library, whose networks take no plugins.
 
-The package is plain Python, of TensorRT's own bindings, whose library is not loaded. Here it is
-asked what TensorRT asks it of an AOT plugin, in the same order; what the bindings lack is stood in
-for. The layer that a network gets instead is a constant for each output, of its type and shape.
+The package is plain Python from TensorRT's own bindings, whose library is not loaded. This module
+calls it for an AOT plugin as TensorRT does, in the same order, and stands in for missing bindings.
+In place of the plugin a network gets a constant of the right type and shape for each output.
 """
 
 import json
@@ -24,7 +24,7 @@ class QuickPluginCreationRequest(Enum):
 
 
 class Bare:
-    """Stands in for a class that holds what Python gives it."""
+    """Stands in for a class that only holds attributes."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Numbers:
 
 
 def install(trt: Any) -> list[dict[str, Any]]:
-    """Install `tensorrt.plugin`; the list that it returns grows by each plugin that a network gets.
+    """Installs `tensorrt.plugin`; returns a list, to which it appends each network's plugins.
 
-    Call it before the package is imported for the first time.
+    Call it before the package is first imported.
     """
     trt.QuickPluginCreationRequest = QuickPluginCreationRequest
     trt.IPluginV3QuickAOTBuild = trt.ISymExpr = Bare
@@ -81,7 +81,7 @@ def install(trt: Any) -> list[dict[str, Any]]:
 
 
 def ask(trt: Any, plugin: Any, inputs: list[Any]) -> dict[str, Any]:
-    """Ask a plugin what TensorRT asks it while it builds an engine."""
+    """Calls a plugin as TensorRT does while it builds an engine."""
     types = [tensor.dtype for tensor in inputs]
     assert trt.bool not in types, "TensorRT gives a plugin no BOOL"
     shapes = [tuple(tensor.shape) for tensor in inputs]
@@ -136,7 +136,7 @@ def _desc(trt: Any, kind: Any, shape: tuple[int, ...]) -> Any:
 def _check(
     ptx: str, name: str, inputs: int, sizes: Sizes, outputs: int, numbers: dict[str, int]
 ) -> None:
-    """Check that the kernel takes what TensorRT passes and has the block that TensorRT starts."""
+    """Checks that the kernel takes TensorRT's arguments and has the block that TensorRT starts."""
     entry = ptx.partition(f".visible .entry {name}(")[2].partition(")")[0]
     kinds = [line.split()[1] for line in entry.strip().split(",\n")]
     assert kinds == [".u64"] * inputs + [".u32"] * sizes.nbSymExprs + [".u64"] * outputs

@@ -1,14 +1,13 @@
-"""Target tensorrt on a machine without a GPU: Torch-TensorRT over TensorRT-RTX's library.
+"""Runs target tensorrt on a machine without a GPU: Torch-TensorRT over TensorRT-RTX's library.
 
     python -m tests.support.torch_tensorrt_shim CHECKPOINT
     python -m tests.support.torch_tensorrt_shim deepseek-r1-fp4
 
-lists, as JSON, what the programs of an engine become: the network's tensors, kinds of layers,
-writes of caches, quantised constants, plugins and names of weights. Networks are compiled for
-sm120, with constants in place of the plugins and with their weights, as stripping needs a GPU;
-nothing can be loaded here. A recipe of R1: of four of its layers, what one of 8 ranks holds; not
-compiled. It answers for CUDA, so it wants a process of its own, and patches internals of
-Torch-TensorRT 2.13.0.
+lists as JSON each program's network: its tensors, kinds of layers, writes of caches, quantised
+constants, plugins and names of weights. Networks are compiled for sm120, with constants in place of
+the plugins and with their weights, as stripping needs a GPU; nothing can be loaded here. With a
+recipe of R1 it lists four layers' share of one of 8 ranks, and compiles nothing. It fakes CUDA and
+patches internals of Torch-TensorRT 2.13.0, so it needs a process of its own.
 """
 
 import json
@@ -30,7 +29,7 @@ GPU = types.SimpleNamespace(major=12, minor=0, name="none", total_memory=1 << 34
 
 
 def install() -> Any:
-    """Put TensorRT-RTX in TensorRT's place and return its module."""
+    """Puts TensorRT-RTX in TensorRT's place and returns its module."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: 0
     cuda.get_device_capability = lambda device=None: (GPU.major, GPU.minor)
@@ -64,9 +63,9 @@ class Unloaded:
 
 
 def listing(folder: Path) -> dict[str, Any]:
-    """List the programs of an MTP vanilla engine of two slots, whatever its module count.
+    """Lists the programs of an MTP vanilla engine of two slots, whatever its module count.
 
-    Its caches are long enough to be split among programs of the attention's kernel.
+    Its caches are so long that the attention's kernel splits them among programs.
     """
     trt = install()
     plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
@@ -144,10 +143,10 @@ def listing(folder: Path) -> dict[str, Any]:
 
 
 def r1_listing(name: str) -> dict[str, Any]:
-    """List R1's layers 0 to 3 (three dense, one of experts) and its module: MTP Eagle, nextn 3.
+    """Lists R1's layers 0 to 3 (three dense, one of experts) and its module: MTP Eagle, nextn 3.
 
-    The network is the same for all ranks: which one it is on is a weight. Weights are zeros that
-    take no memory, in the formats of the recipe that the target keeps.
+    The network is the same for all ranks, as its rank is a weight. Weights are zeros that take no
+    memory, in those of the recipe's formats that the target keeps.
     """
     trt = install()
     plugins = tensorrt_plugin_shim.install(sys.modules["tensorrt"])
@@ -198,7 +197,7 @@ def r1_listing(name: str) -> dict[str, Any]:
 
 
 def quantised(trt: Any, network: Any) -> dict[str, int]:
-    """Count the constants of quantised values and scales by their kind."""
+    """Counts the constants of quantised values and scales by their kind."""
     layers = (network.get_layer(i) for i in range(network.num_layers))
     constants = (layer.get_output(0) for layer in layers if layer.type == trt.LayerType.CONSTANT)
     kinds = [f"{t.dtype.name} {list(t.shape)}" for t in constants if t.dtype in (trt.fp4, trt.fp8)]
@@ -206,7 +205,7 @@ def quantised(trt: Any, network: Any) -> dict[str, int]:
 
 
 def totals(trt: Any, network: Any) -> list[str]:
-    """List for each all-reduce what it sums and over how many ranks."""
+    """Lists each all-reduce's operand and its number of ranks."""
     layers = (network.get_layer(i) for i in range(network.num_layers))
     found = (layer for layer in layers if layer.type == trt.LayerType.DIST_COLLECTIVE)
     return [f"{list(layer.get_input(0).shape)} of {layer.num_ranks} ranks" for layer in found]
@@ -228,7 +227,7 @@ def describe(trt: Any, network: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     stdout = os.dup(1)
-    os.dup2(2, 1)  # TensorRT's own words
+    os.dup2(2, 1)  # TensorRT's own message
     what = sys.argv[1]
     found = listing(Path(what)) if os.path.isdir(what) else r1_listing(what)
     os.dup2(stdout, 1)

@@ -1,7 +1,7 @@
 """A toy language behind the programs' protocol: the next token's law depends on the last one.
 
-Acceptance is plain numpy, one slot after the other, and each bug is a class of its own: what
-`mtpbuild verify` has to find.
+Acceptance is plain NumPy, one slot after the other. Each bug that `mtpbuild verify` must find is a
+class of its own.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ Law = NDArray[np.float64]
 
 
 class Toy:
-    """Accepts as it should: strictly, by rejection and relaxed."""
+    """Accepts correctly: strictly, by rejection and relaxed."""
 
     wrong_at = -1
 
@@ -78,7 +78,7 @@ class Toy:
         return StepOutput(tokens, counts, window, num_drafts, floats[0], floats[1], ids, logprobs)
 
     def judged(self, b: int) -> list[tuple[int, float, float]]:
-        """Judge a slot's drafts; return each emitted token with its log-probability and margin."""
+        """Judges a slot's drafts; returns emitted tokens with log-probabilities and margins."""
         emitted = []
         for draft in [*self.drafts[b], None]:
             logits = self.said(b, self.history[b][-1])
@@ -148,21 +148,21 @@ class WrongOnce(Toy):
 
 
 class ReusesANumber(Toy):
-    """Accepts with the number that the draft was drawn with."""
+    """Accepts with the random number that drew the draft."""
 
     def number(self, b: int, purpose: int) -> float:
         return super().number(b, DRAFT if purpose == ACCEPT else purpose)
 
 
 class Biased(Toy):
-    """Recovers from p: the rejected draft's mass counts twice."""
+    """Resamples from p after a rejection, so that the rejected draft's mass counts twice."""
 
     def residual(self, p: Law, q: Law) -> Law:
         return p
 
 
 class OtherSeeds(Toy):
-    """Samples strictly with a stream of its own: the law is right, the text another."""
+    """Samples strictly with a stream of its own: the law is right, but the text differs."""
 
     def number(self, b: int, purpose: int) -> float:
         return super().number(b, ACCEPT if purpose == DRAFT else purpose)
@@ -190,14 +190,14 @@ class Loose(Toy):
 
 
 class OtherWeights(Toy):
-    """Says the same, with other log-probabilities."""
+    """Emits the same tokens with other log-probabilities."""
 
     def said(self, b: int, last: int) -> Law:
         return 1.1 * self.logits[last]
 
 
 class Rounded(Toy):
-    """Rounds every logit to 5 bits: what is left of bfloat16's 8 behind some layers."""
+    """Rounds every logit to 5 bits, the precision of bfloat16's 8 bits after some layers."""
 
     def said(self, b: int, last: int) -> Law:
         step = np.exp2(np.floor(np.log2(np.abs(self.logits[last]))) - 4)
@@ -205,7 +205,7 @@ class Rounded(Toy):
 
 
 class Damaged(Toy):
-    """Drafts what is never right, as damaged modules do."""
+    """Drafts tokens that are never right, as damaged modules do."""
 
     def draft(self, b: int) -> None:
         self.drafts[b] = []

@@ -59,7 +59,7 @@ def parse_config(raw: Mapping[str, Any]) -> ToyConfig:
 
 
 class ToyAttention(Attention):
-    """Plain PyTorch operators over the cache and the pass's own rows."""
+    """Attends with plain PyTorch operators over the cache and the pass's own rows."""
 
     def __init__(self, c: ToyConfig, ranks: Ranks) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class ToyAttention(Attention):
         return self.turned(q, rows), torch.cat([self.turned(k, rows), v], dim=-1)[:, None]
 
     def turned(self, x: Tensor, rows: Rows) -> Tensor:
-        """Rotate the halves of every head: x [B, T, heads * width]."""
+        """Rotates the halves of every head of x [B, T, heads * width]."""
         cos, sin = rows.cos[:, :, None], rows.sin[:, :, None]
         a, b = x.unflatten(-1, (-1, self.width)).chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
@@ -135,7 +135,7 @@ def layer_weights(c: ToyConfig, at: str, to: str) -> Iterator[Weight]:
 
 
 def cache_specs(c: ToyConfig, ranks: Ranks) -> list[int]:
-    """Keys and values of all key-value heads side by side; ranks split them."""
+    """Returns the width of each layer's cache rows: keys and values, which ranks split by heads."""
     width = 2 * c.num_key_value_heads * c.head_dim // ranks.parts
     return [width] * (c.num_hidden_layers + c.num_nextn_predict_layers)
 
@@ -160,7 +160,7 @@ class PlainNorm(nn.Module):
 
 
 class PlainLayer(nn.Module):
-    """A decoder layer, and what a module has beside; each head's attention by itself."""
+    """Is a decoder layer, with a module's additions; it computes each head by itself."""
 
     def __init__(self, c: ToyConfig, module: bool) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def turned(x: Tensor, turns: Tensor) -> Tensor:
 
 
 class PlainToy(Reference):
-    """Whole sequences, no caches, and nothing of the program's model."""
+    """Computes whole sequences, without caches, and shares nothing with the program's model."""
 
     config: ToyConfig
 
@@ -259,9 +259,9 @@ TOY = Family(
 
 
 def make_toy(seed: int = 0) -> PlainToy:
-    """Random weights; token v is often followed by a fixed permutation of it, also in the module.
+    """Makes random weights with which a token is often followed by its fixed permutation.
 
-    Attention weighs enough to change what is said, drafts are often right.
+    The module knows it too, so drafts are often right. Attention matters enough to change the text.
     """
     torch.manual_seed(seed)
     return fill_toy(PlainToy(parse_config(CONFIG)).eval())
@@ -289,7 +289,7 @@ def fill_toy(model: AnyToy) -> AnyToy:
 
 
 def save_toy(folder: Path, model: PlainToy) -> Path:
-    """A checkpoint as Hugging Face's are."""
+    """Writes a checkpoint in Hugging Face's layout."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}

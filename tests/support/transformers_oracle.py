@@ -1,4 +1,4 @@
-"""Oracle O1: transformers' DeepSeek-V3 on the same checkpoint, in fp32."""
+"""Runs oracle O1: transformers' DeepSeek-V3 on the same checkpoint, in fp32."""
 
 import logging
 from pathlib import Path
@@ -23,7 +23,7 @@ def transformers_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def load_modules(theirs: Any, ours: Any) -> None:
-    """Put our modules' weights into an `MtpModel`, whose loader knows few numbers of layers."""
+    """Puts our modules' weights into an `MtpModel`, whose own loader knows few layer counts."""
     first = ours.config.num_hidden_layers
     for k, layer in enumerate(theirs.layers):
         module = ours.model.layers[first + k]

@@ -1,4 +1,4 @@
-"""A small checkpoint like DeepSeek-R1's in nvfp4, and what tests do with engines of its ranks."""
+"""Makes a small checkpoint like DeepSeek-R1's in nvfp4; helpers for engines of its ranks."""
 
 import io
 import shutil
@@ -26,7 +26,7 @@ Calls: TypeAlias = list[Any]  # of a fake engine
 Alteration: TypeAlias = Callable[[Calls], Calls]
 SMALL_STEPS: dict[str, Any] = {"prefill_chunk": 4, "max_seq_len": 100}
 
-# A layer with more experts than are all computed, and one module.
+# A layer with too many experts to compute all, and one module.
 R1_LIKE: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -43,7 +43,7 @@ R1_LIKE: dict[str, Any] = {
 
 
 def r1_like(folder: Path) -> Path:
-    """Save it as `deepseek-r1-fp4` is: MLPs and experts in nvfp4, the module in bf16."""
+    """Saves a checkpoint like `deepseek-r1-fp4`: MLPs and experts in nvfp4, the module in bf16."""
     plain = save_checkpoint(folder / "plain", make_predictable(**R1_LIKE), **R1_LIKE)
     scheme = make_scheme("nvfp4", None, None)
     quantize(QuantizeRequest(str(plain), scheme, folder / "r1"))
@@ -51,7 +51,7 @@ def r1_like(folder: Path) -> Path:
 
 
 def one_rank(checkpoint: Path, nextn: int, folder: Path) -> EagerPrograms:
-    """Give the programs of the engine of one rank, run eagerly from the weights of that engine."""
+    """Returns the programs of one rank's engine, which run eagerly with that engine's weights."""
     request = build_request(checkpoint, (nextn,), target="tensorrt", **SMALL_STEPS)
     job = prepare(replace(request, dry_run=True))
     (plan,) = job.plans.values()
@@ -62,7 +62,7 @@ def one_rank(checkpoint: Path, nextn: int, folder: Path) -> EagerPrograms:
 
 
 def greedy_text(programs: Programs, prompt: list[int], count: int) -> list[int]:
-    """Return the next tokens of a prompt, as the loop asks programs for them."""
+    """Returns the next tokens of a prompt, asking programs for them as the loop does."""
     known = np.array([*prompt, *[0] * programs.lookahead])
     chunk, last = SMALL_STEPS["prefill_chunk"], len(prompt) - 1
     for start in range(0, last, chunk):
@@ -76,7 +76,7 @@ def greedy_text(programs: Programs, prompt: list[int], count: int) -> list[int]:
 
 
 def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alteration) -> Path:
-    """Copy an engine whose one rank has a program with other calls; its manifest says so."""
+    """Copies an engine with other calls in one rank's program, and updates its manifest."""
     copy = shutil.copytree(engine, to)
     folder = copy / rank_name(rank)
     path = folder / f"{program}.engine"
@@ -92,12 +92,12 @@ def altered_engine(engine: Path, to: Path, rank: int, program: str, alter: Alter
 
 
 def sums(calls: Calls) -> list[int]:
-    """Find a program's collectives among its calls."""
+    """Finds a program's collectives among its calls."""
     return [i for i, (function, *_) in enumerate(calls) if function == "all_reduce"]
 
 
 def exchanged(calls: Calls) -> Calls:
-    """The same with the first two collectives in the other order."""
+    """Returns the calls with the first two collectives in the other order."""
     first, second, *_ = sums(calls)
     calls[first], calls[second] = (
         (*calls[first][:4], calls[second][4]),
@@ -107,7 +107,7 @@ def exchanged(calls: Calls) -> Calls:
 
 
 def left_out(calls: Calls) -> Calls:
-    """The same without the second collective: its term alone goes on."""
+    """Returns the calls without the second collective, whose own term takes its place."""
     _, second, *_ = sums(calls)
     _, args, kwargs, outputs, _ = calls[second]
     calls[second] = ("aten::clone.default", args, kwargs, outputs, {})

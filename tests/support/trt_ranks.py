@@ -1,4 +1,4 @@
-"""Ranks of target tensorrt on fakes: real processes, each with a GPU that is the host's memory.
+"""Runs ranks of target tensorrt on fakes: real processes, each with a GPU in the host's memory.
 
 `python -m tests.support.trt_ranks` is a rank that another process started.
 """
@@ -23,12 +23,12 @@ from tests.support.fake_torch_tensorrt import FakeDataCentre, FakeNccl, installe
 from tests.support.registry import registered
 
 ROOT = Path(__file__).parents[2]
-GPUS = "FAKE_GPUS"  # in the environment: how many there are
-BUSY = 2  # how often a GPU is asked whether it is done, before it is
+GPUS = "FAKE_GPUS"  # environment variable: how many GPUs there are
+BUSY = 2  # how often a GPU reports to be busy before it is done
 
 
 def fake() -> FakeDataCentre:
-    """One process's TensorRT, on its GPU, with its end of NCCL."""
+    """Makes one process's TensorRT, on its GPU, with its end of NCCL."""
     gpu = FakeCuda((10, 0), gpus=int(os.environ.get(GPUS, "2")))
     return FakeDataCentre(gpu, FakeNccl())
 
@@ -39,7 +39,7 @@ visible_gpus = tensorrt.visible_gpus
 def load(
     folder: Path, manifest: Manifest, threads: int | None, channel: Channel | None = None
 ) -> Programs:
-    """Stand in for target tensorrt's `load`."""
+    """Stands in for target tensorrt's `load`."""
     trt = sys.modules["tensorrt"]
     assert isinstance(trt, FakeDataCentre)
     return tensorrt.load(folder, manifest, threads, channel, nccl=lambda: trt.nccl)
@@ -47,7 +47,7 @@ def load(
 
 @contextlib.contextmanager
 def machine() -> Iterator[FakeDataCentre]:
-    """Let this process build and load engines on fakes."""
+    """Lets this process build and load engines on fakes."""
     trt = fake()
     with installed(trt), registered("tensorrt", programs=__name__):
         yield trt
@@ -55,7 +55,7 @@ def machine() -> Iterator[FakeDataCentre]:
 
 @contextlib.contextmanager
 def used() -> Iterator[FakeDataCentre]:
-    """The same in the processes that this one starts."""
+    """Does the same in the processes that this one starts."""
     torch.set_num_threads(1)
     with machine() as trt, pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "FOLLOWER", (sys.executable, "-m", "tests.support.trt_ranks"))

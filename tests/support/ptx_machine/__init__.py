@@ -1,10 +1,10 @@
 """Executes the PTX that Triton makes of our kernels, on a CPU: all threads of a grid at once.
 
-`run_launch` compiles a launch for a GPU and runs it, `run_plugin` what TensorRT would get. Values
-are NumPy arrays over the threads. Copies that are asynchronous arrive as late as they may. What a
-thread reads of shared memory that another warp wrote without a barrier between ends in an error,
-and so does an address outside of all tensors. Sums of tensor cores and approximate functions are
-rounded as NumPy does it, not as a GPU.
+`run_launch` compiles a launch for a GPU and runs it; `run_plugin` runs the PTX that TensorRT would
+get. Values are NumPy arrays over the threads. Asynchronous copies arrive as late as allowed. It is
+an error to read shared memory that another warp wrote without a barrier in between, or to use an
+address outside of all tensors. NumPy, not a GPU, rounds tensor cores' sums and approximate
+functions.
 """
 
 from tests.support.ptx_machine.launching import run_launch, run_plugin

@@ -1,4 +1,4 @@
-"""What instructions compute: functions of NumPy arrays in the types that their names say."""
+"""Computes instructions: functions of NumPy arrays in the types that the instructions name."""
 
 import functools
 import operator
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": ml_dtypes.bfloat16}
-IGNORED = {"rn", "ftz", "lo", "approx", "full", "sync"}  # of names: they choose how, not what
+IGNORED = {"rn", "ftz", "lo", "approx", "full", "sync"}  # don't change the result
 
 
 def type_of(name: str) -> Any:
-    """The NumPy type of a PTX type; pairs of values, such as bf16x2, are words."""
+    """Returns the NumPy type of a PTX type; pairs of values, such as bf16x2, are words."""
     if name == "pred":
         return np.bool_
     if name.endswith("x2"):
@@ -29,12 +29,12 @@ def type_of(name: str) -> Any:
 
 
 def unsigned(value: Array) -> Array:
-    """The same bits, as PTX's registers hold them."""
+    """Returns the same bits as unsigned integers, as PTX's registers hold them."""
     return value if value.dtype == np.bool_ else value.view(f"u{value.dtype.itemsize}")
 
 
 def halves(words: Array, kind: Any) -> tuple[Array, Array]:
-    """The low and the high half of words of 32 bits."""
+    """Returns the low and the high half of words of 32 bits."""
     low, high = ((words >> by & 0xFFFF).astype(np.uint16).view(kind) for by in (0, 16))
     return low, high
 
@@ -63,7 +63,7 @@ def wide_product(a: Array, b: Array, *more: Array) -> Array:
 
 
 def quotient(a: Array, b: Array) -> Array:
-    """Rounded towards zero."""
+    """Divides; integers are rounded towards zero."""
     if a.dtype.kind == "f":
         return a / b
     assert b.all(), "a division by zero"
@@ -71,7 +71,7 @@ def quotient(a: Array, b: Array) -> Array:
 
 
 def shifted(a: Array, by: Array, left: bool) -> Array:
-    """By more than the width: nothing is left, or the sign alone."""
+    """Shifts; by the width or more, nothing is left, or only the sign."""
     bits = 8 * a.dtype.itemsize
     by = np.minimum(by, bits)
     near = np.minimum(by, bits - 1).astype(a.dtype)
@@ -84,7 +84,7 @@ def shifted(a: Array, by: Array, left: bool) -> Array:
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """One rounding: double precision holds a product of fp32, and nearly always the sum."""
+    """Computes a * b + c with one rounding: float64 holds the product, and mostly the sum."""
     return (a.astype(np.float64) * b + c).astype(a.dtype)
 
 
@@ -100,7 +100,7 @@ def fused_halves(a: Array, b: Array, c: Array) -> Array:
 
 
 def by_pairs(function: Callable[..., Array]) -> Callable[..., Array]:
-    """The same of pairs of fp32, which are words of 64 bits."""
+    """Makes a function work on pairs of fp32, which are words of 64 bits."""
 
     def both(*given: Array) -> Array:
         pairs = (np.ascontiguousarray(each).view(np.float32) for each in given)
@@ -110,7 +110,7 @@ def by_pairs(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def bits_of(a: Array, begin: Array, length: Array) -> Array:
-    """bfe; of signed numbers the highest bit that is taken is the sign."""
+    """Computes bfe; in signed numbers the highest extracted bit is the sign."""
     left = (8 * a.dtype.itemsize - begin - length).astype(a.dtype)
     return (a << left) >> (left + begin.astype(a.dtype))
 
@@ -134,7 +134,7 @@ COMPARED: dict[str, Callable[[Array, Array], Array]] = {
     "gt": operator.gt,
     "ge": operator.ge,
 }
-OPPOSITE = {"ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt", "neu": "eq"}  # true of NaN too
+OPPOSITE = {"ltu": "ge", "leu": "gt", "gtu": "le", "geu": "lt", "neu": "eq"}  # true for NaN too
 
 
 def compared(how: str, a: Array, b: Array) -> Array:
@@ -153,7 +153,7 @@ ROUNDED = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 def numbers_of_codes(kind: str, to: str, codes: Array, *scales: Array) -> list[Array]:
-    """The low and the high number, times powers of two of which `scales` has the exponents."""
+    """Returns the low and high number, times powers of two with biased exponents `scales`."""
     of, bits = (ml_dtypes.float8_e4m3fn, 8) if kind == "e4m3x2" else (ml_dtypes.float4_e2m1fn, 4)
     made = []
     for i in range(2):
@@ -209,9 +209,9 @@ ARITHMETIC: dict[str, Callable[..., Array]] = {
 
 
 def function_of(name: tuple[str, ...]) -> tuple[list[Any], Callable[..., Array]]:
-    """The types of an instruction's operands, and what makes its result of them.
+    """Returns the types of an instruction's operands, and the function of them that it computes.
 
-    Raises KeyError for an instruction that is not known.
+    Raises KeyError for an unknown instruction.
     """
     verb, *how = name[0], *(part for part in name[1:] if part not in IGNORED)
     kind = type_of(how[-1])
@@ -232,7 +232,7 @@ def function_of(name: tuple[str, ...]) -> tuple[list[Any], Callable[..., Array]]
         return [*narrow, np.float32], lambda *x: ARITHMETIC[verb](*(y.astype("f4") for y in x))
     if how[-1] == "f32x2":
         return [kind] * 3, by_pairs(ARITHMETIC[verb])
-    if verb in ("min", "max") and kind is np.float32:  # of two or three; a NaN gives way
+    if verb in ("min", "max") and kind is np.float32:  # two or three operands; a NaN gives way
         extreme = np.fmin if verb == "min" else np.fmax
         return [kind] * 3, lambda *given: functools.reduce(extreme, given)
     if how[0] == "hi":

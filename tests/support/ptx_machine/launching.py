@@ -1,4 +1,4 @@
-"""Runs a launch on its tensors, which are on the CPU: as the PTX that Triton makes of it."""
+"""Runs the PTX that Triton makes of a launch on the launch's tensors, which are on the CPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from tests.support.ptx_machine.memory import Tensors
 from tests.support.ptx_machine.program import Program, parse
 from tests.support.ptx_machine.traffic import Traffic
 
-AT_ONCE = 1 << 15  # threads; a larger grid goes in turns
+AT_ONCE = 1 << 15  # threads; a larger grid runs in parts
 WRITTEN = {"latent_row": "cache"}  # inputs that a kernel writes into
 Edit = Callable[[str], str]
 
@@ -22,19 +22,19 @@ Edit = Callable[[str], str]
 def run_launch(
     launch: Launch, architecture: int, edit: Edit | None = None, traffic: Traffic | None = None
 ) -> None:
-    """Compile a launch as Triton's JIT would for that GPU, and run it.
+    """Compiles a launch as Triton's JIT would for that GPU, and runs it.
 
-    edit: changes the PTX before it is run. traffic: counts what shared memory does. Raises PtxError
-    for what a GPU would not do.
+    edit: changes the PTX before it runs. traffic: counts accesses to shared memory. Raises PtxError
+    where a GPU would fail or behave at random.
     """
     built = compiled(launch, architecture, specialised=True)
     text: str = built.asm["ptx"]
-    sizes = [size for size in launch.sizes if size != 1]  # which are constants by now
+    sizes = [size for size in launch.sizes if size != 1]  # sizes of 1 have become constants
     _run(parse(edit(text) if edit else text), launch, built.metadata.shared, sizes, traffic)
 
 
 def run_plugin(launch: Launch, architecture: int, edit: Edit | None = None) -> None:
-    """Run a launch as TensorRT's plugin: PTX for any sizes, flags as int32."""
+    """Runs a launch as TensorRT's plugin: PTX for any sizes, flags as int32."""
     every = [tensor for tensor in (*launch.inputs, *launch.outputs) if tensor is not None]
     numbers = {id(t): t.int() for t in every if t.dtype == torch.bool}
     inputs = (

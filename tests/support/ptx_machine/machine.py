@@ -1,4 +1,4 @@
-"""Threads that execute a program: the ones that are furthest behind go on first."""
+"""Executes a program with many threads; the threads that are furthest behind go first."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +42,7 @@ NOTHING = {"fence", "membar", "griddepcontrol"}
 
 
 def run_assembly(text: str, given: dict[str, Array]) -> dict[str, Array]:
-    """Run a text of inline assembly on registers of many threads; gives all registers."""
+    """Runs inline assembly on registers of many threads; returns all registers."""
     program, threads = parse(text), len(next(iter(given.values())))
     machine = Machine(program, 1, threads, 0)
     machine.known |= given
@@ -51,14 +51,14 @@ def run_assembly(text: str, given: dict[str, Array]) -> dict[str, Array]:
 
 
 class Machine:
-    """Some of a grid's programs. `known` are registers, each an array over the threads."""
+    """Executes some of a grid's programs; `known` has registers, each an array over threads."""
 
     def __init__(self, program: Program, programs: int, threads: int, shared: int) -> None:
         self.program, self.lanes, self.threads = program, programs * threads, threads
         self.tensors, self.parameters = Tensors([], []), list[int]()
-        self.first = 0  # of the grid's programs that are here
+        self.first = 0  # the first of the grid's programs that run here
         self.shared = Shared(programs, shared)
-        self.traffic: Traffic | None = None  # counts, if there is one
+        self.traffic: Traffic | None = None  # counts accesses to shared memory, if given
         self.local = Memory(program.local * self.lanes)
         lane = np.arange(self.lanes)
         self._program = lane // threads
@@ -72,7 +72,7 @@ class Machine:
         self._ended = np.zeros(self.lanes, np.bool_)
 
     def run(self) -> None:
-        """Execute to the end; threads that part meet again where the others are."""
+        """Executes to the end; threads that diverge join again at the same instruction."""
         waiting = {0: np.ones(self.lanes, np.bool_)}
         with np.errstate(all="ignore"):
             while waiting:
@@ -135,7 +135,7 @@ class Machine:
                 self._set(to, function(*values), lanes)
 
     def _value(self, operand: Operand, kind: Any, lanes: Any) -> Array:
-        """An operand of the active threads as that type; of wide registers the lowest bits."""
+        """Returns an operand of the active threads as that type: a wide register's lowest bits."""
         kind = np.dtype(kind)
         bits = 8 * kind.itemsize
         count = self.lanes if isinstance(lanes, slice) else len(lanes)
@@ -146,8 +146,8 @@ class Machine:
                 whole = np.array([value & (1 << bits) - 1], f"u{kind.itemsize}")
                 return np.broadcast_to(whole.view(kind), (count,))
             case Symbol():
-                return np.zeros(count, kind)  # where the shared memory, or a thread's own, begins
-            case Register(name) if name not in self.known:  # a half that nobody will read
+                return np.zeros(count, kind)  # start of shared memory, or of a thread's own
+            case Register(name) if name not in self.known:  # a half that is never read
                 return np.full(kind.itemsize * count, UNKNOWN, np.uint8).view(kind)
             case Register(name):
                 held = self.known[name][lanes]
@@ -203,7 +203,7 @@ class Machine:
         return self.tensors.load_by(self._who(lanes), addresses, width)
 
     def _who(self, lanes: Any) -> Array:
-        """Programs, the barriers that they have met, and warps, as a `Watch` knows them."""
+        """Returns the numbers by which a `Watch` knows programs, barriers met, and warps."""
         program = self._program[lanes]
         warp = np.arange(self.lanes)[lanes] % self.threads // WARP
         met = (self._barriers[program] + 1 << 24) + self.first + program
@@ -211,7 +211,7 @@ class Machine:
         return who
 
     def _own(self, addresses: Array, width: int, lanes: Any) -> Array:
-        """Where a thread's own bytes lie in `local`."""
+        """Returns the index in `local` of each thread's own bytes."""
         if (addresses + width > self.program.local).any():
             raise PtxError(f"a thread has {self.program.local} bytes of its own")
         return np.arange(self.lanes)[lanes] * self.program.local + addresses
@@ -237,7 +237,7 @@ class Machine:
             self.traffic.add(np.arange(self.lanes)[lanes], offsets, width)
 
     def _move_parts(self, kind: str, operands: Sequence[Operand], lanes: Any) -> None:
-        """Between a register and the parts of it, lowest first."""
+        """Moves values between a register and its parts, the lowest first."""
         to, given = operands
         whole = np.dtype(type_of(kind))
         parts = _parts(to if isinstance(to, Vector) else given)
@@ -252,7 +252,7 @@ class Machine:
         self._set(to, np.bitwise_or.reduce(moved), lanes)
 
     def _meet(self, name: tuple[str, ...], operands: Sequence[Operand], able: Array) -> None:
-        """A barrier of a program's threads; the machine goes on when all of them are there."""
+        """Passes a barrier of a program's threads; raises PtxError unless all have come to it."""
         if name[1] == "warp":
             return
         assert operands == (Immediate(0),), "barriers of some threads are not known"
@@ -263,9 +263,9 @@ class Machine:
         self._barriers[there] += 1
 
     def _copy(self, name: tuple[str, ...], operands: Sequence[Operand], lanes: Any) -> None:
-        """cp.async: bytes are read at once, and arrive when their group is waited for.
+        """Executes cp.async: bytes are read at once, and arrive when the program waits for them.
 
-        They might arrive at once too, so nobody may still read what they overwrite.
+        On a GPU they might arrive at once, so nobody may still read the memory that they overwrite.
         """
         assert name[1] == "async"
         if name[2] == "commit_group":
@@ -309,7 +309,7 @@ class Machine:
         self._copies = left
 
     def _as_warps(self, name: tuple[str, ...], operands: Sequence[Operand], able: Array) -> None:
-        """What warps do together; values are [warps, 32]."""
+        """Executes an instruction of whole warps; values are [warps, 32]."""
         warps = able.reshape(-1, WARP)
         some = warps.any(1)
         if not warps[some].all():
@@ -353,7 +353,7 @@ class Machine:
                     self.shared.store_by(*who, rows.ravel() + 2 * i, matrix[..., i].ravel())
 
     def _rows(self, where: Operand, count: int, lanes: Any) -> tuple[Array, tuple[Array, Array]]:
-        """Where the 8 rows of so many matrices begin [warps, 8 count], and who reads each."""
+        """Returns where 8 rows per matrix begin [warps, 8 count], and each row's reader."""
 
         def of_rows(values: Array) -> Array:
             return values.reshape(-1, WARP)[:, : 8 * count]

@@ -1,4 +1,4 @@
-"""What threads load and store: the launch's tensors, and each program's shared memory."""
+"""The memory that threads load and store: the launch's tensors, and programs' shared memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,21 +10,21 @@ from torch import Tensor
 
 Array = NDArray[Any]
 BEGIN, APART = 1 << 40, 256  # where tensors begin, and their alignment
-UNKNOWN = 0xFF  # each byte before anybody writes it: floats are NaN
+UNKNOWN = 0xFF  # each byte before it is written: floats are NaN
 
 
 class PtxError(AssertionError):
-    """A kernel does what a GPU would not let it do, or what it would do at random."""
+    """Reports that a kernel does something that fails on a GPU, or has random results there."""
 
 
 class Memory:
-    """Bytes, loaded and stored by many threads at once."""
+    """Holds bytes that many threads load and store at once."""
 
     def __init__(self, size: int) -> None:
         self.bytes = np.full(size, UNKNOWN, np.uint8)
 
     def load(self, at: Array, width: int) -> Array:
-        """One value of `width` bytes for each index into `bytes`."""
+        """Loads one value of `width` bytes for each index into `bytes`."""
         return self.bytes.view(f"u{width}")[_whole(at, width)]
 
     def store(self, at: Array, values: Array) -> None:
@@ -39,10 +39,10 @@ def _whole(at: Array, width: int) -> Array:
 
 
 class Watch:
-    """Who has touched what, in units of two bytes from `begin` on.
+    """Notes which threads last touched each unit of two bytes, from `begin` on.
 
-    A toucher is a number: that of a warp in the lowest bits, above it what must not change between
-    two of them, which is the program and how many barriers it has met.
+    Threads are known by a number, which has the warp in its lowest bits, and above it the program
+    and the barriers that it has met: two warps conflict if those are equal.
     """
 
     UNIT, WARPS = 2, 64
@@ -75,7 +75,7 @@ class Watch:
 
 
 class Tensors(Memory):
-    """The launch's tensors in one address space, with gaps between them that nobody may touch."""
+    """Holds the launch's tensors in one address space, with gaps that nobody may touch."""
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         self.tensors, self._outputs = (*inputs, *outputs), len(outputs)
@@ -104,7 +104,7 @@ class Tensors(Memory):
         self.store(at, values)
 
     def index(self, addresses: Array, width: int) -> Array:
-        """Where in `bytes` an address points to; raises PtxError beyond the tensors."""
+        """Returns the index into `bytes` of an address; raises PtxError beyond the tensors."""
         at = addresses.astype(np.int64) - BEGIN
         of = np.searchsorted(self.begins, at, side="right") - 1
         beyond = (of < 0) | (at + width > self.ends[of])
@@ -114,7 +114,7 @@ class Tensors(Memory):
         return at
 
     def give_back(self) -> None:
-        """Write what the kernel left into the outputs."""
+        """Copies the kernel's results into the outputs."""
         for i in range(len(self.tensors) - self._outputs, len(self.tensors)):
             left = torch.from_numpy(self.bytes[self.begins[i] : self.ends[i]].copy())
             tensor = self.tensors[i]
@@ -122,7 +122,7 @@ class Tensors(Memory):
 
 
 class Shared(Memory):
-    """The programs' shared memories, one behind the other."""
+    """Holds the programs' shared memories, one after the other."""
 
     def __init__(self, programs: int, size: int) -> None:
         self.size = -(-max(size, 1) // 16) * 16
@@ -139,7 +139,7 @@ class Shared(Memory):
         self.store(self._index(programs, offsets, values.dtype.itemsize), values)
 
     def claim(self, who: Array, programs: Array, offsets: Array, width: int) -> None:
-        """Something may be written there from now on."""
+        """Notes that bytes may be written from now on."""
         self._watch.writes(self._index(programs, offsets, width), width, who)
 
     def _index(self, programs: Array, offsets: Array, width: int) -> Array:

@@ -1,4 +1,4 @@
-"""PTX as instructions: names, operands, guards, and where branches lead."""
+"""Parses PTX into instructions: names, operands, guards, and targets of branches."""
 
 import re
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 
 class Register(NamedTuple):
-    """A register, or a special one such as %tid.x."""
+    """Is a register, or a special one such as %tid.x."""
 
     name: str
 
 
 class Immediate(NamedTuple):
-    """A constant by its bits, of which an instruction takes as many as its type has."""
+    """Is a constant by its bits; an instruction takes as many of them as its type has."""
 
     bits: int
 
 
 class Symbol(NamedTuple):
-    """A parameter, a label, or the shared memory."""
+    """Is a parameter, a label, or the shared memory."""
 
     name: str
 
@@ -32,7 +32,7 @@ Scalar = Register | Immediate | Symbol
 
 
 class Vector(NamedTuple):
-    """Values side by side, the parts of a register, or a result and a predicate."""
+    """Is a row of values, the parts of a register, or a result and a predicate."""
 
     parts: tuple[Scalar, ...]
 
@@ -42,7 +42,7 @@ Operand = Scalar | Address | Vector
 
 @dataclass(frozen=True)
 class Instruction:
-    """`guard`: the predicate that a thread obeys, and the value of it that lets it go on."""
+    """Is an instruction; `guard`: a predicate, and the value with which threads execute it."""
 
     guard: tuple[Register, bool] | None
     name: tuple[str, ...]  # such as ("setp", "lt", "s32")
@@ -53,9 +53,9 @@ class Instruction:
 @dataclass(frozen=True)
 class Program:
     instructions: list[Instruction]
-    labels: dict[str, int]  # the number of the instruction behind each
+    labels: dict[str, int]  # the number of the instruction after each
     widths: dict[str, int]  # bits of registers, 1 for predicates, by name or by prefix
-    local: int  # bytes of a thread's own memory
+    local: int  # bytes of each thread's own memory
 
 
 REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)")
@@ -66,7 +66,7 @@ NUMBER = re.compile(r"(-?)(0[xX][0-9a-fA-F]+|\d+)U?$")
 
 
 def parse(text: str) -> Program:
-    """Read a function's body, or a text of inline assembly."""
+    """Parses a function's body, or inline assembly."""
     body = re.sub(r"//[^\n]*", "", _body(text))
     body = re.sub(r"^\s*\.(loc|file|pragma)\b[^\n]*", "", body, flags=re.MULTILINE)
     found, labels, widths, local = list[Instruction](), dict[str, int](), dict[str, int](), 0
@@ -89,7 +89,7 @@ def parse(text: str) -> Program:
 
 
 def _body(text: str) -> str:
-    """Take what a brace encloses: around a function stands what a debugger reads."""
+    """Returns the text within the function's braces; debug information surrounds it."""
     begin = text.index("{", max(text.find(".entry"), 0))
     depth = 0
     for brace in re.compile(r"[{}]").finditer(text, begin):

@@ -1,4 +1,4 @@
-"""How much work shared memory has: each of its 32 banks gives a word of 4 bytes in a cycle."""
+"""Counts the work of shared memory: each of 32 banks delivers a word of 4 bytes per cycle."""
 
 from typing import Any
 
@@ -11,17 +11,17 @@ WORDS = 1 << 20  # more than any shared memory has
 
 
 class Traffic:
-    """Counts wavefronts, as Nsight calls the cycles in which banks answer.
+    """Counts wavefronts, Nsight's name for the cycles in which banks answer.
 
-    Threads of a warp that want different words of one bank wait for each other. Accesses of 8 and
-    16 bytes are those of half a warp and of a quarter, and of a matrix's 8 rows.
+    Threads of a warp that access different words of one bank wait for each other. Accesses of 8 and
+    16 bytes are served for half a warp and a quarter at a time, those of a matrix for its 8 rows.
     """
 
     def __init__(self) -> None:
         self.wavefronts = 0
 
     def add(self, lanes: Array, offsets: Array, width: int) -> None:
-        """Count one instruction: where the lanes, of which 32 are a warp, touch `width` bytes."""
+        """Counts one instruction, whose lanes, 32 to a warp, touch `width` bytes at offsets."""
         words = np.arange(max(1, width // WORD))
         together = lanes // (BANKS // len(words))
         wanted = np.unique(together[:, None] * WORDS + offsets[:, None] // WORD + words)

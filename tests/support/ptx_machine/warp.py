@@ -1,4 +1,4 @@
-"""What the 32 threads of a warp do together; arrays are [.., 32], over the warps of a grid."""
+"""Instructions of all 32 threads of a warp; arrays are [.., 32], over the warps of a grid."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ GROUP, TURN = LANES // 4, LANES % 4  # the row and the column of a thread in a f
 
 
 def shuffled(how: str, values: Array, by: Array, clamp: int) -> tuple[Array, Array]:
-    """The values of other lanes, and whether there is such a lane."""
+    """Returns the values of other lanes, and whether there is such a lane."""
     assert clamp in ((0,) if how == "up" else (31,)), "segments of a warp are not known"
     lane = {"bfly": LANES ^ by, "idx": by & 31, "up": LANES - by, "down": LANES + by}[how]
     there = (lane >= 0) & (lane < 32)
@@ -22,7 +22,7 @@ def shuffled(how: str, values: Array, by: Array, clamp: int) -> tuple[Array, Arr
 
 
 def matrices_of_rows(rows: Array, transposed: bool) -> list[Array]:
-    """ldmatrix: rows [.., 8 n, 8] of 16 bits -> n registers [.., 32] with two values each."""
+    """Computes ldmatrix: n registers [.., 32] of two values each from 16-bit rows [.., 8 n, 8]."""
     matrices = rows.reshape(*rows.shape[:-2], -1, 8, 8)
     if transposed:
         matrices = matrices.swapaxes(-1, -2)
@@ -32,7 +32,7 @@ def matrices_of_rows(rows: Array, transposed: bool) -> list[Array]:
 
 
 def rows_of_matrices(registers: Sequence[Array], transposed: bool) -> Array:
-    """stmatrix: n registers [.., 32] -> rows [.., 8 n, 8] of 16 bits."""
+    """Computes stmatrix: rows [.., 8 n, 8] of 16 bits from n registers [.., 32]."""
     shape = *registers[0].shape[:-1], len(registers), 8, 8
     matrices = np.zeros(shape, np.uint16)
     for i, register in enumerate(registers):
@@ -45,7 +45,7 @@ def rows_of_matrices(registers: Sequence[Array], transposed: bool) -> Array:
 
 
 def product(kind: str, a: Sequence[Array], b: Sequence[Array], c: Sequence[Array]) -> list[Array]:
-    """mma.m16n8k16 of 16 bits and m16n8k8 of tf32: fragments in, sums [.., 32] of fp32 out."""
+    """Computes mma.m16n8k16 of 16 bits or m16n8k8 of tf32: fp32 sums [.., 32] of fragments."""
     shape, wide = a[0].shape[:-1], 8 if kind == "tf32" else 16
     left, right = np.zeros((*shape, 16, wide), np.float32), np.zeros((*shape, wide, 8), np.float32)
     for i, register in enumerate(a):

@@ -1,6 +1,6 @@
-"""A target as another package would bring it: an entry point that names `TOY`, and a file a side.
+"""A target as in another package: an entry point that names `TOY`, and a file for each side.
 
-This module is imported by each command that has flags of targets, so it imports no torch.
+Each command that has flags of targets imports this module, so it must not import torch.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from mtpbuild.runtime.targets import TargetRecord
 
 @dataclass(frozen=True)
 class ToyLoadOptions:
-    """The flags that `run`, `serve` and others have where this target is installed."""
+    """Holds the flags that `run`, `serve` and others get from this target."""
 
     toy_log: Path | None = flag(None, "File that gets a line for each program that runs.")
 

@@ -1,4 +1,4 @@
-"""The builder's side of target toy: an exported program, with its weights, as torch saves it."""
+"""The builder's side of target toy: torch saves an exported program with its weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from mtpbuild.runtime.flag_groups import flag
 
 @dataclass(frozen=True)
 class ToyOptions:
-    """The flags that only this target has."""
+    """Holds the flags that only this target has."""
 
     toy_mark: str = flag("none", "A word for the engine's record.")
 
 
 class Toy(Target):
-    """Programs are run as they were exported, by torch itself."""
+    """Exports programs, which torch itself runs."""
 
     name = "toy"
     Options = ToyOptions
@@ -32,7 +32,7 @@ class Toy(Target):
             raise UsageError(f"--toy-mark {options.toy_mark} is not a word")
 
     def check_machine(self, plan: Plan) -> None:
-        """Torch is everywhere where an engine is built."""
+        """Accepts every machine: wherever an engine is built, there is torch."""
 
     def embeds_weights(self, options: ToyOptions) -> bool:
         return True

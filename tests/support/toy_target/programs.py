@@ -1,4 +1,4 @@
-"""The run time's side of target toy: torch runs a program as it was exported."""
+"""The run time's side of target toy: torch runs an exported program."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 
 
 class Exported:
-    """One program; it writes its results over the state, as a compiled one does."""
+    """Runs one program and overwrites its state, as a compiled one does."""
 
     def __init__(self, path: Path, spec: ProgramSpec, log: Path | None) -> None:
         self._spec, self._module = spec, torch.export.load(path).module()
@@ -34,7 +34,7 @@ class Exported:
 def load(
     folder: Path, manifest: Manifest, threads: int | None, toy_log: Path | None = None
 ) -> InductorPrograms:
-    """The programs of an engine that was checked; toy_log: gets the name of each that runs."""
+    """Loads a checked engine's programs; toy_log gets the name of each one that runs."""
 
     def opener(name: str) -> Exported:
         spec = manifest.programs[name]

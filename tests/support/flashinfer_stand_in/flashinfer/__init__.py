@@ -1,1 +1,1 @@
-"""Stands in for FlashInfer where it is not installed: what an engine calls of it, in PyTorch."""
+"""Stands in, in PyTorch, for the part of FlashInfer that engines call, if it is not installed."""

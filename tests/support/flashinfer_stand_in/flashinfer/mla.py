@@ -1,4 +1,4 @@
-"""The one function of `flashinfer.mla` that an engine calls, by its contract and on any device."""
+"""The one function of `flashinfer.mla` that engines call, with its contract, on any device."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     bmm2_scale: float = 1.0,
     backend: str = "auto",
 ) -> Tensor:
-    """query [B, T, H, C] over pages [pages, rows, C]: query t sees seq_lens - T + t + 1 rows."""
+    """Attends with query [B, T, H, C] to pages [pages, rows, C].
+
+    Query t sees seq_lens - T + t + 1 rows.
+    """
     global calls
     calls += 1
     (B, T, _, C), rows = query.shape, kv_cache.shape[1]
