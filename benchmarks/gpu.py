@@ -140,7 +140,7 @@ def main() -> None:
     plan = plans(arguments, machine)
     names = arguments.only.split(",") if arguments.only else list(plan)
     if "engine" in set(names) - set(plan):
-        sys.exit("--smoke has nothing to build for: --only engine needs --engine")
+        sys.exit("--smoke builds no engine: --only engine needs --engine")
     unknown = set(names) - set(plan)
     if unknown:
         sys.exit(f"--only {','.join(sorted(unknown))}: expected any of {', '.join(plan)}")

@@ -136,14 +136,14 @@ def check(arguments: argparse.Namespace) -> list[str]:
     names = arguments.only.split(",")
     for name in names:
         if name not in SECTIONS:
-            raise UsageError(f"--only {name}: expected of {', '.join(SECTIONS)}")
+            raise UsageError(f"--only {name}: expected any of {', '.join(SECTIONS)}")
     for flag in ("layers", "rounds", "steps", "threads"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:
-            raise UsageError(f"--{flag} {value}: expected a number from 1")
+            raise UsageError(f"--{flag} {value}: expected at least 1")
     if not arguments.ours_alone and not arguments.peers_python.exists():
         raise UsageError(
-            f"no {arguments.peers_python}: run tools/peers_env.sh, or say --peers-python or "
+            f"no {arguments.peers_python}: run tools/peers_env.sh, or give --peers-python or "
             "--ours-alone"
         )
     return names

@@ -362,7 +362,7 @@ def main() -> None:
         unknown = sorted(set(names) - {peer.name for peer in wanted})
         if unknown:
             known = ", ".join(dict.fromkeys(peer.name for peer in wanted))
-            sys.exit(f"--peers {unknown[0]}: expected of {known}")
+            sys.exit(f"--peers {unknown[0]}: expected any of {known}")
         wanted = [peer for peer in wanted if peer.name in names]
     FOLDER.mkdir(parents=True, exist_ok=True)
     each, output = (3, 96) if arguments.quick else (10, 256)

@@ -93,12 +93,12 @@ def row(name: str, gpu: Gpu, parts: list[Part], seconds: float) -> list[str]:
 def check(path: Path, manifest: Manifest, model: str) -> None:
     """Raises UsageError for an engine whose steps this script can't count."""
     if manifest.model.name != model:
-        raise UsageError(f"{path}: is of {manifest.model.name}: say --model, and its engines alone")
+        raise UsageError(f"{path} is an engine of {manifest.model.name}, not of --model {model}")
     build, config = manifest.build, find_layout(model, None).config
     usual = choose_drafter(config, build.nextn, None) if build.nextn else build.drafter
     if (build.weights, build.adaptive, build.tp, build.drafter) != ("float32", False, 1, usual):
         raise UsageError(
-            f"{path}: counted are fp32 engines of one rank, with a fixed nextn, {usual}"
+            f"{path}: expected an fp32 engine of one rank with a fixed nextn and drafter {usual}"
         )
 
 

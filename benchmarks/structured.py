@@ -95,7 +95,7 @@ def report(engines: list[Path], seconds: list[float], said: list[list[Result]]) 
     """Prints the table; raises EngineError if the texts are not the same."""
     for path, results in zip(engines, said, strict=True):
         if [r.token_ids for r in results] != [r.token_ids for r in said[0]]:
-            raise EngineError(f"{path} says another text than {engines[0]}")
+            raise EngineError(f"{path} gives another text than {engines[0]}")
     table = Table("engine", "tokens/s", "times", "tokens a step", "forced", box=None)
     tokens = sum(len(result.token_ids) for result in said[0])
     for path, took, results in zip(engines, seconds, said, strict=True):

@@ -313,8 +313,8 @@ def test_a_section_that_fails_loses_no_other(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--only", "all"], "--only all: expected of moe, dense, small-moe, contexts"),
-        (["--layers", "0"], "--layers 0: expected a number from 1"),
+        (["--only", "all"], "--only all: expected any of moe, dense, small-moe, contexts"),
+        (["--layers", "0"], "--layers 0: expected at least 1"),
         (["--peers-python", "nowhere"], "no nowhere: run tools/peers_env.sh"),
     ],
 )

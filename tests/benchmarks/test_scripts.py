@@ -184,5 +184,5 @@ def test_structured_wants_equal_texts(capsys: pytest.CaptureFixture[str], tmp_pa
         line.split() for line in capsys.readouterr().out.splitlines()
     ]
     said[1][0].token_ids[0] = 9
-    with pytest.raises(EngineError, match="n3 says another text than"):
+    with pytest.raises(EngineError, match="n3 gives another text than"):
         structured.report(paths, [2.0, 1.0], said)

@@ -76,5 +76,5 @@ def test_bad_input_is_one_line() -> None:
     assert first.startswith("str ")
     assert first.endswith("needs a CUDA GPU; --smoke checks the kernels without one")
     assert second.startswith("str ")
-    assert second.endswith("nothing to build for: --only engine needs --engine")
+    assert second.endswith("builds no engine: --only engine needs --engine")
     assert third.startswith("str --only rope: expected any of attention, acceptance,")
