@@ -26,14 +26,15 @@ from torch import Tensor
 
 from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.write import Shard, write_shards
-from mtpbuild.builder.engine.weights_file import WEIGHTS, read_places
 from mtpbuild.builder.models import family_of, find_family
-from mtpbuild.builder.models.common.weights import WHOLE
-from mtpbuild.builder.quantize.formats import Part
 from mtpbuild.builder.recipe import find_recipe
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.weights.formats import Entry
+from mtpbuild.builder.weights.made import WHOLE
+from mtpbuild.builder.weights.placed import Shard, read_places, write_shards
+from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import WEIGHTS
 
 SHAPE, QUARTER = "gigachat3-10b-a1.8b-bf16", 4
 PROMPT, TOKENS = [*range(5, 37)], 48
@@ -67,8 +68,8 @@ def random_checkpoint(folder: Path, layers: int) -> Path:
     raw["num_hidden_layers"] = layers
     config = find_family(raw).parse_config(raw)
     table = family_of(config).weight_table(config, WHOLE)
-    sources = {source.name: source for weight in table for source in weight.sources}
-    parts = {name: Part("BF16", source.shape) for name, source in sources.items()}
+    sources = {source.name: source for weight in table for source in weight.stored}
+    parts = {name: Entry("BF16", source.shape) for name, source in sources.items()}
 
     def values() -> Iterator[tuple[str, Tensor]]:
         generator = torch.Generator().manual_seed(0)
@@ -97,7 +98,9 @@ def step_times(work: Path, layers: int, rounds: int) -> Table:
         f"{layers} layers, int4", "head of a draft", "step, all tokens", "step, a quarter", "ratio"
     )
     for nextn in (1, 3):
-        request = BuildRequest(str(checkpoint), (nextn,), max_seq_len=512, weights="int4")
+        request = BuildRequest(
+            str(checkpoint), (nextn,), max_seq_len=512, scheme=build_scheme("int4")
+        )
         asked = {"all": request, "quarter": replace(request, draft_vocab=str(ids))}
         folders = {name: work / f"shape_{layers}_n{nextn}_{name}" for name in asked}
         for name, one in asked.items():

@@ -33,10 +33,10 @@ from script import run
 from mtpbuild.builder.bench.dataset import Asked, load_groups
 from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.build import build
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime import Engine
 
 FOLDER = Path("engines/.peers")

@@ -24,16 +24,15 @@ from mtpbuild.builder.bench.figures import ALL
 from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.engine.weights_file import WEIGHTS
 from mtpbuild.builder.eval.figures import Figures, rows
 from mtpbuild.builder.eval.problems import Answered, ask, load_problems
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import SCHEMES, Scheme
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 
 SOURCE = "bf16"
 VARIANTS = {

@@ -17,6 +17,7 @@ from script import run
 from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
 from mtpbuild.builder.build import build
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, Result, SamplingParams
 
 FORMATS, NEXTN = (None, "int8", "int4"), 3
@@ -39,7 +40,7 @@ def compare(work: Path, texts: int, tokens: int) -> Table:
     table = Table("weights", "same tokens", "same log-probabilities")
     for weights in FORMATS:
         out = work / (weights or "fp32")
-        build(BuildRequest("deepseek-tiny", (0, NEXTN), out=out, weights=weights))
+        build(BuildRequest("deepseek-tiny", (0, NEXTN), out=out, scheme=build_scheme(weights)))
         engines = sorted(path.parent for path in out.glob("*/engine.json"))
         plain, drafted = (results(folder, texts, tokens) for folder in engines)
         pairs = list(zip(plain, drafted, strict=True))

@@ -19,6 +19,7 @@ from mtpbuild.builder.prepare import Job, load_compiler, prepare
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.contract.manifest import (
+    WEIGHTS,
     Manifest,
     ProgramSpec,
     engine_folders,
@@ -27,11 +28,10 @@ from mtpbuild.runtime.contract.manifest import (
 )
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.engine.engine_weights import EngineWeights
-    from mtpbuild.builder.engine.weights_file import Placed
-    from mtpbuild.builder.model_source import ModelSource
+    from mtpbuild.builder.opened_model import OpenedModel
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.weights.placed import EngineWeights, Placed
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
     if todo:
         with stages("load compiler"):
             load_compiler(job.target, [job.plans[out] for out in todo])
-            from mtpbuild.builder.engine.engine_weights import EngineWeights
+            from mtpbuild.builder.weights.placed import EngineWeights
 
         # 3. The checkpoint, checked before anything is written.
         with stages("check checkpoint"):
@@ -80,7 +80,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             folders = layout.rank_folders(building.folder, plan.ranks, ranks)
             embedded = job.target.embeds_weights(plan.options)
             with stages("write weights"):
-                # Those that programs take in are a file of their own: onnx distrusts links.
+                # onnx distrusts links: weights that programs take in get a file of their own.
                 siblings = None if embedded else out.parent
                 places = write_weights(weights, building, folders, siblings)
 
@@ -104,16 +104,16 @@ def write_weights(
 ) -> "dict[str, Placed]":
     """Write each rank's file into its folder; returns where the weights lie, equally in all."""
     for rank, folder in folders.items():
-        written = weights.write(folder, siblings, rank, building.hashes(folder))
+        written = weights.write(folder, siblings, rank, building.hashes(folder).get(WEIGHTS))
         name = " ".join(("weights", *folder.relative_to(building.folder).parts))
-        building.add(name, {folder / file: sha256 for file, sha256 in written.hashes.items()})
+        building.add(name, {folder / WEIGHTS: written.sha256})
     return written.places
 
 
 def make_programs(
     job: Job,
     out: Path,
-    model: "ModelSource",
+    model: "OpenedModel",
     places: "dict[str, Placed]",
     building: Building,
     folders: Mapping[int, Path],

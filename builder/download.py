@@ -19,7 +19,7 @@ from mtpbuild.builder.checks import needs
 from mtpbuild.builder.host import free_bytes
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.prepare import check_flags, check_machine, check_without_weights
-from mtpbuild.builder.recipe import Source, instead_of, name_model
+from mtpbuild.builder.recipe import FoundModel, instead_of, name_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
 from mtpbuild.runtime.tokenizer import TOKENIZER
@@ -46,7 +46,7 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
     if model.recipe is not None and request.draft_vocab is None:
         # Hundreds of GB are not fetched for a machine that can't compile what they are for.
         config = model.recipe.config_folder
-        check_machine(request, target, Source(model.name, model.engine, config))
+        check_machine(request, target, FoundModel(model.name, model.engine, config))
     with needs("build", "huggingface_hub"):
         from mtpbuild.builder.hub import OfflineError, UnreachableError, open_repository, quiet
     revision = request.revision or MAIN
@@ -63,7 +63,7 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
 
         # 2. The small files, and all that can be said by them.
         fetch_small_files(repository)
-        check_without_weights(request, Source(model.name, model.engine, repository.folder))
+        check_without_weights(request, FoundModel(model.name, model.engine, repository.folder))
         names = find_weights(repository)
         check_modules(request, repository)
 

@@ -15,7 +15,7 @@ from mtpbuild.runtime.contract.programs import PLAIN
 from mtpbuild.runtime.contract.state import StateSpec
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.model_source import ModelSource
+    from mtpbuild.builder.opened_model import OpenedModel
     from mtpbuild.builder.step_counts import Counts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
@@ -38,7 +38,7 @@ class Foreseen:
 class DryRun:
     """A checkpoint that was checked, and the engines that a build would make of it."""
 
-    model: "ModelSource"  # whose tensors have shapes alone
+    model: "OpenedModel"  # whose tensors have shapes alone
     engines: list[Foreseen]
     lacking: list[str]  # for a build on this machine
 
@@ -77,23 +77,22 @@ def print_dry_run(done: DryRun) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mtpbuild.builder.quantize.scheme import PLAIN as AS_IT_IS
     from mtpbuild.builder.step_counts import in_bytes, in_words
 
     console, model = Console(highlight=False, soft_wrap=True), done.model
-    files = [stored.file for stored in model.stored.tensors.values()]
+    files = [entry.file for entry in model.stored.tensors.values()]
     console.print(
-        f"{model.folder}: {len(files):,} tensors in {len(set(files))} files, as "
+        f"{model.source.folder}: {len(files):,} tensors in {len(set(files))} files, as "
         f"config.json demands; {model.parameters:,} parameters"
     )
     if (scheme := model.scheme) is not None:
-        ends = "would stay" if scheme.head == AS_IT_IS else f"to {scheme.head}"
+        ends = "would stay" if scheme.head is None else f"to {scheme.head}"
         console.print(f"weights would be quantised to {scheme.main}; embedding and head {ends}")
     if model.unfit:
         console.print(f"{len(model.unfit):,} weights stay as they are: no block fits their columns")
     if counts := sorted(model.dequantised().items()):
         found = ", ".join(f"{count:,} in {name}" for name, count in counts)
-        console.print(f"{found} would be dequantised to {model.dtype}")
+        console.print(f"{found} would be dequantised to {model.style.dtype}")
     table = Table("engine", "nextn", "drafter", "weights", "state", "build")
     for engine in done.engines:
         each = " per rank" if engine.plan.ranks.tp > 1 else ""

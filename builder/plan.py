@@ -7,8 +7,9 @@ from typing import Any, Literal
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.runtime.contract.controls import HISTORY
-from mtpbuild.runtime.contract.manifest import FloatType, HeadType, QuantisedType
+from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.state import (
     StateSpec,
     layer_rows,
@@ -42,13 +43,22 @@ class Plan:
     compute_capabilities: tuple[str, ...] = ()  # of the GPUs that it is compiled for; none: a CPU
     options: Any = None  # the target's own
     adaptive: bool = False  # nextn is the most: each step drafts as many as the run time says
-    quantised_to: QuantisedType | None = None  # by the build; None: weights are as they are
-    head_weights: HeadType | None = None  # likewise embedding and head
+    scheme: Scheme | None = None  # by which the build quantises weights; None: it does not
     draft_ids: tuple[int, ...] = ()  # tokens that drafts are chosen from; none: all
 
     @property
     def dtype(self) -> FloatType:
         return self.style.dtype
+
+    @property
+    def quantised_to(self) -> str | None:
+        """The format that the build quantises products to."""
+        return None if self.scheme is None else self.scheme.main
+
+    @property
+    def head_weights(self) -> str | None:
+        """The format that the build quantises embedding and head to."""
+        return None if self.scheme is None else self.scheme.head
 
     @property
     def draft_vocab(self) -> int | None:

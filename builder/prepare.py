@@ -17,8 +17,7 @@ from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import Nextn, Plan, choose_drafter, in_order
-from mtpbuild.builder.quantize.asked import asked_formats
-from mtpbuild.builder.recipe import Source, find_model
+from mtpbuild.builder.recipe import FoundModel, find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import build_options, load_target, targets_that
 from mtpbuild.builder.targets.target import Target
@@ -29,7 +28,7 @@ from mtpbuild.runtime.target_options import make_options
 from mtpbuild.runtime.targets import find_target, targets_with
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.model_source import ModelSource
+    from mtpbuild.builder.opened_model import OpenedModel
 
 DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
 
@@ -39,7 +38,7 @@ class Job:
     """A request that was checked: its model and target, and a plan for each engine's place."""
 
     request: BuildRequest
-    source: Source
+    source: FoundModel
     config: ModelConfig
     ids: GenerationIds
     target: Target
@@ -58,32 +57,33 @@ class Job:
             return self.ranks
         return layout.lacking(out, self.fingerprints[out], self.ranks)
 
-    def open_model(self, device: str = "cpu") -> "ModelSource":
+    def open_model(self, device: str = "cpu") -> "OpenedModel":
         """The model, after every tensor of its checkpoint was checked by name, shape and dtype.
 
         device: "meta" only to look at it. Raises CheckpointError.
         """
-        from mtpbuild.builder.model_source import ModelSource
-        from mtpbuild.builder.quantize.scheme import engine_scheme
+        from mtpbuild.builder.opened_model import WeightStyle, open_model
 
         plan = next(iter(self.plans.values()))
-        return ModelSource(
-            self.source.name,
-            self.source.folder,
-            self.config,
-            self.ids,
-            device=device,
+        style = WeightStyle(
             formats=self.target.formats,
-            layers=self.request.layers,
-            ranks=self.request.ranks,
             dtype=plan.dtype,
-            drafts=any(plan.nextn for plan in self.plans.values()),
-            scheme=engine_scheme(plan.quantised_to, plan.head_weights),
-            draft_ids=plan.draft_ids,
             absorbed=plan.style.shared_trunk,
             expert_rows=not plan.style.for_gpu,
             join_shared=plan.style.fused,
             for_gpu=plan.style.for_gpu,
+        )
+        return open_model(
+            self.source,
+            self.config,
+            self.ids,
+            style,
+            ranks=self.request.ranks,
+            layers=self.request.layers,
+            drafts=any(plan.nextn for plan in self.plans.values()),
+            draft_ids=plan.draft_ids,
+            scheme=plan.scheme,
+            device=device,
         )
 
 
@@ -105,17 +105,29 @@ def prepare(request: BuildRequest) -> Job:
 def check_flags(request: BuildRequest) -> Target:
     """The target, after what can be checked without a model: a download comes behind it."""
     target = load_target(request.target)
-    asked_formats(target, request)
+    if request.scheme is not None:
+        check_format(target, "--weights", request.scheme.main)
+        check_format(target, "--head-weights", request.scheme.head)
     return target
 
 
-def check_without_weights(request: BuildRequest, source: Source) -> None:
+def check_format(target: Target, flag: str, format: str | None) -> None:
+    """Refuse a format of weights that the target does not keep, and name the targets that do."""
+    if format is not None and format not in target.formats:
+        keeps = ", ".join(target.formats) or "no quantised weights"
+        can = targets_that(lambda other: format in other.formats)
+        raise UsageError(
+            f"{flag} {format}: target {target.name} keeps {keeps}; {format} is for target {can}"
+        )
+
+
+def check_without_weights(request: BuildRequest, source: FoundModel) -> None:
     """Make the checks of `prepare` for which a checkpoint's weights need not be there."""
     source, config = of_layers(request, source)
     check_small_files(request, source, config)
 
 
-def check_machine(request: BuildRequest, target: Target, source: Source) -> None:
+def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> None:
     """Refuse what this machine can't compile, before a checkpoint is here; source: its config.json.
 
     Raises BuildError, or what `prepare` would raise of the flags.
@@ -125,7 +137,7 @@ def check_machine(request: BuildRequest, target: Target, source: Source) -> None
 
 
 def check_small_files(
-    request: BuildRequest, source: Source, config: ModelConfig
+    request: BuildRequest, source: FoundModel, config: ModelConfig
 ) -> tuple[GenerationIds, dict[Path, Plan]]:
     """Token ids and plans, from what lies beside a checkpoint's weights."""
     ids = generation_ids(source.folder, config)
@@ -139,18 +151,18 @@ def check_small_files(
 def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
     """Import what compiles; raises BuildError for what this machine can't compile."""
     with target.importing():
-        from mtpbuild.builder import model_source  # noqa: F401  (it imports torch)
+        from mtpbuild.builder import opened_model  # noqa: F401  (it imports torch)
 
         for plan in plans:
             target.check_machine(plan)
 
 
-def find_source(request: BuildRequest) -> tuple[Source, ModelConfig]:
+def find_source(request: BuildRequest) -> tuple[FoundModel, ModelConfig]:
     """The model, or what is to be seen of it; a slice has a name of its own."""
     return of_layers(request, find_model(request.model, request.checkpoint, request.revision))
 
 
-def of_layers(request: BuildRequest, source: Source) -> tuple[Source, ModelConfig]:
+def of_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, ModelConfig]:
     config = load_config(source.folder)
     if request.layers is None:
         return source, config
@@ -159,7 +171,7 @@ def of_layers(request: BuildRequest, source: Source) -> tuple[Source, ModelConfi
 
 
 def make_plans(
-    config: ModelConfig, request: BuildRequest, source: Source
+    config: ModelConfig, request: BuildRequest, source: FoundModel
 ) -> Iterator[tuple[Path, Plan]]:
     """Place and plan of each nextn."""
     nextns = asked_nextns(config, request)
@@ -175,9 +187,8 @@ def make_plans(
     check_rank(request)
     capabilities = target.compute_capabilities(request, options)
     length = sequence_length(config, request)
-    quantised_to, head_weights = asked_formats(target, request)
     kind = "_bf16" if style.dtype == "bfloat16" else ""
-    kind += f"_{quantised_to}" if quantised_to else ""
+    kind += f"_{request.scheme.main}" if request.scheme else ""
     drafted = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
     for asked in nextns:
         nextn = plan.ADAPTIVE_NEXTN if asked == "auto" else asked
@@ -199,8 +210,7 @@ def make_plans(
                 compute_capabilities=capabilities,
                 options=options,
                 adaptive=asked == "auto",
-                quantised_to=quantised_to,
-                head_weights=head_weights,
+                scheme=request.scheme,
                 draft_ids=drafted,  # nextn 0 too: engines of one build share their weights
             ),
         )

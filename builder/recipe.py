@@ -60,7 +60,7 @@ class Recipe(BaseModel):
 
 
 @dataclass(frozen=True)
-class Source:
+class FoundModel:
     """The model to build, and the folder with its checkpoint."""
 
     name: str
@@ -130,7 +130,9 @@ def parse_recipe(path: Path) -> Recipe:
         raise CheckpointError(f"{path}: {key}: {first['msg']}{hint}") from None
 
 
-def find_model(model: str, checkpoint: Path | None = None, revision: str | None = None) -> Source:
+def find_model(
+    model: str, checkpoint: Path | None = None, revision: str | None = None
+) -> FoundModel:
     """A model with its weights, from `checkpoint` if given; nothing is downloaded.
 
     Raises UnknownRecipeError with the known names, MissingWeightsError with what to do.
@@ -146,7 +148,7 @@ def find_model(model: str, checkpoint: Path | None = None, revision: str | None 
     if folder is None:
         raise named.missing(revision)
     refuse_folder(folder, instead_of(named.repository or folder.resolve().name))
-    return Source(named.name, named.engine, folder)
+    return FoundModel(named.name, named.engine, folder)
 
 
 def name_model(model: str) -> Model:

@@ -1,7 +1,6 @@
 """New weights of the same architecture into an engine that exists, without lowering again."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.metadata import version
@@ -10,22 +9,29 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
+from mtpbuild.builder.checkpoint.shards import read_header
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files, is_side_file
 from mtpbuild.builder.draft_vocab import DRAFT_VOCAB, read_ids
 from mtpbuild.builder.engine import layout
 from mtpbuild.builder.engine.building import under_construction
-from mtpbuild.builder.engine.engine_weights import EngineWeights
 from mtpbuild.builder.engine.manifest_of import describe_files
-from mtpbuild.builder.engine.weights_file import WEIGHTS
-from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.opened_model import OpenedModel, WeightStyle
+from mtpbuild.builder.opened_model import open_model as open_checked
 from mtpbuild.builder.prepare import find_source
-from mtpbuild.builder.quantize.scheme import engine_scheme
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
-from mtpbuild.runtime.contract.manifest import MANIFEST, Manifest, check_files, read_manifest
+from mtpbuild.builder.weights.placed import EngineWeights
+from mtpbuild.builder.weights.scheme import engine_scheme
+from mtpbuild.runtime.contract.manifest import (
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    check_files,
+    read_manifest,
+)
 from mtpbuild.runtime.contract.programs import is_trunk
 from mtpbuild.runtime.errors import BuildError, UsageError
 
@@ -37,11 +43,11 @@ def refit(
 ) -> tuple[Manifest, Manifest]:
     """Replace the weights of `engine` by those of `model`, a checkpoint folder or a recipe's name.
 
-    An engine of some layers gets the same layers of `model`, one that its build has quantised gets
-    weights that are quantised likewise. Returns the manifests before and
-    after. Raises UsageError with the differences if the checkpoint has another architecture or
-    other number formats, CheckpointError or BuildError; the engine is then as it was. Programs that
-    are loaded keep the weights that they were loaded with.
+    An engine of some layers gets the same layers of `model`; if its build quantised the weights,
+    the new ones are quantised likewise. Programs that are loaded keep the weights that they were
+    loaded with. Returns the manifests before and after. Raises UsageError with the differences if
+    the checkpoint has another architecture or other number formats, CheckpointError or BuildError;
+    the engine is then as it was.
     """
     watch("check engine")
     old = read_manifest(engine)
@@ -63,15 +69,16 @@ def refit(
     with under_construction(engine) as building:
         folder = building.folder
         watch("write weights")
-        weights = EngineWeights(new).write(folder, siblings=engine.resolve().parent)
-        refuse(engine, new.folder, list(tensor_differences(engine, folder)))
+        sha256 = EngineWeights(new).write(folder, siblings=engine.resolve().parent).sha256
+        refuse(engine, new.source.folder, list(tensor_differences(engine, folder)))
         watch("package")
         replaced = {name for name in old.files if is_side_file(name)} | {WEIGHTS, CONFIG}
         for name in old.files.keys() - replaced:
             layout.link(engine / name, folder / name)
-        copy_side_files(new.folder, folder)
-        hashes = {n: f.sha256 for n, f in old.files.items() if n not in replaced} | weights.hashes
-        mark = f"{old.build.fingerprint} refitted with {weights.hashes[WEIGHTS]}"
+        copy_side_files(new.source.folder, folder)
+        hashes = {n: f.sha256 for n, f in old.files.items() if n not in replaced}
+        hashes[WEIGHTS] = sha256
+        mark = f"{old.build.fingerprint} refitted with {sha256}"
         fingerprint = hashlib.sha256(mark.encode()).hexdigest()
         changes = {
             "mtpbuild": version("mtpbuild"),
@@ -84,31 +91,33 @@ def refit(
     return old, manifest
 
 
-def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]) -> ModelSource:
+def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]) -> OpenedModel:
     """The new model, of which the engine has all layers or some; it must have the same shape."""
     whole = find_model(model)
     refuse(engine, whole.folder, differences(load_config(engine), load_config(whole.folder)))
     layers = None if old.build.layers is None else parse_layers(old.build.layers)
-    source, config = find_source(BuildRequest(model, layers=layers))
-    ids = generation_ids(source.folder, config)
-    new = ModelSource(
-        source.name,
-        source.folder,
-        config,
-        ids,
+    found, config = find_source(BuildRequest(model, layers=layers))
+    for_gpu = bool(old.target.compute_capabilities)
+    style = WeightStyle(
         formats=formats,
-        layers=layers,
         dtype=old.build.dtype,
+        absorbed=any(map(is_trunk, old.programs)),
+        expert_rows=not for_gpu,
+        join_shared=not any(".shared_experts." in name for name in header(engine / WEIGHTS)),
+        for_gpu=for_gpu,
+    )
+    new = open_checked(
+        found,
+        config,
+        generation_ids(found.folder, config),
+        style,
+        layers=layers,
         drafts=old.build.nextn > 0,
         draft_ids=tuple(read_ids(engine / DRAFT_VOCAB)) if old.build.draft_vocab else (),
-        absorbed=any(map(is_trunk, old.programs)),
         scheme=engine_scheme(old.build.quantised_to, old.build.head_weights),
-        expert_rows=not old.target.compute_capabilities,
-        join_shared=not any(".shared_experts." in name for name in header(engine / WEIGHTS)),
-        for_gpu=bool(old.target.compute_capabilities),
     )
     if new.weights_type != old.build.weights:
-        refuse(engine, source.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
+        refuse(engine, found.folder, [f"weights {old.build.weights} -> {new.weights_type}"])
     return new
 
 
@@ -148,9 +157,6 @@ def tensor_differences(old: Path, new: Path) -> Iterator[str]:
 def header(path: Path) -> dict[str, dict[str, Any]]:
     """The header of a safetensors file: dtype, shape and offsets by tensor."""
     try:
-        with path.open("rb") as file:
-            entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError) as error:
+        return read_header(path)[0]
+    except (OSError, ValueError, AttributeError) as error:
         raise BuildError(f"{path}: not readable as safetensors ({error})") from None
-    entries.pop("__metadata__", None)
-    return dict(entries)

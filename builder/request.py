@@ -7,6 +7,7 @@ from typing import Any
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.plan import DrafterName, Nextn
+from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.runtime.ranks import Ranks
 
 
@@ -27,8 +28,7 @@ class BuildRequest:
     ranks: Ranks = field(default_factory=Ranks)
     rank: int | None = None  # to build alone; None: all of them
     layers: LayersSlice | None = None
-    weights: str | None = None  # a format that they are quantised to; None: as the checkpoint's
-    head_weights: str | None = None  # of embedding and head; None: what goes with `weights`
+    scheme: Scheme | None = None  # by which weights are quantised; None: they are the checkpoint's
     draft_vocab: str | None = None  # how many tokens drafts are chosen from, or a file of their ids
     dry_run: bool = False  # nothing is compiled
     options: Mapping[str, Any] = field(

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = "mtpbuild"
 TREE = Path(__file__).parents[1]
 # Their imports lead to the rest: weights, the step program, operators, the contract.
-STAGES = ("builder.model_source", "builder.engine.engine_weights", "builder.program.trace")
+STAGES = ("builder.opened_model", "builder.weights.placed", "builder.program.trace")
 # The run time's own modules do not enter a graph, but for these.
 CONTRACT = (f"{PACKAGE}.runtime.contract.", f"{PACKAGE}.runtime.ranks")
 # It looks families up, and each is a root of its own engines.

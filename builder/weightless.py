@@ -8,56 +8,55 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mtpbuild.builder.checkpoint.tensors import Checkpoint, joined, stream_pieces
-from mtpbuild.builder.checkpoint.write import TYPES
 from mtpbuild.builder.garbage import no_garbage_collection
-from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models.common.weights import Share
+from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.builder.quantize.formats import Shape
 from mtpbuild.builder.step_counts import Counts, counted
+from mtpbuild.builder.weights.formats import TYPES, Shape
+from mtpbuild.builder.weights.made import Share, made, whole
+from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import BuildError
 
 
 @dataclass(frozen=True)
 class Shapes(Checkpoint):
-    """A checkpoint whose tensors have no values; sources: shapes as the table demands them."""
+    """A checkpoint whose tensors have no values; shapes: of weights, as the table demands them."""
 
-    sources: Mapping[str, Shape]
+    shapes: Mapping[str, Shape]
 
     def read(self, name: str) -> Tensor:
-        return torch.empty(self.sources[name], device="meta")
+        return torch.empty(self.shapes[name], device="meta")
 
     def parts(self, name: str) -> dict[str, Tensor]:
         format = self.format(name)
         assert format is not None
-        parts = {suffix: self.tensors[name + suffix] for suffix in format.parts((1, 1))}
+        parts = {suffix: self.tensors[name + suffix] for suffix in format.suffixes}
         return {
-            suffix: torch.empty(part.shape, dtype=TYPES[part.dtype], device="meta")
-            for suffix, part in parts.items()
+            suffix: torch.empty(entry.shape, dtype=TYPES[entry.dtype], device="meta")
+            for suffix, entry in parts.items()
         }
 
 
-def check_slices(model: ModelSource, ranks: Iterable[int]) -> None:
+def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
     """Cut and join shapes as each rank's weights are; raises BuildError unless the program's fit.
 
     The error names the first weight of another shape.
     """
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
-    sources = {source.name: source.shape for weight in model.table for source in weight.sources}
-    checkpoint = Shapes(model.checkpoint.folder, model.checkpoint.tensors, sources)
+    shapes = {stored.name: stored.shape for weight in model.table for stored in weight.stored}
+    checkpoint = Shapes(model.checkpoint.folder, model.checkpoint.tensors, shapes)
     for rank in ranks:
         share, table = Share(model.ranks, rank), model.weight_table(rank)
-        for name, weight in joined(stream_pieces(checkpoint, table, model.kept, share)):
+        for name, weight in whole(made(checkpoint, table, share)):
             if weight.shape != wanted[name]:
                 is_to_be = f"{name} is {[*weight.shape]}, the program's {[*wanted[name]]}"
                 raise BuildError(f"rank {rank}: {is_to_be}")
 
 
 def export(
-    model: ModelSource, plans: Iterable[Plan], trace: Callable[[Program, Plan], Traced]
+    model: OpenedModel, plans: Iterable[Plan], trace: Callable[[Program, Plan], Traced]
 ) -> list[dict[str, Counts]]:
     """Export each plan's programs on tensors that only have shapes -> what each graph counts.
 

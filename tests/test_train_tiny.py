@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mtpbuild.builder.checkpoint.tensors import open_checkpoint
 from mtpbuild.builder.models import load_config
+from mtpbuild.builder.weights.stored import open_checkpoint
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tools" / "train_tiny"

@@ -10,23 +10,23 @@ import argparse
 import shutil
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.write import Shard, split, write_index
 from mtpbuild.builder.forecast.weights import Layout, classes, find_layout, portions
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.weights import WHOLE, Source
-from mtpbuild.builder.quantize.formats import Part
 from mtpbuild.builder.recipe import find_recipe
+from mtpbuild.builder.weights.formats import Entry
+from mtpbuild.builder.weights.made import WHOLE, Stored
+from mtpbuild.builder.weights.placed import Shard, split, write_index
 from mtpbuild.runtime.ranks import ALONE
 
 
-def stored(layout: Layout) -> dict[str, Part]:
+def stored(layout: Layout) -> dict[str, Entry]:
     """Returns every tensor of the repository, including the copies in MTP layers."""
     family, config = family_of(layout.config), layout.config
     table = family.weight_table(config, WHOLE)
-    sources = {s.name: s for weight in table for s in weight.sources}
+    sources = {s.name: s for weight in table for s in weight.stored}
     if layout.repeated:
         for copy, original in family.duplicates(config).items():
-            sources.setdefault(copy, Source(copy, sources[original].shape))
+            sources.setdefault(copy, Stored(copy, sources[original].shape))
     return {
         source.name + suffix: part
         for source in sources.values()

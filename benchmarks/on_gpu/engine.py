@@ -10,23 +10,39 @@ from pathlib import Path
 import torch
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.tensors import load_model
-from mtpbuild.builder.models import load_config
+from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets.style import GraphStyle
+from mtpbuild.builder.weights.made import made, whole
+from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
 from mtpbuild.runtime.contract.features import Features
-from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import FloatType, read_manifest
 from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
 from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.ranks import ALONE
 from mtpbuild.runtime.tokenizer import load_tokenizer
 from on_gpu.machine import Machine, Row
 
 PROMPT = "def fibonacci(n):"
+
+
+def load_model(folder: Path, config: ModelConfig, dtype: FloatType) -> CausalLM:
+    """The model with the weights that an engine for a GPU has."""
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.settle(config)
+    model = family_of(config).make_model(config, ALONE)
+    hold_in(model, FLOATS[dtype], for_gpu=True)
+    types = {name: weight.dtype for name, weight in model.named_parameters()}
+    weights = whole(made(checkpoint, checkpoint.check(config)))
+    model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)
+    return model.eval()
 
 
 class Eager:
@@ -37,7 +53,7 @@ class Eager:
         config = load_config(folder)
         sizes = built.max_batch, built.max_seq_len, built.prefill_chunk
         plan = Plan(config, built.nextn, built.drafter, *sizes, GraphStyle(dtype=built.dtype))
-        model = load_model(folder, config, built.dtype, for_gpu=True).to(device)
+        model = load_model(folder, config, built.dtype).to(device)
         self.lookahead, self.device = plan.lookahead, device
         self.features: Features = frozenset()
         self.prefill_program, self.step_program, _ = make_programs(plan, model)

@@ -1,20 +1,24 @@
 """Makes a rank's model of random weights, in the types and formats of `mtpbuild build`."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from mtpbuild.builder.model_source import join_shared
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.blocks import Scaled, put
+from mtpbuild.builder.models.common.blocks import Scaled
+from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.models.common.rope import inverse_frequencies
-from mtpbuild.builder.models.common.weights import Share, Weight, like_routed, with_shared
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
-from mtpbuild.builder.quantize.kept import Kept, can_stay
-from mtpbuild.builder.quantize.scheme import SCHEMES
+from mtpbuild.builder.opened_model import can_stay, hold, join_shared
+from mtpbuild.builder.weights.made import Share, Weight
+from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.runtime.group.channel import use_in_programs
 from mtpbuild.runtime.group.start import GROUP
 from on_gpu.slices import Slice
@@ -30,8 +34,7 @@ def meta_model(case: Slice) -> DeepseekV3:
         model = DeepseekV3(case.config, case.ranks)
         hold_in(model, FLOATS[case.dtype], for_gpu=True)
         join_shared(model, joined(case))
-        for name, kept in kept_weights(case).items():
-            put(model, name, kept.module(model.get_parameter(name).shape))
+        hold(model, quantised_weights(case), Share(case.ranks))
     return model
 
 
@@ -72,17 +75,14 @@ def random_model(case: Slice, device: str) -> DeepseekV3:
     return with_frequencies(model, case, device)
 
 
-def kept_weights(case: Slice) -> dict[str, Kept]:
-    """Finds the weights that an engine keeps as in a published checkpoint in case.weights."""
-    scheme = SCHEMES.get(case.weights)
-    if scheme is None:
-        return {}
-    share, found = Share(case.ranks), dict[str, Kept]()
+def quantised_weights(case: Slice) -> Iterator[Weight]:
+    """Yields the weights that an engine of the published checkpoint in case.weights keeps so."""
+    scheme = SCHEMES[case.weights]
     for weight in with_shared(table_of(case), joined(case)):
-        format, *others = {scheme.format(case.config, source) for source in weight.sources}
-        if format is not None and not others and can_stay(kept := Kept(weight, format, share)):
-            found[weight.name] = kept
-    return found
+        format, *others = {format_by(scheme, case.config, stored) for stored in weight.stored}
+        held = replace(weight, format=format)
+        if format is not None and not others and can_stay(held, Share(case.ranks)):
+            yield held
 
 
 def table_of(case: Slice) -> list[Weight]:

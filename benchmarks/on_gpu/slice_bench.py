@@ -7,13 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import Program, make_programs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.runtime.programs.aot_package import Package
 from on_gpu.machine import Machine
 from on_gpu.parts import Parts, State

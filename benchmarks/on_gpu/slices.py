@@ -9,8 +9,8 @@ from mtpbuild.builder.models.config import RopeConfig
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.ranks import check_ranks
-from mtpbuild.builder.quantize.scheme import PLAIN
 from mtpbuild.builder.recipe import recipe_folder
+from mtpbuild.builder.weights.scheme import UNQUANTISED
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import ALONE, Ranks
@@ -30,10 +30,10 @@ class Slice:
     nextn: tuple[int, ...]
     dtype: FloatType
     ranks: Ranks = ALONE
-    weights: str = PLAIN
+    weights: str = UNQUANTISED
 
 
-def r1_share(tp: int, nextn: tuple[int, ...], weights: str = PLAIN) -> Slice:
+def r1_share(tp: int, nextn: tuple[int, ...], weights: str = UNQUANTISED) -> Slice:
     """Returns one of `tp` ranks' share of a dense, three MoE layers, MTP module and both ends.
 
     The ends are embedding and head. The model is the one that a build makes for a rank. Raises

@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mtpbuild.builder.engine.weights_file import WEIGHTS, read_places
 from mtpbuild.builder.forecast.cpu import NONE, engine_model
 from mtpbuild.builder.forecast.step import Load, Model, distinct_experts
 from mtpbuild.builder.forecast.weights import find_layout
 from mtpbuild.builder.models import ModelConfig, family_of
-from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.family import Costs
-from mtpbuild.builder.quantize.kept import weight_of
-from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
+from mtpbuild.builder.weights.made import WHOLE, weight_of
+from mtpbuild.builder.weights.placed import read_places
+from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, read_manifest
 from mtpbuild.runtime.ranks import ALONE
 from one.machine import Machine
 

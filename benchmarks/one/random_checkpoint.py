@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG
-from mtpbuild.builder.checkpoint.write import TYPES, split, write_shards
 from mtpbuild.builder.models import ModelConfig, family_of
-from mtpbuild.builder.models.common.weights import WHOLE, Source
-from mtpbuild.builder.quantize.formats import Format, Part
-from mtpbuild.builder.quantize.quantize import quantization_config
-from mtpbuild.builder.quantize.scheme import PLAIN
+from mtpbuild.builder.weights.formats import TYPES, Entry, Format
+from mtpbuild.builder.weights.made import WHOLE, Stored
+from mtpbuild.builder.weights.placed import split, write_shards
+from mtpbuild.builder.weights.quantize import quantization_config
+from mtpbuild.builder.weights.requantised import format_by
 from one.shapes import Shape
 
 PIECE = 1 << 26  # most bytes in memory at once
@@ -34,7 +34,7 @@ def write_checkpoint(folder: Path, shape: Shape) -> None:
     config, scheme = shape.config, shape.scheme
     folder.mkdir(parents=True, exist_ok=True)
     found = {source.name: source for source in sources(config)}
-    formats = {name: scheme.format(config, source) for name, source in found.items()}
+    formats = {name: format_by(scheme, config, source) for name, source in found.items()}
     parts = {
         name + suffix: part
         for name, source in found.items()
@@ -42,28 +42,28 @@ def write_checkpoint(folder: Path, shape: Shape) -> None:
     }
     write_shards(folder, split(parts), tensors(config, found, formats))
     raw = dict(shape.raw)
-    if scheme.main != PLAIN:
+    if scheme.main is not None:
         raw["quantization_config"] = quantization_config(scheme)
     (folder / CONFIG).write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
 
 
-def sources(config: ModelConfig) -> Iterator[Source]:
+def sources(config: ModelConfig) -> Iterator[Stored]:
     for weight in family_of(config).weight_table(config, WHOLE):
-        yield from weight.sources
+        yield from weight.stored
 
 
-def stored(source: Source, format: Format | None) -> dict[str, Part]:
+def stored(source: Stored, format: Format | None) -> dict[str, Entry]:
     if format is not None:
         return format.parts(source.shape)
-    return {"": Part("F32" if source.name.endswith("bias") else "BF16", source.shape)}
+    return {"": Entry("F32" if source.name.endswith("bias") else "BF16", source.shape)}
 
 
 def tensors(
-    config: ModelConfig, found: dict[str, Source], formats: dict[str, Format | None]
+    config: ModelConfig, found: dict[str, Stored], formats: dict[str, Format | None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields every tensor of the checkpoint, some rows at a time."""
     table = family_of(config).weight_table(config, WHOLE)
-    looked_up = {source.name for weight in table if weight.looked_up for source in weight.sources}
+    looked_up = {source.name for weight in table if weight.looked_up for source in weight.stored}
     torch.manual_seed(0)
     random = np.random.Generator(np.random.SFC64(0))
     for name, source in found.items():
@@ -79,7 +79,7 @@ def tensors(
             yield from ((name + suffix, p) for p in pieces(part, like[suffix], random))
 
 
-def plain(source: Source, deviation: float) -> Iterator[Tensor]:
+def plain(source: Stored, deviation: float) -> Iterator[Tensor]:
     if len(source.shape) == 1:
         value = 0.0 if source.name.endswith("bias") else 1.0
         yield torch.full(source.shape, value)
@@ -90,7 +90,7 @@ def plain(source: Source, deviation: float) -> Iterator[Tensor]:
         yield torch.randn(rows, *source.shape[1:]) * deviation
 
 
-def pieces(part: Part, like: Tensor, random: np.random.Generator) -> Iterator[Tensor]:
+def pieces(part: Entry, like: Tensor, random: np.random.Generator) -> Iterator[Tensor]:
     """Yields a stored tensor: packed values are random bytes, scales come from normal values."""
     if not part.shape:
         yield like

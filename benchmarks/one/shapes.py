@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtpbuild.builder.models import ModelConfig, find_family
-from mtpbuild.builder.quantize.scheme import PLAIN, Scheme, make_scheme
 from mtpbuild.builder.recipe import find_recipe
+from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED, Scheme, make_scheme
 
 MOE, DENSE = "gigachat3-10b-a1.8b-bf16", "mimo-7b-rl"  # recipes
 # MOE's 64 experts at half the width: 0.95 billion parameters.
@@ -47,7 +47,7 @@ class Shape:
     def scheme(self) -> Scheme:
         """Returns `mtpbuild quantize --to int4 --head int8`'s scheme; fp32 engines use bf16."""
         if self.weights == "fp32":
-            return Scheme(PLAIN, PLAIN)
+            return SCHEMES[UNQUANTISED]
         return make_scheme(self.weights, None, None, "int8")
 
     @property

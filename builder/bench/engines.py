@@ -10,12 +10,12 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
 from mtpbuild.builder.prepare import DEFAULT_MAX_SEQ_LEN, find_source
-from mtpbuild.builder.quantize.asked import NONE
-from mtpbuild.builder.recipe import Source
+from mtpbuild.builder.recipe import FoundModel
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
-from mtpbuild.runtime.contract.manifest import MAX_BATCH, HeadType, QuantisedType
+from mtpbuild.builder.weights.scheme import AS_STORED, Scheme
+from mtpbuild.runtime.contract.manifest import MAX_BATCH
 from mtpbuild.runtime.errors import UsageError
 
 ENGINES = Path("engines")
@@ -34,8 +34,7 @@ class Wanted:
     drafter: DrafterName | None = None
     concurrency: tuple[int, ...] = (1,)
     layers: LayersSlice | None = None
-    weights: QuantisedType | None = None
-    head_weights: HeadType | None = None
+    scheme: Scheme | None = None
     revision: str | None = None
 
     def __post_init__(self) -> None:
@@ -72,8 +71,7 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
         wanted.model,
         max_batch=wanted.max_batch,
         layers=wanted.layers,
-        weights=wanted.weights,
-        head_weights=None if wanted.weights is None else wanted.head_weights or NONE,
+        scheme=wanted.scheme,
         revision=wanted.revision,
     )
     source, config = find_source(common)
@@ -95,11 +93,11 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
     return built
 
 
-def place(source: Source, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> Path:
+def place(source: FoundModel, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> Path:
     """engines/NAME_nK for what a plain `mtpbuild build` makes, unless something else is there."""
     usual = ENGINES / f"{source.engine}_n{nextn}"
     drafter = wanted.drafter_of(nextn)
-    if wanted.max_batch == 1 and drafter is None and wanted.weights is None:
+    if wanted.max_batch == 1 and drafter is None and wanted.scheme is None:
         if not usual.exists():
             return usual
         manifest = layout.existing(usual)
@@ -120,6 +118,7 @@ def place(source: Source, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> 
     return _private(source, nextn, drafter or "default", wanted)
 
 
-def _private(source: Source, nextn: Nextn, drafter: str, wanted: Wanted) -> Path:
-    kind = "" if wanted.weights is None else f"_{wanted.weights}_head_{wanted.head_weights or NONE}"
+def _private(source: FoundModel, nextn: Nextn, drafter: str, wanted: Wanted) -> Path:
+    scheme = wanted.scheme
+    kind = "" if scheme is None else f"_{scheme.main}_head_{scheme.head or AS_STORED}"
     return PRIVATE / f"{source.engine}_n{nextn}_{drafter}_b{wanted.max_batch}{kind}"

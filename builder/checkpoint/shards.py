@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtpbuild.runtime.errors import CheckpointError
 
@@ -26,6 +27,14 @@ class Index:
         if gone:
             first, names = min(gone), f"names tensor {min(gone)}{more(len(gone) - 1)}"
             raise CheckpointError(f"{self.path}: {names}, which {self.shards[first]} doesn't hold")
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Read the header of a safetensors file, and where its data begins; raises what goes wrong."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        return header, file.tell()
 
 
 def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
@@ -51,10 +60,8 @@ def stored_names(folder: Path) -> set[str]:
     if path.is_file():
         return set(_read_index(path).shards)
     try:
-        with (folder / SINGLE).open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return {name for name in header if isinstance(name, str)}
-    except (OSError, ValueError, MemoryError, OverflowError, TypeError):
+        return set(read_header(folder / SINGLE)[0])
+    except (OSError, ValueError, MemoryError, OverflowError, TypeError, AttributeError):
         return set()  # not there yet, or whoever reads the tensors says what is wrong
 
 

@@ -63,6 +63,7 @@ def build(
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.stages import Stages
+    from mtpbuild.builder.weights.scheme import build_scheme
     from mtpbuild.runtime.compat.settings import asked_ranks, sampling_settings
 
     numbers = None if nextn is None else parse_nextn(nextn)
@@ -85,8 +86,7 @@ def build(
         ranks=asked_ranks(settings),
         rank=rank,
         layers=None if layers is None else parse_layers(layers),
-        weights=weights,
-        head_weights=head_weights,
+        scheme=build_scheme(weights, head_weights),
         draft_vocab=draft_vocab,
         dry_run=dry_run,
         options=changed(target_flags),
@@ -148,8 +148,8 @@ def quantize(
 
     with progress("reading the checkpoint") as watch:
         with needs("build", "torch", "safetensors"):
-            from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-            from mtpbuild.builder.quantize.scheme import make_scheme
+            from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+            from mtpbuild.builder.weights.scheme import make_scheme
         scheme = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
         request = QuantizeRequest(model, scheme, out, checkpoint, force)
         done = quantize(request, watch)

@@ -10,8 +10,8 @@ from mtpbuild.runtime.contract.manifest import ranks_here
 
 if TYPE_CHECKING:
     from mtpbuild.builder.build import BuiltEngine
-    from mtpbuild.builder.quantize.quantize import Quantized
     from mtpbuild.builder.stages import Stages
+    from mtpbuild.builder.weights.quantize import Quantized
 
 
 def print_recipes() -> None:

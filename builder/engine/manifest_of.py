@@ -19,13 +19,13 @@ from mtpbuild.runtime.contract.manifest import (
 )
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.model_source import ModelSource
+    from mtpbuild.builder.opened_model import OpenedModel
 
 
 def write_manifests(
     job: Job,
     out: Path,
-    model: "ModelSource",
+    model: "OpenedModel",
     building: Building,
     folders: Mapping[int, Path],
     programs: dict[str, ProgramSpec],
@@ -53,7 +53,7 @@ def write_manifests(
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def build_info(job: Job, out: Path, model: "ModelSource") -> BuildInfo:
+def build_info(job: Job, out: Path, model: "OpenedModel") -> BuildInfo:
     """The flags; those that the plan knows have the same names in it."""
     plan, layers = job.plans[out], job.request.layers
     return BuildInfo(

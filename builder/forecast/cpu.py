@@ -20,17 +20,17 @@ from mtpbuild.builder.forecast.weights import (
 from mtpbuild.builder.host import Machine, this_machine
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
-from mtpbuild.builder.models.common.weights import WHOLE, Source
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import choose_drafter
-from mtpbuild.builder.quantize.formats import INT8, Format, Integers
-from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import name_model
 from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.weights.formats import INT8, Format, Integers
+from mtpbuild.builder.weights.made import WHOLE, Stored
+from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.ranks import ALONE
 
-NONE = "none"  # weights as the checkpoint has them: integers, or else fp32
-WEIGHTS = (NONE, "int8", "int4")
+ASKED = (None, "int8", "int4")  # of --weights; None: integers as the checkpoint has them, or fp32
 
 # Resident bytes at run time for each byte of the weights file, where the trunk is a program of its
 # own. ONNX Runtime packs a copy of most products, of int4 in 6 bits and with scales beside it: an
@@ -49,7 +49,7 @@ class CpuEngine:
     bytes: of the weights file.
     """
 
-    weights: str
+    weights: str | None
     bytes: int
     memory: list[int]
     reads: list[float]
@@ -94,11 +94,11 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     sizes = portions(layout, classes(layout, ALONE))
     fetched = must_be_fetched(request)
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
-    models = {weights: engine_model(layout, weights) for weights in WEIGHTS}
+    models = {weights: engine_model(layout, weights) for weights in ASKED}
     engines = [
         foresee(request, weights, model, download, machine) for weights, model in models.items()
     ]
-    return CpuForecast(request, layout.name, models[NONE], sizes, download, machine, engines)
+    return CpuForecast(request, layout.name, models[None], sizes, download, machine, engines)
 
 
 def must_be_fetched(request: ForecastRequest) -> bool:
@@ -107,15 +107,15 @@ def must_be_fetched(request: ForecastRequest) -> bool:
     return not given and model.find_weights() is None
 
 
-def engine_model(layout: Layout, weights: str) -> Model:
+def engine_model(layout: Layout, weights: str | None) -> Model:
     """The model as an engine holds it, on a machine whose speed is not known."""
 
     by_head = weights_by_head(layout, weights)
 
-    def format(source: Source) -> Format | None:
-        return INT8 if source.name in by_head else engine_format(layout, source, weights)
+    def format(stored: Stored) -> Format | None:
+        return INT8 if stored.name in by_head else engine_format(layout, stored, weights)
 
-    held = replace(layout, format=format, plain=lambda source: "F32", repeated=False)
+    held = replace(layout, format=format, plain=lambda stored: "F32", repeated=False)
     found = classes(held, ALONE)
     if layout.config.n_routed_experts <= DENSE_EXPERTS:
         for one in found:  # so few are all computed, whichever are chosen
@@ -123,14 +123,14 @@ def engine_model(layout: Layout, weights: str) -> Model:
     return Model(layout.config, found, ALONE, UNKNOWN)
 
 
-def weights_by_head(layout: Layout, weights: str) -> set[str]:
+def weights_by_head(layout: Layout, weights: str | None) -> set[str]:
     """The checkpoint's weights that an engine holds in int8 by head: those of a shared trunk."""
     table = family_of(layout.config).weight_table(layout.config, WHOLE)
-    sources = [source for weight in table for source in weight.sources]
-    integers = weights != NONE or any(isinstance(layout.format(s), Integers) for s in sources)
+    every = [stored for weight in table for stored in weight.stored]
+    integers = weights is not None or any(isinstance(layout.format(s), Integers) for s in every)
     if not integers or not shares_trunk(layout.config):
         return set()
-    return {source.name for weight in table if weight.per_head for source in weight.sources}
+    return {stored.name for weight in table if weight.per_head for stored in weight.stored}
 
 
 def shares_trunk(config: ModelConfig) -> bool:
@@ -143,16 +143,16 @@ def resident(config: ModelConfig) -> float:
     return RESIDENT if shares_trunk(config) else RESIDENT_INLINE
 
 
-def engine_format(layout: Layout, source: Source, weights: str) -> Format | None:
+def engine_format(layout: Layout, stored: Stored, weights: str | None) -> Format | None:
     """The format in which an engine holds a weight of the checkpoint; None: fp32."""
-    if weights == NONE:
-        stored = layout.format(source)
-        return stored if isinstance(stored, Integers) else None
-    return replace(SCHEMES[weights], head="int8").format(layout.config, source)
+    if (scheme := build_scheme(weights)) is not None:
+        return format_by(scheme, layout.config, stored)
+    format = layout.format(stored)
+    return format if isinstance(format, Integers) else None
 
 
 def foresee(
-    request: ForecastRequest, weights: str, model: Model, download: int, machine: Machine
+    request: ForecastRequest, weights: str | None, model: Model, download: int, machine: Machine
 ) -> CpuEngine:
     file = engine_bytes(model)
     caches = [cached_bytes(request, model, nextn) for nextn in request.nextn]

@@ -10,6 +10,7 @@ from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.builder.forecast.cpu import CpuEngine, CpuForecast, cached_bytes, resident
 from mtpbuild.builder.forecast.report import size
 from mtpbuild.builder.forecast.step import distinct_experts
+from mtpbuild.builder.weights.scheme import AS_STORED
 
 
 def as_json(f: CpuForecast) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def as_json(f: CpuForecast) -> dict[str, Any]:
         "kv_bytes": [cached_bytes(request, model, nextn) for nextn in request.nextn],
         "engines": [
             {
-                "weights": engine.weights,
+                "weights": engine.weights or AS_STORED,
                 "engine_bytes": engine.bytes,
                 "memory_bytes": engine.memory,
                 "bytes_per_step": engine.reads,
@@ -75,7 +76,12 @@ def _engines(console: Console, f: CpuForecast) -> None:
     request, most = f.request, f.request.nextn[-1]
     table = Table("--weights", "engine", f"memory, nextn {most}", "fits")
     for engine in f.engines:
-        table.add_row(engine.weights, size(engine.bytes), size(engine.memory[-1]), verdict(engine))
+        table.add_row(
+            engine.weights or AS_STORED,
+            size(engine.bytes),
+            size(engine.memory[-1]),
+            verdict(engine),
+        )
     console.print(table)
     console.print(
         f"memory: {resident(f.model.config):g} times the engine, as measured of ONNX Runtime "
@@ -97,7 +103,9 @@ def _reads(console: Console, f: CpuForecast) -> None:
     request = f.request
     table = Table("GB read per step, nextn", *map(str, request.nextn))
     for engine in f.engines:
-        table.add_row(engine.weights, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads))
+        table.add_row(
+            engine.weights or AS_STORED, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads)
+        )
     console.print(table)
     console.print(
         f"{request.max_batch} at once, each with {request.context_len:,} cached tokens; routed "

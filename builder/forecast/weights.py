@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mtpbuild.builder.checkpoint.tensors import open_checkpoint
-from mtpbuild.builder.checkpoint.write import nbytes
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.models.common.weights import WHOLE, Source
+from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.quantize.formats import Format, Part, Shape
-from mtpbuild.builder.quantize.scheme import PLAIN, SCHEMES
 from mtpbuild.builder.recipe import find_model, find_recipe
+from mtpbuild.builder.weights.formats import Entry, Format, Shape
+from mtpbuild.builder.weights.made import WHOLE, Stored
+from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.scheme import SCHEMES, UNQUANTISED
+from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.ranks import Ranks
 
 KINDS = (  # of a layer's weights; the first that the name holds
@@ -26,7 +27,6 @@ KINDS = (  # of a layer's weights; the first that the name holds
     (".shared_experts.", "shared experts"),
     ("mlp.", "dense MLPs"),
 )
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TIED = "embedding, head"  # one tensor is both
 MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 
@@ -68,15 +68,15 @@ class Layout:
 
     name: str
     config: ModelConfig
-    format: Callable[[Source], Format | None]
-    plain: Callable[[Source], str]  # dtype of a weight that is not quantised
+    format: Callable[[Stored], Format | None]
+    plain: Callable[[Stored], str]  # dtype of a weight that is not quantised
     repeated: bool  # MTP layers hold copies of embedding and head
 
-    def parts(self, source: Source, format: Format | None) -> dict[str, Part]:
+    def parts(self, stored: Stored, format: Format | None) -> dict[str, Entry]:
         """The tensors that make a weight in its format."""
         if format is not None:
-            return format.parts(source.shape)
-        return {"": Part(self.plain(source), source.shape)}
+            return format.parts(stored.shape)
+        return {"": Entry(self.plain(stored), stored.shape)}
 
 
 def find_layout(model: str, checkpoint: Path | None) -> Layout:
@@ -87,8 +87,8 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
         return Layout(
             recipe.name,
             config,
-            lambda source: scheme.format(config, source),
-            lambda source: "F32" if source.name.endswith("_bias") else "BF16",
+            lambda stored: format_by(scheme, config, stored),
+            lambda stored: "F32" if stored.name.endswith("_bias") else "BF16",
             repeated=recipe.copies,
         )
     found = find_model(model, checkpoint)
@@ -99,8 +99,8 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
     return Layout(
         found.name,
         config,
-        lambda source: opened.format(source.name),
-        lambda source: opened.tensors[source.name].dtype,
+        lambda stored: opened.format(stored.name),
+        lambda stored: opened.tensors[stored.name].dtype,
         repeated=any(name in opened.tensors for name in family_of(config).duplicates(config)),
     )
 
@@ -109,28 +109,26 @@ def classes(layout: Layout, ranks: Ranks) -> list[Class]:
     """Every class with weights, the main model's first."""
     found: dict[tuple[str, bool], Class] = {}
     table = family_of(layout.config).weight_table(layout.config, WHOLE)
-    sources = {s.name: s for weight in table for s in weight.sources}
-    for source in sources.values():
-        key = classify(layout.config, source.name)
+    for stored in {s.name: s for weight in table for s in weight.stored}.values():
+        key = classify(layout.config, stored.name)
         one = found.setdefault(key, Class(*key))
-        one.parameters += prod(source.shape)
-        format = layout.format(source)
-        for part in layout.parts(source, format).values():
-            size = nbytes(part)
-            one.bytes += size
-            one.per_rank += size * held(source, part.shape, ranks)
-            one.formats[PLAIN if format is None else format.name] += size
+        one.parameters += prod(stored.shape)
+        format = layout.format(stored)
+        for entry in layout.parts(stored, format).values():
+            one.bytes += entry.nbytes
+            one.per_rank += entry.nbytes * held(stored, entry.shape, ranks)
+            one.formats[UNQUANTISED if format is None else format.name] += entry.nbytes
     return sorted(found.values(), key=lambda one: one.module)
 
 
-def held(source: Source, shape: Shape, ranks: Ranks) -> float:
-    """The fraction of a stored tensor that one rank holds (spec/deepseek-v3.md section 5).
+def held(stored: Stored, shape: Shape, ranks: Ranks) -> float:
+    """The fraction of a stored tensor that one rank holds.
 
-    shape: the tensor's, of those that make a quantised weight; a number can't be cut.
+    shape: the tensor's, which may be the scales of a quantised weight; a number can't be cut.
     """
-    if source.routed:
+    if stored.routed:
         return 1 / (ranks.tp if shape else ranks.ep)
-    return 1 / ranks.parts if shape and source.axis is not None else 1.0
+    return 1 / ranks.parts if shape and stored.axis is not None else 1.0
 
 
 def classify(config: ModelConfig, name: str) -> tuple[str, bool]:

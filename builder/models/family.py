@@ -15,7 +15,7 @@ from mtpbuild.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from mtpbuild.builder.models.common.causal_lm import CausalLM
     from mtpbuild.builder.models.common.plain import Reference
-    from mtpbuild.builder.models.common.weights import Share, Weight
+    from mtpbuild.builder.weights.made import Share, Weight
 
 
 PRODUCT = re.compile(r"(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")

@@ -29,12 +29,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
-from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import cross_cuda
 from mtpbuild.builder.targets.passes import attention_backend
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
+from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins import IN_PLACE, PYTORCH, facets
 from mtpbuild.runtime.contract.manifest import CONSTANTS, TargetInfo
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError

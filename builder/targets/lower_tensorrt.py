@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch.export import ExportedProgram
 
 from mtpbuild import plugins
-from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.models.common.collectives import RANK
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import trt_compile
+from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, TargetInfo, TensorSpec

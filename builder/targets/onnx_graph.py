@@ -16,8 +16,8 @@ import torch
 from onnxscript.optimizer import _constant_folding as folding
 
 from mtpbuild import plugins
-from mtpbuild.builder.engine.weights_file import Placed
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 
 aten = torch.ops.aten

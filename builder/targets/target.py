@@ -12,12 +12,12 @@ from mtpbuild.runtime.errors import MissingDependencyError
 from mtpbuild.runtime.targets import NoOptions
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.engine.weights_file import Placed
     from mtpbuild.builder.models.config import ModelConfig
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.builder.weights.placed import Placed
     from mtpbuild.runtime.contract.manifest import TargetInfo
 
 ONNX_PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir")

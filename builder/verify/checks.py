@@ -13,6 +13,7 @@ from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.verify.compare import MOST, PARTED, Finding, NotChecked, compare
 from mtpbuild.builder.verify.distribution import fit, known_prefixes, survival
 from mtpbuild.builder.verify.play import Played, play
+from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
 from mtpbuild.runtime.stats import COLLAPSED
 
@@ -108,7 +109,6 @@ def plain_text(case: Case) -> Finding:
             revision=None if case.checkpoint else manifest.build.revision,
         )
         with needs("build", "torch"):
-            from mtpbuild.builder.quantize.scheme import engine_scheme
             from mtpbuild.builder.verify.plain import judge, load_plain
     scheme = engine_scheme(manifest.build.quantised_to, manifest.build.head_weights)
     plain = load_plain(source.folder, layers_of(manifest), scheme)

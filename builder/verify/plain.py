@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
-from mtpbuild.builder.checkpoint.tensors import open_slice
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.models.common.plain import Reference
-from mtpbuild.builder.quantize.requantised import see
-from mtpbuild.builder.quantize.scheme import Scheme
 from mtpbuild.builder.verify.compare import LEAST, MOST, TIE, Finding, largest_but_jumps
 from mtpbuild.builder.verify.play import Played
+from mtpbuild.builder.weights.requantised import see
+from mtpbuild.builder.weights.scheme import Scheme
+from mtpbuild.builder.weights.stored import open_slice
 
 
 def load_plain(

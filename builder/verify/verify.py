@@ -14,6 +14,7 @@ from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of, needed_here
 from mtpbuild.builder.verify.compare import Finding, NotChecked
+from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.input_file import read_requests
@@ -123,7 +124,7 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
         raise NotChecked("this is a nextn 0 engine: give --against to compare it with another")
     if (dtype := manifest.build.dtype) != "float32":
         raise NotChecked(f"no nextn 0 engine in {dtype} is built for this: give --against")
-    weights, head = manifest.build.quantised_to, manifest.build.head_weights
+    weights = manifest.build.quantised_to
     if weights is not None and weights not in load_target(BuildRequest.target).formats:
         raise NotChecked(f"no nextn 0 engine in {weights} is built for this: give --against")
     missing = "there is no nextn 0 engine, and {}: give --against"
@@ -133,8 +134,7 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
             model,
             (),
             layers=layers,
-            weights=weights,
-            head_weights=head,
+            scheme=engine_scheme(weights, manifest.build.head_weights),
             revision=None if request.model else manifest.build.revision,
         )
         (built,) = build_engines(wanted, Stages(watch))

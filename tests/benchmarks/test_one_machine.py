@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.tensors import open_checkpoint
 from mtpbuild.builder.models.common.plain import MoE
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import UsageError
 from tests.support.engines import greedy_ids
 from tests.support.fake_target import quick_target

@@ -15,7 +15,7 @@ import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.prepare import make_plans
-from mtpbuild.builder.recipe import Source
+from mtpbuild.builder.recipe import FoundModel
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.controls import Controls
 from mtpbuild.runtime.contract.manifest import read_manifest
@@ -151,7 +151,7 @@ def test_the_folder(engine: Path, checkpoint: Path) -> None:
         size = (engine / f"rank{rank}" / "weights.safetensors").stat().st_size
         assert size / 4 == pytest.approx(whole - routed / 2, rel=0.05)
     request = build_request(checkpoint, (NEXTN,), target="inductor", tp=2, attention_dp=True)
-    ((out, _),) = make_plans(load_config(checkpoint), request, Source("two", "two", checkpoint))
+    ((out, _),) = make_plans(load_config(checkpoint), request, FoundModel("two", "two", checkpoint))
     assert out == Path("engines/two_n2_tp2_adp")
 
 

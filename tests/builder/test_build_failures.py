@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.build import BuiltEngine, build
-from mtpbuild.builder.engine import engine_weights, layout
+from mtpbuild.builder.engine import layout
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.weights import placed
 from mtpbuild.runtime.contract.manifest import check_files, read_manifest
 from mtpbuild.runtime.errors import BuildError, CheckpointError
 from mtpbuild.runtime.targets import find_target
@@ -173,7 +174,7 @@ def no_weights(patch: pytest.MonkeyPatch) -> None:
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    patch.setattr(engine_weights, "write_weights", write)
+    patch.setattr(placed, "write_weights", write)
 
 
 def no_graph(patch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.engine.engine_weights import EngineWeights
-from mtpbuild.builder.engine.weights_file import WEIGHTS
-from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models import ModelConfig
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.requantised import Requantised
-from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme, engine_scheme, make_scheme
+from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -27,8 +21,18 @@ from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.compare import NotChecked
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import Played, play
+from mtpbuild.builder.weights.placed import EngineWeights
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.requantised import Requantised
+from mtpbuild.builder.weights.scheme import (
+    SCHEMES,
+    Scheme,
+    build_scheme,
+    engine_scheme,
+    make_scheme,
+)
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import (
@@ -41,8 +45,8 @@ from tests.support.checkpoints import (
 )
 from tests.support.invoke import invoke
 from tests.support.numbers import plain_with_rounding
+from tests.support.opened import opened
 
-IDS = GenerationIds(None, (), None)
 ALL = ("int8", "int4", "fp8", "nvfp4")
 SMALL = QUANTIZABLE | SMALLEST
 ENDS = make_scheme("int4", None, None, head="int8")
@@ -71,18 +75,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("weights") / "small", **SMALL)
 
 
-def source(folder: Path, scheme: Scheme | None = None, **how: Any) -> ModelSource:
+def source(folder: Path, scheme: Scheme | None = None, **how: Any) -> OpenedModel:
     config: ModelConfig = load_config(folder)
     if "layers" in how:
         config = how["layers"].of(config)
-    return ModelSource("x", folder, config, IDS, formats=ALL, scheme=scheme, **how)
+    return opened(folder, config, formats=ALL, scheme=scheme, **how)
 
 
-def parameters(model: ModelSource) -> list[tuple[str, Any, Any]]:
+def parameters(model: OpenedModel) -> list[tuple[str, Any, Any]]:
     return [(name, p.shape, p.dtype) for name, p in model.model.named_parameters()]
 
 
-def written(model: ModelSource, folder: Path, rank: int = 0) -> bytes:
+def written(model: OpenedModel, folder: Path, rank: int = 0) -> bytes:
     folder.mkdir()
     EngineWeights(model).write(folder, None, rank)
     return (folder / WEIGHTS).read_bytes()
@@ -99,12 +103,16 @@ def test_the_weights(scheme: Scheme, stored: str, plain: Path, tmp_path: Path) -
         model = quantised(plain, SCHEMES[stored], tmp_path / "source")
     anew = source(quantised(model, scheme, tmp_path / "checkpoint"))
     ours = source(model, scheme)
-    assert ours.kept.keys() == anew.kept.keys()
+    assert ours.held.formats.keys() == anew.held.formats.keys()
     assert ours.weights_type == anew.weights_type == scheme.main
     assert ours.dequantised() == anew.dequantised()
     assert parameters(ours) == parameters(anew)  # of which, with places, programs are made
     assert written(ours, tmp_path / "a") == written(anew, tmp_path / "b")
-    assert ("embed_tokens" in ours.kept) == ("lm_head" in ours.kept) == (scheme is ENDS)
+    assert (
+        ("embed_tokens" in ours.held.formats)
+        == ("lm_head" in ours.held.formats)
+        == (scheme is ENDS)
+    )
 
 
 def test_some_layers_and_one_rank(plain: Path, tmp_path: Path) -> None:
@@ -124,7 +132,7 @@ def test_large_weights_come_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
         scheme = make_scheme(name, None, None, head="int8")
         whole = written(source(model, scheme), tmp_path / name)
         with monkeypatch.context() as patch:
-            patch.setattr("mtpbuild.builder.checkpoint.tensors.PIECE", 128)
+            patch.setattr("mtpbuild.builder.weights.stored.PIECE", 128)
             assert written(source(model, scheme), tmp_path / f"{name}-pieces") == whole
 
 
@@ -133,7 +141,7 @@ def test_what_no_block_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     folder = random_checkpoint(tmp_path / "model", **SMALLEST | {"hidden_size": 40})
     model = source(folder, ENDS)
     assert {"model.embed_tokens.weight", "lm_head.weight"} <= set(model.unfit)
-    assert not {"embed_tokens", "lm_head"} & set(model.kept)
+    assert not {"embed_tokens", "lm_head"} & set(model.held.formats)
     model.tell_formats()
     assert f"note: {len(model.unfit)} weights stay in float32: their columns do" in caplog.text
 
@@ -162,7 +170,7 @@ def test_a_weight_is_encoded_once(
 
     monkeypatch.setattr(Requantised, "encoded", noted)
     written(model, tmp_path / "engine")
-    kept = [source.name for w in model.table if w.name in model.kept for source in w.sources]
+    kept = [stored.name for w in model.table if w.format is not None for stored in w.stored]
     assert sorted(set(seen) & set(kept)) == sorted(weight for weight in seen if weight in kept)
     assert set(kept) <= set(seen)
 
@@ -216,13 +224,13 @@ def test_refusals(flags: str, says: str) -> None:
 class TestQuick:
     def test_a_build(self, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        request = BuildRequest(str(small), (0,), weights="int4")
+        request = BuildRequest(str(small), (0,), scheme=ENDS)
         (built,) = build(request)
         assert built.folder == Path("engines/small_n0_int4")
         found = built.manifest.build
         assert (found.weights, found.quantised_to, found.head_weights) == ("int4", "int4", "int8")
         assert build(request)[0].unchanged
-        (bare,) = build(BuildRequest(str(small), (0,), weights="int4", head_weights="none"))
+        (bare,) = build(BuildRequest(str(small), (0,), scheme=build_scheme("int4", "none")))
         assert not bare.unchanged
         assert (bare.manifest.build.quantised_to, bare.manifest.build.head_weights) == (
             "int4",
@@ -234,7 +242,9 @@ class TestQuick:
 
     @pytest.mark.usefixtures("quick_inductor")
     def test_target_inductor(self, small: Path, tmp_path: Path) -> None:
-        request = BuildRequest(str(small), (0,), target="inductor", weights="fp8", out=tmp_path)
+        request = BuildRequest(
+            str(small), (0,), target="inductor", scheme=SCHEMES["fp8"], out=tmp_path
+        )
         found = build(request)[0].manifest.build
         assert (found.weights, found.quantised_to, found.head_weights) == ("fp8", "fp8", None)
 
@@ -243,7 +253,7 @@ class TestQuick:
         """A refit quantises the new checkpoint as the build did."""
         other = save(tmp_path / "other", 1, **SMALL)
         first, wanted = (
-            build(BuildRequest(str(m), (0,), out=tmp_path / o, weights="int4", head_weights=head))
+            build(BuildRequest(str(m), (0,), out=tmp_path / o, scheme=build_scheme("int4", head)))
             for m, o in ((small, "engine"), (other, "wanted"))
         )
         old, new = refit(first[0].folder, str(other))
@@ -261,7 +271,7 @@ class TestQuick:
         assert (code, err) == (0, "")
         assert "weights would be quantised to int4; embedding and head to int8" in out
         assert "GB int4" in out
-        request = BuildRequest(str(small), (0,), out=tmp_path / "engine", weights="int4")
+        request = BuildRequest(str(small), (0,), out=tmp_path / "engine", scheme=ENDS)
         (foreseen,) = dry_run(request, Stages()).engines
         (built,) = build(request)
         header = int.from_bytes((built.folder / WEIGHTS).read_bytes()[:8], "little")
@@ -273,7 +283,7 @@ class TestQuick:
         """`verify` builds the nextn 0 engine with the same weights, and leaves the user's alone."""
         monkeypatch.chdir(tmp_path)
         (theirs,) = build(BuildRequest(str(small), (0,), out=Path("engines/small_n0")))
-        (built,) = build(BuildRequest(str(small), (1,), weights="int8", head_weights="none"))
+        (built,) = build(BuildRequest(str(small), (1,), scheme=build_scheme("int8", "none")))
         request = verify.VerifyRequest(built.folder, model=str(small))
         folder = verify.find_baseline(request, built.manifest, print)
         found = read_manifest(folder).build
@@ -291,7 +301,7 @@ class TestQuick:
 @pytest.mark.full
 def test_engines(small: Path, tmp_path: Path) -> None:
     """A draft and none say the same: what the dequantised model says with rounded inputs."""
-    request = BuildRequest(str(small), (0, 1), out=tmp_path, weights="int4", **LIMITS)
+    request = BuildRequest(str(small), (0, 1), out=tmp_path, scheme=ENDS, **LIMITS)
     said = [texts_of(built.folder) for built in build(request)]
     assert [t.token_ids for t in said[0]] == [t.token_ids for t in said[1]]
     assert sum(text.drafting.num_accepted_draft_tokens for text in said[1]) > 0
@@ -305,7 +315,7 @@ def test_engines(small: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_programs(small: Path, tmp_path: Path) -> None:
     """They are those of the quantised checkpoint, byte for byte, and one draft changes no text."""
-    (ours,) = build(BuildRequest(str(small), (1,), out=tmp_path / "a", weights="int4", **LIMITS))
+    (ours,) = build(BuildRequest(str(small), (1,), out=tmp_path / "a", scheme=ENDS, **LIMITS))
     checkpoint = quantised(small, ENDS, tmp_path / "checkpoint")
     none, anew = build(BuildRequest(str(checkpoint), (0, 1), out=tmp_path, **LIMITS))
     for name in (WEIGHTS, *(program.file for program in ours.manifest.programs.values())):

@@ -11,20 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint import tensors as module
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.checkpoint.tensors import (
-    Checkpoint,
-    joined,
-    load_model,
-    open_checkpoint,
-    stream_pieces,
-)
-from mtpbuild.builder.engine.weights_file import write_weights
-from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.quantize.formats import Part
+from mtpbuild.builder.weights import stored as module
+from mtpbuild.builder.weights.formats import Entry
+from mtpbuild.builder.weights.made import WHOLE, made, whole
+from mtpbuild.builder.weights.placed import write_weights
+from mtpbuild.builder.weights.stored import (
+    Checkpoint,
+    open_checkpoint,
+)
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import (
     SHAPES,
@@ -36,6 +33,7 @@ from tests.support.checkpoints import (
     save_checkpoint,
     shard,
 )
+from tests.support.opened import load_model
 
 NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
 MTP_EMBEDDING = "model.layers.1.embed_tokens.weight"
@@ -54,7 +52,7 @@ def check(folder: Path) -> Tensors:
     config = load_config(folder)
     checkpoint = open_checkpoint(folder)
     table = checkpoint.check(checkpoint.settle(config))
-    return dict(joined(stream_pieces(checkpoint, table)))
+    return dict(whole(made(checkpoint, table)))
 
 
 def refused(folder: Path) -> str:
@@ -79,14 +77,14 @@ def assert_equal(a: Tensors, b: Tensors) -> None:
 def test_the_table_covers_exactly_the_models_parameters(shape: str) -> None:
     reference = make_model(**SHAPES[shape])
     wanted = {name: tuple(p.shape) for name, p in DeepseekV3(reference.config).named_parameters()}
-    tensors, used, made = reference.state_dict(), set(), {}
+    tensors, used, shapes = reference.state_dict(), set(), {}
     for weight in weight_table(reference.config, WHOLE):
-        sources = [tensors[source.name] for source in weight.sources]
-        assert [tuple(t.shape) for t in sources] == [s.shape for s in weight.sources]
-        assert weight.name not in made
-        made[weight.name] = tuple(made_of(weight, tensors).shape)
-        used |= {source.name for source in weight.sources}
-    assert made == wanted
+        sources = [tensors[source.name] for source in weight.stored]
+        assert [tuple(t.shape) for t in sources] == [s.shape for s in weight.stored]
+        assert weight.name not in shapes
+        shapes[weight.name] = tuple(made_of(weight, tensors).shape)
+        used |= {source.name for source in weight.stored}
+    assert shapes == wanted
     assert used == set(tensors)
 
 
@@ -128,9 +126,9 @@ def test_weights_are_read_one_by_one(folder: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(folder)
     table = checkpoint.check(config)
     parameters = dict(DeepseekV3(config).named_parameters())
-    shapes = {w.name: Part("F32", tuple(parameters[w.name].shape)) for w in table}
-    places = write_weights(tmp_path / "all", shapes, joined(stream_pieces(checkpoint, table)))
-    first = {source.name: weight.name for weight in reversed(table) for source in weight.sources}
+    shapes = {w.name: Entry("F32", tuple(parameters[w.name].shape)) for w in table}
+    places = write_weights(tmp_path / "all", shapes, whole(made(checkpoint, table)))
+    first = {source.name: weight.name for weight in reversed(table) for source in weight.stored}
     written = dict[str, int]()
 
     class Watched(Checkpoint):
@@ -139,7 +137,7 @@ def test_weights_are_read_one_by_one(folder: Path, tmp_path: Path) -> None:
             return super().read(name)
 
     watched = Watched(**{each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)})
-    write_weights(tmp_path / "again", shapes, stream_pieces(watched, table))
+    write_weights(tmp_path / "again", shapes, made(watched, table))
     assert set(written) == set(checkpoint.tensors)
     for name, size in written.items():  # buffered writing may hold back at most one buffer
         assert size <= places[first[name]].offset <= size + 8192, name
@@ -173,7 +171,7 @@ def test_one_file_is_open_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_weights_file_is_safetensors(folder: Path, tmp_path: Path) -> None:
     weights = check(folder)
-    shapes = {name: Part("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
+    shapes = {name: Entry("F32", tuple(tensor.shape)) for name, tensor in weights.items()}
     places = write_weights(tmp_path / "w.safetensors", shapes, iter(weights.items()))
     stored = load_file(tmp_path / "w.safetensors")
     assert stored.keys() == weights.keys()

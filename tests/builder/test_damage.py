@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.checkpoint.tensors import joined, open_checkpoint, stream_pieces
 from mtpbuild.builder.fingerprint import fingerprint
-from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.weights.made import WHOLE, made, whole
+from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError
 from tests.support.checkpoints import SMALL, load_config, random_checkpoint, shard
 
@@ -45,7 +45,7 @@ def check(folder: Path) -> int:
     generation_ids(folder, config)
     fingerprint(folder, Plan(config, 0, None, 1, 64, 16), load_target("onnxruntime"))
     checkpoint = open_checkpoint(folder)
-    return sum(1 for _ in joined(stream_pieces(checkpoint, checkpoint.check(config))))
+    return sum(1 for _ in whole(made(checkpoint, checkpoint.check(config))))
 
 
 def flip(name: str, at: int, mask: int) -> Damage:

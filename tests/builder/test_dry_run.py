@@ -3,26 +3,25 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.engine.weights_file import WEIGHTS
-from mtpbuild.builder.model_source import ModelSource
-from mtpbuild.builder.models import load_config
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weightless import check_slices
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import make_scheme
+from mtpbuild.runtime.contract.manifest import WEIGHTS
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.invoke import invoke
+from tests.support.opened import opened
 from tests.support.requests import build_request
 
 TOOL = Path(__file__).parents[2] / "tools" / "sparse_checkpoint.py"
@@ -124,10 +123,9 @@ def test_the_headline_command_without_a_gpu(fp4: Path, tmp_path: Path) -> None:
 
 def test_parts_that_do_not_fit(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "plain", **EVEN)
-    ids = GenerationIds(None, (), None)
-    model = ModelSource("x", folder, load_config(folder), ids, device="meta", ranks=Ranks(2))
+    model = opened(folder, device="meta", ranks=Ranks(2))
     check_slices(model, [0, 1])
-    model.ranks = Ranks(4)
+    model = replace(model, ranks=Ranks(4))
     with pytest.raises(BuildError, match=r"rank 3: embed_tokens is \[16, 32\], the program's \[32"):
         check_slices(model, [3])
 

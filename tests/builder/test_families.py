@@ -27,11 +27,11 @@ from mtpbuild.builder.models.common.plain import PlainModel
 from mtpbuild.builder.models.config import MoEConfig, MTPRules
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.prepare import prepare
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import SCHEMES, make_scheme
 from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import SCHEMES, make_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError, UsageError

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from mtpbuild.builder.models.common.moe import GatheredMoE
-from mtpbuild.builder.models.common.weights import Share, like_routed
+from mtpbuild.builder.models.common.moe_weights import like_routed
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.targets.passes.gpu_graph import op_name
+from mtpbuild.builder.weights.made import Share
 from mtpbuild.plugins import IN_PLACE
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms

@@ -32,7 +32,7 @@ from triton.runtime import driver
 
 from mtpbuild.builder.models.common.blocks import Scaled, put
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-from mtpbuild.builder.models.common.weights import Share
+from mtpbuild.builder.weights.made import Share
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu

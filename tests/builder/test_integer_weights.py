@@ -7,25 +7,22 @@ import torch
 from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.generation import GenerationIds
-from mtpbuild.builder.checkpoint.tensors import load_model
-from mtpbuild.builder.engine.engine_weights import EngineWeights
-from mtpbuild.builder.engine.weights_file import WEIGHTS
-from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.blocks import Blocks, EmbeddingBlocks, ExpertBlocks
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme, make_scheme
+from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.checks import ROUNDED
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
+from mtpbuild.builder.weights.placed import EngineWeights
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.contract.state import layer_rows
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.numbers import plain_with_rounding
+from tests.support.opened import load_model, opened
 
-IDS = GenerationIds(None, (), None)
 BOTH = ("int8", "int4")
 MANY = QUANTIZABLE | {"n_routed_experts": 24, "num_experts_per_tok": 3}  # chosen ones are gathered
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
@@ -54,7 +51,7 @@ def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "int4": (plain, SCHEMES["int4"]),
         "ends": (plain, make_scheme("int4", None, None, head="int8")),
         "tied": (tied, make_scheme("int8", None, None, head="int8")),
-        "mtp": (plain, Scheme("bf16", "int4")),
+        "mtp": (plain, Scheme(None, "int4")),
         "many": (many, SCHEMES["int4"]),
         "many-int8": (many, SCHEMES["int8"]),
         "halves": (many, halves),
@@ -64,8 +61,8 @@ def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {name: place / name for name in schemes}
 
 
-def source(folder: Path, formats: tuple[str, ...]) -> ModelSource:
-    return ModelSource("x", folder, load_config(folder), IDS, formats=formats)
+def source(folder: Path, formats: tuple[str, ...]) -> OpenedModel:
+    return opened(folder, formats=formats)
 
 
 @pytest.mark.parametrize("name", [*BOTH, "ends", "tied", "many", "many-int8"])
@@ -78,7 +75,7 @@ def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path)
     whole = load_model(folders[name], kept.config)
     kinds = (Blocks, EmbeddingBlocks, ExpertBlocks)
     values = {n: m for n, m in kept.model.named_modules() if isinstance(m, kinds)}
-    assert set(values) == set(kept.kept)
+    assert set(values) == set(kept.held.formats)
     # Per layer: from the input, q_b, o, gate and up, down; of shared experts too; both ends.
     more = 2 * 2 if name.startswith("many") else 2 * (name in ("ends", "tied"))
     assert len(values) == 3 * 5 + more
@@ -99,18 +96,18 @@ def test_what_stays(
 ) -> None:
     """Only formats that the target runs, and only products that are in one of them as a whole."""
     assert source(plain, BOTH).weights_type == "float32"
-    assert source(folders["int4"], ("int8",)).kept == {}
+    assert source(folders["int4"], ("int8",)).held.formats == {}
     kept = source(folders["int4"], BOTH)
     assert kept.weights_type == "int4"
-    assert {each.format.name for each in kept.kept.values()} == {"int4"}
-    assert "layers.0.self_attn.w_uk" not in kept.kept
-    assert "layers.1.mlp.experts.down_proj" in kept.kept
+    assert {each.name for each in kept.held.formats.values()} == {"int4"}
+    assert "layers.0.self_attn.w_uk" not in kept.held.formats
+    assert "layers.1.mlp.experts.down_proj" in kept.held.formats
     assert source(folders["int8"], BOTH).weights_type == "int8"
     experts = [f"layers.1.mlp.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
-    assert set(experts) <= set(source(folders["many"], BOTH).kept)
-    assert not set(experts) & set(source(folders["halves"], BOTH).kept), "QMoE takes both"
+    assert set(experts) <= set(source(folders["many"], BOTH).held.formats)
+    assert not set(experts) & set(source(folders["halves"], BOTH).held.formats), "QMoE takes both"
     modules = source(folders["mtp"], BOTH)
-    assert all(name.startswith("mtp.0.") for name in modules.kept)
+    assert all(name.startswith("mtp.0.") for name in modules.held.formats)
     whole = source(folders["int4"], ())
     assert whole.info().parameters == kept.info().parameters == source(plain, ()).info().parameters
     kept.tell_formats()

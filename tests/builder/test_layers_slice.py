@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
-from mtpbuild.builder.checkpoint.tensors import joined, stream_pieces
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.weights.made import made
+from mtpbuild.builder.weights.made import whole as whole_weights
 from mtpbuild.runtime.errors import BuildError, UsageError
 from tests.support.checkpoints import load_config, lower, make_model, save_checkpoint
 from tests.support.invoke import invoke
+from tests.support.opened import opened
 
 SHAPE = {"num_hidden_layers": 5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 2}
 
@@ -53,9 +53,9 @@ def test_its_weights_are_those_layers(
         }
     )
     cut, config = LayersSlice(first, last), load_config(folder)
-    source = ModelSource("x", folder, cut.of(config), generation_ids(folder, config), layers=cut)
+    source = opened(folder, cut.of(config), layers=cut)
     wanted = lower(own).state_dict()
-    found = dict(joined(stream_pieces(source.checkpoint, source.table)))
+    found = dict(whole_weights(made(source.checkpoint, source.table)))
     assert list(found) == [weight.name for weight in source.table]
     assert set(found) <= set(wanted)
     for name, tensor in found.items():

@@ -9,18 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.checkpoint.generation import GenerationIds
-from mtpbuild.builder.checkpoint.tensors import load_model
-from mtpbuild.builder.engine.engine_weights import EngineWeights
-from mtpbuild.builder.engine.weights_file import WEIGHTS
-from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models.common.moe import ExpertRows
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.refit import refit
-from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.builder.weights.placed import EngineWeights
+from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder, greedy_ids
+from tests.support.opened import load_model, opened
 from tests.support.transformers_oracle import transformers_greedy, transformers_model
 
 pytestmark = pytest.mark.xdist_group("many-experts")  # another worker would wait for the engines
@@ -86,8 +83,8 @@ def test_the_weights_are_stored_once(engine: Path) -> None:
 
 def test_both_layouts_are_the_same_model(folder: Path, tmp_path: Path) -> None:
     """Experts compute the same by outputs, for a CPU, and by inputs, for a GPU."""
-    config, ids = load_config(folder), GenerationIds(None, (), None)
-    source = ModelSource("x", folder, config, ids, expert_rows=True)
+    config = load_config(folder)
+    source = opened(folder, config, expert_rows=True)
     EngineWeights(source).write(tmp_path, siblings=None)
     source.model.load_state_dict(load_file(tmp_path / WEIGHTS), assign=True)
     by_inputs = load_model(folder, config)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.checkpoint.write import Shard, nbytes
-from mtpbuild.builder.engine.weights_file import WEIGHTS
-from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.quantize.formats import Part
+from mtpbuild.builder.weights.formats import Entry
+from mtpbuild.builder.weights.made import WHOLE
+from mtpbuild.builder.weights.placed import Shard
+from mtpbuild.runtime.contract.manifest import WEIGHTS
 from tests.support.checkpoints import BASE
 
 SHAPE: dict[str, Any] = {
@@ -33,22 +33,22 @@ LARGEST = 8192 * 256 * 4  # bytes of the embedding, in fp32
 WRITE = """
 import re, sys
 from pathlib import Path
-from mtpbuild.builder.engine.engine_weights import EngineWeights
-from mtpbuild.builder.model_source import ModelSource
+from mtpbuild.builder.weights.placed import EngineWeights
+from mtpbuild.builder.opened_model import WeightStyle, open_model
+from mtpbuild.builder.recipe import FoundModel
 from mtpbuild.builder.checkpoint.generation import generation_ids
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.quantize.scheme import engine_scheme
+from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime.ranks import Ranks
 
 folder, out, (tp, rank) = Path(sys.argv[1]), Path(sys.argv[2]), map(int, sys.argv[3:5])
 weights, head = (None if name == "none" else name for name in sys.argv[5:])
 config = load_config(folder)
-source = ModelSource(
-    "x",
-    folder,
+source = open_model(
+    FoundModel("x", "x", folder),
     config,
     generation_ids(folder, config),
-    formats=("int4", "int8"),
+    WeightStyle(formats=("int4", "int8")),
     ranks=Ranks(tp),
     scheme=engine_scheme(weights, head),
 )
@@ -68,8 +68,10 @@ def holes(folder: Path, shape: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(BASE | shape))
     table = weight_table(parse_config(BASE | shape), WHOLE)
-    tensors = {s.name: Part("BF16", s.shape) for weight in table for s in weight.sources}
-    assert max(map(nbytes, tensors.values())) * 2 * 8192 == LARGEST * shape["vocab_size"]
+    tensors = {s.name: Entry("BF16", s.shape) for weight in table for s in weight.stored}
+    assert (
+        max(entry.nbytes for entry in tensors.values()) * 2 * 8192 == LARGEST * shape["vocab_size"]
+    )
     shard = Shard(SINGLE, tensors)
     with (folder / shard.file).open("wb") as file:
         file.write(shard.header())

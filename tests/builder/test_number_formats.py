@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.quantize.formats import (
+from mtpbuild.builder.weights.formats import (
     FORMATS,
     FP8,
     INT4,
@@ -15,7 +15,7 @@ from mtpbuild.builder.quantize.formats import (
     MAGNITUDES,
     NVFP4,
     WIDE,
-    Part,
+    Entry,
     pack,
     stored_format,
     unpack,
@@ -124,11 +124,11 @@ def test_int8_bytes() -> None:
 @pytest.mark.parametrize(("bits", "width"), [(4, 16), (8, 32)])
 def test_older_integers(bits: int, width: int) -> None:
     """Our checkpoints once had scales in fp32: they are read as what they are."""
-    stored = {"w": Part("U8", (3, 2, width)), "w_scale": Part("F32", (3, 2))}
+    stored = {"w": Entry("U8", (3, 2, width)), "w_scale": Entry("F32", (3, 2))}
     format = stored_format("w", stored)
     assert format is WIDE[bits]
     assert format.parts((3, 64)) == {"": stored["w"], "_scale": stored["w_scale"]}
-    stored["w_scale"] = Part("F16", (3, 2))
+    stored["w_scale"] = Entry("F16", (3, 2))
     assert stored_format("w", stored) is (INT4 if bits == 4 else INT8)
 
 

@@ -13,9 +13,9 @@ from mtpbuild.builder.forecast.cpu import RESIDENT, CpuForecast, forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
 from mtpbuild.builder.host import Disk, Machine, find_disk, this_machine
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import ALONE
 from tests.support.checkpoints import BASE, SMALLEST, random_checkpoint
@@ -44,7 +44,7 @@ def foretold(model: str | Path, *nextn: int, **flags: Any) -> CpuForecast:
 
 
 def engine_sizes(f: CpuForecast) -> dict[str, int]:
-    return {engine.weights: engine.bytes for engine in f.engines}
+    return {engine.weights or "none": engine.bytes for engine in f.engines}
 
 
 @pytest.mark.parametrize("tied", [False, True])

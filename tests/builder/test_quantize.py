@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint import write
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
-from mtpbuild.builder.checkpoint.tensors import joined, open_checkpoint, stream_pieces
-from mtpbuild.builder.models.common.weights import WHOLE
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
-from mtpbuild.builder.quantize import quantize
-from mtpbuild.builder.quantize.formats import FORMATS
-from mtpbuild.builder.quantize.quantize import MODELOPT, Quantized, QuantizeRequest
-from mtpbuild.builder.quantize.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
+from mtpbuild.builder.weights import placed, quantize
+from mtpbuild.builder.weights.formats import FORMATS
+from mtpbuild.builder.weights.made import WHOLE, made, whole
+from mtpbuild.builder.weights.quantize import MODELOPT, Quantized, QuantizeRequest
+from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.scheme import NVFP4_V2, SCHEMES, Scheme, make_scheme
+from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.support.checkpoints import QUANTIZABLE, load_config, made_of, random_checkpoint
 from tests.support.invoke import invoke
@@ -46,14 +46,12 @@ def run(source: Path, out: Path, scheme: Scheme, force: bool = False) -> Quantiz
 def read(folder: Path) -> dict[str, Tensor]:
     """Every weight of the program, through the checks."""
     checkpoint = open_checkpoint(folder)
-    return dict(
-        joined(stream_pieces(checkpoint, checkpoint.check(checkpoint.settle(load_config(folder)))))
-    )
+    return dict(whole(made(checkpoint, checkpoint.check(checkpoint.settle(load_config(folder))))))
 
 
 def formats_of(folder: Path) -> dict[str, str]:
     checkpoint = open_checkpoint(folder)
-    names = {s.name for w in weight_table(load_config(folder), WHOLE) for s in w.sources}
+    names = {s.name for w in weight_table(load_config(folder), WHOLE) for s in w.stored}
     found = {name: checkpoint.format(name) for name in names}
     return {name: format.name for name, format in found.items() if format is not None}
 
@@ -67,8 +65,8 @@ def test_what_is_written_is_read(name: str, source: Path, tmp_path: Path) -> Non
     stored = load_file(tmp_path / "out" / SINGLE)
     for weight in weight_table(load_config(source), WHOLE):
         tensors = {}
-        for part in weight.sources:
-            format = SCHEMES[name].format(load_config(source), part)
+        for part in weight.stored:
+            format = format_by(SCHEMES[name], load_config(source), part)
             if format is None:
                 tensors[part.name] = stored[part.name].float()
                 continue
@@ -110,7 +108,7 @@ def test_which_weights(source: Path, tmp_path: Path) -> None:
 
 
 def test_modules_in_another_precision(source: Path, tmp_path: Path) -> None:
-    run(source, tmp_path / "a", Scheme("bf16", "nvfp4"))
+    run(source, tmp_path / "a", Scheme(None, "nvfp4"))
     found = formats_of(tmp_path / "a")
     assert set(found.values()) == {"nvfp4"}
     assert all(name.startswith("model.layers.2.mlp.") for name in found)
@@ -176,7 +174,7 @@ def test_a_quantised_checkpoint_is_a_source(source: Path, tmp_path: Path) -> Non
 
 def test_shards(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(source, tmp_path / "one", SCHEMES["nvfp4"])
-    split = write.split
+    split = placed.split
     monkeypatch.setattr(quantize, "split", lambda parts: split(parts, 100_000))
     run(source, tmp_path / "many", SCHEMES["nvfp4"])
     shards = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
@@ -258,14 +256,14 @@ def test_scales_for_activations_and_caches_are_not_needed(source: Path, tmp_path
 def test_the_flags(source: Path, tmp_path: Path) -> None:
     assert make_scheme("nvfp4", None, None) == SCHEMES["nvfp4"]
     assert make_scheme("nvfp4", None, NVFP4_V2) == SCHEMES["nvfp4-v2"]
-    assert make_scheme("bf16", "int4", None) == Scheme("bf16", "int4")
+    assert make_scheme("bf16", "int4", None) == Scheme(None, "int4")
     with pytest.raises(UsageError, match="--to fp9 is unknown; supported: bf16, fp8, nvfp4, int8"):
         make_scheme("fp9", None, None)
     with pytest.raises(UsageError, match="--to bf16 quantises nothing"):
         make_scheme("bf16", None, None, head="none")
     with pytest.raises(UsageError, match="--head int4 is unknown; supported: int8, none"):
         make_scheme("int4", None, None, head="int4")
-    assert make_scheme("bf16", None, None, head="int8") == Scheme("bf16", "bf16", None, "int8")
+    assert make_scheme("bf16", None, None, head="int8") == Scheme(None, None, None, "int8")
     flags = ("quantize", "--model", source, "--to", "fp8", "--out")
     code, out, err = invoke(*flags, tmp_path / "new", "--exclude", "*.mlp.*")
     assert (code, err) == (0, "")

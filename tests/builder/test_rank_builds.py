@@ -16,14 +16,15 @@ import pytest
 from mtpbuild.builder.build import BuiltEngine, build
 from mtpbuild.builder.checkpoint.layers_slice import parse_layers
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.engine.weights_file import WEIGHTS, Placed
 from mtpbuild.builder.fingerprint import EVERY, SAMPLE, fingerprint, identity
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
+    WEIGHTS,
     check_files,
     engine_folders,
     rank_name,

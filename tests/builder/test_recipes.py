@@ -6,7 +6,6 @@ import pytest
 
 from mtpbuild.builder.checkpoint.shards import INDEX
 from mtpbuild.builder.models import load_config
-from mtpbuild.builder.quantize.scheme import SCHEMES
 from mtpbuild.builder.recipe import (
     default_target,
     find_model,
@@ -15,6 +14,7 @@ from mtpbuild.builder.recipe import (
     load_recipes,
     name_model,
 )
+from mtpbuild.builder.weights.scheme import SCHEMES
 from mtpbuild.runtime.errors import MissingWeightsError, UnknownRecipeError, UsageError
 from mtpbuild.runtime.targets import names
 from tests.support.fake_target import quick_target

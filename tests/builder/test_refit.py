@@ -15,10 +15,10 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint import side_files
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import make_scheme
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import MANIFEST, check_files, read_manifest
 from mtpbuild.runtime.errors import MtpbuildError
 from tests.reference.recompute import greedy

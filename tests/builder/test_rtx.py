@@ -10,20 +10,19 @@ from typing import Any
 import onnx.parser
 import pytest
 
-from mtpbuild.builder import model_source
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.generation import GenerationIds
-from mtpbuild.builder.engine.engine_weights import EngineWeights
 from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.trace import trace
 from mtpbuild.builder.targets import onnx_graph
 from mtpbuild.builder.targets.lower_tensorrt_rtx import SORTED, compile_graph
+from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import check_files
 from mtpbuild.runtime.errors import BuildError, EngineError
 from tests.support import fake_cuda, fake_tensorrt
+from tests.support.opened import opened
 from tests.support.requests import build_request
 from tests.support.styles import style_of
 
@@ -51,8 +50,7 @@ def plan_of(folder: Path, **changes: Any) -> Plan:
 def graphs(predictable_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the ONNX files that the target compiles, and their weights."""
     plan, folder = plan_of(predictable_folder), tmp_path_factory.mktemp("graphs")
-    ids = GenerationIds(None, (), None)
-    source = model_source.ModelSource("toy", predictable_folder, plan.config, ids)
+    source = opened(predictable_folder, plan.config)
     places = EngineWeights(source).write(folder, siblings=folder / "none").places
     for program in source.programs(plan):
         onnx_graph.lower(trace(program, plan), places, folder)

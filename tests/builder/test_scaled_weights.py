@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +13,35 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.shards import SINGLE
-from mtpbuild.builder.checkpoint.tensors import joined, load_model, stream_pieces
-from mtpbuild.builder.engine.engine_weights import EngineWeights
-from mtpbuild.builder.engine.weights_file import WEIGHTS
-from mtpbuild.builder.model_source import ModelSource
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.blocks import Scaled
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.weights import Share
+from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import trace
-from mtpbuild.builder.quantize.formats import FORMATS, FP8, NVFP4
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import SCHEMES, Scheme
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.compare import MOST
 from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import play
+from mtpbuild.builder.weights.formats import FORMATS, FP8, NVFP4
+from mtpbuild.builder.weights.made import Share, made, whole
+from mtpbuild.builder.weights.placed import EngineWeights
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import SCHEMES, Scheme
 from mtpbuild.plugins.matmul_scaled.op import dequantise, e2m1, e4m3, matmul_scaled
 from mtpbuild.runtime import Engine, SamplingParams
-from mtpbuild.runtime.contract.manifest import FloatType, read_manifest
+from mtpbuild.runtime.contract.manifest import WEIGHTS, FloatType, read_manifest
 from mtpbuild.runtime.contract.state import layer_rows
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import ALONE, Ranks
 from tests.reference.recompute import greedy
-from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
+from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
 from tests.support.inductor_engines import compiled_soon
+from tests.support.opened import load_model, opened
 from tests.support.styles import style_of
 
-IDS = GenerationIds(None, (), None)
 BOTH = ("fp8", "nvfp4")
 PROMPTS = [[5, 17, 3], [40, 2], [9, 9, 33, 21, 60]]
 MANY = QUANTIZABLE | {"n_routed_experts": 24, "n_group": 4, "num_experts_per_tok": 3}  # gathered
@@ -75,8 +73,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> MakeFolder:
     return make
 
 
-def source(folder: Path, formats: tuple[str, ...] = BOTH, **how: Any) -> ModelSource:
-    return ModelSource("x", folder, load_config(folder), IDS, formats=formats, **how)
+def source(folder: Path, formats: tuple[str, ...] = BOTH, **how: Any) -> OpenedModel:
+    return opened(folder, formats=formats, **how)
 
 
 def kept_model(folder: Path, to: Path, dtype: FloatType = "float32") -> CausalLM:
@@ -119,10 +117,12 @@ def test_what_stays(folder: MakeFolder, caplog: pytest.LogCaptureFixture) -> Non
     attention = {"qkv_a_proj", "q_b_proj", "o_proj"}
     mlp = {"gate_up_proj", "down_proj"}
     names = {f"self_attn.{leaf}" for leaf in attention} | {f"mlp.{leaf}" for leaf in mlp}
-    assert {n for n in fp8.kept if n.startswith("layers.0.")} == {f"layers.0.{n}" for n in names}
+    assert {n for n in fp8.held.formats if n.startswith("layers.0.")} == {
+        f"layers.0.{n}" for n in names
+    }
     experts = {f"layers.1.mlp.{at}{leaf}" for at in ("", "shared_experts.") for leaf in mlp}
-    assert set(nvfp4.kept) == experts | {f"layers.0.mlp.{leaf}" for leaf in mlp}
-    assert source(folder("fp8"), ("nvfp4",)).kept == {}
+    assert set(nvfp4.held.formats) == experts | {f"layers.0.mlp.{leaf}" for leaf in mlp}
+    assert source(folder("fp8"), ("nvfp4",)).held.formats == {}
     assert caplog.text == ""
     fp8.tell_formats()
     assert "note: quantised weights (3 in fp8) are dequantised" in caplog.text  # kv_b_proj
@@ -140,10 +140,11 @@ def test_ranks_hold_their_part(name: str, ranks: Ranks, folder: MakeFolder) -> N
         share = Share(ranks, rank)
         kept = source(folder(name), ranks=ranks)
         table, checkpoint = kept.weight_table(rank), kept.checkpoint
-        plain = dict(joined(stream_pieces(checkpoint, table, share=share)))
-        stored = dict(joined(stream_pieces(checkpoint, table, kept.kept, share)))
-        assert kept.kept
-        for weight in kept.kept:
+        floats = [replace(weight, format=None) for weight in table]
+        plain = dict(whole(made(checkpoint, floats, share)))
+        stored = dict(whole(made(checkpoint, table, share)))
+        assert kept.held.formats
+        for weight in kept.held.formats:
             parts = (stored.get(f"{weight}.{part}") for part in ("values", "scales", "scales_2"))
             assert torch.equal(dequantise(*parts), plain[weight])  # type: ignore[arg-type]
         parameters = dict(kept.model.named_parameters())
@@ -154,7 +155,7 @@ def test_what_does_not_split(folder: MakeFolder) -> None:
     """A rank of 4 has 48 of a dense MLP's 192 columns, and 16 of an expert's 64; of 8 but 8."""
     places = {"gate_up_proj", "down_proj"}
     for tp, there in ((4, places), (8, {"gate_up_proj"})):
-        names = source(folder("nvfp4"), ranks=Ranks(tp)).kept
+        names = source(folder("nvfp4"), ranks=Ranks(tp)).held.formats
         assert {n.rpartition(".")[2] for n in names if ".experts." in n} == there
 
 

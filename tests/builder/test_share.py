@@ -14,12 +14,12 @@ from torch import Tensor
 
 from mtpbuild.builder.models.common import causal_lm, collectives, layers
 from mtpbuild.builder.models.common.plain import Reference
-from mtpbuild.builder.models.common.weights import WHOLE, Share, Source
 from mtpbuild.builder.models.deepseek_v3.config import parse_config
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.recipe import recipe_folder
+from mtpbuild.builder.weights.made import WHOLE, Share, Stored
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 from tests.reference.eager import EagerPrograms
@@ -160,17 +160,17 @@ def test_every_weight_is_somewhere_once(tp: int, ep: int) -> None:
     shares = [Share(Ranks(tp, ep), rank) for rank in range(tp)]
     held: dict[str, list[Tensor]] = {}
     for share in shares:
-        sources = {s.name: s for weight in weight_table(c, share) for s in weight.sources}
+        sources = {s.name: s for weight in weight_table(c, share) for s in weight.stored}
         for source in sources.values():
             if source.axis is not None:
                 numbers = torch.arange(int(np.prod(source.shape))).view(source.shape)
                 held.setdefault(source.name, []).append(share.cut(source, numbers).flatten())
-    cut = [s for weight in weight_table(c, WHOLE) for s in weight.sources if s.axis is not None]
+    cut = [s for weight in weight_table(c, WHOLE) for s in weight.stored if s.axis is not None]
     assert {source.name for source in cut} == set(held)
     for source in cut:
         found = torch.cat(held[source.name]).sort().values
         assert torch.equal(found, torch.arange(int(np.prod(source.shape)))), source.name
-    replicated = {s.name for w in weight_table(c, WHOLE) for s in w.sources if s.axis is None}
+    replicated = {s.name for w in weight_table(c, WHOLE) for s in w.stored if s.axis is None}
     kinds = {name.rpartition("layers.")[2].partition(".")[2] or name for name in replicated}
     assert kinds == {
         "enorm.weight",
@@ -193,12 +193,12 @@ def test_with_attention_dp_only_routed_experts_are_cut(experts: int) -> None:
     c = parse_config(BASE | {"n_routed_experts": experts})
     share = Share(Ranks(4, 2, attention_dp=True), 3)
     cut, seen = set[str](), set[str]()
-    for source in (s for weight in weight_table(c, share) for s in weight.sources):
+    for source in (s for weight in weight_table(c, share) for s in weight.stored):
         tensor = torch.empty(source.shape, device="meta")
         seen.add(source.name)
         if share.cut(source, tensor).shape != source.shape:
             cut.add(source.name)
-    everything = {s.name for weight in weight_table(c, WHOLE) for s in weight.sources}
+    everything = {s.name for weight in weight_table(c, WHOLE) for s in weight.stored}
     routed = {name for name in everything if ".mlp.experts." in name}
     assert cut == {n for n in routed if int(n.split(".")[5]) in share.experts(c.n_routed_experts)}
     assert seen == everything - routed | cut
@@ -257,7 +257,7 @@ def test_deepseek_v3_on_eight_ranks() -> None:
         check_ranks(c, Ranks(8, ep))
     share = Share(Ranks(8, 8), 3)
     assert share.experts(c.n_routed_experts) == range(96, 128)
-    gate = Source("gate", (2048, 7168), axis=0, routed=True)
+    gate = Stored("gate", (2048, 7168), axis=0, routed=True)
     for ranks, inner in ((Ranks(8, 8), 2048), (Ranks(8, 2), 512)):
         part = Share(ranks, 3).cut(gate, torch.empty(gate.shape, device="meta"))
         assert part.shape == (inner, 7168)

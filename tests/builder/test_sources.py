@@ -7,7 +7,7 @@ import pytest
 
 from mtpbuild.builder.sources import PACKAGE, STAGES, TREE, hash_of_code
 
-CPU = ("builder.targets.onnxruntime", "builder.targets.lower_onnxruntime")
+CPU = ("builder.targets.onnxruntime", "builder.targets.onnx_graph")
 MODULES = (*CPU, "builder.models.deepseek_v3.config")
 
 
@@ -58,10 +58,10 @@ def test_a_constant_or_an_operation_counts(tree: Path, file: str, before: str, a
     "file",
     [
         "plugins/rope/onnx.py",
-        "builder/targets/lower_onnxruntime.py",
+        "builder/targets/onnx_graph.py",
         "builder/models/deepseek_v3/attention.py",
         "builder/models/common/layers.py",
-        "builder/quantize/requantised.py",
+        "builder/weights/requantised.py",
     ],
 )
 def test_code_that_makes_an_engine_counts(tree: Path, file: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import make_scheme
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 
 pytestmark = pytest.mark.tensorrt

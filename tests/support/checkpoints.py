@@ -14,11 +14,11 @@ from torch import Tensor
 from mtpbuild.builder import models
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.models.common.plain import MTPModule
-from mtpbuild.builder.models.common.weights import WHOLE, Share, Weight
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config, parse_config
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
+from mtpbuild.builder.weights.made import WHOLE, Share, Weight
 
 BASE: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -183,16 +183,16 @@ def lower(reference: Transformer, share: Share = WHOLE) -> DeepseekV3:
         if name.rpartition(".")[2] == "rank"
     }
     for weight in weight_table(reference.config, share):
-        cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.sources}
+        cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.stored}
         weights[weight.name] = made_of(weight, cut)
     model.load_state_dict(weights, assign=True)
     return model.eval()
 
 
 def made_of(weight: Weight, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Makes a program's weight from its sources by name."""
-    slices = ([tensors[source.name] for source in group] for group in weight.groups)
-    return torch.cat([weight.transform(*sources) for sources in slices])
+    """Makes a program's weight from the checkpoint's tensors by name."""
+    slices = ([tensors[stored.name] for stored in group] for group in weight.groups)
+    return torch.cat([weight.transform(*each) for each in slices])
 
 
 def write_tokenizer(path: Path, size: int = 1) -> None:

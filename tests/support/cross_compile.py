@@ -96,11 +96,11 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
     """Yields programs with their plans."""
 
     from mtpbuild.builder.models.common.precision import FLOATS, hold_in
-    from mtpbuild.builder.models.common.weights import Share
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
-    from mtpbuild.builder.quantize.scheme import PLAIN
     from mtpbuild.builder.targets.inductor import TARGET
+    from mtpbuild.builder.weights.made import Share
+    from mtpbuild.builder.weights.scheme import UNQUANTISED
     from mtpbuild.runtime.ranks import Ranks
     from tests.support.checkpoints import lower, make_model
 
@@ -122,7 +122,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
     on_gpu, random_model, slices = (import_module(f"on_gpu.{name}") for name in names)
     parts, _, format = parts.partition(" in ")
     tp = {"r1": 8, "r1-alone": 1}.get(model)
-    whole = slices.small((3,)) if tp is None else slices.r1_share(tp, (3,), format or PLAIN)
+    whole = slices.small((3,)) if tp is None else slices.r1_share(tp, (3,), format or UNQUANTISED)
 
     def with_layers(dense: int, moe: int) -> Any:
         """Keeps so many layers, and the module behind them."""
@@ -168,10 +168,10 @@ def main(folder: Path, *cases: str) -> None:
     from torch._inductor.codecache import AotCodeCompiler
     from triton import knobs
 
-    from mtpbuild.builder.engine.weights_file import Placed
     from mtpbuild.builder.step_counts import counted
     from mtpbuild.builder.targets import lower_inductor
     from mtpbuild.builder.targets.inductor import TARGET, InductorOptions
+    from mtpbuild.builder.weights.placed import Placed
 
     torch.set_num_threads(1)
     lower_inductor.OPTIONS["aot_inductor.compile_wrapper_opt_level"] = "O0"  # compiles faster

@@ -31,8 +31,8 @@ from tests.support.collectives import HERE, GlooPeers, RankGpu, listened_to
 from tests.support.registry import registered
 
 if TYPE_CHECKING:
-    from mtpbuild.builder.engine.weights_file import Placed
     from mtpbuild.builder.program.trace import Traced
+    from mtpbuild.builder.weights.placed import Placed
 
 ROOT = Path(__file__).parents[2]
 GPUS, TAKEN = "FAKE_GPUS", "FAKE_GPU_TAKEN"  # in the environment: how many; one that can't be had

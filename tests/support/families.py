@@ -11,7 +11,7 @@ from torch import nn
 from mtpbuild.builder.models import family_of, find_family
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.plain import PlainModel, Reference
-from mtpbuild.builder.models.common.weights import WHOLE, Share
+from mtpbuild.builder.weights.made import WHOLE, Share
 from tests.support.checkpoints import BASE, made_of
 
 EXPERTS: dict[str, Any] = {
@@ -214,7 +214,7 @@ def lower_family(reference: Reference, share: Share = WHOLE) -> CausalLM:
         if name.rpartition(".")[2] == "rank"
     }
     for weight in family.weight_table(reference.config, share):
-        cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.sources}
+        cut = {s.name: share.cut(s, tensors[s.name]) for s in weight.stored}
         weights[weight.name] = made_of(weight, cut)
     model.load_state_dict(weights, assign=True)
     return model.eval()

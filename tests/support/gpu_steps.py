@@ -6,17 +6,18 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mtpbuild.builder.model_source import join_shared
-from mtpbuild.builder.models.common.weights import Share, like_routed, with_shared
+from mtpbuild.builder.models.common.moe_weights import like_routed, with_shared
 from mtpbuild.builder.models.deepseek_v3.model import DeepseekV3
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.models.deepseek_v3.weights import weight_table
+from mtpbuild.builder.opened_model import join_shared
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.builder.program.trace import Traced, trace
 from mtpbuild.builder.targets.lower_inductor import in_place
 from mtpbuild.builder.targets.passes.gpu_graph import for_gpu
 from mtpbuild.builder.targets.style import Kernels
+from mtpbuild.builder.weights.made import Share
 from tests.support.checkpoints import lower, made_of, make_predictable
 from tests.support.steps import CHUNK, begin
 from tests.support.styles import style_of
@@ -33,7 +34,7 @@ def with_joined(reference: Transformer) -> DeepseekV3:
     model, tensors = lower(reference), reference.state_dict()
     join_shared(model, modules)
     weights = {
-        w.name: made_of(w, {s.name: tensors[s.name] for s in w.sources})
+        w.name: made_of(w, {s.name: tensors[s.name] for s in w.stored})
         for w in with_shared(table, modules)
     }
     model.load_state_dict(weights, assign=True)

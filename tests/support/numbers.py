@@ -4,9 +4,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from mtpbuild.builder.checkpoint.tensors import open_checkpoint
 from mtpbuild.builder.models.common.plain import Reference
 from mtpbuild.builder.verify.plain import load_plain
+from mtpbuild.builder.weights.stored import open_checkpoint
 
 
 def in_int8_blocks(x: Tensor) -> Tensor:

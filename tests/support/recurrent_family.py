@@ -25,9 +25,9 @@ from mtpbuild.builder.models.common.layers import (
     State,
 )
 from mtpbuild.builder.models.common.precision import parameter
-from mtpbuild.builder.models.common.weights import Share, Source, Weight, product, vector
 from mtpbuild.builder.models.config import Reader
 from mtpbuild.builder.models.family import Recurrent
+from mtpbuild.builder.weights.made import Share, Stored, Weight, product, vector
 from mtpbuild.runtime.ranks import Ranks
 from tests.support import toy_family
 from tests.support.toy_family import PlainNorm, PlainToy, ToyAttention, ToyConfig
@@ -84,7 +84,7 @@ def weight_table(c: SummingConfig, share: Share) -> list[Weight]:
     for i in SUMMING:
         at, to = f"model.layers.{i}", f"layers.{i}"
         table.append(vector(to, at, "norm.weight", E))
-        table.append(product(f"{to}.proj", Source(f"{at}.proj.weight", (E, E))))
+        table.append(product(f"{to}.proj", Stored(f"{at}.proj.weight", (E, E))))
     return table
 
 

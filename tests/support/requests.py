@@ -11,6 +11,7 @@ from mtpbuild.builder import build as pipeline
 from mtpbuild.builder import download
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
+from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.ranks import Ranks
 
 RANKS = {field.name for field in fields(Ranks)}
@@ -35,6 +36,8 @@ def noted() -> Iterator[list[BuildRequest]]:
 def altered(request: BuildRequest, **flags: Any) -> BuildRequest:
     """Returns the request with other flags; flags that are not its fields are target options."""
     ranks = {name: value for name, value in flags.items() if name in RANKS}
+    if "weights" in flags:
+        flags["scheme"] = build_scheme(flags.pop("weights"), flags.pop("head_weights", None))
     own = {name: value for name, value in flags.items() if name in OWN}
     options = {name: value for name, value in flags.items() if name not in RANKS | OWN}
     return replace(

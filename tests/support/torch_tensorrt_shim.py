@@ -10,6 +10,7 @@ recipe of R1 it lists four layers' share of one of 8 ranks, and compiles nothing
 patches internals of Torch-TensorRT 2.13.0, so it needs a process of its own.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -97,15 +98,14 @@ def listing(folder: Path) -> dict[str, Any]:
     trt.Builder.build_serialized_network = seen
     trt.Runtime.deserialize_cuda_engine = lambda runtime, data: Unloaded(data)
 
-    from mtpbuild.builder import model_source
-    from mtpbuild.builder.checkpoint.generation import GenerationIds
-    from mtpbuild.builder.engine.engine_weights import EngineWeights
     from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.trace import trace
     from mtpbuild.builder.targets import lower_tensorrt
     from mtpbuild.builder.targets.tensorrt import TARGET
     from mtpbuild.builder.targets.trt_compile import place
+    from mtpbuild.builder.weights.placed import EngineWeights
+    from tests.support.opened import opened
 
     config = load_config(folder)
     nextn = config.num_nextn_predict_layers
@@ -118,8 +118,7 @@ def listing(folder: Path) -> dict[str, Any]:
         options=options,
     )
     assert not list(lower_tensorrt.missing(plan)), "all but a GPU is here"
-    ids = GenerationIds(None, (), None)
-    source = model_source.ModelSource("toy", folder, config, ids, formats=TARGET.formats)
+    source = opened(folder, config, formats=TARGET.formats)
     found = {}
     with tempfile.TemporaryDirectory() as folder_name:
         out = Path(folder_name)
@@ -153,16 +152,16 @@ def r1_listing(name: str) -> dict[str, Any]:
 
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.models import family_of, load_config
-    from mtpbuild.builder.models.common.blocks import put
-    from mtpbuild.builder.models.common.weights import Share
+    from mtpbuild.builder.opened_model import can_stay, hold
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import make_programs
     from mtpbuild.builder.program.trace import trace
-    from mtpbuild.builder.quantize.kept import Kept, can_stay
-    from mtpbuild.builder.quantize.scheme import SCHEMES
     from mtpbuild.builder.recipe import find_recipe
     from mtpbuild.builder.targets.lower_tensorrt import convert
     from mtpbuild.builder.targets.tensorrt import TARGET
+    from mtpbuild.builder.weights.made import Share
+    from mtpbuild.builder.weights.requantised import format_by
+    from mtpbuild.builder.weights.scheme import SCHEMES
     from mtpbuild.runtime.ranks import Ranks
 
     recipe = find_recipe(name)
@@ -173,13 +172,13 @@ def r1_listing(name: str) -> dict[str, Any]:
     share, scheme = Share(Ranks(8)), SCHEMES[recipe.layout]
     family = family_of(config)
     model, table = family.make_model(config, share.ranks), family.weight_table(config, share)
+    held = []
     for weight in table:
-        formats = {scheme.format(config, source) for source in weight.sources}
+        formats = {format_by(scheme, config, stored) for stored in weight.stored}
         format = formats.pop() if len(formats) == 1 else None
         if format is not None and format.name in TARGET.formats:
-            kept = Kept(weight, format, share)
-            if can_stay(kept):
-                put(model, weight.name, kept.module(model.get_parameter(weight.name).shape))
+            held.append(dataclasses.replace(weight, format=format))
+    hold(model, [weight for weight in held if can_stay(weight, share)], share)
     weights = {
         name: torch.from_numpy(np.zeros(weight.shape, str(weight.dtype).removeprefix("torch.")))
         for name, weight in model.named_parameters()

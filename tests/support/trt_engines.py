@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from mtpbuild.builder.engine.engine_weights import EngineWeights
 from mtpbuild.builder.engine.manifest_of import describe_files
 from mtpbuild.builder.prepare import prepare
-from mtpbuild.builder.quantize.quantize import QuantizeRequest, quantize
-from mtpbuild.builder.quantize.scheme import make_scheme
+from mtpbuild.builder.weights.placed import EngineWeights
+from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
+from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import MANIFEST, WEIGHTS, rank_name, read_manifest
 from mtpbuild.runtime.contract.programs import Programs
 from tests.reference.eager import EagerPrograms

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.precision import parameter
+from mtpbuild.builder.weights.formats import GROUP, Integers, Nvfp4
+from mtpbuild.builder.weights.made import Share, Weight
 from mtpbuild.plugins import dequantise_scaled, experts_nbits, matmul_nbits, matmul_scaled
 from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
 
@@ -11,9 +13,9 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Blocks(nn.Module):
-    """An integer weight [in, out] in blocks of 32 inputs; in it they are stored [out, in / 32].
+    """An integer weight [in, out], stored as [out, in / 32] blocks of 32 inputs.
 
-    scales: the type in which a block's one is stored.
+    scales: the type of the blocks' scales.
     """
 
     def __init__(self, inputs: int, outputs: int, bits: int, scales: torch.dtype) -> None:
@@ -26,7 +28,7 @@ class Blocks(nn.Module):
 
 
 class HeadBlocks(nn.ModuleList):
-    """int8 weights [H, in, out], one for each head: a product per head, for no op takes a stack."""
+    """int8 weights [H, in, out], one for each head: no op takes a stack, so heads have products."""
 
     def __init__(self, heads: int, inputs: int, outputs: int, scales: torch.dtype) -> None:
         super().__init__(Blocks(inputs, outputs, 8, scales) for _ in range(heads))
@@ -39,7 +41,7 @@ class HeadBlocks(nn.ModuleList):
 
 
 class EmbeddingBlocks(nn.Module):
-    """An int8 embedding [V, E] in blocks of 32; the rows that are asked for are dequantised."""
+    """An int8 embedding [V, E] in blocks of 32; only rows that are looked up are dequantised."""
 
     def __init__(self, vocabulary: int, width: int, scales: torch.dtype) -> None:
         super().__init__()
@@ -71,7 +73,10 @@ class ExpertBlocks(nn.Module):
         self.scales = parameter(experts, outputs, inputs // BLOCK, dtype=scales)
 
     def through(self, down: "ExpertBlocks", x: Tensor, ids: Tensor) -> Tensor:
-        """x [N, E] through the expert that ids [N] say, of whom these are the gates and ups."""
+        """x [N, E] -> [N, E]: each row through the expert that `ids` [N] names.
+
+        These are the experts' gates and ups, `down` their other product.
+        """
         return experts_nbits(x, ids, self.values, self.scales, down.values, down.scales)
 
 
@@ -104,6 +109,24 @@ class Scaled(nn.Module):
         """The chosen experts in fp32."""
         chosen = (part if part is None else part.index_select(axis, ids) for part in self.parts)
         return dequantise_scaled(*chosen)
+
+
+def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
+    """Make the module that holds a weight in its format, in place of a parameter of this shape."""
+    format = weight.format
+    if not isinstance(format, Integers):
+        second = (shape[-2] // GROUP, 1) if weight.joined == 1 else (1, shape[-1])
+        return Scaled(
+            shape, weight.scale_group(share), second if isinstance(format, Nvfp4) else None
+        )
+    *stack, inputs, outputs = shape
+    if weight.looked_up:  # its rows are those of the vocabulary
+        return EmbeddingBlocks(inputs, outputs, format.scales)
+    if weight.per_head:
+        return HeadBlocks(stack[0], inputs, outputs, format.scales)
+    if stack:
+        return ExpertBlocks(stack[0], inputs, outputs, format.bits, format.scales)
+    return Blocks(inputs, outputs, format.bits, format.scales)
 
 
 def parts_of(weight: Tensor | Scaled) -> Parts:

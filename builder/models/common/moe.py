@@ -123,7 +123,10 @@ class ExpertRows(nn.Module):
         self.rows = parameter(experts, outputs, inputs, dtype=weight.dtype)
 
     def through(self, down: "ExpertRows", x: Tensor, ids: Tensor) -> Tensor:
-        """x [N, E] through the expert that ids [N] say, of whom these are the gates and ups."""
+        """x [N, E] -> [N, E]: each row through the expert that `ids` [N] names.
+
+        These are the experts' gates and ups, `down` their other product.
+        """
         return experts(x, ids, self.rows, down.rows)
 
 

@@ -5,24 +5,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.weights import (
+from mtpbuild.builder.models.common.moe_weights import feed_forward_weights
+from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
+from mtpbuild.builder.weights.made import (
     Share,
-    Source,
+    Stored,
     Weight,
     decoder_layer,
-    feed_forward_weights,
     module_weights,
     product,
     vector,
     whole_table,
 )
-from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
 
 def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
     """Returns every weight of main model and MTP modules, in the order of use.
 
-    Sources have the checkpoint's shapes; transforms receive tensors already cut to the share.
+    What is stored has the checkpoint's shape; transforms receive it already cut to the share.
     """
 
     def layer(index: int, to: str) -> Iterator[Weight]:
@@ -38,7 +38,7 @@ def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weig
     E, H, r = c.hidden_size, c.num_attention_heads, c.kv_lora_rank
     n, R, v = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
     own = H // s.ranks.parts
-    kv_a = Source(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
+    kv_a = Stored(f"{at}.kv_a_proj_with_mqa.weight", (r + R, E))
 
     def by_part(q: Tensor, *others: Tensor) -> Tensor:
         """Reorders q's rows, (nope, pe) per head, to all nope, then all pe; appends the others."""
@@ -46,16 +46,16 @@ def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weig
         return torch.cat([heads[:, :n].flatten(0, 1), heads[:, n:].flatten(0, 1), *others])
 
     if c.q_lora_rank is None:
-        q = Source(f"{at}.q_proj.weight", (H * (n + R), E), axis=0)
+        q = Stored(f"{at}.q_proj.weight", (H * (n + R), E), axis=0)
         yield product(f"{to}.qkv_a_proj", q, kv_a, rows=by_part)
     else:
-        q_a = Source(f"{at}.q_a_proj.weight", (c.q_lora_rank, E))
+        q_a = Stored(f"{at}.q_a_proj.weight", (c.q_lora_rank, E))
         yield product(f"{to}.qkv_a_proj", q_a, kv_a)
         yield vector(to, at, "q_a_layernorm.weight", c.q_lora_rank)
-        q_b = Source(f"{at}.q_b_proj.weight", (H * (n + R), c.q_lora_rank), axis=0)
+        q_b = Stored(f"{at}.q_b_proj.weight", (H * (n + R), c.q_lora_rank), axis=0)
         yield product(f"{to}.q_b_proj", q_b, rows=by_part)
     yield vector(to, at, "kv_a_layernorm.weight", r)
-    kv_b = Source(f"{at}.kv_b_proj.weight", (H * (n + v), r), axis=0)
+    kv_b = Stored(f"{at}.kv_b_proj.weight", (H * (n + v), r), axis=0)
 
     def keys(w: Tensor) -> Tensor:
         return w.unflatten(0, (own, n + v))[:, :n]
@@ -65,4 +65,4 @@ def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weig
 
     yield Weight(f"{to}.w_uk", (kv_b,), keys, per_head=True)
     yield Weight(f"{to}.w_uv", (kv_b,), values, per_head=True)
-    yield product(f"{to}.o_proj", Source(f"{at}.o_proj.weight", (E, H * v), axis=1))
+    yield product(f"{to}.o_proj", Stored(f"{at}.o_proj.weight", (E, H * v), axis=1))

@@ -8,16 +8,16 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.grouped import GroupedAttention, grouped_weights
 from mtpbuild.builder.models.common.layers import Attention, DecoderLayer, MTPModule, Rope
 from mtpbuild.builder.models.common.moe import feed_forward
-from mtpbuild.builder.models.common.weights import (
+from mtpbuild.builder.models.common.moe_weights import feed_forward_weights
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
+from mtpbuild.builder.weights.made import (
     Share,
     Weight,
     decoder_layer,
-    feed_forward_weights,
     module_weights,
     whole_table,
 )
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 

@@ -7,17 +7,17 @@ from torch import nn
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.grouped import GroupedAttention, grouped_weights
 from mtpbuild.builder.models.common.layers import MLP, Attention, DecoderLayer, MTPModule, Rope
-from mtpbuild.builder.models.common.weights import (
+from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models.mimo.config import PREFIX, MimoConfig
+from mtpbuild.builder.weights.made import (
     Share,
-    Source,
+    Stored,
     Weight,
     decoder_layer,
     mlp,
     product,
     whole_table,
 )
-from mtpbuild.builder.models.config import ModelConfig
-from mtpbuild.builder.models.mimo.config import PREFIX, MimoConfig
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 NORMS = {  # the program's names -> the checkpoint's
@@ -55,8 +55,8 @@ def weight_table(c: MimoConfig, share: Share) -> list[Weight]:
         for j in range(c.num_nextn_predict_layers):
             at, to = f"{PREFIX}{j}", f"mtp.{j}"
             for ours, theirs in NORMS.items():
-                yield Weight(f"{to}.{ours}.weight", (Source(f"{at}.{theirs}.weight", (E,)),))
-            yield product(f"{to}.eh_proj", Source(f"{at}.input_proj.weight", (E, 2 * E), axis=1))
+                yield Weight(f"{to}.{ours}.weight", (Stored(f"{at}.{theirs}.weight", (E,)),))
+            yield product(f"{to}.eh_proj", Stored(f"{at}.input_proj.weight", (E, 2 * E), axis=1))
             yield from layer(at, to)
 
     return whole_table(c, lambda i, to: layer(f"model.layers.{i}", to), modules())

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder.engine.weights_file import WEIGHTS, Placed
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.contract.manifest import TargetInfo
+from mtpbuild.builder.weights.placed import Placed
+from mtpbuild.runtime.contract.manifest import WEIGHTS, TargetInfo
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 

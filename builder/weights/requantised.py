@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.checkpoint.tensors import Checkpoint, Stored
 from mtpbuild.builder.models import ModelConfig
-from mtpbuild.builder.models.common.weights import Source
-from mtpbuild.builder.quantize.formats import Format, Part
-from mtpbuild.builder.quantize.scheme import Scheme
+from mtpbuild.builder.weights.formats import FORMATS, Entry, Format
+from mtpbuild.builder.weights.made import Stored
+from mtpbuild.builder.weights.scheme import Scheme
+from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
 
-Parts = dict[str, Tensor]  # by what follows the weight's name
+Parts = dict[str, Tensor]  # by suffix
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Requantised(Checkpoint):
         # As `quantize` stores what is not quantised any more.
         return weight if self.source.format(name) is None else weight.bfloat16().float()
 
-    def stored(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
         """A weight that is not quantised, as `quantize` writes it."""
         weight = self.source.read(name)
-        return self.source.stored(name) if self.source.format(name) is None else weight.bfloat16()
+        return self.source.tensor(name) if self.source.format(name) is None else weight.bfloat16()
 
     def parts(self, name: str) -> Parts:
         return self.collect(name, (parts for _, parts in self.encoded(name)))
@@ -86,19 +86,26 @@ class Requantised(Checkpoint):
 
 
 def requantise(
-    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, sources: Iterable[Source]
+    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, weights: Iterable[Stored]
 ) -> Requantised:
-    """See these tensors of a checkpoint, which was checked, as `scheme` quantises them."""
-    formats, unfit, tensors = dict[str, Format | None](), list[str](), dict[str, Stored]()
-    for source in sources:
-        name = source.name
-        format = formats[name] = scheme.format(config, source)
+    """See these weights of a checkpoint, which was checked, as `scheme` quantises them."""
+    formats, unfit, tensors = dict[str, Format | None](), list[str](), dict[str, FileEntry]()
+    for stored in weights:
+        name = stored.name
+        format = formats[name] = format_by(scheme, config, stored)
         if format is None and scheme.wanted(config, name) is not None:
             unfit.append(name)
         place = checkpoint.tensors[name]
-        for suffix, part in layout(checkpoint, source, format).items():
-            tensors[name + suffix] = Stored(part.dtype, part.shape, place.file, place.name)
+        for suffix, entry in entries(checkpoint, stored, format).items():
+            tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, place.file, place.name)
     return Requantised(checkpoint.folder, tensors, checkpoint, formats, tuple(unfit))
+
+
+def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | None:
+    """The format that a scheme gives a weight; None: the weight stays as it is."""
+    wanted = scheme.wanted(config, stored.name)
+    format = None if wanted is None else FORMATS[wanted]
+    return format if format is not None and format.fits(stored.shape) else None
 
 
 def see(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None) -> Checkpoint:
@@ -106,13 +113,13 @@ def see(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None) -> C
     table = checkpoint.check(config)
     if scheme is None:
         return checkpoint
-    sources = {source.name: source for weight in table for source in weight.sources}
-    return requantise(checkpoint, config, scheme, sources.values())
+    weights = {stored.name: stored for weight in table for stored in weight.stored}
+    return requantise(checkpoint, config, scheme, weights.values())
 
 
-def layout(checkpoint: Checkpoint, source: Source, format: Format | None) -> dict[str, Part]:
+def entries(checkpoint: Checkpoint, stored: Stored, format: Format | None) -> dict[str, Entry]:
     """List what is stored for a weight; one that is not quantised any more becomes bf16."""
     if format is not None:
-        return format.parts(source.shape)
-    dtype = "BF16" if checkpoint.format(source.name) else checkpoint.tensors[source.name].dtype
-    return {"": Part(dtype, source.shape)}
+        return format.parts(stored.shape)
+    dtype = "BF16" if checkpoint.format(stored.name) else checkpoint.tensors[stored.name].dtype
+    return {"": Entry(dtype, stored.shape)}

@@ -9,15 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
-from mtpbuild.builder.checkpoint.tensors import open_checkpoint
-from mtpbuild.builder.checkpoint.write import NAMES, nbytes, split, write_shards
 from mtpbuild.builder.engine.building import is_taken, under_construction
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
-from mtpbuild.builder.models.common.weights import Source
-from mtpbuild.builder.quantize.formats import FP8_BLOCK, GROUP, Format
-from mtpbuild.builder.quantize.requantised import Parts, Requantised, requantise
-from mtpbuild.builder.quantize.scheme import PLAIN, Scheme
 from mtpbuild.builder.recipe import find_model
+from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, NAMES, Format
+from mtpbuild.builder.weights.made import Stored
+from mtpbuild.builder.weights.placed import split, write_shards
+from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
+from mtpbuild.builder.weights.scheme import Scheme
+from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.plugins.matmul_nbits.op import BLOCK
 from mtpbuild.runtime.errors import BuildError
 
@@ -67,17 +67,17 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
     config = load_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
     config = checkpoint.settle(config)
-    sources = {s.name: s for weight in checkpoint.check(config) for s in weight.sources}
+    weights = {s.name: s for weight in checkpoint.check(config) for s in weight.stored}
     for copy, original in family_of(config).duplicates(config).items():
         if copy in checkpoint.tensors:
-            sources.setdefault(copy, Source(copy, sources[original].shape))
-    new = requantise(checkpoint, config, request.scheme, sources.values())
+            weights.setdefault(copy, Stored(copy, weights[original].shape))
+    new = requantise(checkpoint, config, request.scheme, weights.values())
     done = Quantized(request.out, unfit=list(new.unfit))
     for name, format in new.formats.items():
-        for suffix in ("",) if format is None else format.parts((1, 1)):
-            part = new.tensors[name + suffix]
-            kind = format.name if format else part.dtype.lower()
-            done.portions.setdefault(kind, Portion()).bytes += nbytes(part)
+        for suffix in ("",) if format is None else format.suffixes:
+            entry = new.tensors[name + suffix]
+            kind = format.name if format else entry.dtype.lower()
+            done.portions.setdefault(kind, Portion()).bytes += entry.nbytes
     with under_construction(request.out, "checkpoint") as building:
         write_shards(building.folder, split(new.tensors), write_all(new, done, watch))
         write_configuration(source.folder, building.folder, config, request.scheme)
@@ -87,11 +87,11 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
 def write_all(
     checkpoint: Requantised, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that is stored of each weight, and count what that changes."""
+    """Yield every tensor that is to be stored of each weight, and count how far its values move."""
     for name, format in checkpoint.formats.items():
         watch(f"quantising {name}")
         if format is None:
-            tensor = checkpoint.stored(name)
+            tensor = checkpoint.tensor(name)
             done.portions[NAMES[tensor.dtype].lower()].weights += 1
             yield name, tensor
             continue
@@ -105,7 +105,7 @@ def write_all(
 def counted(
     pieces: Iterable[tuple[Tensor, Parts]], format: Format, portion: Portion
 ) -> Iterator[Parts]:
-    """Yield what rows are encoded as, and add up how far off that is."""
+    """Yield the encoded parts of each piece of rows, and add up how far their values are off."""
     for rows, parts in pieces:
         portion.squares += rows.square().sum().item()
         portion.errors += (format.decode(parts) - rows).square().sum().item()
@@ -113,7 +113,7 @@ def counted(
 
 
 def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme: Scheme) -> None:
-    """config.json as the format's own repositories have it, and what goes with the tokenizer."""
+    """Write config.json as the format's own repositories have it, and copy the side files."""
     copy_side_files(source, folder)
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     raw.pop("quantization_config", None)
@@ -126,7 +126,7 @@ def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme:
         }
         algorithm = {"producer": {"name": "mtpbuild"}, "quantization": quantization}
         write_json(folder / MODELOPT, algorithm)
-    elif scheme.main != PLAIN:
+    elif scheme.main is not None:
         raw["quantization_config"] = quantization_config(scheme)
     write_json(folder / "config.json", raw)
 
@@ -136,7 +136,7 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
         blocks = [FP8_BLOCK, FP8_BLOCK]
         rest = {"fmt": "e4m3", "weight_block_size": blocks, "activation_scheme": "dynamic"}
         return {"quant_method": "fp8"} | rest
-    head = {} if scheme.head == PLAIN else {"head": scheme.head}
+    head = {} if scheme.head is None else {"head": scheme.head}
     return {"quant_method": "mtpbuild", "fmt": scheme.main, "block_size": BLOCK} | head
 
 
@@ -145,7 +145,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def check_place(out: Path, source: Path, *, force: bool) -> None:
-    """Refuse to write over the source, over what is no checkpoint, or without --force."""
+    """Refuse to replace the source or a folder that is no checkpoint; without --force, any."""
     if out.resolve() == source.resolve():
         raise BuildError(f"{out} is the source itself; choose another --out")
     if is_taken(out, CONFIG, "a checkpoint") and not force:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -11,32 +12,48 @@ from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
 
 Shape = tuple[int, ...]
 FP8_BLOCK = 128
-SCALES = {torch.float16: "F16", torch.float32: "F32"}
 GROUP = 16  # columns of NVFP4 that share a scale
 LARGEST = 448.0  # of e4m3
 LEAST = 2.0**-9  # positive e4m3 value
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 codes 0..7; bit 3 is the sign
+TYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+}
+NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 
 @dataclass(frozen=True)
-class Part:
-    """One stored tensor: its dtype as safetensors names it, and its shape."""
+class Entry:
+    """What a safetensors header says of a tensor: its dtype by safetensors' name, and its shape."""
 
     dtype: str
     shape: Shape
 
+    @property
+    def nbytes(self) -> int:
+        return TYPES[self.dtype].itemsize * prod(self.shape)
+
+
+def entry_of(tensor: Tensor) -> Entry:
+    return Entry(NAMES[tensor.dtype], tuple(tensor.shape))
+
 
 class Format(Protocol):
-    """Weights are [out, in]. Parts are keyed by what follows `X.weight` in their names."""
+    """Weights are [out, in]. Parts are keyed by the suffixes behind `X.weight` in their names."""
 
     name: str
+    suffixes: tuple[str, ...]  # of its parts; the weight's own part has the first one, ""
     needs_amax: bool  # whether `encode` asks for the largest magnitude
 
     def fits(self, shape: Shape) -> bool:
         """Tell whether a weight of this shape splits into the format's blocks."""
 
-    def parts(self, shape: Shape) -> dict[str, Part]:
-        """List what is stored for a weight of this shape; the weight's own part is `""`."""
+    def parts(self, shape: Shape) -> dict[str, Entry]:
+        """List what is stored for a weight of this shape."""
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The weight in fp32: the format's product, rounded once."""
@@ -55,14 +72,15 @@ class Fp8:
     """
 
     name = "fp8"
+    suffixes: tuple[str, ...] = ("", "_scale_inv")
     needs_amax = False
 
     def fits(self, shape: Shape) -> bool:
         return True
 
-    def parts(self, shape: Shape) -> dict[str, Part]:
+    def parts(self, shape: Shape) -> dict[str, Entry]:
         scales = tuple(-(-size // FP8_BLOCK) for size in shape)
-        return {"": Part("F8_E4M3", shape), "_scale_inv": Part("F32", scales)}
+        return {"": Entry("F8_E4M3", shape), "_scale_inv": Entry("F32", scales)}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         values = parts[""].float()
@@ -92,17 +110,18 @@ class Nvfp4:
     """
 
     name = "nvfp4"
+    suffixes: tuple[str, ...] = ("", "_scale", "_scale_2")
     needs_amax = True
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % GROUP == 0
 
-    def parts(self, shape: Shape) -> dict[str, Part]:
+    def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, columns = shape
         return {
-            "": Part("U8", (rows, columns // 2)),
-            "_scale": Part("F8_E4M3", (rows, columns // GROUP)),
-            "_scale_2": Part("F32", ()),
+            "": Entry("U8", (rows, columns // 2)),
+            "_scale": Entry("F8_E4M3", (rows, columns // GROUP)),
+            "_scale_2": Entry("F32", ()),
         }
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -149,6 +168,7 @@ class Integers:
     others in another order than alone, and a text would depend on how many tokens are drafted.
     """
 
+    suffixes: tuple[str, ...] = ("", "_scale")
     needs_amax = False
 
     def __init__(self, bits: int, scales: torch.dtype = torch.float16) -> None:
@@ -157,10 +177,10 @@ class Integers:
     def fits(self, shape: Shape) -> bool:
         return shape[1] % BLOCK == 0
 
-    def parts(self, shape: Shape) -> dict[str, Part]:
+    def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK
         packed = (rows, blocks, BLOCK * self.bits // 8)
-        return {"": Part("U8", packed), "_scale": Part(SCALES[self.scales], (rows, blocks))}
+        return {"": Entry("U8", packed), "_scale": Entry(NAMES[self.scales], (rows, blocks))}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         return dequantise(parts[""], parts["_scale"], self.bits)
@@ -186,13 +206,13 @@ DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised
 SUPPORTED = f"{', '.join(DTYPES)}, FP8 with its weight_scale_inv, NVFP4 or int with weight_scale"
 
 
-def stored_format(name: str, parts: Mapping[str, Part]) -> Format | None:
-    """The format of the weight `name`, told by its scale as exclude lists are not reliable.
+def stored_format(name: str, entries: Mapping[str, Entry]) -> Format | None:
+    """Tell the format of the weight `name` by its scale: exclude lists are not reliable.
 
-    None: not quantised, or not in a way that is known.
+    None: it is not quantised, or not in a way that is known.
     """
-    weight, scale = parts[name], parts.get(f"{name}_scale")
-    if weight.dtype == "F8_E4M3" and f"{name}_scale_inv" in parts:
+    weight, scale = entries[name], entries.get(f"{name}_scale")
+    if weight.dtype == "F8_E4M3" and f"{name}_scale_inv" in entries:
         return FP8
     if weight.dtype != "U8" or scale is None:
         return None

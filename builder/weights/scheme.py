@@ -1,0 +1,131 @@
+"""A scheme says by name how weights of main model and MTP modules are quantised, if they are.
+
+A format is named here, and None is no format: the weight stays as it is. No torch here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import get_args
+
+from mtpbuild.builder.models import ModelConfig, family_of
+from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
+from mtpbuild.runtime.contract.manifest import HeadType, QuantisedType
+from mtpbuild.runtime.errors import UsageError
+
+# How the command line, recipes and reports spell "no format".
+UNQUANTISED, AS_STORED = "bf16", "none"
+# Globs over module names, as in ModelOpt's `exclude_modules`.
+EXCLUDED: Mapping[str, tuple[str, ...]] = {
+    "fp8": (),
+    "nvfp4": ("model.layers.*.self_attn*",),  # nvidia/DeepSeek-R1-FP4
+    "int8": ("model.layers.*.self_attn.kv_b_proj",),  # used in the absorbed form, not as a product
+    "int4": ("model.layers.*.self_attn.kv_b_proj",),
+}
+NVFP4_V2 = tuple(  # nvidia/DeepSeek-R1-0528-FP4-v2: o_proj is quantised too
+    f"model.layers.*.self_attn.{name}"
+    for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+)
+# Formats of embedding and head unless others are asked for; with fp8 and nvfp4 they have none.
+USUAL_HEADS = {"int8": "int8", "int4": "int8"}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Formats of the main model's and the MTP modules' weights, and of embedding and head.
+
+    exclude: None for each format's own list.
+    """
+
+    main: str | None
+    mtp: str | None
+    exclude: tuple[str, ...] | None = None
+    head: str | None = None
+
+    def wanted(self, config: ModelConfig, name: str) -> str | None:
+        """The format that a weight of the checkpoint shall have if its blocks fit the shape."""
+        format = self._asked(config, name)
+        place = family_of(config).place(config, name)
+        if place is not None:  # globs know modules as layers behind the trunk's
+            name = f"model.layers.{place[0]}.{place[1]}"
+        module = name.removesuffix(".weight")
+        return None if any(fnmatchcase(module, glob) for glob in self.globs(format)) else format
+
+    def _asked(self, config: ModelConfig, name: str) -> str | None:
+        family = family_of(config)
+        if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
+            return self.head
+        layer = family.may_be_quantised(config, name)
+        if layer is None:
+            return None
+        return self.main if layer < config.num_hidden_layers else self.mtp
+
+    def exclude_modules(self, config: ModelConfig) -> list[str]:
+        """The list as ModelOpt writes it."""
+        names = ["lm_head", *self.globs(self.main)]
+        if self.mtp is None:
+            family, count = family_of(config), config.num_nextn_predict_layers
+            names += [f"{family.module_name(config, j)}*" for j in range(count)]
+        return names
+
+    def globs(self, format: str | None) -> tuple[str, ...]:
+        if format is None:
+            return ()
+        return EXCLUDED[format] if self.exclude is None else self.exclude
+
+
+# The published checkpoints' layouts, and our own, as recipes name them.
+SCHEMES: Mapping[str, Scheme] = {
+    UNQUANTISED: Scheme(None, None),
+    "fp8": Scheme("fp8", "fp8"),
+    "nvfp4": Scheme("nvfp4", None),  # layer 61 stays in bf16
+    "nvfp4-v2": Scheme("nvfp4", None, NVFP4_V2),
+    "int8": Scheme("int8", "int8"),
+    "int4": Scheme("int4", "int4"),
+}
+
+
+def make_scheme(
+    to: str, mtp: str | None, exclude: tuple[str, ...] | None, head: str | None = None
+) -> Scheme:
+    """The flags of `mtpbuild quantize`; raises UsageError with the choices."""
+    choices = (UNQUANTISED, *EXCLUDED)
+    main = format_said("--to", to, choices)
+    module = SCHEMES[to].mtp if mtp is None else format_said("--mtp", mtp, choices)
+    ends = None if head is None else format_said("--head", head, _heads())
+    if {main, module, ends} == {None}:
+        raise UsageError(f"--to {to} quantises nothing; choose --mtp, --head or another --to")
+    return Scheme(main, module, exclude, ends)
+
+
+def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
+    """`build`'s flags `--weights` and `--head-weights`; None: weights are as the checkpoint's.
+
+    Raises UsageError with the choices.
+    """
+    choices: tuple[str, ...] = get_args(QuantisedType)
+    if weights is None:
+        if head is not None:
+            names = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            raise UsageError(f"--head-weights {head} goes with --weights: say {names}")
+        return None
+    main = format_said("--weights", weights, choices)
+    if head is None:
+        return engine_scheme(main, USUAL_HEADS.get(weights))
+    return engine_scheme(main, format_said("--head-weights", head, _heads()))
+
+
+def engine_scheme(weights: str | None, head: str | None) -> Scheme | None:
+    """The scheme that an engine's manifest tells; None: weights are as they were."""
+    return None if weights is None else replace(SCHEMES[weights], head=head)
+
+
+def format_said(flag: str, value: str, choices: tuple[str, ...]) -> str | None:
+    """The format that a flag names; raises UsageError with the choices."""
+    if value not in choices:
+        raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(choices)}")
+    return None if value in (UNQUANTISED, AS_STORED) else value
+
+
+def _heads() -> tuple[str, ...]:
+    return (*get_args(HeadType), AS_STORED)

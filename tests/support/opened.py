@@ -1,0 +1,39 @@
+"""Models of a checkpoint's folder, opened as a build opens them or with all their weights."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.builder.checkpoint.generation import GenerationIds
+from mtpbuild.builder.models import ModelConfig, family_of, load_config
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.precision import FLOATS, hold_in
+from mtpbuild.builder.opened_model import OpenedModel, WeightStyle, open_model
+from mtpbuild.builder.recipe import FoundModel
+from mtpbuild.builder.weights.made import made, whole
+from mtpbuild.builder.weights.stored import open_checkpoint
+from mtpbuild.runtime.contract.manifest import FloatType
+from mtpbuild.runtime.ranks import ALONE
+
+NO_IDS = GenerationIds(None, (), None)
+
+
+def opened(
+    folder: Path, config: ModelConfig | None = None, ids: GenerationIds = NO_IDS, **how: Any
+) -> OpenedModel:
+    """Open a folder; how: fields of WeightStyle, and what else `open_model` takes."""
+    style = {f.name: how.pop(f.name) for f in fields(WeightStyle) if f.name in how}
+    config = load_config(folder) if config is None else config
+    return open_model(FoundModel("x", "x", folder), config, ids, WeightStyle(**style), **how)
+
+
+def load_model(folder: Path, config: ModelConfig, dtype: FloatType = "float32") -> CausalLM:
+    """The program's model with all its weights; raises CheckpointError."""
+    checkpoint = open_checkpoint(folder)
+    config = checkpoint.settle(config)
+    model = family_of(config).make_model(config, ALONE)
+    hold_in(model, FLOATS[dtype])
+    types = {name: weight.dtype for name, weight in model.named_parameters()}
+    weights = whole(made(checkpoint, checkpoint.check(config)))
+    model.load_state_dict({name: w.to(types[name]) for name, w in weights}, assign=True)
+    return model.eval()
