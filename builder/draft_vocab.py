@@ -1,7 +1,7 @@
-"""A reduced vocabulary for drafts: the head's rows of the tokens that are most often said.
+"""A reduced vocabulary for drafts: they are chosen by the head's rows of the most frequent tokens.
 
-Drafts alone are chosen from it, and the main model judges them as ever, so the text stays exact; a
-token outside is never drafted, and the draft there is wrong. The idea is FR-Spec's (Zhao et al.,
+The main model judges drafts by all tokens, so the text stays exact; where a token outside the
+reduced vocabulary is due, the draft is wrong. The idea is FR-Spec's (Zhao et al.,
 2025), which SGLang takes as `--speculative-token-map`.
 """
 
@@ -40,13 +40,13 @@ def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def write_draft_ids(ids: tuple[int, ...], folder: Path) -> None:
-    """Note in an engine's folder what its drafts are chosen from, if that is not all tokens."""
+    """Write the ids that drafts are chosen from into an engine's folder; none: all tokens."""
     if ids:
         (folder / DRAFT_VOCAB).write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
 
 def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
-    """Ids of a BPE tokenizer: added tokens, which end texts and thoughts, then by frequency.
+    """Ids of a BPE tokenizer: the added tokens, which end texts and thoughts, then by frequency.
 
     Training a BPE merges the most frequent pair first, so the order of merges is a statistic of
     its text: an entry that was merged early is frequent. Single bytes come before all merges.

@@ -46,7 +46,7 @@ class WeightStyle:
 
     formats: tuple[str, ...] = ()  # that they run as they are
     dtype: FloatType = "float32"  # of all other weights
-    absorbed: bool = False  # attention never expands its cache: it reads projections by head alone
+    absorbed: bool = False  # attention reads projections by head alone: it never expands its cache
     expert_rows: bool = False  # plain experts lie by outputs, for the op of the CPU's graphs
     join_shared: bool = False  # shared experts stand behind the routed ones where they fit there
     for_gpu: bool = False  # in bfloat16 the head is too
@@ -75,7 +75,7 @@ class OpenedModel:
 
     source: "FoundModel"
     ids: GenerationIds
-    ranks: Ranks  # the model is one's part, the same for all
+    ranks: Ranks  # the model is the part of one rank; all have the same graph
     scheme: Scheme | None  # by which weights are quantised anew; None: they are as stored
     style: WeightStyle
     stored: Checkpoint
@@ -229,7 +229,7 @@ def stored_formats(checkpoint: Checkpoint, weight: Weight) -> set[Format | None]
 
 
 def fitting(checkpoint: Checkpoint, every: list[Weight], modules: Set[str]) -> set[str]:
-    """Those MoE modules whose shared expert is in the format of all their routed ones."""
+    """Keep the MoE modules whose shared expert is in the same format as all their routed ones."""
     named = {weight.name: weight for weight in every}
 
     def formats(weight: str) -> set[str | None]:

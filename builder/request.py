@@ -1,4 +1,4 @@
-"""What is asked of `mtpbuild build`."""
+"""The request that `mtpbuild build` makes of the compiler."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,14 +24,12 @@ class BuildRequest:
     target: str = "onnxruntime"
     out: Path | None = None
     force: bool = False
-    checkpoint: Path | None = None  # of a recipe's or repository's weights; else they are found
+    checkpoint: Path | None = None  # of a recipe's or repository's weights; None: found
     ranks: Ranks = field(default_factory=Ranks)
-    rank: int | None = None  # to build alone; None: all of them
+    rank: int | None = None  # the only one to build; None: all
     layers: LayersSlice | None = None
     scheme: Scheme | None = None  # by which weights are quantised; None: they are the checkpoint's
     draft_vocab: str | None = None  # how many tokens drafts are chosen from, or a file of their ids
     dry_run: bool = False  # nothing is compiled
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the target's flags, as they were said
+    options: Mapping[str, Any] = field(default_factory=dict)  # the target's flags, as given
     revision: str | None = None  # branch, tag or commit of the repository

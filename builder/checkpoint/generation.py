@@ -10,7 +10,7 @@ from mtpbuild.runtime.errors import CheckpointError
 
 @dataclass(frozen=True)
 class GenerationIds:
-    """They have the names that an engine's manifest gives them."""
+    """The ids, under the names of the fields in an engine's manifest."""
 
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]

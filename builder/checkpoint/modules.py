@@ -11,7 +11,7 @@ KEY = "num_nextn_predict_layers"
 
 
 def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
-    """How many modules from the first on have tensors."""
+    """Count the modules that have tensors, up to the first one without."""
     layers = {place[0] for name in names if (place := family.place(c, name))}
     count = 0
     while c.num_hidden_layers + count in layers:
@@ -20,10 +20,9 @@ def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
 
 
 def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """A `config.json` that says how many modules there are.
+    """Returns config.json's values with the number of modules, which some files leave out.
 
-    transformers takes one where nothing is said; what is stored is more to be trusted
-    (spec/families.md section 3).
+    transformers then assumes one; the tensors that are stored are a better witness.
     """
     if raw.get(KEY) is not None:
         return raw
@@ -31,7 +30,7 @@ def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -
 
 
 def refuse_stripped(where: object, family: Family, c: ModelConfig, there: int) -> None:
-    """Refuse a checkpoint that lacks modules which its configuration promises."""
+    """Refuse a checkpoint without all the modules that its configuration promises."""
     if there < c.num_nextn_predict_layers:
         raise CheckpointError(
             f"{where}: config.json says {KEY} {c.num_nextn_predict_layers}, but MTP layer "

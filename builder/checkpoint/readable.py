@@ -1,6 +1,6 @@
-"""What a build can't read of a checkpoint, told by its files' names and its config.json alone.
+"""Refuses checkpoints that a build can't read, by the names of their files and config.json alone.
 
-A folder and a repository that is not downloaded yet are refused by the same lines.
+So a folder and a repository that is not downloaded yet get the same messages.
 """
 
 import json
@@ -22,7 +22,7 @@ SUPPORTED = (
 
 
 def refuse_folder(folder: Path, instead: str = "") -> None:
-    """Refuse a folder's weights; one that can't be looked at is left to who reads it.
+    """Refuse a folder's weights; whoever reads a folder that can't be listed reports it.
 
     instead: what may be built in its place, as the end of the line.
     """
@@ -35,7 +35,7 @@ def refuse_folder(folder: Path, instead: str = "") -> None:
 
 
 def refuse_gguf(where: str, names: Collection[str], instead: str = "") -> None:
-    """Refuse GGUF files if there is nothing beside them that can be read."""
+    """Refuse GGUF files that have no safetensors beside them."""
     if SINGLE in names or INDEX in names:
         return
     if any(name.endswith(".gguf") for name in names):
@@ -77,7 +77,7 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is none, which who needs the file will say."""
+    """Returns the JSON object in a file, or {} if there is none; whoever needs the file says so."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which there must be, and whether they came whole."""
+"""The safetensors files of a checkpoint: which ones there must be, and whether they are whole."""
 
 import json
 import os

@@ -22,7 +22,7 @@ SIDE_FILES = (
 
 
 def side_files(folder: Path) -> list[str]:
-    """Names of those that a folder has, chat templates in their own folder among them."""
+    """Names of the side files in a folder, including chat templates in a folder of their own."""
     named = [name for name in SIDE_FILES if (folder / name).is_file()]
     templates = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     return [*named, *(path.relative_to(folder).as_posix() for path in templates)]

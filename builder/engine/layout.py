@@ -1,4 +1,4 @@
-"""Engines and their ranks on disk: what is there, what lacks, what is shared, what moves."""
+"""Finds engines and their ranks on disk, links files that they share, and moves them into place."""
 
 import contextlib
 import json
@@ -112,7 +112,7 @@ def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
 
 
 def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
-    """The ranks that are not at `out` intact and made from exactly these inputs.
+    """Returns the ranks that `out` lacks: not there, damaged, or made from other inputs.
 
     An engine that is not split is its rank 0.
     """
@@ -127,7 +127,7 @@ def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
 
 
 def intact_rank(out: Path, fingerprint: str) -> Path | None:
-    """The folder of the first rank of a build that is at `out` as it was built."""
+    """Returns the folder of the first rank at `out` that this build made and nobody damaged."""
     manifest = existing(out)
     if manifest is None or manifest.build.fingerprint != fingerprint:
         return None

@@ -1,4 +1,4 @@
-"""MTP layers of a checkpoint may hold embedding and head again; most often they are the trunk's."""
+"""Copies of embedding and head in a checkpoint's MTP layers; most often they equal the trunk's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,10 +37,10 @@ def copies_in_layers(c: ModelConfig) -> list[Copy]:
 
 
 def is_own(c: ModelConfig, copy: Copy) -> bool:
-    """Whether it was found to differ from what it would repeat."""
+    """Whether the checkpoint's copy differs from the original, so that a module has its own."""
     return copy.module in (c.own_heads if copy.head else c.own_embeddings)
 
 
 def repeated(c: ModelConfig, copies: Iterable[Copy]) -> dict[str, str]:
-    """Name of each copy that is none of a module's own -> the original's."""
+    """Maps each copy that really repeats a tensor to that tensor's name."""
     return {copy.name: copy.original for copy in copies if not is_own(c, copy)}
