@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.models import family_of
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
-from mtpbuild.runtime.contract.manifest import TargetInfo
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.ranks import Ranks
@@ -15,6 +13,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.runtime.contract.manifest import TargetInfo
 
 TRUNKS = ("auto", "shared", "inline")
 # Layers times hidden size squared. Below, a step is short: one more program to run, and sizes that
@@ -41,6 +40,8 @@ class OnnxRuntime(Target):
 
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
         """A session of onnxruntime packs weights of its own, so the main model gets one session."""
+        from mtpbuild.builder.models import family_of
+
         large = config.num_hidden_layers * config.hidden_size**2 >= SHARED_FROM
         shared = large if options.trunk == "auto" else options.trunk == "shared"
         if shared and family_of(config).recurrent(config, Ranks()):
@@ -49,8 +50,9 @@ class OnnxRuntime(Target):
             shared = False
         return GraphStyle(shared_trunk=shared)
 
-    def info(self, plan: "Plan") -> TargetInfo:
+    def info(self, plan: "Plan") -> "TargetInfo":
         from mtpbuild.builder.targets.onnx_graph import OPSET
+        from mtpbuild.runtime.contract.manifest import TargetInfo
 
         versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
         return TargetInfo(name=self.name, hardware="any CPU", versions=versions)
