@@ -14,6 +14,7 @@ from mtpbuild.builder.sources import hash_of_code
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.abi import ABI
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, hash_file
+from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.errors import CheckpointError
 
 SAMPLE, EVERY = 1 << 12, 1 << 23  # bytes that are read of a large file
@@ -34,6 +35,7 @@ def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | 
         "checkpoint": checkpoint,
         "plan": asdict(plan),
         "target": target.name,
+        "rules": [find_rule(name).identity() for name in plan.rules],
         "layers": None if layers is None else str(layers),
         "abi": ABI,
         "sources": _sources(target, plan.config),

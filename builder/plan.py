@@ -44,6 +44,7 @@ class Plan:
     options: Any = None  # the target's own
     adaptive: bool = False  # nextn is the most: each step drafts as many as the run time says
     scheme: Scheme | None = None  # by which the build quantises weights; None: it does not
+    rules: tuple[str, ...] = ()  # of acceptance, that other packages bring
     draft_ids: tuple[int, ...] = ()  # tokens that drafts are chosen from; none: all
 
     @property

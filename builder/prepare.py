@@ -20,9 +20,12 @@ from mtpbuild.builder.plan import Nextn, Plan, choose_drafter, in_order
 from mtpbuild.builder.recipe import FoundModel, find_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import build_options, load_target, targets_that
+from mtpbuild.builder.targets.style import GraphStyle, Kernels
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MAX_BATCH, MAX_CHUNK, MAX_SEQ_LEN
+from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.target_options import make_options
 from mtpbuild.runtime.targets import find_target, targets_with
@@ -183,19 +186,21 @@ def make_plans(
         raise UsageError(
             f"{family.name}: its grouped-query attention has no GPU kernel yet: build for the CPU"
         )
+    check_rules(target, request, style)
     check_ranks(config, request.ranks)
     check_rank(request)
     capabilities = target.compute_capabilities(request, options)
     length = sequence_length(config, request)
     kind = "_bf16" if style.dtype == "bfloat16" else ""
     kind += f"_{request.scheme.main}" if request.scheme else ""
+    rules = "".join(f"_{name}" for name in request.acceptance_rules)
     drafted = asked_draft_ids(request, nextns, source.folder, config.vocab_size)
     for asked in nextns:
         nextn = plan.ADAPTIVE_NEXTN if asked == "auto" else asked
         out = request.out or Path("engines")
         if request.out is None or len(nextns) > 1:
             reduced = f"_draft{len(drafted)}" if drafted else ""
-            out = out / f"{source.engine}_n{asked}{kind}{reduced}{request.ranks.suffix}"
+            out = out / f"{source.engine}_n{asked}{kind}{reduced}{rules}{request.ranks.suffix}"
         yield (
             out,
             Plan(
@@ -211,6 +216,7 @@ def make_plans(
                 options=options,
                 adaptive=asked == "auto",
                 scheme=request.scheme,
+                rules=request.acceptance_rules,
                 draft_ids=drafted,  # nextn 0 too: engines of one build share their weights
             ),
         )
@@ -248,6 +254,19 @@ def check_target(
         can = targets_that(lambda other: other.several_ranks)
         raise UsageError(f"--tp and --ep are for target {can}")
     target.check(request, options)
+
+
+def check_rules(target: Target, request: BuildRequest, style: GraphStyle) -> None:
+    """Refuse rules of acceptance that are unknown, in each other's way, or not the target's."""
+    taken = {control.name for control in (*CONTROLS, *CONSTRAINTS)}
+    for name in request.acceptance_rules:
+        rule, flag = find_rule(name), f"--acceptance-rule {name}"
+        if style.kernels >= Kernels.ACCEPTANCE and rule.kernel is None:
+            raise UsageError(f"{flag}: it has no kernel, which target {target.name} needs")
+        for control in rule.controls:
+            if control.name in taken:
+                raise UsageError(f"{flag}: another control is called {control.name}")
+            taken.add(control.name)
 
 
 def check_rank(request: BuildRequest) -> None:

@@ -30,6 +30,7 @@ class BuildRequest:
     layers: LayersSlice | None = None
     scheme: Scheme | None = None  # by which weights are quantised; None: they are the checkpoint's
     draft_vocab: str | None = None  # how many tokens drafts are chosen from, or a file of their ids
+    acceptance_rules: tuple[str, ...] = ()  # of other packages, by name
     dry_run: bool = False  # nothing is compiled
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's flags, as given
     revision: str | None = None  # branch, tag or commit of the repository

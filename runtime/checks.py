@@ -1,20 +1,24 @@
-"""Checks of the values that users write: what a request's settings and a configuration may be.
+"""Checks of the values that users write in requests and configurations.
 
-A reader takes a value and gives it as it is kept; its ValueError says what the value must be.
+A check takes a value and returns it as it is kept; its ValueError says what the value must be.
 """
 
 import contextlib
 import itertools
+import json
 import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-Reader = Callable[[object], Any]
+from mtpbuild.runtime.errors import UsageError
+
+T = TypeVar("T")
+Check = Callable[[object], Any]
 
 
-def number(least: int, most: float = math.inf, *, kind: type[int] | type[float] = float) -> Reader:
+def number(least: int, most: float = math.inf, *, kind: type[int] | type[float] = float) -> Check:
     name = "a whole number" if kind is int else "a number"
     span = f"from {least}" if most == math.inf else f"in {least}..{most}"
 
@@ -27,7 +31,7 @@ def number(least: int, most: float = math.inf, *, kind: type[int] | type[float] 
     return read
 
 
-def whole_number(least: int, most: float = math.inf) -> Reader:
+def whole_number(least: int, most: float = math.inf) -> Check:
     return number(least, most, kind=int)
 
 
@@ -37,7 +41,7 @@ def switch(value: object) -> bool:
     return value
 
 
-def choice(*names: str) -> Reader:
+def choice(*names: str) -> Check:
     def read(value: object) -> str:
         if value not in names:
             raise ValueError(f"must be one of {', '.join(names)}, not {reprlib.repr(value)}")
@@ -46,8 +50,8 @@ def choice(*names: str) -> Reader:
     return read
 
 
-def list_of(kind: type) -> Reader:
-    """A tuple of such values; a text alone is a list of one."""
+def list_of(kind: type) -> Check:
+    """Makes a tuple of values of one type; a single text is a list of one."""
 
     def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
@@ -59,7 +63,23 @@ def list_of(kind: type) -> Reader:
     return read
 
 
-def above(least: int) -> Reader:
+def instance_of(kind: type) -> Check:
+    def read(value: object) -> object:
+        if not isinstance(value, kind):
+            raise ValueError(f"must be a {kind.__name__}")
+        return value
+
+    return read
+
+
+def object_of(value: object) -> dict[str, Any]:
+    """Values by name, as a JSON object has them."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"must map names to values, not {reprlib.repr(value)}")
+    return dict(value)
+
+
+def above(least: int) -> Check:
     def read(value: object) -> float:
         with contextlib.suppress(ValueError):
             if (found := number(least)(value)) > least:
@@ -69,8 +89,8 @@ def above(least: int) -> Reader:
     return read
 
 
-def biases(most: int) -> Reader:
-    """What is added to the logits of at most so many token ids, which may be texts, as in JSON."""
+def biases(most: int) -> Check:
+    """Maps at most so many token ids, which may be texts as in JSON, to what their logits get."""
 
     def read(values: object) -> dict[int, float]:
         if not isinstance(values, Mapping):
@@ -101,28 +121,19 @@ def rates(values: object) -> tuple[float, ...]:
 
 
 NEXTN_LIMIT = 15
-# What a request may ask for, by the names of SamplingParams.
-SETTINGS: dict[str, Reader] = {
-    "max_tokens": whole_number(1),
-    "min_tokens": whole_number(0),
-    "stop": list_of(str),
-    "stop_token_ids": list_of(int),
-    "temperature": number(0, 100),
-    "top_k": whole_number(-1),
-    "top_p": number(0, 1),
-    "min_p": number(0, 1),
-    "presence_penalty": number(-2, 2),
-    "frequency_penalty": number(-2, 2),
-    "repetition_penalty": above(0),
-    "seed": whole_number(0, 2**64 - 1),
-    "acceptance": choice("strict", "rejection"),
-    "rejection_sample_method": choice("standard", "block", "synthetic"),
-    "draft_sample_method": choice("probabilistic", "greedy"),
-    "synthetic_acceptance_rates": rates,
-    "synthetic_acceptance_length": number(1, NEXTN_LIMIT + 1),
-    "relaxed_topk": whole_number(1),
-    "relaxed_delta": number(0, 1),
-    "begin_thinking_phase_token": whole_number(0),
-    "end_thinking_phase_token": whole_number(0),
-    "shown_tokens": list_of(int),
-}
+
+
+def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> tuple[T, ...]:
+    """Read `0,1,2` as numbers of a kind; raises UsageError that shows an example."""
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{flag} {text!r} is not a list of numbers such as {example}") from None
+
+
+def parse_object(flag: str, text: str, example: str) -> dict[str, Any]:
+    """Read a JSON object; raises UsageError that shows an example."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise UsageError(f"{flag} {text!r:.60} is no JSON object: '{example}'")

@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 import typer
 from typer import Argument, Option
 
+from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.errors import MtpbuildError, UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
-from mtpbuild.runtime.sampling_flags import (
-    EndFlags,
-    PenaltyFlags,
-    SamplingFlags,
-    sampling_params,
-)
+from mtpbuild.runtime.flag_groups import flag, grouped
+from mtpbuild.runtime.sampling_flags import RequestFlags, SamplingFlags, sampling_params
 from mtpbuild.runtime.target_options import changed, load_options, option_flags
 
 if TYPE_CHECKING:
@@ -56,8 +52,7 @@ def error_line(command: Callable[P, None]) -> Callable[P, None]:
 def run(
     engine: Annotated[Path, Option(help="Engine directory.")],
     sampling: SamplingFlags,
-    penalties: PenaltyFlags,
-    ending: EndFlags,
+    own: RequestFlags,
     compat: CompatFlags,
     relaxed: RelaxedFlags,
     load_flags: LoadFlags,
@@ -95,15 +90,14 @@ def run(
 
     check_paths(trace or ())
     options = _chat_options(chat_template_kwargs, alone=len(given) - (chat is not None) == 0)
-    if ending.logprobs is not None and not json:
+    if own.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
     if trace and not given:
         raise UsageError("--trace needs a prompt: a conversation is not traced")
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
     form = None if json_schema is None else _form(json_schema)
-    others = penalties.asked() | vars(ending) | {"structured_outputs": form}
-    params = sampling_params(sampling, settings, **others)
+    params = sampling_params(sampling, settings, **vars(own), structured_outputs=form)
     if params.synthetic:
         typer.echo(f"warning: {terminal.SYNTHETIC}", err=True)
     with contextlib.ExitStack() as stack:

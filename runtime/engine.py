@@ -11,6 +11,7 @@ from mtpbuild.runtime.chat_template import ChatOptions, Message
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.contract.programs import Programs, Shared
+from mtpbuild.runtime.controls_of import controls_of
 from mtpbuild.runtime.driver import Driver, Stream
 from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError, RequestError
 from mtpbuild.runtime.grammar import Grammars
@@ -18,7 +19,7 @@ from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.request import Chunk, Observer, Request, Result
-from mtpbuild.runtime.sampling import SamplingParams, controls_of
+from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import EngineStats
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 

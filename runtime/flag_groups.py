@@ -1,12 +1,10 @@
-"""Flags that several commands share: a dataclass per group, a field per flag; lists in a flag."""
+"""Flags that several commands share: a dataclass per group, a field per flag."""
 
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import Field, field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
-
-from mtpbuild.runtime.errors import UsageError
 
 T = TypeVar("T")
 
@@ -58,11 +56,3 @@ def _parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:
     option = Option(*names, help=said["help"], rich_help_panel=said.get("panel"))
     kind = Annotated[kind, option]
     return inspect.Parameter(name, keyword, default=entry.default, annotation=kind)
-
-
-def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> tuple[T, ...]:
-    """Read `0,1,2` as numbers of a kind; raises UsageError that shows an example."""
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"{flag} {text!r} is not a list of numbers such as {example}") from None

@@ -17,7 +17,7 @@ from mtpbuild.runtime.contract.manifest import first_error
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.request import Observer, Result
-from mtpbuild.runtime.sampling import PENALTIES, SamplingParams
+from mtpbuild.runtime.sampling import SamplingParams, as_fields, http_settings
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.trace.recorder import Trace
@@ -112,12 +112,18 @@ class Line(AskingLine):
     PROMPTS = ("prompt", "input_ids", "messages")
 
     input_ids: list[int] | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    settings: dict[str, Any] = {}  # those that the line gives as keys of its own
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, raw: Any) -> Any:
+        """Put the settings, which SamplingParams checks, beside the line's other keys."""
+        if not isinstance(raw, dict):
+            return raw
+        if "settings" in raw:
+            raise ValueError("settings: unknown; each setting is a key of the line")
+        settings = {name: value for name, value in raw.items() if name in http_settings()}
+        return {n: v for n, v in raw.items() if n not in settings} | {"settings": settings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +142,7 @@ def read_requests(
 
     def take(line: Line, index: int) -> FileRequest:
         ids = line.token_ids(engine) if line.input_ids is None else engine.token_ids(line.input_ids)
-        changes = {name: getattr(line, name) for name in ("stop", "seed", *PENALTIES, "logit_bias")}
-        changes["max_tokens"] = line.output_tokens
-        given: dict[str, Any] = {n: value for n, value in changes.items() if value is not None}
+        given = as_fields(line.settings | {"max_tokens": line.output_tokens})
         params = replace(defaults, **given)
         if params.stop and engine.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")

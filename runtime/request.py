@@ -8,9 +8,10 @@ from typing import Literal, Protocol
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
+from mtpbuild.runtime.controls_of import controls_of, end_ids, rates_of
 from mtpbuild.runtime.errors import MtpbuildError, RequestError
 from mtpbuild.runtime.grammar import Grammar
-from mtpbuild.runtime.sampling import SamplingParams, controls_of, end_ids, rates_of
+from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import Acceptance, RequestMetrics
 from mtpbuild.runtime.text import Span, TextStream
 from mtpbuild.runtime.tokenizer import Tokenizer

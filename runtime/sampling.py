@@ -1,27 +1,53 @@
-"""SamplingParams is what a caller asks of a request; here it becomes what programs are told."""
+"""SamplingParams is what a caller asks of a request; its fields are the table of all settings."""
 
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from mtpbuild.runtime.checks import SETTINGS, biases, whole_number
-from mtpbuild.runtime.contract.controls import (
-    MAX_BANNED,
+from mtpbuild.runtime.checks import (
+    NEXTN_LIMIT,
+    biases,
+    choice,
+    instance_of,
+    list_of,
+    number,
+    object_of,
+    parse_list,
+    parse_object,
+    rates,
+    switch,
+    whole_number,
+)
+from mtpbuild.runtime.contract.rules import all_rules, find_rule, names
+from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
-    Controls,
+    Setting,
+    Wishes,
+    annotations,
+    defaults_of,
 )
-from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.structured import StructuredOutputs
-from mtpbuild.runtime.synthetic import check_synthetic, conditional, synthetic_rates
-from mtpbuild.runtime.targets import targets_with
+from mtpbuild.runtime.synthetic import check_synthetic
+
+
+def rule_name(value: object) -> str:
+    """The name of a rule of acceptance: one of ours, or of a package that is installed."""
+    own = ("strict", "rejection")
+    return str(value) if value in own else choice(*own, *names())(value)
+
+
+def typed_rates(flag: str, text: str) -> tuple[float, ...]:
+    return parse_list(flag, text, float, "0.9,0.7,0.5")
+
+
+def typed_biases(flag: str, text: str) -> dict[str, Any]:
+    return parse_object(flag, text, """{"5": -100}""")
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Wishes):
     """Says how to continue a prompt; raises RequestError for a value that can't be.
 
     Temperature 0 is greedy. Above it, `acceptance` "strict" gives the text that an engine without
@@ -30,6 +56,9 @@ class SamplingParams:
     argmax. `relaxed_topk` > 1 accepts, in the thinking phase of a greedy request, a draft among the
     most probable tokens within `relaxed_delta` of the first (TensorRT-LLM's relaxed acceptance);
     the phase's tokens are the engine's own or `begin_` and `end_thinking_phase_token`.
+
+    `acceptance` may also be the name of a rule that the engine was built with
+    (`build --acceptance-rule`); `acceptance_settings` are that rule's own.
 
     `rejection_sample_method` is vLLM's too: "block" judges a step's drafts together; "synthetic" is
     for benchmarks only and accepts by chance, with one rate per draft position (unconditional,
@@ -50,40 +79,97 @@ class SamplingParams:
     thought's end on.
     """
 
-    max_tokens: int = 256
-    min_tokens: int = 0
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    acceptance: Literal["strict", "rejection"] = "strict"
-    rejection_sample_method: Literal["standard", "block", "synthetic"] = "standard"
-    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
-    synthetic_acceptance_rates: Sequence[float] | None = None
-    synthetic_acceptance_length: float | None = None
-    relaxed_topk: int = 1
-    relaxed_delta: float = 0.0
-    begin_thinking_phase_token: int | None = None
-    end_thinking_phase_token: int | None = None
-    logprobs: int | None = None
-    structured_outputs: StructuredOutputs | None = None
-    shown_tokens: Sequence[int] = ()
+    max_tokens: Annotated[
+        int, Setting(whole_number(1), "End after so many tokens.", http=False)
+    ] = 256
+    min_tokens: Annotated[
+        int, Setting(whole_number(0), "Don't end before so many tokens.", differs="noted")
+    ] = 0
+    stop: Annotated[
+        Sequence[str], Setting(list_of(str), "End before this text; may be repeated.")
+    ] = ()
+    stop_token_ids: Annotated[Sequence[int], Setting(list_of(int))] = ()
+    ignore_eos: Annotated[bool, Setting(switch, "Go on behind the end of sequence.")] = False
+    logit_bias: Annotated[
+        Mapping[int, float] | None,
+        Setting(
+            biases(MAX_BIASES),
+            """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
+            parse=typed_biases,
+            differs="refused",
+        ),
+    ] = None
+    seed: Annotated[
+        int | None, Setting(whole_number(0, 2**64 - 1), "Seed for sampling.", everywhere=True)
+    ] = None
+    acceptance: Annotated[
+        Literal["strict", "rejection"] | str,
+        Setting(
+            rule_name,
+            "strict (default); rejection, above temperature 0; or a rule that the engine has.",
+            everywhere=True,
+            differs="noted",
+        ),
+    ] = "strict"
+    acceptance_settings: Annotated[
+        Mapping[str, Any] | None, Setting(object_of, http=False, differs="noted")
+    ] = None
+    rejection_sample_method: Annotated[
+        Literal["standard", "block", "synthetic"],
+        Setting(
+            choice("standard", "block", "synthetic"),
+            "standard (default), block, or synthetic: for timing only.",
+            everywhere=True,
+            differs="noted",
+        ),
+    ] = "standard"
+    draft_sample_method: Annotated[
+        Literal["probabilistic", "greedy"],
+        Setting(choice("probabilistic", "greedy"), differs="noted"),
+    ] = "probabilistic"
+    synthetic_acceptance_rates: Annotated[
+        Sequence[float] | None,
+        Setting(
+            rates,
+            "Synthetic: the share of steps that accept draft 1, 2..: 0.9,0.7",
+            everywhere=True,
+            parse=typed_rates,
+            http=False,
+            differs="noted",
+        ),
+    ] = None
+    synthetic_acceptance_length: Annotated[
+        float | None,
+        Setting(
+            number(1, NEXTN_LIMIT + 1),
+            "Synthetic: mean tokens per step.",
+            everywhere=True,
+            http=False,
+            differs="noted",
+        ),
+    ] = None
+    begin_thinking_phase_token: Annotated[int | None, Setting(whole_number(0), http=False)] = None
+    end_thinking_phase_token: Annotated[int | None, Setting(whole_number(0), http=False)] = None
+    logprobs: Annotated[
+        int | None,
+        Setting(
+            whole_number(0, MAX_LOGPROBS),
+            "With --json: log-probabilities of the tokens, and of the N most probable (to 5).",
+            http=False,
+        ),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Setting(instance_of(StructuredOutputs), http=False)
+    ] = None
+    shown_tokens: Annotated[Sequence[int], Setting(list_of(int), http=False)] = ()
 
     def __post_init__(self) -> None:
-        for name, read in CHECKS.items():
+        for name, setting in SETTINGS.items():
             value = getattr(self, name)
-            if value is None and name in OPTIONAL:
+            if value is None and DEFAULTS[name] is None:
                 continue
             try:
-                object.__setattr__(self, name, read(value))
+                object.__setattr__(self, name, setting.check(value))
             except ValueError as error:
                 raise RequestError(f"{name} {error}") from None
         if self.min_tokens > self.max_tokens:
@@ -97,14 +183,22 @@ class SamplingParams:
         method = self.rejection_sample_method
         if method != "standard" and self.acceptance != "rejection":
             raise RequestError(f'rejection_sample_method {method} needs acceptance "rejection"')
+        self._check_rule()
         if self.structured_outputs is not None:
             self._check_structured()
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
+    def _check_rule(self) -> None:
+        """Fill in what the request leaves open of a rule's settings; raise RequestError."""
+        said = self.acceptance_settings or {}
+        if self.acceptance not in ("strict", "rejection"):
+            object.__setattr__(self, "acceptance_settings", find_rule(self.acceptance).asked(said))
+        elif said:
+            name = next(iter(said))
+            raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
+
     def _check_structured(self) -> None:
         """Raise RequestError for what would emit tokens that the form forbids, or go beyond it."""
-        if not isinstance(self.structured_outputs, StructuredOutputs):
-            raise RequestError("structured_outputs must be a StructuredOutputs")
         against = {"min_tokens": self.min_tokens > 0, "ignore_eos": self.ignore_eos}
         for name, given in (against | {"synthetic acceptance": self.synthetic}).items():
             if given:
@@ -116,79 +210,23 @@ class SamplingParams:
         return self.rejection_sample_method == "synthetic"
 
 
-CHECKS = SETTINGS | {"logprobs": whole_number(0, MAX_LOGPROBS), "logit_bias": biases(MAX_BIASES)}
-OPTIONAL = {param.name for param in fields(SamplingParams) if param.default is None}
+SETTINGS = annotations(SamplingParams, Setting)
+DEFAULTS = defaults_of(SamplingParams)
 
 
-def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -> Controls:
-    """Says a request's wishes in the programs' words; RequestError if the engine can't do it."""
-    own = manifest.model.thinking_token_ids or (-1, -1)
-    asked = (params.begin_thinking_phase_token, params.end_thinking_phase_token)
-    marks = tuple(b if a is None else a for a, b in zip(asked, own, strict=True))
-    if params.relaxed_topk > 1 and -1 in marks:
-        raise RequestError(
-            "relaxed acceptance needs the tokens of the thinking phase, which this engine does not "
-            "know: give begin_thinking_phase_token and end_thinking_phase_token"
-        )
-    banned = tuple(sorted(end_ids(params, manifest))) if params.min_tokens else ()
-    if len(banned) > MAX_BANNED:
-        raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
-    asked_for = penalties_of(params)
-    if asked_for and Feature.PENALISE not in manifest.features:
-        raise RequestError(
-            f"{asked_for[0]} is not supported by this engine: leave it out, or build "
-            f"the engine anew for target {targets_with(Feature.PENALISE)}"
-        )
-    bias = params.logit_bias or {}
-    for id in bias:
-        if id >= manifest.model.vocab_size:
-            last = manifest.model.vocab_size - 1
-            raise RequestError(f"logit_bias: token id {id} is outside the vocabulary 0..{last}")
-    return Controls(
-        temperature=params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        rejection=params.acceptance == "rejection",
-        block=params.rejection_sample_method == "block",
-        synthetic=conditional(rates_of(params, manifest.build.nextn)),
-        sampled_drafts=params.draft_sample_method == "probabilistic",
-        relaxed_topk=params.relaxed_topk,
-        relaxed_delta=params.relaxed_delta,
-        thinking_ids=(marks[0], marks[1]),
-        thinking=next((t == marks[0] for t in reversed(prompt) if t in marks), False),
-        banned_ids=banned,
-        banned_until=len(prompt) + params.min_tokens if banned else 0,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        prompt_length=len(prompt) if asked_for else 0,
-        bias_ids=tuple(bias),
-        bias_values=tuple(bias.values()),
-        history=tuple(prompt) if params.repetition_penalty != 1 else (),
-        alternatives=params.logprobs is not None,
-        constrained=params.structured_outputs is not None,
-        seed=secrets.randbits(32) if params.seed is None else params.seed,
-    )
+def http_settings() -> dict[str, Setting]:
+    """The settings of HTTP bodies and lines of input files, those of rules of acceptance too."""
+    rules = {name: setting for rule in all_rules() for name, setting in rule.known.items()}
+    return {name: setting for name, setting in SETTINGS.items() if setting.http} | rules
 
 
-# Each penalty, and its value that asks for nothing.
-PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+def as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as fields of SamplingParams: those of a rule of acceptance are in one of them.
 
-
-def penalties_of(params: SamplingParams) -> list[str]:
-    """The fields by which a request edits the model's logits."""
-    on = [name for name, off in PENALTIES.items() if getattr(params, name) != off]
-    return on + ["logit_bias"] * bool(params.logit_bias)
-
-
-def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:
-    """The tokens that end the request."""
-    ends = () if params.ignore_eos else manifest.model.eos_token_ids
-    return frozenset(ends) | frozenset(params.stop_token_ids)
-
-
-def rates_of(params: SamplingParams, nextn: int) -> tuple[float, ...]:
-    """The rates of synthetic acceptance, per draft position; () if acceptance is real."""
-    rates, length = params.synthetic_acceptance_rates, params.synthetic_acceptance_length
-    return synthetic_rates(rates, length, nextn)
+    None stands for a setting that is not given.
+    """
+    said = {name: value for name, value in given.items() if value is not None}
+    rule = {name: said.pop(name) for name in [*said] if name not in SETTINGS}
+    if said.get("rejection_sample_method") is not None:
+        said.setdefault("acceptance", "rejection")
+    return said | ({"acceptance_settings": rule} if rule else {})

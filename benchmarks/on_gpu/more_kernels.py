@@ -171,7 +171,7 @@ def sampled(B: int, T: int, V: int) -> tuple[Any, ...]:
     window = torch.cat([torch.zeros(B, 1, dtype=torch.int64), logits[:, :-1].argmax(-1)], dim=1)
     zero, no = torch.zeros(B, dtype=torch.int64), torch.zeros(B, dtype=torch.bool)
     shapes = control_shapes(T - 1, 2 * T)
-    rows = SAMPLED.rows({control.name: shapes[control.name] for control in CORE_CONTROLS})
+    rows = SAMPLED.rows({c.name: (shapes[c.name], c.dtype) for c in CORE_CONTROLS})
     asked = {name: torch.from_numpy(row).expand(B, *row.shape).contiguous() for name, row in rows}
     drafts = logits[:, : T - 1].softmax(-1)
     return logits, window, zero + T - 1, zero, ~no, no, drafts, in_order(asked)

@@ -51,6 +51,9 @@ def build(
         "Choose drafts from so many of the most frequent tokens, or from a file's ids; the text is "
         "the same.",
     ),
+    acceptance_rule: list[str] | None = flag(
+        None, "Rule of acceptance of another package that requests may choose; may be repeated."
+    ),
     dry_run: bool = flag(False, "Check all, say what it would be, write nothing."),
 ) -> None:
     """Build one engine directory per nextn."""
@@ -88,6 +91,7 @@ def build(
         layers=None if layers is None else parse_layers(layers),
         scheme=build_scheme(weights, head_weights),
         draft_vocab=draft_vocab,
+        acceptance_rules=tuple(acceptance_rule or ()),
         dry_run=dry_run,
         options=changed(target_flags),
         revision=revision,

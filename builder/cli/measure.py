@@ -8,11 +8,12 @@ import typer
 from typer import Option
 
 from mtpbuild.builder.cli.shared import parse_nextn, progress, show, show_results
+from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.compat.settings import Settings, Source, asked_ranks, check_engine
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
+from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.ranks import ALONE
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
 

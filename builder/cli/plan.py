@@ -7,9 +7,10 @@ import typer
 from typer import Option
 
 from mtpbuild.builder.cli.shared import RankFlags, parse_range, show
+from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag, grouped, parse_list
+from mtpbuild.runtime.flag_groups import flag, grouped
 
 FOR_GPUS = (  # parameters that mean nothing with --cpu
     *("gpu", "tp", "ep", "attention_dp", "kv_cache", "prefill_chunk"),

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mtpbuild.builder.targets import build_options
+from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.compat.settings import Settings, Source, asked_ranks, merge
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.flag_groups import flag, parse_list
+from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.ranks import Ranks
 from mtpbuild.runtime.target_options import option_flags
 

@@ -17,6 +17,7 @@ from mtpbuild.runtime.contract.manifest import (
     ProgramSpec,
     hash_file,
 )
+from mtpbuild.runtime.contract.rules import BUILT_IN
 
 if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel
@@ -41,7 +42,7 @@ def write_manifests(
             build=build_info(job, out, model),
             target=job.target.info(plan),
             capabilities={
-                "acceptance": ["strict", "rejection", "relaxed"],
+                "acceptance": [*BUILT_IN, *plan.rules],
                 "drafter": [] if plan.drafter is None else [plan.drafter],
             },
             lookahead=plan.lookahead,

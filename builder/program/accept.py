@@ -1,6 +1,6 @@
 """What a step asks of its acceptance, and the kinds: greedy alone, and every mode mixed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,12 +9,19 @@ from torch import Tensor
 from mtpbuild.builder.models.common.layers import State
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins import accept_mixed_op, accept_rewind, shaped_probs_op
-from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed, draft_number
+from mtpbuild.plugins.accept_mixed.op import (
+    Verdict,
+    accept_mixed,
+    draft_number,
+    judge_of,
+    without_banned,
+)
 from mtpbuild.plugins.asked import Asked, in_order
 from mtpbuild.plugins.branch import when
 from mtpbuild.plugins.penalties import READ, penalised, recorded
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
-from mtpbuild.runtime.contract.controls import HISTORY, MAX_LOGPROBS
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, HISTORY, MAX_LOGPROBS
+from mtpbuild.runtime.contract.rules import Rule
 
 
 class Acceptance:
@@ -50,9 +57,17 @@ class MixedAcceptance(Acceptance):
     the state that has a history.
     """
 
-    def __init__(self, asked: Asked, grammar: Mapping[str, Tensor] | None = None) -> None:
-        """grammar: the inputs of `CONSTRAINTS` by name; nothing if the program has none."""
-        self.asked, self.grammar = asked, grammar or {}
+    def __init__(
+        self,
+        asked: Asked,
+        grammar: Mapping[str, Tensor] | None = None,
+        rules: Sequence[Rule] = (),
+    ) -> None:
+        """grammar: the inputs of `CONSTRAINTS` by name; nothing if the program has none.
+
+        rules: those that other packages bring, whose controls are among what is asked.
+        """
+        self.asked, self.grammar, self.rules = asked, grammar or {}, rules
         self.lengths: Tensor | None = None
         self.probs: list[Tensor] = []
         self._history: Tensor | None = None  # with the window
@@ -62,7 +77,7 @@ class MixedAcceptance(Acceptance):
         B, T, V = logits.shape
         probs = state.get("draft_probs", logits.new_zeros(B, T - 1, V))
         operands = (*slots_of(state, active), probs, self.asked, state.get(HISTORY), self.grammar)
-        verdict = accept_mixed(logits, *operands)
+        verdict = accept_mixed(logits, *operands, self.rules)
         self.lengths = verdict.lengths
         if HISTORY in state:
             self._history = recorded(state[HISTORY], state["window"], state["lengths"])
@@ -110,7 +125,10 @@ class KernelAcceptance(MixedAcceptance):
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
         probs = state.get("draft_probs", logits)
-        operands = (logits, *slots_of(state, active), probs, in_order(self.asked))
+        asked = self.core()
+        if self.rules and "draft_probs" in state:
+            asked["synthetic"] = self.ruled(logits, state, probs)
+        operands = (logits, *slots_of(state, active), probs, in_order(asked))
         tokens, n, self.lengths, logprobs, thinking, margins = accept_mixed_op(*operands)
         top = logits.log_softmax(-1).topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
         decided = (tokens, n, self.lengths, logprobs, margins, thinking)
@@ -121,10 +139,29 @@ class KernelAcceptance(MixedAcceptance):
         number = draft_number(self.asked, self.lengths, k)
         chosen = (self.asked["sampled_drafts"] & (self.asked["temperature"] > 0))[:, None]
         best = logits.argmax(-1)
-        q = shaped_probs_op(logits, in_order(self.asked))
+        q = shaped_probs_op(logits, in_order(self.core()))
         point = torch.zeros_like(q).scatter(-1, best[..., None], 1.0)
         self.probs.append(torch.where(chosen[..., None], q, point))
         return torch.where(chosen, draw(q, number)[0], best)
+
+    def core(self) -> dict[str, Tensor]:
+        """The controls that the ops take: a rule has its own operators."""
+        return {control.name: self.asked[control.name] for control in CORE_CONTROLS}
+
+    def ruled(self, logits: Tensor, state: State, draft_probs: Tensor) -> Tensor:
+        """The op accepts by chance, at these rates [B, T], what the slot's rule lets stand: 1 or 0.
+
+        Where a slot has no rule, the rates are its own.
+        """
+        window, rates = state["window"], self.asked["synthetic"]
+        at = state["lengths"][:, None] + 1 + torch.arange(window.shape[1], device=window.device)
+        p = shaped_probs_op(without_banned(logits, at, self.asked), in_order(self.core()))
+        judged = judge_of(p, window, draft_probs, at, state["thinking"], self.asked)
+        for rule in self.rules:
+            assert rule.kernel is not None, "the target was asked to build a rule without a kernel"
+            stands = rule.kernel(judged) & (judged.p_draft > 0)
+            rates = torch.where(self.asked[rule.name][:, None], stands.to(rates.dtype), rates)
+        return rates
 
 
 def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

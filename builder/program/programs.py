@@ -13,16 +13,22 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
 from mtpbuild.builder.program.step import (
-    ConstrainedStepProgram,
     MixedStepProgram,
-    PenalisingStepProgram,
     PrefillProgram,
     StepProgram,
     TrunkProgram,
 )
 from mtpbuild.builder.targets.style import Kernels
-from mtpbuild.runtime.contract.controls import HISTORY, Control, constraint_shapes, control_shapes
+from mtpbuild.runtime.contract.controls import (
+    CONSTRAINTS,
+    CONTROLS,
+    CORE_CONTROLS,
+    HISTORY,
+    Control,
+    control_shapes,
+)
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, program_name, trunk_name
+from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.contract.state import layer_rows
 
 DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
@@ -127,11 +133,12 @@ def _steps(
         verified = {"hidden": hidden, "start": _ints(B)}
     acceptance = KernelAcceptance if style.kernels >= Kernels.ACCEPTANCE else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
-    kind_of_mixed = MixedStepProgram
-    if style.penalties:
-        kind_of_mixed = ConstrainedStepProgram if plan.constrained else PenalisingStepProgram
-    mixed = kind_of_mixed(model, drafter, nextn, acceptance)
-    wishes = _controls(plan, mixed.controls, B) | _constraints(plan, mixed.constraints, B)
+    rules = tuple(map(find_rule, plan.rules))
+    table = CONTROLS if style.penalties else CORE_CONTROLS
+    table += tuple(control for rule in rules for control in rule.controls)
+    masks = CONSTRAINTS if plan.constrained else ()
+    mixed = MixedStepProgram(model, drafter, nextn, acceptance, table, masks, rules)
+    wishes = _wishes(plan, (*table, *masks), B)
     for kind, module, asked, outputs in (
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | wishes, MIXED_OUTPUTS),
@@ -142,15 +149,9 @@ def _steps(
         )
 
 
-def _controls(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
-    """Example values of what a request asks for, in the order of the table."""
-    shapes = control_shapes(plan.nextn, plan.positions)
-    return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
-
-
-def _constraints(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
-    """Example values of what a grammar lets the step emit."""
-    shapes = constraint_shapes(plan.nextn, plan.config.vocab_size)
+def _wishes(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
+    """Example values of what requests ask for, in the order of the table."""
+    shapes = control_shapes(plan.nextn, plan.positions, plan.config.vocab_size, table)
     return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
 
 

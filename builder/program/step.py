@@ -6,6 +6,7 @@ known tokens are t_0 .. t_M; t_M is in no cache yet, so `lengths` = M.
 
 from dataclasses import replace
 from inspect import Parameter, Signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +17,15 @@ from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins.asked import named
-from mtpbuild.runtime.contract.controls import (
-    ALLOWED,
-    CONSTRAINTS,
-    CONTROLS,
-    CORE_CONTROLS,
-    Control,
-)
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Control
+from mtpbuild.runtime.contract.rules import Rule
 
 
 def signature(*controls: Control) -> Signature:
-    """A step's parameters: its state, what is asked of it, what was verified before."""
+    """A mixed step's parameters, after which torch.export names a graph's inputs."""
     kind, verified = Parameter.POSITIONAL_OR_KEYWORD, ("hidden", "start")
     asked = (control.name for control in controls)
-    needed = [Parameter(name, kind) for name in ("self", "state", "active", *asked)]
+    needed = [Parameter(name, kind) for name in ("state", "active", *asked)]
     return Signature([*needed, *(Parameter(name, kind, default=None) for name in verified)])
 
 
@@ -43,17 +39,20 @@ class StepProgram(nn.Module):
         super().__init__()
         self.model, self.drafter, self.nextn = model, drafter, nextn
 
-    def forward(self, state: State, active: Tensor, *verified: Tensor) -> tuple[State, State]:
+    def forward(
+        self,
+        state: State,
+        active: Tensor,
+        hidden: Tensor | None = None,
+        start: Tensor | None = None,
+    ) -> tuple[State, State]:
         """state: the tensors of `state_specs`; active [B] bool. Returns new state, and outputs.
 
-        verified: `hidden` [B, T, E], what the trunk's own program has made of the window, and
-        `start` [B], the position of its first token. Then the state is without the main model's
-        caches. Nothing: the trunk runs here.
+        hidden [B, T, E]: what the trunk's own program has made of the window, whose first token is
+        at position start [B]. Then the state is without the main model's caches. None: the trunk
+        runs here.
         """
-        return self.step(state, active, Acceptance(), *verified)
-
-    # torch.export names a graph's inputs after parameters.
-    forward.__signature__ = signature()  # type: ignore[attr-defined]
+        return self.step(state, active, Acceptance(), hidden, start)
 
     def step(
         self,
@@ -107,10 +106,11 @@ class StepProgram(nn.Module):
 
 
 class MixedStepProgram(StepProgram):
-    """The same step for slots that sample, reject or relax; the host picks the program per step."""
+    """The same step for slots that sample, reject or relax; the host picks the program per step.
 
-    controls = CORE_CONTROLS  # what requests may ask of it
-    constraints: tuple[Control, ...] = ()  # inputs behind the controls
+    controls: what requests may ask of it. constraints: the inputs behind them, if slots may be held
+    to a grammar. rules: those of other packages, whose controls are among the others.
+    """
 
     def __init__(
         self,
@@ -118,47 +118,30 @@ class MixedStepProgram(StepProgram):
         drafter: Drafter | None,
         nextn: int,
         acceptance: type[MixedAcceptance] = MixedAcceptance,
+        controls: tuple[Control, ...] = CORE_CONTROLS,
+        constraints: tuple[Control, ...] = (),
+        rules: tuple[Rule, ...] = (),
     ) -> None:
         super().__init__(model, drafter, nextn)
-        self.acceptance = acceptance
+        self.acceptance, self.rules = acceptance, rules
+        self.controls, self.constraints = controls, constraints
 
-    def forward(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
-        """given: what each slot's request asks for, in the order of `controls`; what a grammar
-        allows it, in that of `constraints`; then what `StepProgram` calls `verified`.
-        """
-        controls, others = given[: len(self.controls)], given[len(self.controls) :]
-        verified = others[len(self.constraints) :]
-        asked = named(controls, self.controls)
-        grammar = {c.name: x for c, x in zip(self.constraints, others, strict=False)}
-        for inputs, name in ((asked, "synthetic"), (grammar, ALLOWED)):
-            if name in inputs and inputs[name].shape[1] > self.nextn + 1:
-                inputs[name] = inputs[name][:, : self.nextn + 1]  # the state has places for more
-        return self.step(state, active, self.acceptance(asked, grammar), *verified)
+        def forward(*given: Any) -> tuple[State, State]:
+            return self.mixed(*given)
 
-    # To torch.export, each control is a parameter.
-    forward.__signature__ = signature(*CORE_CONTROLS)  # type: ignore[attr-defined]
+        forward.__signature__ = signature(*controls, *constraints)  # type: ignore[attr-defined]
+        self.forward = forward  # type: ignore[assignment]
 
-
-class PenalisingStepProgram(MixedStepProgram):
-    """The mixed step where requests may also have penalties and biases."""
-
-    controls = CONTROLS
-
-    def forward(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
-        return super().forward(state, active, *given)
-
-    forward.__signature__ = signature(*CONTROLS)  # type: ignore[attr-defined]
-
-
-class ConstrainedStepProgram(PenalisingStepProgram):
-    """The same where slots may also be held to a grammar."""
-
-    constraints = CONSTRAINTS
-
-    def forward(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
-        return super().forward(state, active, *given)
-
-    forward.__signature__ = signature(*CONTROLS, *CONSTRAINTS)  # type: ignore[attr-defined]
+    def mixed(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
+        """given: a tensor for each of `controls` and `constraints`, then `hidden` and `start`."""
+        table = (*self.controls, *self.constraints)
+        inputs = named(given[: len(table)], table)
+        for control in table:  # the state has places for more
+            if "window" in control.shape and inputs[control.name].shape[1] > self.nextn + 1:
+                inputs[control.name] = inputs[control.name][:, : self.nextn + 1]
+        grammar = {control.name: inputs.pop(control.name) for control in self.constraints}
+        acceptance = self.acceptance(inputs, grammar, self.rules)
+        return self.step(state, active, acceptance, *given[len(table) :])
 
 
 class TrunkProgram(nn.Module):

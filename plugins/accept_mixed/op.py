@@ -1,19 +1,19 @@
 """accept_mixed: a window's verdict where each slot has a mode of its own.
 
-The modes are strict (greedy or sampled), rejection, block and relaxed; docs/acceptance.md and
-DESIGN 5 define them. The reference is plain PyTorch that every target can trace. `accept_rewind`
+The modes are strict (greedy or sampled), rejection, block and relaxed; docs/acceptance.md defines
+them. The reference is plain PyTorch that every target can trace. `accept_rewind`
 is the case that all slots are strict and greedy.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mtpbuild.plugins.asked import Asked, named
-from mtpbuild.plugins.branch import when
+from mtpbuild.plugins.branch import Branch, when
 from mtpbuild.plugins.penalties import READ, penalised, unchanged
 from mtpbuild.plugins.shaped_probs.op import draw, shaped_probs
 from mtpbuild.runtime.contract.controls import (
@@ -42,6 +42,28 @@ class Verdict:
     top_logprobs: Tensor | None = None  # [B, T, MAX_LOGPROBS] under the plain softmax
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What a rule of another package sees of a window: row j judges the draft behind j tokens."""
+
+    p: Tensor  # [B, T, V] the model's distribution as the request shapes it; unshaped if greedy
+    p_draft: Tensor  # [B, T] its probability of the row's draft; the last row has none
+    drafts: Tensor  # [B, T]
+    draft_probs: Tensor  # [B, K, V] what the drafts were drawn from
+    numbers: Tensor  # [B, T] uniform in [0, 1), drawn for acceptance alone
+    thinking: Tensor  # [B, T] bool: whether the row is in the thinking phase
+    asked: Asked  # controls by name, the rule's own among them: [B, *shape]
+
+
+class Rule(Protocol):
+    """A rule of another package, as `runtime/contract/rules.py` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def keeps(self) -> Callable[[Any], Any]: ...
+
+
 def accept_mixed(
     logits: Tensor,
     window: Tensor,
@@ -53,13 +75,15 @@ def accept_mixed(
     asked: Asked,
     history: Tensor | None = None,
     grammar: Mapping[str, Tensor] | None = None,
+    rules: Sequence[Rule] = (),
 ) -> Verdict:
     """Judge a window [B, T], the newest token and then drafts, by its logits [B, T, V] fp32.
 
     draft_probs [B, K, V] is what each draft was drawn from. A draft that was an argmax has a point
     mass there, so that one rule covers both. The other operands are [B]. history [B, S]: the tokens
     before the window; without it nothing is penalised. grammar: the inputs of `CONSTRAINTS` by
-    name, `allowed` [B, T, words]; nothing if no slot can be held to one.
+    name, `allowed` [B, T, words]; nothing if no slot can be held to one. rules: those that the
+    program has beside ours.
     """
     _, T, V = logits.shape
     row = torch.arange(T, device=window.device)
@@ -81,7 +105,11 @@ def accept_mixed(
     phases = _phases(window, thinking, asked["thinking_ids"])  # [B, T]
     n = torch.ones_like(lengths)
     if T > 1:
-        good = real & _accepted(p, window, target, numbers, lucky, phases, asked)
+        good = _accepted(p, window, target, numbers, lucky, phases, asked)
+        if rules:
+            judged = judge_of(p, window, draft_probs, at, thinking, asked)
+            good = _ruled(good, rules, judged)
+        good = good & real
         n = torch.where(good[:, :-1], T - 1, row[:-1]).amin(-1) + 1
     n = torch.where(active, n, 0)
 
@@ -146,7 +174,7 @@ def _edited(
     Without a history there are bans alone, and no branch.
     """
     if history is None:
-        return _without_banned(logits, at, asked)
+        return without_banned(logits, at, asked)
     edits = {name: asked[name] for name in (*READ, "banned_ids", "banned_until")}
     wanted = (at[:, 0] < asked["banned_until"]) | asked["penalised"]
     operands = (logits, at, window, lengths, edits, history)
@@ -156,11 +184,11 @@ def _edited(
 def _banned_and_penalised(
     logits: Tensor, at: Tensor, window: Tensor, lengths: Tensor, edits: Asked, history: Tensor
 ) -> tuple[Tensor, ...]:
-    left = _without_banned(logits, at, edits)
+    left = without_banned(logits, at, edits)
     return (penalised(left, history, lengths, (window,), edits),)
 
 
-def _without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
+def without_banned(logits: Tensor, at: Tensor, asked: Asked) -> Tensor:
     """Put -inf into the logits [B, T, V] of tokens that may not be emitted yet (min_tokens)."""
     ids = torch.arange(logits.shape[-1], device=logits.device)
     banned = (ids == asked["banned_ids"][..., None]).any(1)  # [B, V]
@@ -297,6 +325,36 @@ def _accepted(
     good = (by_chance & lucky) | (~by_chance & ~forced & ((drafts == target) | near))
     good = good | (forced & (numbers[:, ACCEPT] < asked["synthetic"]))
     return good & (drafts == following)
+
+
+def judge_of(
+    p: Tensor, window: Tensor, draft_probs: Tensor, at: Tensor, thinking: Tensor, asked: Asked
+) -> Judged:
+    """Gather what rules see; at [B, T]: the positions that the rows decide."""
+    drafts = torch.cat([window[:, 1:], window[:, :1]], dim=1).clamp(0, p.shape[-1] - 1)
+    p_draft = p.gather(-1, drafts[..., None])[..., 0]
+    numbers = asked["uniforms"][:, ACCEPT].gather(1, at)
+    phases = _phases(window, thinking, asked["thinking_ids"])
+    return Judged(p, p_draft, drafts, draft_probs, numbers, phases, asked)
+
+
+def _ruled(good: Tensor, rules: Sequence[Rule], judged: Judged) -> Tensor:
+    """Let the rules decide in the slots that chose one; nothing is computed for a rule of none."""
+    for rule in rules:
+        chosen = judged.asked[rule.name]
+        operands = tuple(vars(judged).values())
+        kept = when(chosen.any(), _kept_by(rule), _nothing_kept, operands)[0]
+        chosen = chosen[:, None]
+        good = (chosen & kept & (judged.p_draft > 0)) | (~chosen & good)
+    return good
+
+
+def _kept_by(rule: Rule) -> Branch:
+    return lambda *operands: (rule.keeps(Judged(*operands)).clone(),)
+
+
+def _nothing_kept(p: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return (p.new_zeros(p.shape[:2], dtype=torch.bool),)
 
 
 def _near(p: Tensor, drafts: Tensor, asked: Asked) -> Tensor:

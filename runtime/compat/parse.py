@@ -7,18 +7,19 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.runtime.checks import NEXTN_LIMIT, SETTINGS, switch, whole_number
+from mtpbuild.runtime.checks import NEXTN_LIMIT, switch, whole_number
 from mtpbuild.runtime.compat.settings import Settings, agreed
 from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM, TRTLLM_METHODS, TRTLLM_SPECULATIVE
 from mtpbuild.runtime.compat.vllm import VLLM, VLLM_METHODS
 from mtpbuild.runtime.compat.vocabulary import Vocabulary
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS
+from mtpbuild.runtime.sampling import SETTINGS
 from mtpbuild.runtime.synthetic import check_synthetic, synthetic_rates
 
 VLLM_FLAG, YAML_FLAG = "--speculative-config", "--config"
 SPELLINGS = {"False": "false", "True": "true", "None": "null", "'": "double quotes"}
-READERS = SETTINGS | {
+CHECKS = {name: setting.check for name, setting in SETTINGS.items()} | {
     "nextn": whole_number(0, NEXTN_LIMIT),
     "use_relaxed_acceptance_for_thinking": switch,
     **dict.fromkeys(("tp", "ep", "moe_tp"), whole_number(1, MAX_RANKS)),
@@ -96,7 +97,7 @@ def read_value(known: Vocabulary, key: str, value: object, label: str) -> Any:
             return None
         if key in known.switches:  # false leaves the choice to us
             return known.switches[key] if switch(value) else None
-        return READERS[known.ours[key]](value)
+        return CHECKS[known.ours[key]](value)
     except ValueError as error:
         raise UsageError(f"{label} {error}") from None
 

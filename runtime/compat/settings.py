@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from mtpbuild.runtime.checks import SETTINGS
 from mtpbuild.runtime.compat.vocabulary import show
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
+from mtpbuild.runtime.sampling import SETTINGS
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import BuildInfo

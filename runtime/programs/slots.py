@@ -7,10 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import (
+    ALLOWED,
     CONSTRAINED,
-    CONSTRAINTS,
-    CONTROLS,
-    CORE_CONTROLS,
     GREEDY,
     HISTORY,
     Controls,
@@ -20,6 +18,8 @@ from mtpbuild.runtime.contract.programs import MIXED, PLAIN, Bools, Ints, StepOu
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
+NO_CONTROLS = ("active", "hidden", "start")  # inputs of a step that are neither state nor controls
+MASKS = (CONSTRAINED, ALLOWED)
 JUDGED = ("window", "num_drafts")  # of the state that a step was given, what it reports
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
 
@@ -97,12 +97,13 @@ class Slots:
             {s.name: memory.zeros(s.shape, s.dtype) for s in carried} for _ in range(copies)
         ]
         self._now = 0  # the copy that is read next
-        inputs = {(t.name, t.dtype): t for t in manifest.programs[MIXED].inputs}
-        # A GPU's programs have no penalties, nor have engines from before there were any.
-        table = CONTROLS if HISTORY in self._carries[0] else CORE_CONTROLS
-        self._controls = self._zeros(inputs[control.name, control.dtype] for control in table)
-        given = ((c.name, c.dtype) for c in CONSTRAINTS)  # some engines have none
-        self._controls |= self._zeros(inputs[each] for each in given if each in inputs)
+        # An engine may lack some of our controls, and may have a rule that is not installed here.
+        others = {s.name for s in manifest.state}.union(NO_CONTROLS)
+        asked = [t for t in manifest.programs[MIXED].inputs if t.name not in others]
+        self._controls = self._zeros(asked)
+        self._places = {
+            t.name: (tuple(map(int, t.shape[1:])), t.dtype) for t in asked if t.name not in MASKS
+        }
         self._active = memory.zeros((self._batch,), "bool")
         self._mixed = np.zeros(self._batch, np.bool_)  # slots that the plain program can't serve
         self._bindings: dict[Any, Any] = {}  # what programs were given; forgotten with the layout
@@ -125,8 +126,7 @@ class Slots:
             row.flat[: np.size(value)] = value
             for copy in self._carries:
                 self._memory.copy(row, copy[name][slot : slot + 1])
-        shapes = {name: tuple(array.shape[1:]) for name, array in self._controls.items()}
-        for name, row in controls.rows(shapes):  # a plain slot may share a mixed step
+        for name, row in controls.rows(self._places):  # a plain slot may share a mixed step
             self._memory.copy(row[None], self._controls[name][slot : slot + 1])
         if CONSTRAINED in self._controls:
             constrained = np.array([controls.constrained])

@@ -1,8 +1,10 @@
 """The bodies of requests, in the words of OpenAI and vLLM; what else a body says is ignored."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from mtpbuild.runtime.sampling import SamplingParams, http_settings
 
 Id = Annotated[int, Field(ge=0)]
 
@@ -18,38 +20,36 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+def _describe(schema: dict[str, Any]) -> None:
+    """Add the settings to what a body's JSON schema says of its fields."""
+    hints = get_type_hints(SamplingParams)
+    for name, setting in http_settings().items():
+        known = TypeAdapter(hints[name]).json_schema() if name in hints else {}
+        schema["properties"][name] = known | ({"description": setting.help} if setting.help else {})
+
+
 class Sampled(Body):
-    """What chats and completions have in common. Nothing, and null, is the default."""
+    """What chats and completions have in common. Null stands for the default.
+
+    Beside these fields a body has those of `http_settings`.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_describe)
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     max_tokens: int | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, float] | None = None
     user: str | None = None
-    # vLLM's:
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
-    # How drafts are accepted, as in SamplingParams:
-    acceptance: str | None = None
-    rejection_sample_method: str | None = None
-    draft_sample_method: str | None = None
-    relaxed_topk: int | None = None
-    relaxed_delta: float | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that the body gives, which checks them."""
+        return {n: value for n, value in (self.model_extra or {}).items() if n in http_settings()}
 
 
 class Function(Body):

@@ -1,11 +1,11 @@
-"""Makes SamplingParams of a body's fields; the model, then vLLM, says what is missing."""
+"""Makes SamplingParams of a body; what it leaves out is the model's default, else vLLM's."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
-from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.sampling import SamplingParams, as_fields
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
 from mtpbuild.runtime.server.service import Service
@@ -13,12 +13,6 @@ from mtpbuild.runtime.server.structured import read_structured
 from mtpbuild.runtime.structured import StructuredOutputs
 
 DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
-PLAIN = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "acceptance"),
-    *("rejection_sample_method", "draft_sample_method", "relaxed_topk", "relaxed_delta"),
-    *("stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    "logit_bias",
-)
 
 
 def read_sampled(
@@ -32,10 +26,11 @@ def read_sampled(
     calls: StructuredOutputs | None = None,
     markers: Sequence[str] = (),
 ) -> SamplingParams:
-    """A request's settings for a prompt of so many tokens; raises ApiError.
+    """The settings of a request whose prompt has so many tokens; raises ApiError.
 
-    calls: the form of an answer that must be tool calls. markers: what is looked for in the text,
-    also where they are special tokens.
+    most: how many tokens the answer may have; None: as many as the engine has room for. calls: the
+    form of an answer that must be tool calls. markers: texts that are looked for in the answer,
+    even where they are special tokens.
     """
     assert isinstance(body, ChatBody | CompletionBody)
     if body.model is not None and body.model != service.model:
@@ -49,11 +44,8 @@ def read_sampled(
             f"asked for ({prompt} in the prompt, {most} for the answer)"
         )
         raise ApiError(400, message, "max_tokens")
-    given = {name: getattr(body, name) for name in PLAIN}
-    asked = DEFAULTS | service.settings.defaults
-    asked |= {name: value for name, value in given.items() if value is not None}
-    asked["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if asked["stop"] and engine.tokenizer is None:
+    asked = DEFAULTS | service.settings.defaults | as_fields(body.settings)
+    if asked.get("stop") and engine.tokenizer is None:
         raise ApiError(400, "this engine was built without a tokenizer", "stop")
     form = read_structured(body)
     if form is not None and calls is not None:
@@ -64,8 +56,6 @@ def read_sampled(
     asked["shown_tokens"] = [id for name, id in special.items() if every or name in markers]
     if asked.get("rejection_sample_method") == "synthetic":
         raise ApiError(400, "synthetic acceptance is for benchmarks", "rejection_sample_method")
-    if asked.get("rejection_sample_method") is not None:
-        asked.setdefault("acceptance", "rejection")
     try:
         params = SamplingParams(
             max_tokens=room if most is None else most, logprobs=logprobs, **asked

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.sampling import PENALTIES
+from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS
 from mtpbuild.runtime.trace.lines import RequestLine, StepLine, TaskId, TracedRequest, TraceFile
 
 # A margin up to so many times the measured log-probability difference is rounding's to decide.
@@ -13,13 +13,9 @@ TIE_FACTOR = 4
 LEAST_TIE = 1e-5  # where nothing was measured, or the same engine ran twice
 
 # Traces that differ in one of these, or in the seed, have nothing to compare.
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", *PENALTIES, "logit_bias")
+SAMPLING = [name for name, setting in SETTINGS.items() if setting.differs == "refused"]
 # These may change a token too, and that may be just what one wants to see.
-NOTED = (
-    *("min_tokens", "acceptance", "rejection_sample_method", "draft_sample_method"),
-    *("synthetic_acceptance_rates", "synthetic_acceptance_length"),
-    *("relaxed_topk", "relaxed_delta"),
-)
+NOTED = [name for name, setting in SETTINGS.items() if setting.differs == "noted"]
 
 Verdict = Literal["equal", "different", "shorter", "missing"]
 
@@ -118,14 +114,17 @@ def _check_same(a: TraceFile, b: TraceFile, left: RequestLine, right: RequestLin
         same = next((i for i, (t, u) in pairs if t != u), min(map(len, prompts)))
         refuse("the prompt", *(f"{len(p)} tokens, {p[same : same + 1]} at {same}" for p in prompts))
     for name in SAMPLING if left.greedy else (*SAMPLING, "seed"):
-        off = PENALTIES.get(name)  # which traces of before there were any don't say
-        mine, other = (line.params.get(name, off) for line in (left, right))
+        # An older trace does not say what was not there yet.
+        mine, other = (line.params.get(name, DEFAULTS.get(name)) for line in (left, right))
         if mine != other:
             refuse(name, mine, other)
 
 
 def _notes(left: RequestLine, right: RequestLine) -> list[str]:
-    both = ((name, left.params.get(name), right.params.get(name)) for name in NOTED)
+    said = [
+        {name: line.params.get(name, DEFAULTS[name]) for name in NOTED} for line in (left, right)
+    ]
+    both = ((name, *(line[name] for line in said)) for name in NOTED)
     notes = [f"{name}: {mine} | {other}" for name, mine, other in both if mine != other]
     if left.weights != right.weights:
         notes.append("the engines have different weights files")

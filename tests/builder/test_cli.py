@@ -11,8 +11,8 @@ import typer
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.errors import CheckpointError, UsageError
-from mtpbuild.runtime.flag_groups import parse_list
 from tests.support.invoke import invoke, options
 from tests.support.requests import noted
 
@@ -42,6 +42,7 @@ def mtpbuild(*args: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_frozen_flags() -> None:
     assert options("build") == [
+        "--acceptance-rule",
         "--attention-backend",
         "--attention-dp",
         "--checkpoint",

@@ -10,7 +10,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.runtime import Engine, RequestError, SamplingParams
 from mtpbuild.runtime.contract.controls import Controls
-from mtpbuild.runtime.sampling import controls_of
+from mtpbuild.runtime.controls_of import controls_of
 from tests.reference.recompute import greedy, next_logits
 from tests.reference.sampling import sample
 from tests.support.engines import EngineBuilder

@@ -11,7 +11,7 @@ from mtpbuild.builder.cli import app
 from mtpbuild.runtime.compat.settings import Settings
 from mtpbuild.runtime.errors import RequestError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
-from mtpbuild.runtime.sampling_flags import PenaltyFlags, SamplingFlags, sampling_params
+from mtpbuild.runtime.sampling_flags import RequestFlags, SamplingFlags, sampling_params
 
 SHARED = {
     "--acceptance",
@@ -86,8 +86,8 @@ def test_params_are_those_of_flags_and_configuration() -> None:
         assert (each.synthetic, each.synthetic_acceptance_rates) == (True, (0.9, 0.5))
     with pytest.raises(UsageError, match=r"synthetic contradicts .* block"):
         sampling_params(rates, Settings(rejection_sample_method="block"))
-    penalties = PenaltyFlags(presence_penalty=1.5, logit_bias='{"5": -100}')
-    edits = sampling_params(SamplingFlags(), Settings(), **penalties.asked())
+    penalties = RequestFlags(presence_penalty=1.5, logit_bias='{"5": -100}')
+    edits = sampling_params(SamplingFlags(), Settings(), **vars(penalties))
     assert (edits.presence_penalty, edits.repetition_penalty) == (1.5, 1)
     assert edits.logit_bias == {5: -100}
     with pytest.raises(RequestError, match="temperature must be"):

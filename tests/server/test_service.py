@@ -158,7 +158,7 @@ def test_messages_that_can_not_be() -> None:
         refused("shows no form of tool calls", tools=[{"function": {"name": "f"}}])
         refused("shows no form", tool_choice="required", tools=[{"function": {"name": "f"}}])
         refused("take no grammar", response_format={"type": "json_object"})
-        refused("seed: ", seed="x")
+        refused("seed must be a whole number", seed="x")
         assert client.post("/v1/chat/completions", content=b"{").status_code == 400
         fails(client.post("/v1/completions", json=ASK | {"model": "x"}), 404, "`x`", "model")
         fails(client.get("/nothing"), 404, "Not Found")

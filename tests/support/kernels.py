@@ -189,7 +189,7 @@ def _asked(
     slots: int, controls: Controls, table: Sequence[Control], nextn: int = 0
 ) -> dict[str, Tensor]:
     shapes = control_shapes(nextn, positions=1)
-    rows = controls.rows({control.name: shapes[control.name] for control in table})
+    rows = controls.rows({c.name: (shapes[c.name], c.dtype) for c in table})
     every = {name: torch.from_numpy(row).expand(slots, *row.shape) for name, row in rows}
     return {name: tensor.clone() for name, tensor in every.items()}
 

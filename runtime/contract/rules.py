@@ -1,0 +1,94 @@
+"""Rules of acceptance by name: which drafts of a step stand, as other packages may decide it.
+
+    @dataclass(frozen=True)
+    class Settings:
+        typical_epsilon: Annotated[float, Setting(number(0, 1), "Help."), Control("float32")] = 0.3
+
+    def keeps(judged):  # of plugins/accept_mixed/op.py; returns [B, T] bool
+        return judged.p_draft >= judged.asked["typical_epsilon"][:, None]
+
+    register(Rule("typical", keeps, Settings))
+
+A package adds its rules by entry points of the group `mtpbuild.acceptance_rules`. An engine has the
+rules that `build --acceptance-rule` names; a request chooses one by `acceptance`.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtpbuild.runtime.contract.registry import Registry
+from mtpbuild.runtime.contract.settings import (
+    Control,
+    Setting,
+    annotations,
+    controls_in,
+    defaults_of,
+)
+from mtpbuild.runtime.errors import RequestError
+
+BUILT_IN = ("strict", "rejection", "block", "relaxed", "synthetic")  # every engine has them
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of a rule that has none."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of acceptance beside the built-in ones.
+
+    keeps: says of each row [B, T] of `Judged` whether its draft stands if all before it do. It is
+    traced into the mixed program, so only a build calls it. settings: a frozen dataclass whose
+    fields have `Setting` and `Control`; their names are the request's, so prefix them with the
+    rule's. kernel: the same without branches, by operators of the targets that have kernels of
+    acceptance; without one these targets refuse the rule.
+
+    A draft whose probability is 0 never stands. Behind the drafts that stand comes the token that
+    strict acceptance would emit there.
+    """
+
+    name: str
+    keeps: Callable[[Any], Any]
+    settings: type[Any] = NoSettings
+    kernel: Callable[[Any], Any] | None = None
+
+    @property
+    def controls(self) -> tuple[Control, ...]:
+        """Its inputs of the mixed program: whether a slot's request chose it, and its settings."""
+        chosen = Control("bool", setting="acceptance", name=self.name)
+        return (chosen, *controls_in(self.settings))
+
+    @property
+    def known(self) -> dict[str, Setting]:
+        """Its settings by name."""
+        return annotations(self.settings, Setting)
+
+    def asked(self, said: Mapping[str, object]) -> dict[str, Any]:
+        """The value of each of its settings; raises RequestError for one that can't be."""
+        values = defaults_of(self.settings)
+        for name, value in said.items():
+            if name not in values:
+                raise RequestError(f"{name} is no setting of acceptance {self.name!r}")
+            try:
+                values[name] = self.known[name].check(value)
+            except ValueError as error:
+                raise RequestError(f"{name} {error}") from None
+        return values
+
+    def identity(self) -> str:
+        """Hash the files that define it: an engine is built again when they change."""
+        parts: list[Any] = [part for part in (self.keeps, self.settings, self.kernel) if part]
+        files = {inspect.getsourcefile(part) for part in parts} - {None}
+        digest = hashlib.sha256()
+        for file in sorted(map(str, files)):
+            digest.update(Path(file).read_bytes())
+        return digest.hexdigest()
+
+
+_rules = Registry[Rule]("acceptance rule", "mtpbuild.acceptance_rules")
+register, find_rule, all_rules, names = _rules.register, _rules.find, _rules.all, _rules.names

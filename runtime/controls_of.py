@@ -1,0 +1,107 @@
+"""Turns what a request asks into controls: what the steps of an engine are told."""
+
+import secrets
+from dataclasses import replace
+
+from mtpbuild.runtime.contract.controls import CONTROLS, MAX_BANNED, Control, Controls
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import MIXED
+from mtpbuild.runtime.contract.rules import BUILT_IN, find_rule
+from mtpbuild.runtime.contract.settings import Wishes, defaults_of
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.synthetic import conditional, synthetic_rates
+from mtpbuild.runtime.targets import targets_with
+
+
+def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -> Controls:
+    """The controls of a request; raises RequestError for what the engine can't do."""
+    marks = thinking_ids(params, manifest)
+    banned = tuple(sorted(end_ids(params, manifest))) if params.min_tokens else ()
+    if len(banned) > MAX_BANNED:
+        raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
+    bias = params.logit_bias or {}
+    for id in bias:
+        if id >= manifest.model.vocab_size:
+            last = manifest.model.vocab_size - 1
+            raise RequestError(f"logit_bias: token id {id} is outside the vocabulary 0..{last}")
+    controls = Controls(
+        **{name: getattr(params, name) for name in defaults_of(Wishes)},
+        rejection=params.acceptance == "rejection",
+        block=params.rejection_sample_method == "block",
+        synthetic=conditional(rates_of(params, manifest.build.nextn)),
+        sampled_drafts=params.draft_sample_method == "probabilistic",
+        thinking_ids=marks,
+        thinking=next((t == marks[0] for t in reversed(prompt) if t in marks), False),
+        banned_ids=banned,
+        banned_until=len(prompt) + params.min_tokens if banned else 0,
+        bias_ids=tuple(bias),
+        bias_values=tuple(bias.values()),
+        history=tuple(prompt) if params.repetition_penalty != 1 else (),
+        rule=rule_of(params, manifest),
+        alternatives=params.logprobs is not None,
+        constrained=params.structured_outputs is not None,
+        seed=secrets.randbits(32) if params.seed is None else params.seed,
+    )
+    if controls.penalised:
+        controls = replace(controls, prompt_length=len(prompt))
+    for control in CONTROLS:
+        if control.setting and controls.counts(control.name):
+            check_control(manifest, control)
+    return controls
+
+
+def check_control(manifest: Manifest, control: Control) -> None:
+    """Raise RequestError if an engine's steps don't take a control: they have other features, or
+    are older than it.
+    """
+    refused = f"{control.setting} is not supported by this engine: leave it out, or build"
+    if not control.core and Feature.PENALISE not in manifest.features:
+        raise RequestError(f"{refused} the engine anew for target {targets_with(Feature.PENALISE)}")
+    mixed = manifest.programs.get(MIXED)  # the manifest of a stand-in has no programs
+    if mixed is not None and all(control.name != tensor.name for tensor in mixed.inputs):
+        raise RequestError(f"{refused} the engine anew: it is older than {control.setting}")
+
+
+def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
+    """The tokens that begin and end the thinking phase; -1 for one that is not known.
+
+    Raises RequestError if relaxed acceptance needs one that is not known.
+    """
+    begin, end = manifest.model.thinking_token_ids or (-1, -1)
+    if params.begin_thinking_phase_token is not None:
+        begin = params.begin_thinking_phase_token
+    if params.end_thinking_phase_token is not None:
+        end = params.end_thinking_phase_token
+    if params.relaxed_topk > 1 and -1 in (begin, end):
+        raise RequestError(
+            "relaxed acceptance needs the tokens of the thinking phase, which this engine does not "
+            "know: give begin_thinking_phase_token and end_thinking_phase_token"
+        )
+    return begin, end
+
+
+def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
+    """The controls of the rule that another package brings; none if the request uses ours."""
+    if params.acceptance in BUILT_IN:
+        return {}
+    rule, there = find_rule(params.acceptance), manifest.capabilities.get("acceptance", [])
+    if rule.name not in there:
+        raise RequestError(
+            f"acceptance {rule.name!r} is not in this engine, which has {', '.join(there)}: "
+            f"build it with --acceptance-rule {rule.name}"
+        )
+    return {rule.name: True, **(params.acceptance_settings or {})}
+
+
+def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:
+    """The tokens that end the request."""
+    ends = () if params.ignore_eos else manifest.model.eos_token_ids
+    return frozenset(ends) | frozenset(params.stop_token_ids)
+
+
+def rates_of(params: SamplingParams, nextn: int) -> tuple[float, ...]:
+    """The rates of synthetic acceptance, per draft position; () if acceptance is real."""
+    rates, length = params.synthetic_acceptance_rates, params.synthetic_acceptance_length
+    return synthetic_rates(rates, length, nextn)
