@@ -1,10 +1,11 @@
 """The benchmark on one screen: build, load, measure in turn, compute, write."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mtpbuild.builder.bench.dataset import Asked, load_groups, split
 from mtpbuild.builder.bench.engines import Built, Wanted, build_engines
@@ -29,6 +30,7 @@ class BenchRequest:
     asked: Asked = field(default_factory=Asked)
     threads: int | None = None
     out: Path = OUT
+    options: Mapping[str, Any] = field(default_factory=dict)  # the target's at load
 
 
 def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: None) -> list[Report]:
@@ -44,7 +46,7 @@ def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: No
 
     with ExitStack() as stack:
         watch("loading the engines")
-        contenders = [load(one, request.threads, stack) for one in built]
+        contenders = [load(one, request, stack) for one in built]
 
         # 2. The same requests for all of them, in turn; as many at once as asked for.
         groups = load_groups(request.asked, contenders[0].engine, request.wanted.max_batch)
@@ -81,12 +83,15 @@ def tell(watch: Callable[[str], None], size: int, total: int, done: int) -> None
     watch(f"request {done * size + 1} of {total}{at_once}")
 
 
-def load(built: Built, threads: int | None, stack: ExitStack) -> Contender:
+def load(built: Built, request: BenchRequest, stack: ExitStack) -> Contender:
     """An engine and its verifier, open as long as the stack."""
-    engine = stack.enter_context(Engine.load(built.folder, threads=threads))
-    verifier = None
-    if built.verifier is not None:
-        verifier = stack.enter_context(Engine.load(built.verifier, threads=threads))
+
+    def opened(folder: Path) -> Engine:
+        loaded = Engine.load(folder, threads=request.threads, **request.options)
+        return stack.enter_context(loaded)
+
+    engine = opened(built.folder)
+    verifier = None if built.verifier is None else opened(built.verifier)
     return Contender(built.nextn, engine.manifest.build.drafter, engine, verifier)
 
 

@@ -1,7 +1,9 @@
 """Builds what a benchmark runs, without replacing what the user has built otherwise."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
@@ -10,13 +12,15 @@ from mtpbuild.builder.engine import layout
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import DrafterName, Nextn, choose_drafter, in_order
 from mtpbuild.builder.prepare import DEFAULT_MAX_SEQ_LEN, find_source
-from mtpbuild.builder.recipe import FoundModel
+from mtpbuild.builder.recipe import FoundModel, default_target
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.targets.target import Target
 from mtpbuild.builder.weights.scheme import AS_STORED, Scheme
 from mtpbuild.runtime.contract.manifest import MAX_BATCH
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.targets import find_target
 
 ENGINES = Path("engines")
 PRIVATE = ENGINES / ".bench"
@@ -26,7 +30,8 @@ PRIVATE = ENGINES / ".bench"
 class Wanted:
     """Which engines; nextn 0 is always among them. One per nextn serves every concurrency.
 
-    drafter: of every nextn but "auto", which is always MTP Eagle.
+    drafter: of every nextn but "auto", which is always MTP Eagle. target: None: the recipe's.
+    options: the target's flags of `mtpbuild build`.
     """
 
     model: str
@@ -36,6 +41,8 @@ class Wanted:
     layers: LayersSlice | None = None
     scheme: Scheme | None = None
     revision: str | None = None
+    target: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nextn", in_order([0, *self.nextn]))
@@ -51,6 +58,16 @@ class Wanted:
     @property
     def max_batch(self) -> int:
         return self.concurrency[-1]
+
+    @property
+    def built_for(self) -> str:
+        """The target's name."""
+        return self.target or default_target(self.model)
+
+    @property
+    def of_usual_target(self) -> bool:
+        """Whether that is the target which `mtpbuild build` takes by itself."""
+        return load_target(self.built_for) is load_target(default_target(self.model))
 
     def drafter_of(self, nextn: Nextn) -> DrafterName | None:
         return None if nextn == "auto" else self.drafter
@@ -73,6 +90,8 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
         layers=wanted.layers,
         scheme=wanted.scheme,
         revision=wanted.revision,
+        target=wanted.built_for,
+        options=wanted.options,
     )
     source, config = find_source(common)
     for nextn in wanted.nextn:  # before anything is built
@@ -95,30 +114,39 @@ def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
 
 def place(source: FoundModel, config: ModelConfig, nextn: Nextn, wanted: Wanted) -> Path:
     """engines/NAME_nK for what a plain `mtpbuild build` makes, unless something else is there."""
-    usual = ENGINES / f"{source.engine}_n{nextn}"
-    drafter = wanted.drafter_of(nextn)
-    if wanted.max_batch == 1 and drafter is None and wanted.scheme is None:
-        if not usual.exists():
-            return usual
-        manifest = layout.existing(usual)
-        if manifest is not None and manifest.model.name == source.name:
-            there = manifest.build
-            plain = BuildRequest(wanted.model)
-            length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
-            is_plain = (there.drafter, there.max_batch, there.max_seq_len, there.prefill_chunk) == (
-                choose_drafter(config, nextn, None),
-                plain.max_batch,
-                length,
-                plain.prefill_chunk,
-            )
-            as_it_is = there.quantised_to is None and there.draft_vocab is None
-            same = load_target(manifest.target.name) is load_target(plain.target)
-            if is_plain and as_it_is and same:
-                return usual
+    usual, drafter = ENGINES / f"{source.engine}_n{nextn}", wanted.drafter_of(nextn)
+    flags = wanted.max_batch > 1 or drafter or wanted.scheme or wanted.options
+    if flags or not wanted.of_usual_target:
+        return _private(source, nextn, drafter or "default", wanted)
+    if not usual.exists() or _is_plain(usual, source, config, nextn, load_target(wanted.built_for)):
+        return usual
     return _private(source, nextn, drafter or "default", wanted)
+
+
+def _is_plain(
+    folder: Path, source: FoundModel, config: ModelConfig, nextn: Nextn, target: Target
+) -> bool:
+    """Whether an engine is what `mtpbuild build` makes of the model without other flags."""
+    manifest = layout.existing(folder)
+    if manifest is None or manifest.model.name != source.name:
+        return False
+    there, plain = manifest.build, BuildRequest(source.name)
+    if load_target(manifest.target.name) is not target:
+        return False
+    options = target.Options(**find_target(target.name).build_flags(manifest))
+    length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+    return (
+        (there.drafter, there.max_batch) == (choose_drafter(config, nextn, None), plain.max_batch)
+        and (there.max_seq_len, there.prefill_chunk) == (length, plain.prefill_chunk)
+        and (there.quantised_to, there.draft_vocab) == (None, None)
+        and options == target.Options()
+    )
 
 
 def _private(source: FoundModel, nextn: Nextn, drafter: str, wanted: Wanted) -> Path:
     scheme = wanted.scheme
     kind = "" if scheme is None else f"_{scheme.main}_head_{scheme.head or AS_STORED}"
+    if not wanted.of_usual_target:
+        kind += f"_{wanted.built_for}"
+    kind += "".join(f"_{name}-{value}" for name, value in wanted.options.items())
     return PRIVATE / f"{source.engine}_n{nextn}_{drafter}_b{wanted.max_batch}{kind}"

@@ -7,15 +7,16 @@ from typing import Annotated, TypeVar
 import typer
 from typer import Option
 
-from mtpbuild.builder.cli.shared import parse_nextn, progress, show, show_results
+from mtpbuild.builder.cli.shared import TargetFlags, parse_nextn, progress, show, show_results
 from mtpbuild.runtime.checks import parse_list
-from mtpbuild.runtime.cli import error_line
+from mtpbuild.runtime.cli import LoadFlags, error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.compat.settings import Settings, Source, asked_ranks, check_engine
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.ranks import ALONE
 from mtpbuild.runtime.sampling_flags import SamplingFlags, sampling_params
+from mtpbuild.runtime.target_options import changed
 
 T = TypeVar("T")
 NEXTN = "0,1,2,3"
@@ -30,6 +31,8 @@ def bench(
     sampling: SamplingFlags,
     compat: CompatFlags,
     relaxing: RelaxedFlags,
+    target_flags: TargetFlags,
+    load_flags: LoadFlags,
     nextn: str | None = flag(
         None,
         "Draft tokens per step to compare, numbers or auto; 0 is always among them. "
@@ -37,6 +40,7 @@ def bench(
     ),
     concurrency: str = flag("1", "Requests that run at once; several to compare: 1,2,4,8."),
     drafter: str | None = flag(None, "mtp-eagle or mtp-vanilla."),
+    target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
     dataset: str | None = flag(
         None, "code, reasoning, or a JSONL file (docs/bench.md). Default: both."
     ),
@@ -69,10 +73,15 @@ def bench(
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
     request = BenchRequest(
-        Wanted(model, numbers, settings.drafter, sizes),
+        Wanted(
+            *(model, numbers, settings.drafter, sizes),
+            target=target,
+            options=changed(target_flags),
+        ),
         Asked(dataset, num_requests, input_len, output_len, params),
         threads,
         out,
+        changed(load_flags),
     )
     with progress("reading the checkpoint") as watch:
         reports = bench(request, watch)
@@ -88,6 +97,7 @@ def evaluate(
     engine: Annotated[Path, Option(help="Engine directory.")],
     sampling: SamplingFlags,
     compat: CompatFlags,
+    load_flags: LoadFlags,
     task: str = flag("reasoning", "reasoning, or a JSONL file with answers (docs/eval.md)."),
     num_problems: int | None = flag(None, "Default: 60 of the built-in ones, all of a file's."),
     relaxed_topk: str | None = flag(None, f"Values to try at temperature 0. Default: {TOPK}."),
@@ -113,7 +123,9 @@ def evaluate(
     check_engine(settings, read_manifest(engine).build)
     topk, delta = grid(relaxed_topk, relaxed_delta, settings)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_TOKENS)
-    request = EvalRequest(engine, task, num_problems, topk, delta, params, threads, out)
+    request = EvalRequest(
+        engine, task, num_problems, topk, delta, params, threads, out, changed(load_flags)
+    )
     with progress("reading the engine") as watch:
         report = evaluate(request, watch)
     show_results(out / JSON, json, lambda: print_report(report), "picture")
@@ -145,6 +157,7 @@ def _tried(
 @grouped
 def verify(
     engine: Annotated[Path, Option(help="Engine directory.")],
+    load_flags: LoadFlags,
     against: Path | None = flag(
         None, "Engine to compare with; default: nextn 0's, built if missing."
     ),
@@ -161,7 +174,9 @@ def verify(
     from mtpbuild.builder.verify.report import print_report, to_json
     from mtpbuild.builder.verify.verify import VerifyRequest, verify
 
-    request = VerifyRequest(engine, against, model, prompts, output_len, seeds, threads)
+    request = VerifyRequest(
+        *(engine, against, model, prompts, output_len, seeds, threads), changed(load_flags)
+    )
     with progress("reading the engine") as watch:
         verification = verify(request, watch)
     show(json, to_json(verification), lambda: print_report(verification))

@@ -1,9 +1,10 @@
 """The evaluation on one screen: load, ask under every setting, compute, write."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import STRICT
@@ -31,6 +32,7 @@ class EvalRequest:
     params: SamplingParams = field(default_factory=lambda: SamplingParams(OUTPUT_TOKENS))
     threads: int | None = None
     out: Path = OUT
+    options: Mapping[str, Any] = field(default_factory=dict)  # the target's at load
 
 
 def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: None) -> Report:
@@ -40,7 +42,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
     prepare(request.out)
     machine = describe_machine(request.threads)
     watch("loading the engine")
-    with Engine.load(request.engine, threads=request.threads) as engine:
+    with Engine.load(request.engine, threads=request.threads, **request.options) as engine:
         if engine.manifest.build.drafter in (None, "none"):
             raise UsageError(f"{request.engine} drafts nothing: there is nothing to accept")
 

@@ -1,24 +1,25 @@
 """The verification on one screen: load, find what to compare with, check, report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mtpbuild.builder.bench.dataset import BUILT_IN, built_in, check_room
 from mtpbuild.builder.bench.engines import Wanted, build_engines
 from mtpbuild.builder.checks import in_range
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
-from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of, needed_here
 from mtpbuild.builder.verify.compare import Finding, NotChecked
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.input_file import read_requests
 from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.targets import find_target
 
 PROMPTS = 4  # of each kind that is built in
 LEAST_SEEDS = 20
@@ -35,6 +36,7 @@ class VerifyRequest:
     output_len: int = 64
     seeds: int = 250
     threads: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # the target's at load
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def verify(
     with ExitStack() as stack:
         # 1. The engine, and what it is asked.
         watch("loading the engine")
-        engine = stack.enter_context(Engine.load(request.engine, threads=request.threads))
+        engine = stack.enter_context(load(request.engine, request))
         if request.model is not None:
             find_model(request.model)
         prompts = read_prompts(request, engine)
@@ -77,7 +79,9 @@ def verify(
         def rechunked(size: int) -> Engine:
             build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
             manifest = engine.manifest.model_copy(update={"build": build})
-            programs = load_programs(request.engine, manifest, threads=request.threads)
+            programs = load_programs(
+                request.engine, manifest, threads=request.threads, **request.options
+            )
             return stack.enter_context(Engine(programs, manifest, engine.tokenizer))
 
         # 3. The checks, in turn.
@@ -122,27 +126,35 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
         return request.against
     if manifest.build.nextn == 0:
         raise NotChecked("this is a nextn 0 engine: give --against to compare it with another")
-    if (dtype := manifest.build.dtype) != "float32":
-        raise NotChecked(f"no nextn 0 engine in {dtype} is built for this: give --against")
-    weights = manifest.build.quantised_to
-    if weights is not None and weights not in load_target(BuildRequest.target).formats:
-        raise NotChecked(f"no nextn 0 engine in {weights} is built for this: give --against")
     missing = "there is no nextn 0 engine, and {}: give --against"
     with needed_here(manifest, "--against or --model", missing):
         model, layers = request.model or manifest.whole_model, layers_of(manifest)
+        target = manifest.target.name
         wanted = Wanted(
             model,
             (),
             layers=layers,
-            scheme=engine_scheme(weights, manifest.build.head_weights),
+            scheme=engine_scheme(manifest.build.quantised_to, manifest.build.head_weights),
             revision=None if request.model else manifest.build.revision,
+            target=target,
+            options=find_target(target).build_flags(manifest),
         )
-        (built,) = build_engines(wanted, Stages(watch))
+        try:
+            (built,) = build_engines(wanted, Stages(watch))
+        except BuildError as error:
+            raise NotChecked(missing.format(error)) from None
     return built.folder
 
 
+def load(folder: Path, request: VerifyRequest) -> Engine:
+    """Load an engine; one of another target than the engine that is verified has no options."""
+    own, verified = (read_manifest(each).target.name for each in (folder, request.engine))
+    options = request.options if find_target(own) is find_target(verified) else {}
+    return Engine.load(folder, threads=request.threads, **options)
+
+
 def load_baseline(folder: Path, request: VerifyRequest, engine: Engine) -> Engine:
-    base = Engine.load(folder, threads=request.threads)
+    base = load(folder, request)
     model, other = engine.manifest.model, base.manifest.model
     if model.vocab_size != other.vocab_size:
         base.close()

@@ -21,11 +21,14 @@ from mtpbuild.builder.bench.figures import (
 from mtpbuild.builder.bench.measure import Sample
 from mtpbuild.builder.build import build
 from mtpbuild.builder.cli import app
+from mtpbuild.builder.cli.shared import TargetFlags
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import SamplingParams
+from mtpbuild.runtime.cli import LoadFlags
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags
+from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.sampling_flags import SamplingFlags
 from tests.support.bench_samples import contender, fake_engine, prompt, small_tokens, write_lines
@@ -212,6 +215,22 @@ def test_the_users_engines_are_left_alone(smallest: Path) -> None:
     assert folders(smallest, 1)[1] == "engines/.bench/small_n1_default_b1"
 
 
+@pytest.mark.usefixtures("here", "quick", "quick_inductor")
+def test_engines_of_another_target(smallest: Path) -> None:
+    """They stand beside those of the usual one, and have the flags that were given."""
+    wide = "engines/.bench/small_n0_default_b1_inductor"
+    narrow = f"{wide}_dtype-bfloat16"
+    assert folders(smallest, 0, target="inductor") == [wide]
+    assert folders(smallest, 0, target="inductor", options={"dtype": "bfloat16"}) == [narrow]
+    manifest = read_manifest(Path(narrow))
+    assert (manifest.target.name, manifest.build.dtype) == ("inductor", "bfloat16")
+    assert folders(smallest, 0) == ["engines/small_n0"]
+    with pytest.raises(UsageError, match=r"^--dtype bfloat16 is for target .*, not onnxruntime$"):
+        folders(smallest, 0, options={"dtype": "bfloat16"})
+    build(BuildRequest(str(smallest), (1,), target="inductor"))
+    assert folders(smallest, 1)[1] == "engines/.bench/small_n1_default_b1", "the user's stays"
+
+
 # The command
 
 
@@ -236,6 +255,7 @@ def test_frozen_flags() -> None:
         "--out",
         "--output-len",
         "--relaxed",
+        "--target",
         "--threads",
     }
     assert shared_flags() <= found
@@ -243,7 +263,7 @@ def test_frozen_flags() -> None:
 
 def shared_flags() -> set[str]:
     """List the flags of the groups, which tests/runtime/test_sampling_flags.py freezes."""
-    groups = (SamplingFlags, CompatFlags, RelaxedFlags)
+    groups = (SamplingFlags, CompatFlags, RelaxedFlags, TargetFlags, LoadFlags)
     names = {field.name for group in groups for field in fields(group)} | {"extra_llm_api_options"}
     return {"--" + name.replace("_", "-") for name in names}
 

@@ -289,8 +289,10 @@ def test_frozen_flags() -> None:
     assert found >= {
         "--engine",
         "--json",
+        "--no-cuda-graphs",
         "--num-problems",
         "--out",
+        "--provider",
         "--relaxed-delta",
         "--relaxed-topk",
         "--task",

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.verify import verify as module
 from mtpbuild.builder.verify.checks import CHECKS, Case
 from mtpbuild.builder.verify.compare import LEAST, TIE, Finding, NotChecked, compare
@@ -22,9 +23,11 @@ from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.verify.report import last_line
 from mtpbuild.builder.verify.verify import check
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
+from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.stats import Acceptance
 from tests.reference.recompute import next_logits
 from tests.support.engines import EngineBuilder, write_engine, write_manifest
+from tests.support.fake_target import quick_target
 from tests.support.fakes import FakePrograms, fake_manifest
 from tests.support.registry import programs_by
 from tests.support.toy import (
@@ -153,10 +156,29 @@ def test_rounding_of_bfloat16_and_integers(dtype: str, weights: str, verdict: st
     assert (wrong.verdict, wrong.detail[:17]) == ("failed", "text 0, token 11:")
 
 
-def test_bfloat16_has_no_baseline_of_its_own() -> None:
-    request = module.VerifyRequest(Path("e"))
-    said = no_baseline(request, case_of("bfloat16", Toy).engine.manifest)
-    assert said == "no nextn 0 engine in bfloat16 is built for this: give --against"
+@pytest.mark.usefixtures("quick_inductor")
+def test_a_baseline_is_of_the_engines_target(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes in the engine's dtype too; where it can't be built, the reason is the answer."""
+    monkeypatch.chdir(tmp_path)
+    request = module.VerifyRequest(Path("e"), model=str(smallest))
+
+    def manifest_in(dtype: str) -> Manifest:
+        manifest = case_of(dtype, Toy).engine.manifest
+        target = manifest.target.model_copy(update={"name": "inductor"})
+        return manifest.model_copy(update={"target": target})
+
+    found = read_manifest(module.find_baseline(request, manifest_in("bfloat16"), print))
+    assert (found.target.name, found.build.nextn) == ("inductor", 0)
+    assert found.build.dtype == "bfloat16"
+
+    def no_compiler(plan: Plan) -> None:
+        raise BuildError("no compiler is here")
+
+    with quick_target("inductor", check_machine=no_compiler):
+        said = no_baseline(request, manifest_in("float32"))
+    assert said == "there is no nextn 0 engine, and no compiler is here: give --against"
 
 
 # The arithmetic
@@ -322,8 +344,10 @@ def test_frozen_flags() -> None:
         "--engine",
         "--json",
         "--model",
+        "--no-cuda-graphs",
         "--output-len",
         "--prompts",
+        "--provider",
         "--seeds",
         "--threads",
     ]
