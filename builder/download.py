@@ -1,4 +1,4 @@
-"""Brings here what a build reads of a Hugging Face repository, checked before any weights come."""
+"""Fetches the files that a build reads, and checks all it can before the weights are fetched."""
 
 import logging
 from collections.abc import Callable
@@ -33,8 +33,8 @@ SMALL = (CONFIG, INDEX, MODELOPT)
 def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) -> None:
     """Put a request's repository into huggingface_hub's cache, unless its weights are here.
 
-    Raises DownloadError or CheckpointError with what is wrong, and what `prepare` would raise.
-    What has been fetched stays, and the next download goes on from there.
+    Raises DownloadError, CheckpointError and the errors of `prepare`. Fetched files stay, and the
+    next download goes on from there.
     """
     target = check_flags(request)
     model = name_model(request.model)
@@ -44,30 +44,30 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
     if found is not None and (found / TOKENIZER).is_file():
         return
     if model.recipe is not None and request.draft_vocab is None:
-        # Hundreds of GB are not fetched for a machine that can't compile what they are for.
+        # Nobody wants hundreds of GB on a machine that can't compile the engine.
         config = model.recipe.config_folder
         check_machine(request, target, FoundModel(model.name, model.engine, config))
     with needs("build", "huggingface_hub"):
         from mtpbuild.builder.hub import OfflineError, UnreachableError, open_repository, quiet
     revision = request.revision or MAIN
     with quiet():
-        # 1. Which commit the revision is, and which files it has.
+        # 1. Find the revision's commit and its files.
         try:
             repository = open_repository(model.repository, revision)
         except (OfflineError, UnreachableError) as error:
-            if found is not None:  # as it may be without one: the engine takes token ids then
+            if found is not None:  # without a tokenizer the engine takes token ids
                 note = "note: %s is here without a %s, and %s"
                 logging.getLogger(__name__).warning(note, model.repository, TOKENIZER, error)
                 return
             raise MissingWeightsError(f"{model.missing(request.revision)}; {error}") from None
 
-        # 2. The small files, and all that can be said by them.
+        # 2. Fetch the small files, and check all that they tell.
         fetch_small_files(repository)
         check_without_weights(request, FoundModel(model.name, model.engine, repository.folder))
         names = find_weights(repository)
         check_modules(request, repository)
 
-        # 3. The weights; only with the last of them is the revision here.
+        # 3. Fetch the weights. The revision counts as downloaded when the last one is here.
         check_room(repository, names, free)
         for name in names:
             repository.fetch_weights(name)
@@ -75,7 +75,7 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
 
 
 def fetch_small_files(repository: "Repository") -> None:
-    """Fetch what lies beside the weights; raises CheckpointError for a format that is not read."""
+    """Fetch the files beside the weights; raises CheckpointError for formats we do not read."""
     where, instead = repository.name, instead_of(repository.name, repository.made_from)
     refuse_gguf(where, repository.files, instead)
     for name in repository.files:
@@ -89,7 +89,7 @@ def fetch_small_files(repository: "Repository") -> None:
 
 
 def check_modules(request: BuildRequest, repository: "Repository") -> None:
-    """Refuse drafts that the index has no MTP layers for; without one, the weights tell it."""
+    """Refuse drafts if the index lists no MTP layers; without an index the weights will tell."""
     names = stored_names(repository.folder)
     if names and request.nextn != (0,):
         config = load_config(repository.folder)
@@ -99,7 +99,7 @@ def check_modules(request: BuildRequest, repository: "Repository") -> None:
 
 
 def find_weights(repository: "Repository") -> list[str]:
-    """The safetensors files that hold the model."""
+    """List the safetensors files that hold the model."""
     names = shard_names(repository.folder)
     if missing := [name for name in names if name not in repository.files]:
         raise CheckpointError(f"{repository.name}: {INDEX} names {missing[0]}, which is not there")
@@ -107,7 +107,7 @@ def find_weights(repository: "Repository") -> list[str]:
 
 
 def check_room(repository: "Repository", names: list[str], free: Callable[[Path], int]) -> None:
-    """Refuse to begin with weights for which the cache's disk has no room."""
+    """Refuse weights for which the cache's disk has no room."""
     wanted, there = sum(map(repository.lacking_bytes, names)), free(repository.cache)
     if wanted > there:
         raise DownloadError(

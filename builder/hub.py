@@ -1,7 +1,8 @@
-"""A repository of Hugging Face: its files, and how they come into huggingface_hub's cache.
+"""Fetches the files of a Hugging Face repository into huggingface_hub's cache.
 
-Small files are fetched by `hf_hub_download`, which begins an interrupted file anew. Weights are
-fetched beside it, into the place where it would put them, so that they go on where they stopped.
+Small files are fetched by `hf_hub_download`, which starts an interrupted file again from its
+beginning, as `snapshot_download` does. Weights go on where they stopped: they are fetched here,
+into the place where huggingface_hub looks for them.
 """
 
 import errno
@@ -13,23 +14,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
 from httpx2 import HTTPError
 from huggingface_hub import HfApi, constants, errors, hf_hub_download, hf_hub_url
 from huggingface_hub.file_download import http_get
 from huggingface_hub.hf_api import RepoSibling
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from huggingface_hub.utils import logging as hub_logging
-from huggingface_hub.utils._fixes import WeakFileLock
-from huggingface_hub.utils._headers import build_hf_headers
 
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder, repository_folder
 from mtpbuild.runtime.errors import DownloadError
 
-NAME = "mtpbuild"  # as which we ask
+NAME = "mtpbuild"  # the name by which the hub knows us
 GOES_ON = "what has been fetched stays, and the same command goes on from there"
 
 
 class OfflineError(DownloadError):
-    """HF_HUB_OFFLINE forbids to ask."""
+    """HF_HUB_OFFLINE is set."""
 
 
 class UnreachableError(DownloadError):
@@ -54,7 +55,7 @@ class Repository:
         return repository_folder(self.name) / "snapshots" / self.commit
 
     def fetch(self, name: str) -> None:
-        """Put a file into the folder; one that is there already is left alone."""
+        """Put a file into the folder, unless it is there already."""
         with one_line(self.name, self.commit):
             hf_hub_download(
                 self.name,
@@ -66,16 +67,16 @@ class Repository:
             )
 
     def fetch_weights(self, name: str) -> None:
-        """Put a large file into the folder; what was fetched of it before is not fetched again."""
+        """Put a large file into the folder; bytes that an earlier call fetched are kept."""
         blob, size = self._blob(name), self.files[name].size
-        # Larger files are given out by another protocol alone, which huggingface_hub has.
+        # huggingface_hub fetches larger files by another protocol, the only one that serves them.
         if blob is not None and size is not None and size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
             with one_line(self.name, self.commit):
                 self._go_on(name, blob, size)
-        self.fetch(name)  # whose contents are there now, and get their name
+        self.fetch(name)  # this gives contents that are here their name
 
     def lacking_bytes(self, name: str) -> int:
-        """Bytes of a file that are still to be fetched."""
+        """Count the bytes of a file that are still to be fetched."""
         size, blob = self.files[name].size, self._blob(name)
         if size is None or (self.folder / name).exists():
             return 0
@@ -84,17 +85,17 @@ class Repository:
         return max(0, size - sum(_size(path) for path in (blob, _partial(blob))))
 
     def _blob(self, name: str) -> Path | None:
-        """The place of a file's contents, which is named by their hash."""
+        """Find the place of a file's contents, whose name is their hash; None if it is unknown."""
         file = self.files[name]
         etag = file.blob_id if file.lfs is None else file.lfs.sha256
         return None if etag is None else repository_folder(self.name) / "blobs" / etag
 
     def _go_on(self, name: str, blob: Path, size: int) -> None:
-        """Fetch what lacks of a file's contents; another process that does so is waited for."""
+        """Fetch the missing rest of a file's contents, after any other process that does so."""
         lock = self.cache / ".locks" / blob.parents[1].name / f"{blob.name}.lock"  # the hub's own
         for folder in (blob.parent, lock.parent):
             folder.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):
+        with FileLock(lock, mode=0o664):  # as huggingface_hub takes it
             if blob.exists() or (self.folder / name).exists():
                 return
             partial = _partial(blob)
@@ -115,7 +116,7 @@ class Repository:
             partial.replace(blob)
 
     def _check_hash(self, name: str, partial: Path, sha256: str) -> None:
-        """Refuse a file whose parts, fetched at different times, don't make the whole."""
+        """Refuse a file whose parts, fetched at different times, do not make the whole."""
         with partial.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != sha256:
@@ -126,7 +127,7 @@ class Repository:
 
 
 def open_repository(name: str, revision: str) -> Repository:
-    """What the hub says of a repository; raises DownloadError, or OfflineError if not to ask."""
+    """Ask the hub about a repository; raises DownloadError, as OfflineError where that is set."""
     with one_line(name, revision):
         api = HfApi(endpoint=endpoint(), library_name=NAME)
         try:
@@ -149,7 +150,7 @@ def open_repository(name: str, revision: str) -> Repository:
 
 
 def endpoint() -> str | None:
-    """The hub that the environment names; None: huggingface_hub's own."""
+    """Find the hub that the environment names; None stands for huggingface_hub's own."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
@@ -159,7 +160,7 @@ def where() -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let huggingface_hub show its bars, and leave what goes wrong to our own line."""
+    """Silence huggingface_hub but for its progress bars: errors become our own one line."""
     before = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)
     try:
@@ -170,7 +171,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def one_line(name: str, revision: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into a DownloadError that says what to do."""
+    """Turn huggingface_hub's errors into a DownloadError that says what to do."""
     try:
         yield
     except errors.LocalEntryNotFoundError as error:  # it has asked, and looked in the cache since

@@ -107,7 +107,7 @@ def in_order(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
 def choose_drafter(
     config: ModelConfig, nextn: Nextn, asked: DrafterName | None
 ) -> DrafterName | None:
-    """Vanilla if the checkpoint has a module per draft, else Eagle (DESIGN 4.2)."""
+    """Vanilla if the checkpoint has a module per draft, else Eagle."""
     modules = config.num_nextn_predict_layers
     if nextn == "auto":
         if asked == "mtp-vanilla":

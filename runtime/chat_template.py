@@ -1,7 +1,7 @@
-"""Chat templates: from messages, tools and documents to a prompt, as transformers renders them.
+"""Renders chat templates as transformers does: messages, tools and documents become a prompt.
 
-A template is a program that came with a checkpoint. It runs in Jinja's sandbox and sees plain JSON
-values only.
+A template is a program that came with a checkpoint. It runs in Jinja's sandbox and sees only plain
+JSON values.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ from mtpbuild.runtime.errors import EngineFileError, RequestError
 Message = Mapping[str, Any]  # {"role": ..., "content": ...} and what else the template reads
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-# The names under which a message's reasoning is given, the one that most templates read first.
+# The names of a message's reasoning, first the one that most templates read.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 MARK = "<continued-here-5d1c> "  # ends in a space: tells whether a template strips its messages
-# What the template is given by parameters of their own, or what would choose another template.
+# Names that are parameters of their own, then names that would choose another template.
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 REFUSED = (*RESERVED, "chat_template", "tokenize")
 
 
 class ChatOptions(TypedDict, total=False):
-    """What a conversation is put to the template with, in the words of transformers and vLLM."""
+    """The options beside a conversation's messages, named as in transformers and vLLM."""
 
     tools: Sequence[Mapping[str, Any]] | None  # JSON schemas of functions, in OpenAI's shape
     documents: Sequence[Mapping[str, Any]] | None
@@ -34,7 +34,7 @@ class ChatOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None  # enable_thinking and the like
 
 
-class Source(NamedTuple):
+class TemplateText(NamedTuple):
     """A template's text, and the file that it is in."""
 
     where: str
@@ -42,16 +42,16 @@ class Source(NamedTuple):
 
 
 class ChatTemplates:
-    """The chat templates of a model by name, and the special tokens that they may mention."""
+    """A model's chat templates by name, and the special tokens that they may mention."""
 
     def __init__(
-        self, sources: Mapping[str, Source], special_tokens: Mapping[str, str] | None = None
+        self, sources: Mapping[str, TemplateText], special_tokens: Mapping[str, str] | None = None
     ) -> None:
         self._sources, self._special_tokens = dict(sources), dict(special_tokens or {})
 
     @property
     def text(self) -> str:
-        """Give the source of all templates."""
+        """Join the texts of all templates."""
         return "\n".join(source.text for source in self._sources.values())
 
     def render(
@@ -64,7 +64,7 @@ class ChatTemplates:
         continue_final_message: bool | str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt; raises RequestError for what can't be put, or what the template refuses."""
+        """Render the prompt; raises RequestError for bad options, or if the template refuses."""
         if continue_final_message and add_generation_prompt:
             raise RequestError("give one of add_generation_prompt and continue_final_message")
         variables = {
@@ -86,7 +86,7 @@ class ChatTemplates:
         final = _mark_final(chat, field, source)
         return _cut_at_mark(_render(source, chat, variables), final)
 
-    def _choose(self, with_tools: bool) -> Source:
+    def _choose(self, with_tools: bool) -> TemplateText:
         for name in (TOOL_USE, DEFAULT) if with_tools else (DEFAULT,):
             if name in self._sources:
                 return self._sources[name]
@@ -94,7 +94,7 @@ class ChatTemplates:
         raise RequestError(f"of this engine's chat templates ({names}) none is the default")
 
 
-def _render(source: Source, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+def _render(source: TemplateText, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
     from jinja2 import TemplateSyntaxError  # 30 ms, only for those who chat
 
     try:
@@ -110,7 +110,7 @@ def _render(source: Source, chat: list[dict[str, Any]], variables: dict[str, Any
 
 
 def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The template's own variables; raises RequestError for one that is not its own."""
+    """Check the template's own variables; raises RequestError for reserved names."""
     if not isinstance(kwargs, Mapping):
         raise RequestError('chat_template_kwargs is an object such as {"enable_thinking": false}')
     for name in REFUSED:
@@ -123,7 +123,7 @@ def _checked(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
-    """The list that the template sees; None stays None: templates ask for it by both words."""
+    """Check and copy a list of JSON objects; None stays None."""
     if given is None:
         return None
     if isinstance(given, str) or not isinstance(given, Sequence):
@@ -135,7 +135,7 @@ def _objects(name: str, given: Sequence[Mapping[str, Any]] | None) -> list[Any] 
 
 
 def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies of the messages: without empty fields, with reasoning under each of its names."""
+    """Copy the messages without empty fields, with reasoning under each of its names."""
     chat = _objects("messages", messages)
     if not chat:
         raise RequestError("messages is empty: a conversation has at least one message")
@@ -153,7 +153,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": given[0], **message, "reasoning_content": given[0]}
 
 
-def _mark_final(chat: list[dict[str, Any]], field: str, source: Source) -> str:
+def _mark_final(chat: list[dict[str, Any]], field: str, source: TemplateText) -> str:
     """Put a mark where the final message ends, and return its text without the mark."""
     message = chat[-1]
     if (value := message.get(field)) is None:
@@ -176,18 +176,18 @@ def _mark_final(chat: list[dict[str, Any]], field: str, source: Source) -> str:
 
 
 def _cut_at_mark(text: str, final: str) -> str:
-    """The prompt as far as the final message goes."""
+    """Cut the prompt where the final message ends."""
     at = text.rfind(MARK.rstrip())
     if at < 0 or final.strip() not in text:
         raise RequestError(
             "continue_final_message: the chat template leaves the final message out, or changes it"
         )
-    # Without the mark's space, the template strips messages; so would it the one without mark.
+    # If the mark's space is gone, the template strips messages, so the text is stripped too.
     return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()
 
 
 def _plain(value: Any, name: str) -> Any:
-    """A copy made of JSON's types: what else an object can do, the sandbox does not know."""
+    """Copy a value into plain JSON types, so that the sandbox gets no other objects."""
     try:
         return _copied(value, name)
     except RecursionError:
@@ -219,7 +219,7 @@ def _compiled(text: str) -> Any:
 
 @functools.cache
 def _environment() -> Any:
-    """Jinja with what transformers lets chat templates use."""
+    """Make a Jinja environment with the extensions and functions of transformers."""
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
@@ -228,7 +228,7 @@ def _environment() -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """`{% generation %}` marks what the model says, for training; here it only shows it."""
+        """`{% generation %}` marks the model's words for training; here it only shows them."""
 
         tags = {"generation"}  # noqa: RUF012  (Jinja's own way)
 
@@ -270,7 +270,7 @@ def _environment() -> Any:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Jinja's own filter escapes HTML."""
+        """Write JSON; Jinja's own filter would escape HTML."""
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,

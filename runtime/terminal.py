@@ -1,4 +1,4 @@
-"""Prints what commands show: streamed text with accepted drafts in colour, summaries, JSON."""
+"""Prints the results of commands: streamed text with accepted drafts in colour, summaries, JSON."""
 
 import contextlib
 import os
@@ -36,14 +36,14 @@ SYNTHETIC = "SYNTHETIC ACCEPTANCE: drafts accepted by chance, text and speed are
 
 
 def json_line(task_id: str | int, result: Result) -> str:
-    """Writes a request's result as docs/cli-json.md describes it."""
+    """Write a request's result as docs/cli-json.md describes it."""
     answer = {"task_id": task_id} | asdict(result)
     del answer["from_draft"]
     return dumps({key: said for key, said in answer.items() if said not in (None, ())})
 
 
 def summary(result: Result) -> str:
-    """Speed and acceptance of a request in one line."""
+    """Say a request's speed and acceptance in one line."""
     metrics, drafting = result.metrics, result.metrics.speculative_decoding
     parts = [
         f"{metrics.output_tokens} tokens ({result.finish_reason})",
@@ -63,7 +63,7 @@ def summary(result: Result) -> str:
 def answer(
     engine: Engine, prompt: Prompt, params: SamplingParams, json: bool, trace: Trace | None
 ) -> None:
-    """Answer a prompt: one JSON object, or text as it comes and a summary."""
+    """Answer a prompt by one JSON object, or by streamed text and a summary."""
     observer = trace.request() if trace else None
     if json:
         print(json_line(0, engine.stream(prompt, params, observer=observer).result()))
@@ -74,7 +74,7 @@ def answer(
 def answer_file(
     engine: Engine, path: Path, params: SamplingParams, json: bool, trace: Trace | None
 ) -> None:
-    """Answer a file's requests, in their order."""
+    """Answer a file's requests in their order."""
     for request, result in generate_all(engine, read_requests(path, engine, params), trace):
         if json:
             print(json_line(request.task_id, result), flush=True)
@@ -91,7 +91,7 @@ def show(
     echo: bool = False,
     observer: Observer | None = None,
 ) -> Result:
-    """Stream to standard output, then the summary to standard error."""
+    """Stream the text to standard output, then print the summary to standard error."""
     out, colour = sys.stdout, _has_colour(sys.stdout)
     with engine.stream(prompt, params, observer=observer) as stream:
         if echo and colour and isinstance(prompt, str):
@@ -108,7 +108,7 @@ def show(
 
 
 def converse(engine: Engine, params: SamplingParams, options: ChatOptions) -> None:
-    """Ask for prompts until Ctrl-D: to chat if there is a chat template, else to complete."""
+    """Ask for prompts until Ctrl-D; chat if there is a chat template, else continue texts."""
     if engine.tokenizer is None:
         raise RequestError("this engine was built without a tokenizer: give --prompt-ids")
     with contextlib.suppress(ImportError):
@@ -130,7 +130,7 @@ def converse(engine: Engine, params: SamplingParams, options: ChatOptions) -> No
 
 
 def describe(folder: Path, manifest: Manifest) -> None:
-    """The manifest for people."""
+    """Print the manifest for people."""
     console = Console(highlight=False)
     facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
     for name, value in _facts(folder, manifest).items():
@@ -175,7 +175,7 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def _cross(target: TargetInfo) -> dict[str, str]:
-    """What an engine lacks that was compiled without its GPU."""
+    """Describe an engine that was compiled without its GPU, and what it lacks."""
     if (cross := target.cross_compiled) is None:
         return {}
     return {
@@ -208,14 +208,14 @@ def _list(tensors: Iterable[TensorSpec]) -> str:
 
 
 def _series(names: list[str]) -> Iterator[str]:
-    """kv.0, kv.1, kv.2, lengths -> kv.0 .. kv.2, lengths."""
+    """Shorten a list of names: kv.0, kv.1, kv.2, lengths -> kv.0 .. kv.2, lengths."""
     for _, group in groupby(names, lambda name: name.rpartition(".")[0] or name):
         first, *rest = group
         yield f"{first} .. {rest[-1]}" if rest else first
 
 
 def _ask() -> str | None:
-    """A line that says something; None at Ctrl-D."""
+    """Read a line that is not blank; None at Ctrl-D."""
     try:
         while not (line := input("> ")).strip():
             pass
@@ -226,12 +226,12 @@ def _ask() -> str | None:
 
 
 def _painted(engine: Engine, chunk: Chunk, colour: bool) -> str:
-    """The chunk's text, its accepted drafts in colour; without a tokenizer the ids are the text."""
+    """Give a chunk's text, accepted drafts in colour; without a tokenizer, its ids."""
     ids = zip((f"{id} " for id in chunk.token_ids), chunk.from_draft, strict=True)
     spans: Iterable[tuple[str, bool]] = chunk.spans if engine.tokenizer else ids
     return "".join(f"{GREEN}{text}{RESET}" if colour and draft else text for text, draft in spans)
 
 
 def _has_colour(stream: TextIO) -> bool:
-    """Says whether a terminal shows colours and nobody has asked for none (no-color.org)."""
+    """Tell whether a terminal shows colours, unless the user wants none (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,4 +1,4 @@
-"""Makes text of tokens as they come: whole characters only, cut before a stop string."""
+"""Turns tokens into text as they come: whole characters, cut before a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ class Span(NamedTuple):
 
 
 class TextStream:
-    """The text of one request; constant work per token, whatever the length.
+    """The text of one request; the work per token does not grow with its length.
 
-    Tokens are bytes, and a character may be spread over several: the decoder keeps its beginning
-    until the rest is there. What could be the beginning of a stop string is kept back too.
+    Tokens are bytes, and a character may be spread over several: the decoder holds its beginning
+    until the rest is there. The possible beginning of a stop string is held back too.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, stop: Sequence[str], shown: Sequence[int] = ()
     ) -> None:
-        """shown: special tokens whose names are text all the same."""
+        """shown: special tokens whose names become part of the text."""
         self._tokenizer, self._shown = tokenizer, frozenset(shown)
         self._stop = stop
         self._longest = max(map(len, stop), default=0)
@@ -33,7 +33,7 @@ class TextStream:
         self._ready: list[Span] = []
 
     def push(self, token: int, from_draft: bool, *, may_stop: bool = True) -> bool:
-        """Append a token; True if it completes a stop string, whose text is then dropped."""
+        """Append a token; returns True if it completes a stop string, which is then dropped."""
         if self._tokenizer is None:
             return False
         raw = self._tokenizer.token_bytes(token)
@@ -48,7 +48,7 @@ class TextStream:
         return False
 
     def take(self, *, everything: bool = False) -> tuple[Span, ...]:
-        """The text that is new since the last call; `everything` when no more tokens come."""
+        """Take the text since the last call; with `everything` also the text that is held back."""
         if everything:
             self._ready += self._held
             self._held.clear()
@@ -69,7 +69,7 @@ class TextStream:
         return False
 
     def _beginning(self, tail: str) -> int:
-        """Length of the longest end of `tail` with which a stop string begins."""
+        """Find the length of the longest end of `tail` that begins a stop string."""
         for length in range(min(len(tail), self._longest - 1), 0, -1):
             end = tail[-length:]
             if any(stop.startswith(end) for stop in self._stop):

@@ -18,7 +18,7 @@ LONG = 16 * 1024  # characters
 
 
 class Tokenizer:
-    """A byte-level tokenizer, as all DeepSeek models have: every token stands for some bytes."""
+    """A byte-level tokenizer, like those of all DeepSeek models: a token stands for some bytes."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class Tokenizer:
         bos_token: str = "",
         add_bos: bool = False,
     ) -> None:
-        """bos_token: a text that begins with it gets no other one.
+        """bos_token: a text that begins with it gets no second one.
 
-        add_bos: put it before a text even if the backend doesn't.
+        add_bos: whether to put it before a text even if the backend does not.
         """
         bos = backend.token_to_id(bos_token) if add_bos else None
         self._bos = [] if bos is None else [bos]
@@ -40,7 +40,7 @@ class Tokenizer:
         self._bytes = dict(_added_bytes(backend))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; the BOS is not added to a text that begins with it."""
+        """Turn `text` into token ids; a text that begins with the BOS gets no second one."""
         if not text.isascii():
             try:
                 text.encode()
@@ -53,7 +53,7 @@ class Tokenizer:
         return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[tokenizers.Encoding]:
-        """A long text takes a while, in which other threads go on: `encode` would let none."""
+        """Encode a text; a long one by `encode_batch`, during which other threads can run."""
         if len(text) < LONG:
             return [self._backend.encode(text, add_special_tokens=add_special_tokens)]
         found: list[tokenizers.Encoding] = self._backend.encode_batch(
@@ -62,44 +62,44 @@ class Tokenizer:
         return found
 
     def to_json(self) -> str:
-        """The tokenizer.json that it is, with the tokens that other files add."""
+        """Write it as a tokenizer.json, with the tokens that other files add."""
         return self._backend.to_str()
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """The ids of tokens that were added to the vocabulary, special or not, by their texts."""
+        """Map the text of each token that was added to the vocabulary to its id."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: id for id, token in added.items()}
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to the text: none for a special or unknown one."""
+        """Give the bytes that a token adds to the text: none for a special or unknown token."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = _spelled(self._backend.id_to_token(token) or "")
         return found
 
     def special_name(self, token: int) -> str | None:
-        """The name of a token that adds nothing to the text; None for any other."""
+        """Give the name of a token that adds nothing to the text; None for any other token."""
         if self.token_bytes(token):
             return None
         return self._backend.id_to_token(token) or f"<{token}>"
 
     @property
     def special_ids(self) -> dict[str, int]:
-        """The special tokens that were added to the vocabulary, by their names."""
+        """Map the name of each special token that was added to the vocabulary to its id."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: id for id, token in added.items() if token.special}
 
     def text(self, ids: Sequence[int], shown: Sequence[int] = ()) -> str:
-        """The text of tokens; of special ones the names of those that are `shown`."""
+        """Turn tokens into text, with the names of those special tokens that are `shown`."""
         names = {id: (self.special_name(id) or "").encode() for id in shown}
         raw = b"".join(self.token_bytes(id) or names.get(id, b"") for id in ids)
         return raw.decode("utf-8", "replace")
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
-        """The text that asks for the next answer in a conversation; `ChatOptions` has the options.
+        """Write the prompt for the next answer in a conversation; see `ChatOptions`.
 
-        Raises RequestError for what the template refuses, or if there is no template.
+        Raises RequestError if there is no template, or if the template refuses the messages.
         """
         if self.chat_template is None:
             raise RequestError(f"this engine has no {CHAT_TEMPLATE}: give a plain prompt")
@@ -107,7 +107,7 @@ class Tokenizer:
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """A tokenizer.json that the run time can decode; raises ValueError that names the file."""
+    """Read a tokenizer.json that we can decode; raises ValueError that names the file."""
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -119,7 +119,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
-    """The tokenizer of an engine that was checked; None if it was built without one.
+    """Load the tokenizer of a checked engine; None if the engine was built without one.
 
     Raises EngineFileError for a file that can't be used.
     """
@@ -141,13 +141,13 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer | None:
         folder, manifest, config, own if given is None else special
     )
     bos = special.get("bos_token") or own.get("bos_token", "")
-    # transformers 5 doesn't look at it; 4 and llama.cpp do, and DeepSeek says it nowhere else.
+    # transformers 5 ignores this key; 4 and llama.cpp read it, and DeepSeek has no other.
     add_bos = config.get("add_bos_token") is True
     return Tokenizer(backend, chat_template=templates, bos_token=bos, add_bos=add_bos)
 
 
 def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, str]:
-    """BOS and EOS by the model's ids, for an engine whose tokenizer has no configuration."""
+    """Find BOS and EOS by the model's ids, for a tokenizer without a configuration."""
     model = manifest.model
     ids = {"bos_token": model.bos_token_id, "eos_token": next(iter(model.eos_token_ids), None)}
     valid = {name: id for name, id in ids.items() if id is not None and 0 <= id < 2**32}
@@ -155,9 +155,9 @@ def _own_tokens(backend: tokenizers.Tokenizer, manifest: Manifest) -> dict[str, 
 
 
 def _added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
-    """Bytes of the tokens that were added to the vocabulary: none of a special one.
+    """Give the bytes of the tokens that were added to the vocabulary: a special one has none.
 
-    Any other is plain text, also if each of its characters is one of GPT-2's alphabet. One that the
+    Any other is plain text, even if all its characters are in GPT-2's alphabet. A token that the
     vocabulary has as well may be a byte, so it is spelled like the rest.
     """
     for id, token in backend.get_added_tokens_decoder().items():
@@ -168,7 +168,7 @@ def _added_bytes(backend: tokenizers.Tokenizer) -> Iterator[tuple[int, bytes]]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: each byte has a printable character that stands for it in a vocabulary."""
+    """Make GPT-2's alphabet, in which a printable character stands for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
@@ -179,7 +179,7 @@ _BYTE = _byte_of_char()
 
 
 def _spelled(token: str) -> bytes:
-    """A vocabulary entry's bytes; one with a character outside the alphabet is plain text."""
+    """Spell a vocabulary entry; with a character outside the alphabet it is plain text."""
     try:
         return bytes(_BYTE[char] for char in token)
     except KeyError:

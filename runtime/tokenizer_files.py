@@ -1,7 +1,7 @@
-"""What the files beside tokenizer.json say: special tokens, added tokens and chat templates.
+"""Reads special tokens, added tokens and chat templates from the files beside tokenizer.json.
 
-Precedence is transformers': tokenizer_config.json's word about a token counts more than
-tokenizer.json's, and a template in a file of its own more than one in tokenizer_config.json.
+The precedence is transformers': tokenizer_config.json overrides tokenizer.json about a token, and a
+template in a file of its own overrides one in tokenizer_config.json.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from mtpbuild.runtime.chat_template import DEFAULT, ChatTemplates, Source
+from mtpbuild.runtime.chat_template import DEFAULT, ChatTemplates, TemplateText
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import EngineFileError
 
@@ -28,7 +28,7 @@ Config = dict[str, Any]
 
 
 def read_config(folder: Path, manifest: Manifest) -> Config | None:
-    """tokenizer_config.json with what an older special_tokens_map.json adds; None: neither."""
+    """Read tokenizer_config.json and an older special_tokens_map.json; None if both are missing."""
     config = _read_object(folder / TOKENIZER_CONFIG, manifest)
     older = _read_object(folder / SPECIAL_TOKENS_MAP, manifest)
     if older is None or "added_tokens_decoder" in (config or {}):
@@ -37,7 +37,7 @@ def read_config(folder: Path, manifest: Manifest) -> Config | None:
 
 
 def special_tokens(config: Config) -> dict[str, str]:
-    """The special tokens that have names, by these: `bos_token` .., and the model's own."""
+    """Map names such as `bos_token`, and the model's own names, to special tokens."""
     given = {name: config.get(name) for name in NAMED}
     given |= {name: value for name, value in config.items() if name.endswith("_token")}
     if isinstance(own := config.get("extra_special_tokens"), dict):
@@ -47,9 +47,9 @@ def special_tokens(config: Config) -> dict[str, str]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
-    """Add the tokens that only the configuration has, and change those of which it says more.
+    """Add the tokens that only the configuration has, and apply its flags to the others.
 
-    A token that has a name is special, and one that either file calls special stays so.
+    A token is special if it has a name, or if either file says so.
     """
     known = backend.get_added_tokens_decoder()
     given = dict(_given_tokens(config)) or dict(known)
@@ -70,28 +70,28 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
 def chat_templates(
     folder: Path, manifest: Manifest, config: Config, special: Mapping[str, str]
 ) -> ChatTemplates | None:
-    """The model's chat templates; None if it has none."""
+    """Find the model's chat templates; None if it has none."""
     sources = dict(_template_files(folder, manifest)) or dict(_configured_templates(config))
     return ChatTemplates(sources, special) if sources else None
 
 
-def _template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, Source]]:
+def _template_files(folder: Path, manifest: Manifest) -> Iterator[tuple[str, TemplateText]]:
     for file in sorted(manifest.files):
         parent, _, name = file.rpartition("/")
         if file == CHAT_TEMPLATE or (parent == MORE_TEMPLATES and name.endswith(".jinja")):
             text = read_text(folder / file)
-            yield name.removesuffix(".jinja") if parent else DEFAULT, Source(file, text)
+            yield name.removesuffix(".jinja") if parent else DEFAULT, TemplateText(file, text)
 
 
-def _configured_templates(config: Config) -> Iterator[tuple[str, Source]]:
-    """Those in tokenizer_config.json: a text, or a list of names and texts."""
+def _configured_templates(config: Config) -> Iterator[tuple[str, TemplateText]]:
+    """Find templates in tokenizer_config.json: a text, or a list of names and texts."""
     given = config.get("chat_template")
     if isinstance(given, str):
         given = [{"name": DEFAULT, "template": given}]
     for entry in given if isinstance(given, list) else ():
         match entry:
             case {"name": str(name), "template": str(text)}:
-                yield name, Source(f"{TOKENIZER_CONFIG}: chat_template {name}", text)
+                yield name, TemplateText(f"{TOKENIZER_CONFIG}: chat_template {name}", text)
             case _:
                 raise EngineFileError(
                     f"{TOKENIZER_CONFIG}: a chat_template without name or template: "
@@ -100,7 +100,7 @@ def _configured_templates(config: Config) -> Iterator[tuple[str, Source]]:
 
 
 def _given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
-    """The tokens of `added_tokens_decoder`: by id, with their flags."""
+    """Read the tokens of `added_tokens_decoder` by id, with their flags."""
     given = config.get("added_tokens_decoder")
     for id, token in given.items() if isinstance(given, dict) else ():
         try:
@@ -116,7 +116,7 @@ def _given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
 
 
 def _unnamed(config: Config) -> Iterator[str]:
-    """The special tokens that have no names."""
+    """Find the special tokens without names."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     for token in extra if isinstance(extra, list) else ():
         if (text := _text(token)) is not None:
@@ -124,7 +124,7 @@ def _unnamed(config: Config) -> Iterator[str]:
 
 
 def _text(token: object) -> str | None:
-    """A token is given as a text or as {"content": text}."""
+    """Read a token, which is a text or {"content": text}."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -50,7 +50,8 @@ OUTSIDE = {
 }
 # Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {
-    "mtpbuild.builder.hub": {"httpx2", "huggingface_hub"},
+    "mtpbuild.builder.bench.figures": {"numpy"},
+    "mtpbuild.builder.hub": {"filelock", "httpx2", "huggingface_hub"},
 } | {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
     for name in (

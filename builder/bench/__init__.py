@@ -1,1 +1,1 @@
-"""`mtpbuild bench`: how fast is each nextn, does MTP pay, and is it what its parts predict."""
+"""`mtpbuild bench` measures how fast each nextn is, and says whether MTP pays."""

@@ -13,7 +13,7 @@ from mtpbuild.builder.bench.figures import rows
 from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, measure
 from mtpbuild.builder.bench.picture import draw, draw_batches
-from mtpbuild.builder.bench.report import Report, to_batches_json, to_json
+from mtpbuild.builder.bench.report import Benchmark, to_batches_json, to_json
 from mtpbuild.builder.show.results import prepare, write_json
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.engine import Engine
@@ -24,7 +24,7 @@ JSON, PICTURE, BATCHES_PICTURE = "bench.json", "bench.png", "bench_batches.png"
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """The flags of `mtpbuild bench`."""
+    """Holds the flags of `mtpbuild bench`."""
 
     wanted: Wanted
     asked: Asked = field(default_factory=Asked)
@@ -33,22 +33,24 @@ class BenchRequest:
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's at load
 
 
-def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: None) -> list[Report]:
-    """Measure, and write bench.json and the pictures; one report per concurrency, smallest first.
+def bench(
+    request: BenchRequest, watch: Callable[[str], None] = lambda stage: None
+) -> list[Benchmark]:
+    """Measure, and write bench.json and the pictures.
 
-    Raises what the pipeline and the engines do.
+    Returns a benchmark per concurrency, smallest first. Raises the errors of builds and engines.
     """
     prepare(request.out)
     machine = describe_machine(request.threads)
 
-    # 1. Engines: one per nextn, and its twin that only verifies.
+    # 1. Build an engine per nextn, and its twin that only verifies.
     built = build_engines(request.wanted, Stages(watch))
 
     with ExitStack() as stack:
         watch("loading the engines")
         contenders = [load(one, request, stack) for one in built]
 
-        # 2. The same requests for all of them, in turn; as many at once as asked for.
+        # 2. Measure: all engines get the same requests in turn, as many at once as the user says.
         groups = load_groups(request.asked, contenders[0].engine, request.wanted.max_batch)
         total = len(groups) * request.wanted.max_batch
         measured = {
@@ -56,7 +58,7 @@ def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: No
             for size in request.wanted.concurrency
         }
 
-        # 3. What it comes to.
+        # 3. Compute the figures.
         settings = {
             "num_requests": total,
             "dataset": request.asked.dataset or "built-in",
@@ -64,7 +66,7 @@ def bench(request: BenchRequest, watch: Callable[[str], None] = lambda stage: No
             "sampling": asdict(request.asked.params),
         }
         reports = [
-            Report(
+            Benchmark(
                 model=contenders[0].engine.manifest.model.name,
                 machine=machine,
                 settings={"concurrency": size, **settings},
@@ -95,8 +97,8 @@ def load(built: Built, request: BenchRequest, stack: ExitStack) -> Contender:
     return Contender(built.nextn, engine.manifest.build.drafter, engine, verifier)
 
 
-def write(reports: Sequence[Report], out: Path) -> None:
-    """The first concurrency's picture is the usual one; several get one more."""
+def write(reports: Sequence[Benchmark], out: Path) -> None:
+    """Write bench.json and the first concurrency's picture; several get one more together."""
     first, several = reports[0], len(reports) > 1
     write_json(out / JSON, to_batches_json(reports) if several else to_json(first))
     m = first.machine

@@ -1,4 +1,4 @@
-"""Chooses what the engines are asked: built-in prompts or a file's, in groups that run at once."""
+"""Chooses the prompts, built-in ones or a file's, and puts them in groups that run at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,19 +19,19 @@ NUM_REQUESTS = 20  # of the built-in prompts
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The flags that choose the requests."""
+    """Holds the flags that choose the requests."""
 
     dataset: str | None = None  # built-in name or a file; None: all that are built in
     num_requests: int | None = None
     input_len: int | None = None
     output_len: int | None = None
-    # What the lines and the flags leave open.
+    # Defaults for what a line and the flags do not set.
     params: SamplingParams = field(default_factory=lambda: SamplingParams(OUTPUT_LEN))
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request, the same for every engine."""
+    """A request that every engine gets."""
 
     kind: str  # built-in name, or the file's
     task_id: str | int
@@ -43,7 +43,7 @@ Group = list[Prompt]  # of one kind; they run at once
 
 
 def load_groups(asked: Asked, engine: Engine, concurrency: int) -> list[Group]:
-    """The requests in groups of `concurrency`, the kinds in turn; raises UsageError."""
+    """Make groups of `concurrency` requests, in which the kinds take turns; raises UsageError."""
     names = BUILT_IN if asked.dataset is None else (asked.dataset,)
     paths = [built_in(name) if name in BUILT_IN else Path(name) for name in names]
     prompts = {path.stem: _read(path, asked, engine) for path in paths}
@@ -52,14 +52,14 @@ def load_groups(asked: Asked, engine: Engine, concurrency: int) -> list[Group]:
 
 
 def built_in(name: str) -> Path:
-    """The file of a built-in dataset or task."""
+    """Find the file of a built-in dataset or task."""
     return recipe_folder() / "deepseek_tiny_bench" / f"{name}.jsonl"
 
 
 def group_up(
     prompts: dict[str, list[Prompt]], size: int, count: int | None, default: int | None
 ) -> list[Group]:
-    """`count` prompts in groups; without a count about `default`, or all."""
+    """Put `count` prompts in groups; without a count, about `default` of them or all."""
     most = max(map(len, prompts.values()))
     turns = [kind[i : i + size] for i in range(0, most, size) for kind in prompts.values()]
     groups = [group for group in turns if len(group) == size]
@@ -74,19 +74,19 @@ def group_up(
 
 
 def seeded(params: SamplingParams, number: int) -> SamplingParams:
-    """A sampled request's own seed or its number, so that every engine and run draws the same."""
+    """Give a sampled request without a seed its number, so that every run draws the same."""
     if params.temperature == 0 or params.seed is not None:
         return params
     return replace(params, seed=number)
 
 
 def split(groups: Sequence[Group], size: int) -> list[Group]:
-    """The same requests in smaller groups; `size` divides theirs."""
+    """Split groups into smaller ones; `size` divides theirs."""
     return [group[i : i + size] for group in groups for i in range(0, len(group), size)]
 
 
 def sized(prompt: Prompt, length: int, others: Sequence[Prompt], bos: int | None) -> Prompt:
-    """The prompt with `length` tokens: cut in front, or with other prompts put before it."""
+    """Bring a prompt to `length` tokens: cut its beginning, or put other prompts before it."""
     bodies = [p.token_ids[p.token_ids[:1] == [bos] :] for p in (prompt, *others)]
     start = [bos] if bos is not None and prompt.token_ids[:1] == [bos] and length > 1 else []
     wanted = length - len(start)
@@ -116,7 +116,7 @@ def _read(path: Path, asked: Asked, engine: Engine) -> list[Prompt]:
 
 
 def check_room(engine: Engine, prompt: int, output: int, name: str = "", hint: str = "") -> None:
-    """Refuse a request of more tokens than the engine holds."""
+    """Refuse a request with more tokens than the engine has room for."""
     capacity = engine.manifest.build.max_seq_len
     if prompt + output > capacity:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Builds what a benchmark runs, without replacing what the user has built otherwise."""
+"""Builds the engines of a benchmark, and leaves the user's own engines alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ PRIVATE = ENGINES / ".bench"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which engines; nextn 0 is always among them. One per nextn serves every concurrency.
+    """Holds the engines of a benchmark; nextn 0 is always among them.
 
     drafter: of every nextn but "auto", which is always MTP Eagle. target: None: the recipe's.
     options: the target's flags of `mtpbuild build`.
@@ -75,7 +75,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Engine directories of one nextn; the verifier is the same without drafting."""
+    """Holds the engine directories of one nextn; the verifier is the same, but drafts nothing."""
 
     nextn: Nextn
     folder: Path
@@ -83,7 +83,7 @@ class Built:
 
 
 def build_engines(wanted: Wanted, stages: Stages) -> list[Built]:
-    """Builds an engine and a verifier per nextn; those that are there already are left alone."""
+    """Build an engine and a verifier per nextn, unless they are there already."""
     common = BuildRequest(
         wanted.model,
         max_batch=wanted.max_batch,

@@ -1,4 +1,4 @@
-"""The arithmetic of a benchmark: samples in, figures out. Seconds in, milliseconds in the JSON."""
+"""The arithmetic of a benchmark. All times are in seconds; the JSON has milliseconds."""
 
 import math
 import random
@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+import numpy as np
 
 from mtpbuild.builder.bench.measure import Contender, Measured, Sample, intervals
 from mtpbuild.builder.plan import Nextn
@@ -21,7 +23,7 @@ Groups = Sequence[Sequence[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A quotient and the 95 % interval that resampling the requests gives."""
+    """A quotient with its 95 % interval, from resampling the requests."""
 
     value: float
     low: float | None  # None if there was but one group of requests
@@ -34,7 +36,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians of steps behind the same contexts, in seconds."""
+    """Holds the median seconds of a step behind the same contexts."""
 
     base: float  # nextn 0
     verify: float | None  # nextn + 1 tokens, nothing drafted; None for "auto", which has no twin
@@ -42,7 +44,7 @@ class Cost:
 
     @property
     def whole(self) -> float:
-        """Give v + d: a whole step over a step without drafts."""
+        """Compute v + d: a whole step over a step without drafts."""
         return self.step / self.base
 
     @property
@@ -60,18 +62,18 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one nextn, over the requests of one kind or over all."""
+    """Holds the figures of one nextn, over the requests of one kind or over all."""
 
     requests: int
     input_tokens: int
     output_tokens: int
-    duration: float  # seconds that these requests had the machine
+    duration: float  # seconds in which these requests had the machine
     ttft: list[float]  # per request
     tpot: list[float]  # per request of two tokens or more
     itl: list[float]  # per step but each request's first
     e2el: list[float]  # per request
     tokens_per_s: float  # of one user, from the first token on
-    tokens_per_step: float  # what was kept, the first step left out
+    tokens_per_step: float  # tokens that were kept, without each request's first step
     drafting: SpeculativeDecoding
     speedup: Ratio  # of tokens_per_s over nextn 0
     predicted: float | None  # tokens_per_step / (v + d); None for "auto", whose steps differ
@@ -79,13 +81,13 @@ class Figures:
 
     @property
     def throughput(self) -> float:
-        """Output tokens per second of all users together, prompts included in the time."""
+        """Count the output tokens per second of all users; the time includes the prompts."""
         return self.output_tokens / self.duration
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Everything about one nextn."""
+    """All figures of one nextn."""
 
     nextn: Nextn
     drafter: str | None
@@ -98,12 +100,12 @@ class Row:
 
     @property
     def most(self) -> int:
-        """Drafts of a step."""
+        """The most drafts of a step."""
         return self.overall.drafting.num_spec_tokens
 
 
 def rows(contenders: Sequence[Contender], measured: dict[Nextn, Measured]) -> list[Row]:
-    """Computes a row per nextn; raises UsageError if there is nothing to time."""
+    """Compute a row per nextn; raises UsageError if there is nothing to time."""
     base = measured[0]
     kinds = list(dict.fromkeys(group[0].prompt.kind for group in base.groups))
     if any(decode(of_kind(base.groups, kind))[1] == 0 or not base.steps for kind in kinds):
@@ -145,7 +147,7 @@ def figures_of(groups: Groups, base: Groups, cost: Cost) -> Figures:
 
 
 def cost_of(base: Measured, mine: Measured, nextn: Nextn) -> Cost:
-    """nextn 0 verifies by itself."""
+    """Take the medians; nextn 0 has no twin, for it only verifies."""
     step = statistics.median(mine.steps)
     verify = statistics.median(mine.verify) if mine.verify else step
     return Cost(statistics.median(base.steps), None if nextn == "auto" else verify, step)
@@ -156,14 +158,14 @@ def of_kind(groups: Groups, kind: str) -> Groups:
 
 
 def decode(groups: Groups) -> tuple[int, float]:
-    """Tokens after each request's first, and the seconds that they took."""
+    """Count the tokens after each request's first one, and the seconds that they took."""
     samples = [sample for group in groups for sample in group]
     tokens = sum(len(s.token_ids) - 1 for s in samples)
     return tokens, math.fsum(s.times[-1] - s.times[0] for s in samples)
 
 
 def speedup(groups: Groups, base: Groups) -> Ratio:
-    """Says how much faster a user gets tokens; pairs of groups are resampled."""
+    """Compute how much faster a user gets tokens; the interval comes from resampled groups."""
     parts = [(*decode([g]), *decode([b])) for g, b in zip(groups, base, strict=True)]
 
     def ratio(drawn: Sequence[tuple[int, float, int, float]]) -> float | None:
@@ -177,15 +179,19 @@ def speedup(groups: Groups, base: Groups) -> Ratio:
 
 
 def resampled(items: Sequence[T], figure: Callable[[Sequence[T]], float | None]) -> list[float]:
-    """Both ends of the 95 % interval of a figure, by resampling what it is computed from."""
+    """Compute both ends of a figure's 95 % interval by resampling the items behind it."""
     rng = random.Random(0)
     drawn = [figure(rng.choices(items, k=len(items))) for _ in range(RESAMPLES)]
     known = [value for value in drawn if value is not None]
     return [percentile(known, 2.5), percentile(known, 97.5)]
 
 
+def percentile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent))
+
+
 def merged(reports: Sequence[SpeculativeDecoding]) -> SpeculativeDecoding:
-    """The statistics of several requests as of one."""
+    """Add up the statistics of several requests."""
     total = Acceptance(reports[0].num_spec_tokens)
     for report in reports:
         total.drafted += report.num_draft_tokens
@@ -194,17 +200,8 @@ def merged(reports: Sequence[SpeculativeDecoding]) -> SpeculativeDecoding:
     return total.report()
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Interpolates linearly between the values, as numpy does."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def recommendation(table: Sequence[Row]) -> tuple[Nextn, str]:
-    """The fastest nextn, and whether MTP pays, in one line."""
+    """Choose the fastest nextn, and say in one line whether MTP pays."""
     drafting = [row for row in table if row.nextn]
     if not drafting:
         return 0, "only nextn 0 was measured: give --nextn 0,1,2,3"
@@ -220,7 +217,7 @@ def recommendation(table: Sequence[Row]) -> tuple[Nextn, str]:
 
 
 def disagreements(table: Sequence[Row]) -> str | None:
-    """Names each nextn whose measured and predicted speedup are too far apart."""
+    """Name each nextn whose measured and predicted speedups are too far apart."""
     apart = []
     for row in table:
         measured, predicted = row.overall.speedup.value, row.overall.predicted
@@ -235,7 +232,7 @@ def disagreements(table: Sequence[Row]) -> str | None:
 
 
 def kinds_apart(drafting: Sequence[Row], best: Row) -> str:
-    """The kinds of prompts that are fastest with another nextn."""
+    """Name the kinds of prompts that are fastest with another nextn."""
     found = []
     for kind in best.kinds:
         row = max(drafting, key=lambda row: row.kinds[kind].speedup.value)

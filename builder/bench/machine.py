@@ -1,4 +1,4 @@
-"""Describes what a figure depends on: the machine, its load, and the versions that ran."""
+"""Describes the machine, its load and the installed versions, on which every figure depends."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ PACKAGES = ("mtpbuild", "onnxruntime", "onnxruntime-gpu", "numpy")
 
 
 def describe_machine(threads: int | None) -> dict[str, Any]:
-    """threads: what was asked for; None lets the target choose."""
+    """Describe this machine. threads: the user's number; None lets the target choose."""
     found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     return {
         "cpu": cpu_model(),
@@ -34,7 +34,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's name as Linux says it; elsewhere what Python knows."""
+    """Find the processor's name: Linux's, or elsewhere Python's."""
     with contextlib.suppress(OSError):
         cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         if found := re.search(r"^model name\s*:(.*)", cpus, re.MULTILINE):

@@ -21,7 +21,7 @@ WARM_UP_TOKENS = 32
 SETTLING_STEPS = 8
 TIMED_STEPS = 16  # per context, of an engine and of its verifier
 STEPS = SETTLING_STEPS + 1 + TIMED_STEPS
-STRICT: dict[str, Any] = {  # what undoes every other acceptance of a request
+STRICT: dict[str, Any] = {  # undoes every other acceptance of a request
     "acceptance": "strict",
     "rejection_sample_method": "standard",
     "synthetic_acceptance_rates": None,
@@ -32,7 +32,7 @@ STRICT: dict[str, Any] = {  # what undoes every other acceptance of a request
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """The engine of one nextn, and its twin that drafts nothing."""
+    """Holds the engine of one nextn, and its twin that drafts nothing."""
 
     nextn: Nextn
     drafter: str | None
@@ -40,13 +40,13 @@ class Contender:
     verifier: Engine | None = None
 
     def asked(self, group: Group) -> Group:
-        """Without drafts there is nothing to accept; asking would only choose a slower program."""
+        """Make nextn 0's requests strict: it has no drafts, and they would only run slower."""
         return changed(group, **STRICT) if self.nextn == 0 else group
 
 
 @dataclass(slots=True)
 class Sample:
-    """What one engine gave to one request; all seconds are of one clock."""
+    """One engine's answer to one request; all times are seconds of one clock."""
 
     prompt: Prompt
     begun: float
@@ -57,7 +57,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Measured:
-    """Holds all that was seen of a contender."""
+    """Holds the measurements of a contender."""
 
     groups: list[list[Sample]] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)  # seconds, at the same contexts as `verify`
@@ -69,7 +69,7 @@ def measure(
     groups: Sequence[Group],
     watch: Callable[[int], None] = lambda done: None,
 ) -> dict[Nextn, Measured]:
-    """Measure by nextn; the first contender (nextn 0) says at which contexts steps are timed."""
+    """Measure each nextn; steps are timed behind the contexts of the first contender, nextn 0."""
     measured = {contender.nextn: Measured() for contender in contenders}
     capacity = contenders[0].engine.manifest.build.max_seq_len
     most = capacity - STEPS * max(c.engine.manifest.window for c in contenders)
@@ -89,7 +89,7 @@ def measure(
 
 
 def run_together(engine: Engine, group: Group, most_steps: int | None = None) -> list[Sample]:
-    """Runs all prompts of a group at once; each ends by itself, or after `most_steps` steps."""
+    """Run all prompts of a group at once; each ends by itself, or after `most_steps` steps."""
     with contextlib.ExitStack() as stack:
         samples = [Sample(prompt, time.perf_counter()) for prompt in group]
         streams = [stack.enter_context(engine.stream(p.token_ids, p.params)) for p in group]
@@ -110,7 +110,7 @@ def run_together(engine: Engine, group: Group, most_steps: int | None = None) ->
 
 
 def time_steps(contender: Contender, contexts: Group, measured: Measured) -> None:
-    """A few steps of the engine, then of its verifier, behind the same contexts."""
+    """Time a few steps of the engine, then of its verifier, behind the same contexts."""
     pairs = ((contender.engine, measured.steps), (contender.verifier, measured.verify))
     for engine, seconds in pairs:
         if engine is not None:
@@ -119,12 +119,12 @@ def time_steps(contender: Contender, contexts: Group, measured: Measured) -> Non
 
 
 def intervals(sample: Sample) -> list[float]:
-    """Seconds of each step but the first, which the prompt is part of."""
+    """List the seconds of each step but the first, which includes the prompt."""
     return [later - earlier for earlier, later in pairwise(sample.times)]
 
 
 def contexts_within(group: Group, baseline: Sequence[Sample], part: float, most: int) -> Group:
-    """The prompts, each with the first `part` of what followed it; `most` tokens at most."""
+    """Extend each prompt by the first `part` of its answer, to `most` tokens at most."""
     return [
         replace(p, token_ids=(p.token_ids + said[: int(part * len(said))])[: max(most, 1)])
         for p, said in zip(group, (s.token_ids for s in baseline), strict=True)
@@ -132,17 +132,17 @@ def contexts_within(group: Group, baseline: Sequence[Sample], part: float, most:
 
 
 def endless(group: Group, tokens: int = MAX_SEQ_LEN) -> Group:
-    """The same prompts, going on for so many tokens whatever is said."""
+    """Let prompts go on for so many tokens, whatever the model says."""
     return changed(group, max_tokens=tokens, ignore_eos=True, stop=(), min_tokens=0)
 
 
 def changed(group: Group, **changes: Any) -> Group:
-    """The same prompts with some parameters changed."""
+    """Change some parameters of each prompt."""
     return [replace(p, params=replace(p.params, **changes)) for p in group]
 
 
 def warm_up(contenders: Sequence[Contender], group: Group) -> None:
-    """Every engine once: memory is touched, kernels are chosen, clocks are up."""
+    """Run every engine once, so that memory is touched, kernels are chosen and clocks are up."""
     for contender in contenders:
         for engine in (contender.engine, contender.verifier):
             if engine is not None:
@@ -150,6 +150,6 @@ def warm_up(contenders: Sequence[Contender], group: Group) -> None:
 
 
 def rotated(contenders: Sequence[T], by: int) -> list[T]:
-    """The same in another order, so that each contender is first equally often."""
+    """Rotate the order, so that each contender is first equally often."""
     by %= len(contenders)
     return [*contenders[by:], *contenders[:by]]

@@ -1,4 +1,4 @@
-"""Speedup and acceptance length against nextn, and tokens/s against the batch, as PNGs."""
+"""Draws speedup and acceptance length against nextn, and tokens/s against the batch, as PNGs."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.bench.figures import ALL, Row
-from mtpbuild.builder.bench.report import PANELS, Report
+from mtpbuild.builder.bench.report import PANELS, Benchmark
 from mtpbuild.builder.show import picture
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
-    """note: what the figures were measured on, in small print."""
+    """Draw both panels. note: the machine that was measured, in small print."""
     kinds = [kind for kind in rows[0].kinds if kind != ALL]
     with picture.panels(path, note) as (figure, left, right):
         draw_speedup(left, rows, kinds)
@@ -26,7 +26,7 @@ def draw(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
 
 
 def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None:
-    """Bars with their 95 % intervals; a dash where the parts predict the bar's top."""
+    """Draw bars with their 95 % intervals, and a dash at the predicted speedup."""
     width = 0.8 / len(kinds)
     for k, kind in enumerate(kinds):
         places = [i - 0.4 + width * (k + 0.5) for i in range(len(rows))]
@@ -46,7 +46,7 @@ def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> Non
 
 
 def draw_length(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None:
-    """A line per kind, and the most that there could be."""
+    """Draw a line per kind of prompt, and the largest possible length."""
     places = range(len(rows))
     for k, kind in enumerate(kinds):
         lengths = [row.kinds[kind].drafting.mean_acceptance_length or 1 for row in rows]
@@ -57,8 +57,8 @@ def draw_length(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None
     axes.set_ylim(bottom=0.9)
 
 
-def draw_batches(reports: Sequence[Report], path: Path, note: str) -> None:
-    """A line per nextn against the concurrency; note: what was measured on, in small print."""
+def draw_batches(reports: Sequence[Benchmark], path: Path, note: str) -> None:
+    """Draw a line per nextn against the concurrency. note: the machine, in small print."""
     sizes = [report.settings["concurrency"] for report in reports]
     with picture.panels(path, note) as (figure, *both):
         for axes, (name, figure_of) in zip(both, PANELS.items(), strict=True):

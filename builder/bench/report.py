@@ -1,4 +1,4 @@
-"""A benchmark as tables for people and as one JSON object for machines."""
+"""Shows a benchmark as tables for people and as one JSON object for machines."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +28,8 @@ PANELS: dict[str, Callable[[Figures], float]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Holds all that a run of `mtpbuild bench` found out."""
+class Benchmark:
+    """Holds the results of one run of `mtpbuild bench`."""
 
     model: str
     machine: dict[str, Any]
@@ -39,8 +39,8 @@ class Report:
     measured: dict[Nextn, Measured]
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """docs/bench.md describes it; the keys are those of `vllm bench serve` where it has them."""
+def to_json(report: Benchmark) -> dict[str, Any]:
+    """Make the JSON that docs/bench.md describes, with the keys of `vllm bench serve`."""
     best, text = recommendation(report.rows)
     return {
         "model": report.model,
@@ -63,8 +63,8 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def to_batches_json(reports: Sequence[Report]) -> dict[str, Any]:
-    """docs/bench.md describes it; `runs` has what a single concurrency would have given."""
+def to_batches_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
+    """Make the JSON of several concurrencies; `runs` has the JSON of each alone."""
     return {
         "batches": [
             {
@@ -82,7 +82,7 @@ def to_batches_json(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def differs(settings: dict[str, Any]) -> str | None:
-    """Says why a right engine's outputs may differ from nextn 0's; None: they may not."""
+    """Say why a right engine's outputs may differ from nextn 0's; None if they may not."""
     sampling = settings["sampling"]
     if sampling["rejection_sample_method"] == "synthetic":
         return "synthetic: drafts are accepted by chance; the texts and the speed are not real"
@@ -94,7 +94,7 @@ def differs(settings: dict[str, Any]) -> str | None:
 
 
 def keys(row: Row, figures: Figures) -> dict[str, Any]:
-    """The figures of one nextn and kind."""
+    """List the figures of one nextn and one kind of prompt."""
     drafting, f = figures.drafting, figures
     rate, length = drafting.draft_acceptance_rate, drafting.mean_acceptance_length
     result: dict[str, Any] = {
@@ -138,7 +138,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
-    """Lists per request what the figures can be computed from again."""
+    """List, for each request, the numbers from which the figures can be computed again."""
     for group in measured.groups:
         for s in group:
             assert s.drafting is not None
@@ -158,7 +158,7 @@ Cell = Callable[[Row, Figures], str]
 
 
 def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
-    """The table's lines: a name, and what to write for a nextn. Short: 80 columns hold 0..4."""
+    """Give each line's name and how to write its cells; nextn 0 to 4 must fit in 80 columns."""
     yield "drafter", lambda row, f: (row.drafter or "-").removeprefix("mtp-")
     yield "tokens/s per user", lambda row, f: f"{f.tokens_per_s:.1f}"
     yield "speedup over nextn 0", lambda row, f: f"{f.speedup.value:.2f}x"
@@ -199,15 +199,15 @@ def rate_at(position: int, row: Row, figures: Figures) -> str:
     return f"{rates[position]:.2f}" if position < len(rates) else ""
 
 
-def table(report: Report, kind: str) -> Table:
-    """Makes a table with one column per nextn."""
+def table(report: Benchmark, kind: str) -> Table:
+    """Make a table with a column per nextn."""
     result = figures_table("nextn", (row.nextn for row in report.rows))
     for name, cell in lines(max(row.most for row in report.rows)):
         result.add_row(name, *(cell(row, row.kinds[kind]) for row in report.rows))
     return result
 
 
-def _title(report: Report, kind: str) -> str:
+def _title(report: Benchmark, kind: str) -> str:
     figures = report.rows[0].kinds[kind]
     requests = "1 request" if figures.requests == 1 else f"{figures.requests} requests"
     return (
@@ -223,8 +223,8 @@ def machine_line(m: dict[str, Any]) -> str:
     return f"{m['cpu']}, {m['cores']} cores, {threads}{load}"
 
 
-def print_report(report: Report) -> None:
-    """A table per kind of prompt, one for all, the machine, and what to choose."""
+def print_report(report: Benchmark) -> None:
+    """Print a table per kind of prompt, one for all, the machine, and which nextn to choose."""
     kinds = list(report.rows[0].kinds)
     for kind in [*kinds[1:], ALL] if len(kinds) > 2 else kinds[1:]:
         say(_title(report, kind), style="bold")
@@ -233,8 +233,8 @@ def print_report(report: Report) -> None:
     say(recommendation(report.rows)[1], style="bold")
 
 
-def batches_table(reports: Sequence[Report], name: str) -> Table:
-    """One line per concurrency, one column per nextn."""
+def batches_table(reports: Sequence[Benchmark], name: str) -> Table:
+    """Make a table with a line per concurrency and a column per nextn."""
     result = figures_table(name, (f"nextn {row.nextn}" for row in reports[0].rows))
     for report in reports:
         cells = (f"{PANELS[name](row.overall):.1f}" for row in report.rows)
@@ -242,8 +242,8 @@ def batches_table(reports: Sequence[Report], name: str) -> Table:
     return result
 
 
-def print_batches(reports: Sequence[Report]) -> None:
-    """Both tables, the machine, and what to choose at each concurrency."""
+def print_batches(reports: Sequence[Benchmark]) -> None:
+    """Print both tables, the machine, and which nextn to choose at each concurrency."""
     first = reports[0]
     say(f"\n{first.model}: {first.settings['num_requests']} requests", style="bold")
     say(*(batches_table(reports, name) for name in PANELS))

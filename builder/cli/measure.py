@@ -109,7 +109,7 @@ def evaluate(
     out: Path = flag(Path("eval_results"), "Folder for eval.json and eval.png."),
     json: bool = flag(False, "Print eval.json instead of the tables."),
 ) -> None:
-    """Right answers and speed: strict against relaxed, or above temperature 0 against rejection."""
+    """Compare right answers and speed of strict with relaxed acceptance, or with rejection."""
     from mtpbuild.builder.eval.evaluate import JSON, OUTPUT_TOKENS, EvalRequest, evaluate
     from mtpbuild.builder.eval.report import print_report
     from mtpbuild.runtime.contract.manifest import read_manifest
@@ -134,7 +134,7 @@ def evaluate(
 def grid(
     topk: str | None, delta: str | None, settings: Settings
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The values to try are the flags', else the configuration's, else the usual ones."""
+    """Choose the values to try: the flags', or the configuration's, or the usual ones."""
     on = settings.use_relaxed_acceptance_for_thinking
     topks = _tried("--relaxed-topk", topk, settings.relaxed_topk if on else None, int, TOPK)
     deltas = _tried("--relaxed-delta", delta, settings.relaxed_delta if on else None, float, DELTA)

@@ -1,4 +1,4 @@
-"""What several commands share: flags, numbers of drafts, and what is shown meanwhile and after."""
+"""Helpers of several commands: flags, numbers of drafts, progress and results."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ class RankFlags:
     )
 
     def sources(self) -> list[Source]:
-        """What each flag asks for, beside what a configuration does."""
+        """The settings of each flag, to be joined with a configuration's."""
         return [
             Source("--tp", Settings(tp=self.tp)),
             Source("--ep", Settings(ep=self.ep)),
@@ -70,7 +70,7 @@ def parse_range(text: str) -> tuple[int, ...]:
 
 @contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Names the current stage on a terminal's error output; give it each later one."""
+    """Show the current stage on a terminal's error output; yields a function that changes it."""
     from rich.console import Console
 
     with Console(stderr=True).status(first) as status:

@@ -1,4 +1,4 @@
-"""What the commands of building print of their results; imported when it is printed."""
+"""Prints the results of the building commands; imported only for printing."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_recipes() -> None:
-    """A line for each model that can be built by name."""
+    """Print a line for each model that can be built by name."""
     table = Table("model", "engine", "description")
     for recipe in load_recipes():
         table.add_row(recipe.name, f"engines/{recipe.engine}_n<nextn>", recipe.summary)
@@ -54,7 +54,7 @@ def print_stages(stages: "Stages") -> None:
 
 
 def print_quantized(done: "Quantized") -> None:
-    """A line per format, then what could not be quantised."""
+    """Print a line per format, then the weights that could not be quantised."""
     console = Console()
     table = Table("format", "weights", "size", "relative error")
     for name, portion in done.portions.items():

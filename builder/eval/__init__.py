@@ -1,1 +1,1 @@
-"""`mtpbuild eval`: what a looser acceptance costs in right answers, and gains in speed."""
+"""`mtpbuild eval` measures how many right answers a looser acceptance costs, and its speed."""

@@ -10,19 +10,19 @@ from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.eval.figures import rows
 from mtpbuild.builder.eval.problems import Settings, ask, load_problems
-from mtpbuild.builder.eval.report import Report, draw, to_json
+from mtpbuild.builder.eval.report import Evaluation, draw, to_json
 from mtpbuild.builder.show.results import prepare, write_json
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 
 OUT = Path("eval_results")
 JSON, PICTURE = "eval.json", "eval.png"
-OUTPUT_TOKENS = 256  # of a problem that says nothing
+OUTPUT_TOKENS = 256  # of a problem that sets no number
 
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """The flags of `mtpbuild eval`."""
+    """Holds the flags of `mtpbuild eval`."""
 
     engine: Path
     task: str
@@ -35,8 +35,8 @@ class EvalRequest:
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's at load
 
 
-def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: None) -> Report:
-    """Measure, and write eval.json and eval.png; raises what the engine does, and UsageError."""
+def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: None) -> Evaluation:
+    """Measure, and write eval.json and eval.png; raises UsageError and the engine's errors."""
     if request.params.synthetic:
         raise UsageError("synthetic acceptance gives meaningless texts: there is nothing to judge")
     prepare(request.out)
@@ -46,17 +46,17 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
         if engine.manifest.build.drafter in (None, "none"):
             raise UsageError(f"{request.engine} drafts nothing: there is nothing to accept")
 
-        # 1. The problems.
+        # 1. Load the problems.
         problems = load_problems(request.task, engine, request.params, request.num_problems)
 
-        # 2. Every problem under every setting, in turn; strict is the first.
+        # 2. Answer every problem under every setting in turn, strict first.
         def tell(done: int) -> None:
             watch(f"problem {done + 1} of {len(problems)}")
 
         answered = ask(engine, problems, choose(request), tell)
 
-        # 3. What it comes to.
-        report = Report(
+        # 3. Compute the figures.
+        report = Evaluation(
             engine=str(request.engine),
             manifest=engine.manifest,
             machine=machine,
@@ -74,7 +74,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
 
 
 def choose(request: EvalRequest) -> Settings:
-    """Strict, and above temperature 0 rejection, else every pair of the relaxed values."""
+    """Choose strict, and rejection above temperature 0, or else every pair of relaxed values."""
     if request.params.temperature > 0:
         return {"strict": STRICT, "rejection": {"acceptance": "rejection"}}
     pairs = product(request.topk, request.delta)

@@ -1,4 +1,4 @@
-"""The arithmetic of an evaluation: answers in, shares with their 95 % intervals out."""
+"""The arithmetic of an evaluation: shares of right answers with their 95 % intervals."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ Z = 1.959964  # of a two-sided 95 % interval
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Accuracy less strict's, on the same problems."""
+    """Holds the accuracy minus strict's, on the same problems."""
 
     value: float
     low: float  # of 95 %, by resampling the problems
@@ -25,7 +25,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one setting did, over the problems of one form or over all; eval.json's keys."""
+    """Holds a setting's figures over the problems of one form or over all: eval.json's keys."""
 
     problems_asked: int
     right: int
@@ -40,7 +40,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Everything about one setting."""
+    """All figures of one setting."""
 
     name: str
     forms: dict[str, Figures]  # ALL first
@@ -51,7 +51,7 @@ class Row:
 
 
 def rows(answered: dict[str, list[Answered]]) -> list[Row]:
-    """Computes a row per setting; the first one is strict."""
+    """Compute a row per setting; the first one is strict."""
     strict, *_ = answered.values()
     forms = dict.fromkeys([ALL, *(a.problem.prompt.kind for a in strict)])
 
@@ -83,7 +83,7 @@ def figures_of(mine: Sequence[Answered], strict: Sequence[Answered]) -> Figures:
 
 
 def wilson(right: int, n: int) -> tuple[float, float]:
-    """Wilson's interval of a share of n."""
+    """Compute Wilson's interval of the share `right` of `n`."""
     p = right / n
     middle = (p + Z * Z / (2 * n)) / (1 + Z * Z / n)
     half = Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n)) / (1 + Z * Z / n)
@@ -99,7 +99,7 @@ def difference(mine: Sequence[bool], strict: Sequence[bool]) -> Difference:
 
 
 def mcnemar(lost: int, gained: int) -> float:
-    """Chance, if both were as likely, of so uneven a split of the problems that changed."""
+    """Compute the chance of so uneven a split of the changed problems, if both were as likely."""
     changed = lost + gained
     tail = sum(math.comb(changed, i) for i in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / 2**changed)

@@ -1,4 +1,4 @@
-"""Problems with one right answer, built in or a file's, and what an engine answers."""
+"""Problems that have one right answer, built in or from a file, and an engine's answers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class Problem:
 def load_problems(
     task: str, engine: Engine, params: SamplingParams, count: int | None
 ) -> list[Problem]:
-    """The first `count` problems of a task; raises UsageError that names file and line."""
+    """Read the first `count` problems of a task; raises UsageError with file and line."""
     path = built_in(f"eval_{task}") if task in TASKS else Path(task)
 
     def take(line: Line, number: int) -> Problem:
@@ -60,7 +60,7 @@ def load_problems(
 
 
 def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -> str | None:
-    """The text behind the thinking phase, stripped; None if the phase was never closed."""
+    """Take the text after the thinking phase, stripped; None if the phase never ended."""
     manifest, tokenizer = engine.manifest, engine.tokenizer
     assert tokenizer is not None, "problems are texts"
     said = list(token_ids)
@@ -77,7 +77,7 @@ def answer_of(token_ids: Sequence[int], prompt: Sequence[int], engine: Engine) -
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One problem under one setting."""
+    """An answer to one problem under one setting."""
 
     problem: Problem
     answer: str | None  # None: it was still thinking at the last token
@@ -94,7 +94,7 @@ def ask(
     settings: Settings,
     watch: Callable[[int], None] = lambda done: None,
 ) -> dict[str, list[Answered]]:
-    """Answer the problems in order, by setting; the settings take turns at being first."""
+    """Answer the problems under each setting; the settings take turns at being first."""
     answered: dict[str, list[Answered]] = {name: [] for name in settings}
     with no_garbage_collection():
         for i, problem in enumerate(problems):

@@ -1,4 +1,4 @@
-"""An evaluation as tables and a picture for people and as one JSON object for machines."""
+"""Shows an evaluation as tables and a picture for people, and as JSON for machines."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Holds all that a run of `mtpbuild eval` found out."""
+class Evaluation:
+    """Holds the results of one run of `mtpbuild eval`."""
 
     engine: str
     manifest: Manifest
@@ -30,7 +30,7 @@ class Report:
     answered: dict[str, list[Answered]]
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: Evaluation) -> dict[str, Any]:
     """Make the JSON that docs/eval.md describes."""
     return {
         "engine": report.engine,
@@ -62,7 +62,7 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line per setting, over all problems."""
+    """Make a table with a line per setting, over all problems."""
     columns = ("right", "95 %", "diff", "95 %", "p", "L", "tok/s", "speedup")
     result = figures_table("accepted", columns)
     for row in rows:
@@ -83,7 +83,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def forms_table(rows: Sequence[Row]) -> Table:
-    """Right answers per form, and the tokens per step."""
+    """Make a table of right answers and tokens per step, by form."""
     forms = [form for form in rows[0].forms if form != ALL]
     result = figures_table("right / L", forms)
     for row in rows:
@@ -95,7 +95,7 @@ def forms_table(rows: Sequence[Row]) -> Table:
 
 
 def conclusion(rows: Sequence[Row]) -> str:
-    """Says whether anything is seen to cost answers, and what is fastest."""
+    """Say whether a setting's accuracy differs from strict's, and which setting is fastest."""
     strict, *others = rows
     count = strict.overall.problems_asked
     said = f"strict: {strict.overall.right} of {count} {'problem' if count == 1 else 'problems'}"
@@ -107,7 +107,7 @@ def conclusion(rows: Sequence[Row]) -> str:
     return f"{said}. No setting's accuracy is seen to differ from strict's (p < 0.05)"
 
 
-def print_report(report: Report) -> None:
+def print_report(report: Evaluation) -> None:
     build, settings = report.manifest.build, report.settings
     say(
         f"{report.manifest.model.name}, nextn {build.nextn}, {build.drafter}, "
@@ -118,8 +118,8 @@ def print_report(report: Report) -> None:
     say(conclusion(report.rows), style="bold")
 
 
-def draw(report: Report, path: Path) -> None:
-    """Two panels over the same settings, with 95 % intervals."""
+def draw(report: Evaluation, path: Path) -> None:
+    """Draw two panels over the same settings, with 95 % intervals."""
     found, m = [row.overall for row in report.rows], report.machine
     note = "95 % intervals; above the speedups: acceptance length"
     with panels(path, f"{note}; {m['cpu']}, {m['cores']} cores; {m['command']}") as drawn:
@@ -144,7 +144,7 @@ def draw(report: Report, path: Path) -> None:
 
 
 def draw_points(axes: "Axes", points: list[tuple[float, float, float]], colour: str) -> None:
-    """(value, low, high) of each setting; a line where strict is."""
+    """Draw each setting's (value, low, high), and a line at strict's value."""
     values = [value for value, *_ in points]
     axes.errorbar(range(len(points)), values, spans(points), fmt="o", color=colour, capsize=3)
     axes.axhline(values[0], color=GREY, linewidth=0.8)

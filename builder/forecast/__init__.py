@@ -1,1 +1,1 @@
-"""`mtpbuild plan`: what a model needs and how fast it runs on a machine, before there is one."""
+"""`mtpbuild plan` foretells a model's size and speed on a machine that one need not have."""

@@ -1,7 +1,7 @@
-"""Foretells what engines of target onnxruntime need on a CPU: download, disk, memory, bytes read.
+"""Foretells the download, disk, memory and bytes read of onnxruntime's engines on a CPU.
 
-An engine holds every weight of main model and MTP modules, whatever its nextn: those that `build
---weights` quantises as integers, all others in fp32.
+Whatever its nextn, an engine holds every weight of the main model and of the MTP modules: as
+integers those that `build --weights` quantises, in fp32 all others.
 """
 
 from dataclasses import dataclass, replace
@@ -44,17 +44,17 @@ RESIDENT_INLINE = 2.4
 
 @dataclass(frozen=True)
 class CpuEngine:
-    """What `build --weights` makes of the model; lists are over the request's nextn.
+    """Holds the engine that `build --weights` would make; lists are over the request's nextn.
 
-    bytes: of the weights file.
+    bytes: the size of the weights file.
     """
 
     weights: str | None
     bytes: int
     memory: list[int]
     reads: list[float]
-    too_much: int  # bytes of memory that the largest nextn needs and the machine has not
-    lacking: int  # bytes that its disks have not
+    too_much: int  # bytes of memory that the largest nextn needs beyond the machine's
+    lacking: int  # bytes that its disks have too few
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ class CpuEngine:
 
 @dataclass(frozen=True)
 class CpuForecast:
-    """Everything that `mtpbuild plan --cpu` shows."""
+    """Holds the figures that `mtpbuild plan --cpu` shows."""
 
     request: ForecastRequest
     name: str
@@ -79,12 +79,14 @@ class CpuForecast:
 
     @property
     def shares_disk(self) -> bool:
-        """Whether engine and download need room on one disk."""
+        """Tell whether engine and download need room on the same disk."""
         return self.download > 0 and self.machine.downloads.device == self.machine.engines.device
 
 
 def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> CpuForecast:
-    """Raises UsageError, BuildError or CheckpointError. machine: this one unless given."""
+    """Make the forecast; raises UsageError, BuildError or CheckpointError.
+
+    machine: this machine if it is not given."""
     machine = machine or this_machine()
     check(request)
     layout = find_layout(request.model, request.checkpoint)
@@ -118,7 +120,7 @@ def engine_model(layout: Layout, weights: str | None) -> Model:
     held = replace(layout, format=format, plain=lambda stored: "F32", repeated=False)
     found = classes(held, ALONE)
     if layout.config.n_routed_experts <= DENSE_EXPERTS:
-        for one in found:  # so few are all computed, whichever are chosen
+        for one in found:  # with so few experts all are computed, whichever are chosen
             one.name = one.name.replace("experts", "computed experts")
     return Model(layout.config, found, ALONE, UNKNOWN)
 
@@ -139,7 +141,7 @@ def shares_trunk(config: ModelConfig) -> bool:
 
 
 def resident(config: ModelConfig) -> float:
-    """Bytes of memory for each byte of the engine."""
+    """How many bytes of memory each byte of the engine takes."""
     return RESIDENT if shares_trunk(config) else RESIDENT_INLINE
 
 
@@ -164,11 +166,11 @@ def foresee(
 
 
 def engine_bytes(model: Model) -> int:
-    """Bytes of the weights file; a head that is tied to the embedding is in it twice."""
+    """Count the bytes of the weights file, where a head tied to the embedding is twice."""
     return sum(one.bytes * (2 if one.name == TIED else 1) for one in model.classes)
 
 
 def cached_bytes(request: ForecastRequest, model: Model, nextn: int) -> int:
-    """Cache rows of all requests, each with its window behind it, in fp32."""
+    """Count the bytes of all requests' cache rows, windows included, in fp32."""
     rows = request.max_seq_len + nextn + 1
     return request.max_batch * rows * model.cache_bytes(nextn, "fp32")

@@ -1,4 +1,4 @@
-"""A forecast for a CPU, as JSON and as tables."""
+"""Shows a forecast for a CPU as JSON and as tables."""
 
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +14,7 @@ from mtpbuild.builder.weights.scheme import AS_STORED
 
 
 def as_json(f: CpuForecast) -> dict[str, Any]:
-    """Bytes; lists are over `nextn`. docs/plan.md explains each key."""
+    """Make the JSON, in bytes; lists are over `nextn`. docs/plan.md explains each key."""
     request, model, machine = f.request, f.model, f.machine
     tokens = [request.max_batch * (nextn + 1) for nextn in request.nextn]
     return {
@@ -48,7 +48,7 @@ def as_json(f: CpuForecast) -> dict[str, Any]:
 
 
 def print_report(f: CpuForecast) -> None:
-    """The checkpoint by portion, an engine for each --weights, what a step of each reads."""
+    """Print the checkpoint's portions, an engine for each --weights, and the bytes of its steps."""
     console, machine = Console(highlight=False, soft_wrap=True), f.machine
     console.print(
         f"{f.name} on this machine's CPU: memory {size(machine.memory)}, of it "

@@ -23,7 +23,7 @@ RESERVED = 0.08  # of a GPU's memory: driver, kernels, communication buffers, gr
 
 @dataclass(frozen=True)
 class ForecastRequest:
-    """The flags of `mtpbuild plan`."""
+    """Holds the flags of `mtpbuild plan`."""
 
     model: str
     nextn: tuple[int, ...]  # none: 0 to 5, or 0 alone where there is no MTP module
@@ -41,7 +41,7 @@ class ForecastRequest:
 
 @dataclass(frozen=True)
 class Step:
-    """One nextn: its parts, what they leave out, and the speed of one user."""
+    """A step with one nextn: its parts, the latency beside them, and the speed of one user."""
 
     nextn: int
     acceptance: float
@@ -50,7 +50,7 @@ class Step:
 
     @property
     def roofline(self) -> float:
-        """Seconds that memory and arithmetic need."""
+        """The seconds that memory and arithmetic need."""
         return sum(part.seconds for part in self.parts)
 
     @property
@@ -63,7 +63,7 @@ class Step:
 
     @property
     def limit(self) -> str:
-        """The limit that most of the step's time goes to."""
+        """The limit to which most of the step's time goes."""
         times = {"latency": self.latency, "memory": 0.0, "compute": 0.0}
         for part in self.parts:
             times[part.limit] += part.seconds
@@ -72,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Everything that `mtpbuild plan` shows; sizes are per rank and for the largest nextn."""
+    """Holds the figures of `mtpbuild plan`; sizes are per rank and for the largest nextn."""
 
     request: ForecastRequest
     name: str
@@ -86,7 +86,7 @@ class Forecast:
 
     @property
     def is_published(self) -> bool:
-        """Tell whether it is the setting whose speeds are published."""
+        """Tell whether speeds of this very setting are published."""
         request = self.request
         load = (request.max_batch, request.context_len)
         setting = (self.name, self.model.gpu.name, request.ranks, *load)
@@ -94,7 +94,7 @@ class Forecast:
 
     @property
     def free_bytes(self) -> float:
-        """Left for caches; negative: it does not fit."""
+        """The bytes left for caches; negative if the model does not fit."""
         return self.model.gpu.memory * (1 - RESERVED) - self.weight_bytes - self.scratch_bytes
 
     @property
@@ -103,7 +103,7 @@ class Forecast:
 
     @property
     def needed_tokens(self) -> int:
-        """Cache rows of one rank's requests, each with its window behind it."""
+        """The cache rows of one rank's requests, windows included."""
         request = self.request
         rows = request.max_seq_len + max(request.nextn) + 1
         return request.ranks.local(request.max_batch) * rows
@@ -114,7 +114,7 @@ class Forecast:
 
 
 def forecast(request: ForecastRequest) -> Forecast:
-    """Raises UsageError for flags that do not go together, CheckpointError for a bad folder."""
+    """Make the forecast; raises UsageError for flags that contradict, CheckpointError."""
     gpu = find_gpu(request.gpu)
     check(request)
     layout = find_layout(request.model, request.checkpoint)
@@ -155,13 +155,13 @@ def check(request: ForecastRequest) -> None:
 
 
 def with_nextn(request: ForecastRequest, config: ModelConfig) -> ForecastRequest:
-    """The request with what stands for no --nextn."""
+    """Fill in the usual nextn for a request without --nextn."""
     usual = USUAL_NEXTN if config.num_nextn_predict_layers else (0,)
     return replace(request, nextn=request.nextn or usual)
 
 
 def acceptance_lengths(request: ForecastRequest) -> ByNextn:
-    """The acceptance length of each nextn, as given, or as published of R1."""
+    """Take each nextn's acceptance length from the request, or R1's published ones."""
     given, known = request.acceptance, latency.PUBLISHED_ACCEPTANCE
     if given is None:
         beyond = [nextn for nextn in request.nextn if nextn >= len(known)]
@@ -180,7 +180,7 @@ def acceptance_lengths(request: ForecastRequest) -> ByNextn:
 
 
 def calibrate(request: ForecastRequest, model: Model, load: Load, lengths: ByNextn) -> Latency:
-    """Fit to the user's two measurements, or take what fits the published ones."""
+    """Fit the latency to the user's two measurements, or to the published ones."""
     if request.measured is None:
         return published_latency()
     for nextn in request.measured:
@@ -190,7 +190,7 @@ def calibrate(request: ForecastRequest, model: Model, load: Load, lengths: ByNex
 
 
 def fitted(model: Model, load: Load, speeds: ByNextn, lengths: ByNextn, source: str) -> Latency:
-    """The constants that make a model's steps as fast as measured."""
+    """Fit the constants that make a model's steps as fast as measured."""
     points = []
     for nextn, tokens_per_s in speeds.items():
         roofline = sum(part.seconds for part in model.step(nextn, load))
@@ -200,7 +200,7 @@ def fitted(model: Model, load: Load, speeds: ByNextn, lengths: ByNextn, source: 
 
 @functools.cache
 def published_latency() -> Latency:
-    """Fitted to nextn 0 and 1 of the published series alone; the others are predictions."""
+    """Fit nextn 0 and 1 of the published series; the rest of it checks the prediction."""
     name, gpu, ranks, batch, context = latency.PUBLISHED
     layout = find_layout(name, None)
     model = Model(layout.config, classes(layout, ranks), ranks, find_gpu(gpu))

@@ -1,7 +1,7 @@
-"""Latency is what memory and arithmetic do not explain, fitted to two measurements.
+"""Latency is the time that memory and arithmetic do not explain, fitted to two measurements.
 
-step = base + per_draft * nextn + (what moves and is computed). At batch 1 the first two are most of
-it: launches, synchronisation and the all-reduces of 61 layers.
+step = base + per_draft * nextn + roofline. At batch 1 the first two are most of it: launches,
+synchronisation and the all-reduces of 61 layers.
 """
 
 import re
@@ -18,7 +18,7 @@ PUBLISHED_SPEED = (111.0, 198.0, 250.0, 253.0, 245.0, 239.0)  # tokens/s of one 
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds per step, and per draft of a step."""
+    """Holds the seconds of each step, and of each of its drafts."""
 
     base: float
     per_draft: float

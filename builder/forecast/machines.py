@@ -1,4 +1,4 @@
-"""The machines that `mtpbuild plan` knows: data sheet figures, per GPU."""
+"""The GPUs that `mtpbuild plan` knows, by their data sheets."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from mtpbuild.runtime.errors import UsageError
 
 @dataclass(frozen=True)
 class Gpu:
-    """Memory in bytes, bandwidth in bytes/s, dense tensor-core peaks in operations/s."""
+    """A GPU's memory in bytes, bandwidth in bytes/s and dense peaks in operations/s."""
 
     name: str
     memory: float
@@ -18,7 +18,7 @@ class Gpu:
     ranks: int = 8  # GPUs of one machine, joined by NVLink
 
     def peak(self, format: str) -> float:
-        """Formats without a unit of their own are multiplied in bf16."""
+        """Find a format's peak; formats without units of their own are multiplied in bf16."""
         return self.peaks.get(format, self.peaks["bf16"])
 
 
@@ -31,7 +31,7 @@ GPUS: Mapping[str, Gpu] = {
     )
 }
 
-# A machine of which no speed is known: bytes and operations are counted all the same.
+# A machine of unknown speed: bytes and operations are counted all the same.
 UNKNOWN = Gpu("unknown", 0.0, math.inf, {"bf16": math.inf})
 
 

@@ -1,4 +1,4 @@
-"""A forecast as JSON, as tables and as a picture."""
+"""Shows a forecast as JSON, as tables and as a picture."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,7 +27,7 @@ GROUPS = {  # of parts, bottom to top; what is not named here is `other weights`
 
 
 def as_json(f: Forecast) -> dict[str, Any]:
-    """Bytes, seconds, operations; lists are over `nextn`. docs/plan.md explains each key."""
+    """Make the JSON, in bytes, seconds and operations; docs/plan.md explains each key."""
     request, model = f.request, f.model
     tokens = [request.max_batch * (step.nextn + 1) for step in f.steps]
     return {
@@ -73,7 +73,7 @@ def as_json(f: Forecast) -> dict[str, Any]:
 
 
 def print_report(f: Forecast) -> None:
-    """Weights by class, memory, a line per nextn, the parts of the last one, assumptions."""
+    """Print weights by class, memory, a line per nextn, the parts of the last, assumptions."""
     console = Console(highlight=False, soft_wrap=True)
     ranks = f.request.ranks
     dp = ", attention data-parallel" if ranks.attention_dp else ""
@@ -186,7 +186,7 @@ def size(bytes: float) -> str:
 
 
 def draw(f: Forecast, path: Path) -> None:
-    """Draw both panels over the same nextn."""
+    """Draw time and speed over the same nextn."""
     with panels(path, f"latency: {f.latency.source}") as (figure, left, right):
         draw_time(left, f)
         draw_speed(right, f)
@@ -199,7 +199,7 @@ def draw(f: Forecast, path: Path) -> None:
 
 
 def draw_time(axes: "Axes", f: Forecast) -> None:
-    """Stacked milliseconds per step: what moves and is computed below, the rest above."""
+    """Stack the milliseconds of a step: memory and arithmetic below, latency above."""
     group = {part: name for name, parts in GROUPS.items() for part in parts}
     bottom = [0.0] * len(f.steps)
     for name, colour in zip((*GROUPS, "latency"), (*COLOURS, LATENCY), strict=True):

@@ -1,8 +1,8 @@
-"""A step's parts on one rank: what each moves and computes, and how long that takes at least.
+"""Counts the bytes and operations of a step's parts on one rank, and their least time.
 
-T = B (nextn + 1) tokens are verified. A draft's first pass covers the same tokens, each further
-pass one token per request; every pass reads the head. Weights are read once per pass, of the routed
-experts those that some token chose.
+T = B (nextn + 1) tokens are verified. The first draft's pass covers the same tokens, each further
+pass one token per request; every pass reads the head. A pass reads its weights once, but only
+those routed experts that some token chose.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ CACHE_BYTES = {"bf16": 2, "fp8": 1, "fp32": 4}
 
 @dataclass(frozen=True)
 class Load:
-    """Requests at once, cached tokens of each, and the caches' number format."""
+    """Holds the number of requests, the cached tokens of each, and the caches' number format."""
 
     batch: int
     context: int
@@ -30,7 +30,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes and operations per rank and step, and the seconds that they take at least."""
+    """A part's bytes and operations per rank and step, and its least seconds."""
 
     name: str
     bytes: float
@@ -54,14 +54,14 @@ class Model:
 
     @property
     def widths(self) -> list[int]:
-        """C of each layer, then of each module."""
+        """The cache's width C of each layer, then of each module."""
         return family_of(self.config).cache_specs(self.config, self.ranks)
 
     def drafter(self, nextn: int) -> DrafterName | None:
         return choose_drafter(self.config, nextn, None)
 
     def step(self, nextn: int, load: Load) -> list[Part]:
-        """The parts of one step."""
+        """List the parts of one step."""
         return [*self._verify(nextn, load), *self._draft(nextn, load)]
 
     def _verify(self, nextn: int, load: Load) -> Iterator[Part]:
@@ -72,7 +72,7 @@ class Model:
         yield self._cache("caches", widths, [nextn + 1], load)
 
     def _draft(self, nextn: int, load: Load) -> Iterator[Part]:
-        """MTP Eagle runs one module nextn times; MTP vanilla runs each over the whole window."""
+        """Count drafting: Eagle runs one module nextn times, vanilla each over the whole window."""
         if nextn == 0:
             return
         vanilla = self.drafter(nextn) == "mtp-vanilla"
@@ -89,7 +89,9 @@ class Model:
     def _weights(
         self, name: str, classes: list[Class], counts: list[int], load: Load, share: float = 1.0
     ) -> Part:
-        """Weights under passes of so many tokens per request; share: of the classes in use."""
+        """Count weights that are read by passes of so many tokens per request.
+
+        share: the part of the classes that is in use."""
         c, bytes, operations, compute = self.costs, 0.0, 0.0, 0.0
         for one in classes:
             for count in counts:
@@ -107,7 +109,7 @@ class Model:
         return self._part(name, bytes, operations, compute)
 
     def _cache(self, name: str, widths: list[int], passes: list[int], load: Load) -> Part:
-        """Cached rows of the context, in layers of such widths, and attention over them."""
+        """Count the context's cache rows, in layers of these widths, and attention over them."""
         rows = self.ranks.local(load.batch) * load.context
         bytes = len(passes) * rows * sum(widths) * CACHE_BYTES[load.cache]
         operations = rows * len(widths) * self.costs.row_operations * sum(passes)
@@ -119,23 +121,23 @@ class Model:
         return Part(name, bytes, operations, max(memory, compute), limit)
 
     def cache_bytes(self, nextn: int, cache: str) -> int:
-        """Bytes per token and rank of all layers and of the modules that draft."""
+        """Count a token's bytes per rank in all layers and in the modules that draft."""
         modules = modules_in_use(self.drafter(nextn), nextn)
         return sum(self.widths[: self.config.num_hidden_layers + modules]) * CACHE_BYTES[cache]
 
     def weight_bytes(self, nextn: int) -> float:
-        """Bytes of weights per rank; without drafts the modules are not loaded."""
+        """Count the bytes of weights per rank; without drafts the modules are not loaded."""
         return sum(one.per_rank for one in self.classes if nextn or not one.module)
 
     def scratch_bytes(self, nextn: int, batch: int, chunk: int) -> float:
-        """Largest activations of a pass (bf16) and the logits of a step (fp32), per rank."""
+        """Count a pass's largest activations (bf16) and a step's logits (fp32), per rank."""
         window = self.ranks.local(batch) * (nextn + 1)
         activations = 2 * max(chunk, window) * self.costs.activations
         return activations + 4 * window * self.config.vocab_size
 
 
 def distinct_experts(c: Costs, tokens: int) -> float:
-    """Expected number of a layer's experts that some of the tokens choose, all equally likely."""
+    """Expect how many of a layer's experts the tokens choose, if all are equally likely."""
     if not c.experts:
         return 0.0
     return c.experts * (1 - (1 - c.chosen / c.experts) ** tokens)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by class: bytes stored, bytes per rank, and parameters."""
+"""Counts a checkpoint's weights by class: bytes stored, bytes per rank, and parameters."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -33,9 +33,9 @@ MAIN, MODULES, COPIES = "main model", "MTP layers", "copies in MTP layers"
 
 @dataclass
 class Class:
-    """One class of weights, of the main model or (`module`) of the MTP modules.
+    """A class of weights, of the main model or (`module`) of the MTP modules.
 
-    bytes are those stored; per_rank are those that one rank holds.
+    bytes: the stored ones. per_rank: the bytes that one rank holds.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Class:
 
     @property
     def format(self) -> str:
-        """The format that most of its bytes are in."""
+        """The format of most of its bytes."""
         return self.formats.most_common(1)[0][0]
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Parameters of a part of a checkpoint, and the bytes that are stored of them."""
+    """Holds the parameters and stored bytes of a part of a checkpoint."""
 
     parameters: int = 0
     bytes: int = 0
@@ -64,7 +64,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint's way to store each weight, known from its files or from its recipe."""
+    """How a checkpoint stores each weight, according to its files or its recipe."""
 
     name: str
     config: ModelConfig
@@ -80,7 +80,7 @@ class Layout:
 
 
 def find_layout(model: str, checkpoint: Path | None) -> Layout:
-    """A recipe's layout needs no weights; a folder's is read from its files' headers."""
+    """Find a model's layout: a recipe's needs no weights, a folder's is in its files' headers."""
     recipe = find_recipe(model)
     if recipe is not None and checkpoint is None:
         config, scheme = load_config(recipe.config_folder), SCHEMES[recipe.layout]
@@ -106,7 +106,7 @@ def find_layout(model: str, checkpoint: Path | None) -> Layout:
 
 
 def classes(layout: Layout, ranks: Ranks) -> list[Class]:
-    """Every class with weights, the main model's first."""
+    """Count the weights of every class, the main model's first."""
     found: dict[tuple[str, bool], Class] = {}
     table = family_of(layout.config).weight_table(layout.config, WHOLE)
     for stored in {s.name: s for weight in table for s in weight.stored}.values():
@@ -132,7 +132,7 @@ def held(stored: Stored, shape: Shape, ranks: Ranks) -> float:
 
 
 def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
-    """(class, of an MTP module) of a checkpoint's tensor."""
+    """Find a tensor's class, and whether it belongs to an MTP module."""
     place = family_of(config).place(config, name)
     if place is None:
         tied = config.tie_word_embeddings
@@ -144,7 +144,7 @@ def classify(config: ModelConfig, name: str) -> tuple[str, bool]:
 
 
 def portions(layout: Layout, found: list[Class]) -> dict[str, Portion]:
-    """All tensors of the files: the main model's, its MTP modules', copies in their layers."""
+    """Add up the files' tensors: the main model, its MTP modules, copies in their layers."""
     sums = {MAIN: Portion(), MODULES: Portion(), COPIES: Portion()}
     by_key = {(one.name, one.module): one for one in found}
     for one in found:
@@ -157,5 +157,5 @@ def portions(layout: Layout, found: list[Class]) -> dict[str, Portion]:
 
 
 def checkpoint_bytes(layout: Layout, found: list[Class]) -> int:
-    """All tensors of the files, with the copies in MTP layers."""
+    """Add up the bytes of all files, with the copies in MTP layers."""
     return sum(portion.bytes for portion in portions(layout, found).values())

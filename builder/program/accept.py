@@ -87,8 +87,8 @@ class MixedAcceptance(Acceptance):
     def choose(self, logits: Tensor, k: int) -> Tensor:
         """Draw by the inverse CDF at the number that strict acceptance will use for that position.
 
-        So a draft that the target agrees with in distribution is mostly the target's token
-        (DESIGN 5): accepted more often than an argmax, or than one drawn at a number of its own.
+        So a draft that the target agrees with in distribution is mostly the target's token, and
+        accepted more often than an argmax, or than one drawn at a number of its own.
         Penalties edit drafts as they will edit the target: any drafts give a correct text, but a
         drafter that does not know them goes on proposing what they forbid.
         """

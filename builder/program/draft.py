@@ -1,7 +1,7 @@
 """The two ways to draft with MTP modules: Eagle (one module, K times) and vanilla (K modules).
 
-DESIGN 4 has the derivation. A module's input at slot p joins Emb(t_{p+k}) and the hidden of slot p;
-the family says whether hiddens are those behind a norm (`MTPRules`).
+docs/architecture.md has the derivation. A module's input at slot p joins Emb(t_{p+k}) and the
+hidden state of slot p; the family says whether hidden states come normed (`MTPRules`).
 """
 
 from collections.abc import Callable
@@ -94,8 +94,8 @@ class Vanilla(Drafter):
     """MTP vanilla: module k drafts token k; each recomputes the newest T = K + 1 slots.
 
     T slots are exact and K are not: after a step that accepted all drafts, slots from M - (K + 1)
-    on were last computed with drafts or not at all (DESIGN 4.2). The hiddens and tokens of slots
-    before the main model's window are `past_hidden` and `past_tokens`, the K entries before it.
+    on were last computed with drafts or not at all (docs/architecture.md). The hidden states and
+    tokens of the K slots before the main model's window are `past_hidden` and `past_tokens`.
     """
 
     def __init__(self, nextn: int) -> None:

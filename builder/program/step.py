@@ -1,6 +1,6 @@
 """The algorithm on one screen: verify, accept, rewind and draft, as one graph.
 
-Names as in DESIGN 3: B slots, K = nextn drafts, T = K + 1 window tokens, S cache rows. A slot's
+The dimensions: B slots, K = nextn drafts, T = K + 1 window tokens, S cache rows. A slot's
 known tokens are t_0 .. t_M; t_M is in no cache yet, so `lengths` = M.
 """
 

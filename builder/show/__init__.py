@@ -1,1 +1,1 @@
-"""Tables, pictures and JSON files, as all commands that measure show their figures."""
+"""Tables, pictures and JSON files that all measuring commands share."""

@@ -1,4 +1,4 @@
-"""Our pictures share this: two panels, their style, the figures' intervals, the small print."""
+"""Draws the parts that all our pictures share: two panels, intervals, the small print."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def panels(path: Path, note: str) -> Iterator[tuple["Figure", "Axes", "Axes"]]:
-    """Gives two empty panels, styled and saved when the block ends; note: small print."""
+    """Yield two empty panels; style and save them when the block ends. note: small print."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def panels(path: Path, note: str) -> Iterator[tuple["Figure", "Axes", "Axes"]]:
 
 
 def colour(number: int) -> str:
-    """The colour of a series; they come round again."""
+    """Choose the colour of a series; after the last colour comes the first."""
     return COLOURS[number % len(COLOURS)]
 
 
@@ -67,7 +67,7 @@ def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
 
 
 def spans(points: Sequence[tuple[float, float | None, float | None]]) -> list[list[float]]:
-    """Says how far (value, low, high) reach below and above their values; None: no interval."""
+    """Compute how far intervals reach below and above their values; None: no interval."""
     below = [max(0.0, value - (low or value)) for value, low, _ in points]
     return [below, [max(0.0, (high or value) - value) for value, _, high in points]]
 

@@ -1,4 +1,4 @@
-"""The folder that a measurement writes to: can it be written, and its JSON file."""
+"""The folder that a measurement writes its results to."""
 
 import json
 import tempfile
@@ -10,7 +10,7 @@ from mtpbuild.runtime.errors import UsageError
 
 
 def prepare(out: Path) -> None:
-    """Find out now, not after the measurement, that results can't be drawn or written."""
+    """Check before the measurement that its results can be drawn and written."""
     require_matplotlib()
     try:
         out.mkdir(parents=True, exist_ok=True)

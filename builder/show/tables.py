@@ -1,4 +1,4 @@
-"""Tables and lines for people, as `bench`, `eval` and `verify` print them."""
+"""Prints tables and lines for people; `bench`, `eval` and `verify` use it."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from rich.table import Table
 
 
 def figures_table(name: str, columns: Iterable[object]) -> Table:
-    """A table without borders: names at the left, figures to the right."""
+    """Make a table without borders: names on the left, figures right-aligned."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column(name, no_wrap=True)
     for column in columns:
@@ -17,7 +17,7 @@ def figures_table(name: str, columns: Iterable[object]) -> Table:
 
 
 def say(*lines: str | Table | None, style: str | None = None) -> None:
-    """Print tables, and lines that are not broken; what is None is left out."""
+    """Print tables, and lines without breaking them; None is left out."""
     console = Console(highlight=False)
     for line in lines:
         if line is not None:

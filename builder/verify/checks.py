@@ -1,4 +1,4 @@
-"""The checks of an engine: each finds something in a case, or says why it can't be made."""
+"""The checks of an engine: each returns a finding, or says why it can't be made."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,15 +24,15 @@ SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
     {"temperature": 1.0, "draft_sample_method": "greedy"},
 )
 REJECTION_PROMPTS = 4
-P_VALUE = 1e-6  # a right engine is below it once in a million times
-JUDGED = 100  # fewer drafts say little about their acceptance
+P_VALUE = 1e-6  # a right engine falls below it once in a million times
+JUDGED = 100  # drafts; the acceptance of fewer says little
 ROUNDED = 0.5  # as compare.MOST, where products round their inputs too: integers, bfloat16
 PLAIN_LIMIT = 2 * 10**9  # parameters that are loaded in fp32 to judge an engine
 
 
 @dataclass(frozen=True)
 class Case:
-    """An engine, what it is compared with, and what it is asked."""
+    """An engine, the one that it is compared with, and the prompts for both."""
 
     engine: Engine
     base: Engine | str  # of nextn 0, or why there is none
@@ -53,10 +53,10 @@ class Case:
         theirs: list[Played],
         engine: Engine | None = None,
     ) -> Finding:
-        """Where two texts part, the engine (or another one) goes on behind the known tokens.
+        """Compare texts; where two part, the engine (or another one) continues the other text.
 
-        In bfloat16 a product of one row rounds otherwise than one of four: any text may part.
-        Likewise with integer weights, before whose products the last digit decides between int8s.
+        In bfloat16 a product of one row rounds differently from one of four, so any text may part.
+        With integer weights the inputs are rounded to int8, where the last digit decides.
         """
 
         def replay(number: int, known: list[int], count: int) -> Played:
@@ -69,11 +69,11 @@ class Case:
     def play(
         self, params: list[SamplingParams], engine: Engine | None = None, together: bool = False
     ) -> list[Played]:
-        """Runs all prompts on the engine, or on another one."""
+        """Run all prompts on the engine, or on another one."""
         return play(engine or self.engine, self.prompts, params, together=together)
 
     def params(self, *settings: dict[str, Any]) -> list[SamplingParams]:
-        """Parameters per prompt: greedy, or the settings in turn, seeded with its number."""
+        """Make each prompt's parameters: greedy, or the settings in turn, seeded by its number."""
         plain = SamplingParams(max_tokens=self.length, ignore_eos=True)
         numbers = range(len(self.prompts))
         if not settings:
@@ -87,7 +87,7 @@ class Case:
 
 
 def rounds(manifest: Manifest) -> bool:
-    """Tell if the last digit of a number may become a larger step."""
+    """Tell whether a last digit may be rounded into a larger step."""
     return manifest.build.weights in ("int8", "int4") or manifest.build.dtype == "bfloat16"
 
 
@@ -97,7 +97,7 @@ def greedy_text(case: Case) -> Finding:
 
 
 def plain_text(case: Case) -> Finding:
-    """Compares with PyTorch, if it and the checkpoint are there."""
+    """Compare with the plain model, if PyTorch and the checkpoint are here."""
     manifest = case.engine.manifest
     model = manifest.model
     if model.parameters > PLAIN_LIMIT:
@@ -117,9 +117,9 @@ def plain_text(case: Case) -> Finding:
 
 @contextmanager
 def needed_here(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
-    """Turn what is missing here into the reason why a check can't be made.
+    """Turn a missing file or package into the reason why a check can't be made.
 
-    flags: what names the model instead; without: what is said if a package is missing.
+    flags: the flags that name the model instead. without: the reason if a package is missing.
     """
     try:
         yield
@@ -132,7 +132,7 @@ def needed_here(manifest: Manifest, flags: str, without: str) -> Iterator[None]:
 
 
 def layers_of(manifest: Manifest) -> LayersSlice | None:
-    """The layers of its model that an engine is; None: it is all of them."""
+    """The layers of its model that an engine has; None stands for all."""
     return None if manifest.build.layers is None else parse_layers(manifest.build.layers)
 
 
@@ -142,7 +142,7 @@ def sampled_text(case: Case) -> Finding:
 
 
 def chunks(case: Case) -> Finding:
-    """Takes prompts in smaller chunks than the engine was built for."""
+    """Fill in prompts by smaller chunks than the engine was built for."""
     size = min(5, case.engine.manifest.build.prefill_chunk - 1)
     if size < 1 or max(map(len, case.prompts)) <= size + 1:
         raise NotChecked("no prompt is longer than a chunk")
@@ -151,7 +151,7 @@ def chunks(case: Case) -> Finding:
 
 
 def batch(case: Case) -> Finding:
-    """Runs greedy, sampled and rejecting requests at once, and each alone."""
+    """Run greedy, sampled and rejecting requests at once, and each alone."""
     size = case.engine.manifest.build.max_batch
     if size == 1:
         raise NotChecked("the engine takes one request at a time (--max-batch 1)")
@@ -161,7 +161,7 @@ def batch(case: Case) -> Finding:
 
 
 def relaxed_top_1(case: Case) -> Finding:
-    """Tells the program that relaxes that only the most probable token is near enough."""
+    """Run relaxed acceptance with only the most probable token allowed, which is strict."""
     vocabulary = case.engine.manifest.model.vocab_size
     params = [
         replace(
@@ -169,7 +169,7 @@ def relaxed_top_1(case: Case) -> Finding:
             relaxed_delta=1.0,
             begin_thinking_phase_token=prompt[-1],  # so the text begins in the thinking phase
             end_thinking_phase_token=(prompt[-1] + 1) % vocabulary,
-            logprobs=0,  # what makes a greedy request use that program
+            logprobs=0,  # so a greedy request uses that program
         )
         for own, prompt in zip(case.params(), case.prompts, strict=True)
     ]
@@ -177,9 +177,9 @@ def relaxed_top_1(case: Case) -> Finding:
 
 
 def rejection_distribution(case: Case) -> Finding:
-    """Compares the first nextn + 2 tokens at temperature 1 with exact probabilities.
+    """Compare the first nextn + 2 tokens at temperature 1 with their exact probabilities.
 
-    These are products of the log-probabilities that the nextn 0 engine (or else this one) reports.
+    The probabilities follow from the log-probabilities that the nextn 0 engine (or this one) gives.
     """
     length = case.engine.manifest.build.nextn + 2
     hot = SamplingParams(max_tokens=length, ignore_eos=True, temperature=1.0)
@@ -209,7 +209,7 @@ def rejection_distribution(case: Case) -> Finding:
 
 
 def acceptance(case: Case) -> Finding:
-    """Says whether drafting is of use at all: damaged modules leave every text right."""
+    """Check that drafts are accepted at all: with damaged modules every text is still right."""
     if case.engine.manifest.build.drafter in (None, "none"):
         raise NotChecked("the engine drafts nothing")
     found = merged([text.drafting for text in case.greedy])

@@ -1,4 +1,4 @@
-"""What a check finds, and how two engines' texts are compared: token by token."""
+"""The finding of a check, and how the texts of two engines are compared, token by token."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,19 +9,19 @@ from typing import Any
 from mtpbuild.builder.verify.play import Played
 
 # A near-tie has a margin within TIE times the difference that is measured between the
-# log-probabilities that the two give to the same tokens (DESIGN 9).
+# log-probabilities that the two give to the same tokens.
 TIE = 4
-LEAST = 1e-5  # what fp32 can't tell apart in any case
-MOST = 1e-2  # further apart, the two are not the same model
-PARTED = 0.05  # of the texts, but one may always
+LEAST = 1e-5  # fp32 can't tell smaller differences apart
+MOST = 1e-2  # beyond this difference the two are not the same model
+PARTED = 0.05  # this share of the texts may part, and one text always may
 
-# (number of the text, tokens to put behind its prompt, how many to add) -> what ours says there
+# (number of the text, tokens to put after its prompt, how many to add) -> our answer
 Replay = Callable[[int, list[int], int], Played]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check's outcome, in a line and in figures."""
+    """A check's result, in a line and in figures."""
 
     passed: bool | None  # None: the check could not be made
     detail: str
@@ -33,12 +33,12 @@ class Finding:
 
 
 class NotChecked(Exception):  # noqa: N818 - not an error: a check that has nothing to check
-    """Raised by a check that can't be made, with the reason."""
+    """A check can't be made; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A place where ours says another token than theirs behind the same tokens."""
+    """A place where the two engines choose different tokens after the same ones."""
 
     place: int
     ours: int | None  # None: the text ends
@@ -53,9 +53,9 @@ def compare(
     most: float = MOST,
     parted: float = PARTED,
 ) -> Finding:
-    """Compares every token: behind a near-tie our engine goes on with their token.
+    """Compare every token; after a near-tie our engine goes on with their token.
 
-    most, parted: what engines that round more may do.
+    most, parted: the limits, which are wider for engines that round more.
     """
     noise = largest_but_jumps(n for pair in zip(ours, theirs, strict=True) for n in apart(*pair))
     limit = TIE * max(noise, LEAST)
@@ -82,7 +82,7 @@ def compare(
 
 
 def differences(number: int, ours: Played, theirs: Played, replay: Replay) -> Iterator[Difference]:
-    """Every place where ours says another token, given theirs up to there."""
+    """Find every place where ours chooses another token after their tokens."""
     at, wanted = 0, theirs.token_ids
     while (place := first_difference(ours.token_ids, wanted[at:])) is not None:
         mine, other = _at(ours.token_ids, place), _at(wanted, at + place)
@@ -106,7 +106,7 @@ def largest_but_jumps(differences: Iterable[float]) -> float:
 
 
 def apart(ours: Played, theirs: Played) -> list[float]:
-    """Differences of the log-probabilities of the tokens that both say, up to where they part."""
+    """List how far log-probabilities differ, up to the first token that differs."""
     same = first_difference(ours.token_ids, theirs.token_ids)
     pairs = zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True)
     return [abs(a - b) for a, b in pairs]
@@ -118,7 +118,7 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 
 
 def named(number: int, difference: Difference, limit: float) -> str:
-    """A difference in words."""
+    """Describe a difference."""
     d = difference
     says = "ends" if d.ours is None else f"says {d.ours}"
     other = "an end" if d.theirs is None else str(d.theirs)

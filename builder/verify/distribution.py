@@ -1,4 +1,4 @@
-"""Compares sampled texts with a known distribution: chi-square over all texts, cut by prefix."""
+"""Compares sampled texts with a known distribution, by chi-square over their prefixes."""
 
 import math
 from collections import Counter
@@ -14,7 +14,7 @@ Prefix = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Says how well counts fit their expectation."""
+    """How well counts fit their expectation."""
 
     statistic: float
     freedom: int
@@ -22,7 +22,7 @@ class Fit:
 
 
 def known_prefixes(texts: Sequence[Played]) -> dict[Prefix, float]:
-    """Gives each prefix that was seen its exact probability at temperature 1, without filters."""
+    """Give each prefix its exact probability at temperature 1, without filters."""
     known: dict[Prefix, float] = {}
     for text in texts:
         total = 0.0
@@ -33,9 +33,9 @@ def known_prefixes(texts: Sequence[Played]) -> dict[Prefix, float]:
 
 
 def fit(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) -> Fit:
-    """Each text belongs to the longest prefix of it that is likely enough to be counted.
+    """Count each text under its longest prefix that is likely enough, and compare the counts.
 
-    `known` need not be complete: what it lacks counts for the prefix that it has.
+    `known` may be incomplete: a text with an unknown prefix counts under the known part of it.
     """
     count = len(texts)
     likely = {(): 1.0} | {prefix: p for prefix, p in known.items() if p * count >= EXPECTED}
@@ -58,7 +58,7 @@ def fit(texts: Sequence[Sequence[int]], known: Mapping[Prefix, float]) -> Fit:
 
 
 def survival(statistic: float, freedom: int) -> float:
-    """P(chi-square with so many degrees of freedom >= statistic), by its finite sums."""
+    """Compute P(chi-square >= statistic) with so many degrees of freedom, by its finite sums."""
     if statistic <= 0:
         return 1.0
     y = statistic / 2
@@ -76,7 +76,7 @@ def _longest(text: Sequence[int], likely: Mapping[Prefix, float]) -> Prefix:
 
 
 def _pooled(expected: Mapping[Prefix, float]) -> list[tuple[list[Prefix], float]]:
-    """Groups of cells: each expects enough, and a rest that does not joins the last one."""
+    """Pool cells into groups that expect enough; a rest that does not joins the last group."""
     groups: list[tuple[list[Prefix], float]] = []
     rare: list[Prefix] = []
     for prefix in sorted(expected, key=lambda prefix: expected[prefix]):

@@ -1,4 +1,4 @@
-"""The plain PyTorch model as a judge: whole sequences, no caches, no drafts."""
+"""Judges texts by the plain PyTorch model: whole sequences, no caches, no drafts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,9 @@ from mtpbuild.builder.weights.stored import open_slice
 def load_plain(
     folder: Path, layers: LayersSlice | None = None, scheme: Scheme | None = None
 ) -> Reference:
-    """A checkpoint's weights in fp32, all of them at once; raises CheckpointError.
+    """Load a checkpoint's weights in fp32, all of them at once; raises CheckpointError.
 
-    layers: to leave out the other main layers. scheme: to quantise weights, and dequantise them.
+    layers: the main layers to keep. scheme: how to quantise the weights before dequantising them.
     """
     config = load_config(folder)
     if layers is not None:
@@ -38,9 +38,9 @@ def load_plain(
 def judge(
     model: Reference, prompts: Sequence[list[int]], played: Sequence[Played], most: float = MOST
 ) -> Finding:
-    """Every greedy token must be the model's argmax behind the same tokens, or nearly.
+    """Check that every greedy token is the model's argmax after the same tokens, or nearly.
 
-    most: how far log-probabilities may be apart.
+    most: how far log-probabilities may differ.
     """
     apart, gaps = list[float](), []
     for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):

@@ -1,4 +1,4 @@
-"""Runs requests, and keeps what each step knew of the tokens that it emitted."""
+"""Runs requests, and keeps each token's log-probability and margin."""
 
 import contextlib
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from mtpbuild.runtime.stats import SpeculativeDecoding
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A request's tokens and what their steps knew; the lists are per token."""
+    """A request's tokens, with a log-probability and a margin for each."""
 
     token_ids: list[int]
     logprobs: list[float]  # under the plain softmax
@@ -22,7 +22,7 @@ class Played:
 
 @dataclass(slots=True)
 class Recorder:
-    """Watches one request."""
+    """Notes the log-probabilities and margins of one request."""
 
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ def play(
     *,
     together: bool = False,
 ) -> list[Played]:
-    """Each prompt with its parameters, alone or all at once."""
+    """Run each prompt with its parameters, one after the other or all at once."""
     if not together:
         pairs = zip(prompts, params, strict=True)
         return [play(engine, [p], [own], together=True)[0] for p, own in pairs]

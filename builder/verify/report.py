@@ -1,4 +1,4 @@
-"""A verification as a table for people and as one JSON object for machines."""
+"""Shows a verification as a table for people and as one JSON object for machines."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def to_json(verification: Verification) -> dict[str, Any]:
 
 
 def last_line(verification: Verification) -> str:
-    """Names what failed, or says how much was checked."""
+    """Name the checks that failed, or count those that passed."""
     failed = verification.failed
     if failed:
         return f"FAILED: {'; '.join(failed)}"

@@ -1,4 +1,4 @@
-"""The verification on one screen: load, find what to compare with, check, report."""
+"""The verification on one screen: load, find an engine to compare with, check, report."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ LEAST_SEEDS = 20
 
 @dataclass(frozen=True, slots=True)
 class VerifyRequest:
-    """The flags of `mtpbuild verify`."""
+    """Holds the flags of `mtpbuild verify`."""
 
     engine: Path
     against: Path | None = None
@@ -41,7 +41,7 @@ class VerifyRequest:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Holds all that a run of `mtpbuild verify` found out."""
+    """Holds the results of one run of `mtpbuild verify`."""
 
     folder: Path
     manifest: Manifest
@@ -56,18 +56,18 @@ class Verification:
 def verify(
     request: VerifyRequest, watch: Callable[[str], None] = lambda stage: None
 ) -> Verification:
-    """Make every check that can be made; raises EngineError, UsageError or what a build does."""
+    """Make every check that can be made; raises EngineError, UsageError and errors of builds."""
     in_range(2, request.output_len, 1 << 20, "--output-len")
     in_range(LEAST_SEEDS, request.seeds, 1 << 20, "--seeds")
     with ExitStack() as stack:
-        # 1. The engine, and what it is asked.
+        # 1. Load the engine and the prompts.
         watch("loading the engine")
         engine = stack.enter_context(load(request.engine, request))
         if request.model is not None:
             find_model(request.model)
         prompts = read_prompts(request, engine)
 
-        # 2. What it is compared with.
+        # 2. Load the engine to compare with.
         against: Path | None = None
         base: Engine | str
         try:
@@ -104,7 +104,7 @@ def check(name: str, case: Case) -> Finding:
 
 
 def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
-    """Reads the file of --prompts, or some of each built-in kind; raises UsageError."""
+    """Read the file of --prompts, or some of each built-in kind; raises UsageError."""
     params, flag = SamplingParams(max_tokens=request.output_len), "--prompts"
     if request.prompts is not None:
         found = read_requests(request.prompts, engine, params, flag=flag)
@@ -121,7 +121,7 @@ def read_prompts(request: VerifyRequest, engine: Engine) -> list[list[int]]:
 
 
 def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[str], None]) -> Path:
-    """The folder of a nextn 0 engine, built if need be; raises NotChecked if there is none."""
+    """Find a nextn 0 engine's folder, or build it; raises NotChecked if it can't be built."""
     if request.against is not None:
         return request.against
     if manifest.build.nextn == 0:

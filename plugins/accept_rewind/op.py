@@ -8,7 +8,7 @@ from torch import Tensor
 def accept_rewind(
     logits: Tensor, window: Tensor, num_drafts: Tensor, lengths: Tensor, active: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Strict greedy acceptance (DESIGN 5); K = T - 1 drafts.
+    """Strict greedy acceptance (docs/acceptance.md); K = T - 1 drafts.
 
     logits [B, T, V] fp32; window [B, T]: the newest token, then drafts; num_drafts [B]: how many of
     them are real; lengths [B]: committed rows; active [B] bool.

@@ -1,4 +1,4 @@
-"""Makes the answer that a client gets of chunks: its choices, their pieces, its usage."""
+"""Collects a request's chunks into the answer to its client: choices, pieces and usage."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from mtpbuild.runtime.tokenizer import Tokenizer
 
 @dataclass(eq=False)
 class Choice:
-    """One of a request's answers, as far as it is."""
+    """One of a request's answers, as far as it has come."""
 
     index: int
     ids: list[int]  # the prompt
@@ -39,7 +39,7 @@ class Choice:
     reasoning_tokens: int = 0
 
     def take(self, chunk: Chunk) -> list[Piece]:
-        """Take what a step gave; returns the pieces that are certain."""
+        """Take a chunk; returns the pieces of the answer that are certain."""
         self._count(chunk.token_ids)
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs or ()
@@ -76,7 +76,7 @@ class Choice:
             self.said[piece.kind] += piece.text
 
     def _count(self, ids: Sequence[int]) -> None:
-        """Count what was thought, the token that ends it included."""
+        """Count the tokens of a thought, including the one that ends it."""
         if self.splitter is None or not self.splitter.thinking:
             return
         for number, token in enumerate(ids, 1):
@@ -87,7 +87,7 @@ class Choice:
 
 
 def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """The settings of each choice: the seed counts up."""
+    """Give each choice its settings: the seeds count up."""
     if params.seed is None:
         return [params] * count
     return [replace(params, seed=(params.seed + i) % 2**64) for i in range(count)]
@@ -96,9 +96,9 @@ def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
 async def merged(
     streams: Sequence[AsyncGenerator[Chunk, None]],
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """The chunks of several streams as they come, with the stream's number; an error ends all.
+    """Yield the chunks of several streams as they come, with the stream's number.
 
-    Who closes it has closed the streams.
+    An error ends all streams, and so does closing this one.
     """
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as stream:
@@ -134,7 +134,7 @@ async def merged(
 
 @dataclass(eq=False)
 class Answer:
-    """The answer to a request: what all its forms have in common."""
+    """The parts that the answers of all routes have in common."""
 
     kind: str  # the prefix of its id
     model: str
@@ -151,7 +151,7 @@ class Answer:
         return {"id": self.id, "object": what, "created": self.created, "model": self.model}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens so far; a prompt counts once, however many choices it has."""
+        """Count the tokens so far; a prompt counts once, however many choices it has."""
         firsts = self.choices[:: self.n]
         prompt = sum(len(choice.ids) for choice in firsts)
         given = sum(len(choice.token_ids) for choice in self.choices)
@@ -166,7 +166,7 @@ class Answer:
         }
 
     def metrics(self) -> dict[str, Any] | None:
-        """vLLM's metrics of a request; of several choices there are none."""
+        """Give vLLM's metrics of a request; None if it has several choices."""
         told = self.choices[0].metrics
         if len(self.choices) > 1 or told is None or told.ttft_s is None:
             return None
@@ -183,7 +183,7 @@ class Answer:
         }
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
-        """A token as logprobs show it, and its bytes; a special token has none."""
+        """Give a token's text for logprobs, and its bytes; a special token has none."""
         if self.tokenizer is None:
             return f"token_id:{token}", None
         raw = self.tokenizer.token_bytes(token)

@@ -1,4 +1,4 @@
-"""The routes: what OpenAI's clients, vLLM's dashboards and a browser ask for."""
+"""Defines the routes that OpenAI's clients, vLLM's dashboards and a browser use."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from mtpbuild.runtime.server.service import Service
 
 Reply = ChatAnswer | CompletionAnswer
 PAGE = Path(__file__).with_name("page.html")
-LONG = 16 * 1024  # bytes of a body that is read beside the others, as its prompt takes time
+LONG = 16 * 1024  # bytes of a body that is read in a thread, for its prompt takes time
 NOT_KEPT = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 log = logging.getLogger("mtpbuild")
 EVENTS = {
@@ -37,13 +37,13 @@ EVENTS = {
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": said}
     for status, said in {
-        400: "The request can't be done, `param` says why",
+        400: "The request can't be done; `param` names the reason",
         401: "No API key",
-        403: "A page of another origin asks",
+        403: "The request comes from a page of another origin",
         404: "No such model",
         408: "It took too long",
         413: "The body is too long",
-        429: "Too many wait",
+        429: "Too many requests wait",
         500: "The engine failed",
         503: "Loading, or shutting down",
     }.items()
@@ -51,7 +51,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def make_app(service: Service) -> FastAPI:
-    """The server's application; it answers 503 until the service has an engine."""
+    """Make the server's application, which answers 503 until the service has an engine."""
     app = FastAPI(title="mtpbuild", version=version("mtpbuild"), docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -87,7 +87,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", responses={401: ERRORS[401], 503: ERRORS[503]})
     async def models() -> dict[str, Any]:
-        """The one model that there is."""
+        """List the one model."""
         if service.engine is None:
             raise ApiError(503, "the engine is being loaded")
         card = {
@@ -101,7 +101,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", responses={503: ERRORS[503]})
     async def health() -> Response:
-        """200 if requests are taken."""
+        """Answer 200 if the server takes requests."""
         return Response(status_code=200 if service.ready else 503)
 
     @app.get("/version")
@@ -110,7 +110,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", responses={401: ERRORS[401], 503: ERRORS[503]})
     async def metrics() -> Response:
-        """Prometheus's text, with vLLM's names."""
+        """Answer with Prometheus's text, under vLLM's names."""
         if service.engine is None:
             raise ApiError(503, "the engine is being loaded")
         text, kind = service.metrics.text()
@@ -122,7 +122,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def _takes_long(body: ChatBody | CompletionBody, request: Request) -> bool:
-    """Whether a body is read beside the others: it brings a grammar, or a prompt of any length."""
+    """Tell whether to read a body in a thread: it has a grammar, or may have a long prompt."""
     size = request.headers.get("content-length", "")
     forms = (body.response_format, body.structured_outputs, getattr(body, "tool_choice", None))
     return any(forms) or not size or int(size) > LONG
@@ -139,7 +139,7 @@ async def _answer(
         answer = await asyncio.to_thread(read, service, engine, body)
     else:
         answer = read(service, engine, body)
-    service.admit(len(answer.choices))  # nothing else runs from here until it holds its places
+    service.admit(len(answer.choices))  # nothing else runs until the response holds its places
     if service.settings.log_requests:
         log.info("%s", json.dumps({"id": answer.id} | body.model_dump(exclude_none=True)))
     streams = [service.stream(engine, c.ids, c.params) for c in answer.choices]
@@ -152,7 +152,7 @@ async def _answer(
 async def _events(
     answer: Reply, chunks: AsyncGenerator[Any, None], usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """What a stream says, each as an object."""
+    """Yield a stream's events as objects."""
     for choice in answer.choices:
         if opening := answer.opening(choice):
             yield opening | ({"usage": None} if usage else {})
@@ -168,7 +168,7 @@ async def _events(
 
 
 class Held(Response):
-    """A response that holds the places of its choices until it is sent or its client goes away."""
+    """A response that holds its choices' places until it is sent or its client goes away."""
 
     def __init__(self, service: Service, choices: int, **headers: str) -> None:
         super().__init__(headers=headers)
@@ -184,7 +184,7 @@ class Held(Response):
 
 
 class Whole(Held):
-    """The answer as one object; what fails decides on the status."""
+    """The answer as one object; an error decides the status."""
 
     def __init__(self, service: Service, answer: Reply, chunks: AsyncGenerator[Any, None]) -> None:
         super().__init__(service, len(answer.choices))
@@ -198,7 +198,7 @@ class Whole(Held):
 
 
 class Events(Held):
-    """The answer as server-sent events; an error is the last of them, its status is 200."""
+    """The answer as server-sent events; an error is the last event, and the status stays 200."""
 
     media_type = "text/event-stream"
 
@@ -225,7 +225,7 @@ class Events(Held):
 
 
 async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:
-    """Do the work, and end it once the client has gone."""
+    """Do the work, and cancel it once the client has gone."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""Connections with time limits, which uvicorn leaves to a proxy, and errors in our one shape."""
+"""Adds time limits to uvicorn's connections, and gives their errors our shape."""
 
 import asyncio
 import json
@@ -13,11 +13,11 @@ HEADERS = 64 * 1024  # bytes of a request's headers
 
 
 def limited(settings: Settings) -> type[H11Protocol]:
-    """uvicorn's protocol for HTTP/1.1, for `uvicorn.Config(http=..)`.
+    """Make uvicorn's protocol for HTTP/1.1 with time limits, for `uvicorn.Config(http=..)`.
 
-    A request's headers must be whole `header_timeout` seconds after the connection was made, or
-    after the first of their bytes on one that is used again. A client that takes nothing for
-    `send_timeout` seconds, while 64 KiB or the end of an answer wait for it, is gone.
+    A request's headers must be complete `header_timeout` seconds after the connection was made, or
+    after their first byte on one that is used again. A client counts as gone if it reads nothing
+    for `send_timeout` seconds while 64 KiB or the end of an answer wait for it.
     """
 
     class Connection(H11Protocol):
@@ -30,7 +30,7 @@ def limited(settings: Settings) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             if not self.flow.write_paused:
-                self._stop_sending()  # it reads: it has asked for more
+                self._stop_sending()  # a client that asks for more reads
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 self._stop_headers()
@@ -56,7 +56,7 @@ def limited(settings: Settings) -> type[H11Protocol]:
             super().on_response_complete()
 
         def send_400_response(self, msg: str) -> None:
-            """What is no request gets an error as all others do."""
+            """Answer bytes that are no request by an error in our shape."""
             if len(self.conn.trailing_data[0]) > HEADERS:
                 self._refuse(ApiError(431, f"the headers are longer than {HEADERS} bytes"))
             else:
@@ -88,7 +88,7 @@ def limited(settings: Settings) -> type[H11Protocol]:
                 self._sending = late
 
         def _look_again(self, before: int) -> None:
-            """Go on with who has taken some of these bytes, however slowly."""
+            """Keep the connection if the client has taken some of these bytes, however slowly."""
             self._sending = None
             left = self.transport.get_write_buffer_size()
             if left >= before > 0:
@@ -97,7 +97,7 @@ def limited(settings: Settings) -> type[H11Protocol]:
                 self._await_reader()
 
         def _refuse(self, error: ApiError | None) -> None:
-            """Say why, if it can still be said, and close."""
+            """Send the reason, if an answer can still be sent, and close."""
             if error and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 body = json.dumps(error.body()).encode()
                 kind = [(b"Content-Type", b"application/json"), (b"Connection", b"close")]

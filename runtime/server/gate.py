@@ -1,4 +1,4 @@
-"""What every request goes through first: its size, the key, and one error shape for all."""
+"""Checks every request first: its size, its key and its origin."""
 
 import asyncio
 import hmac
@@ -12,7 +12,7 @@ FREE = {"/", "/health", "/version"}  # without a key
 
 
 class Gate:
-    """Refuses a request without the key, one that is too long, and one that does not come."""
+    """Refuses a request that lacks the key, is too long, or does not arrive."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
@@ -25,7 +25,7 @@ class Gate:
         refusals: list[ApiError] = []
 
         async def unless_refused(message: Message) -> None:
-            """What the application says, but of a body that it could not read."""
+            """Pass on the application's answer, unless the body was refused."""
             if not refusals:
                 await send(message)
 
@@ -50,7 +50,7 @@ class Gate:
             raise self._too_large()
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """CORS keeps pages from reading answers; this keeps them from asking at all."""
+        """Refuse pages of other origins: CORS alone keeps them from reading, not from asking."""
         site, origin = (
             headers.get(b"sec-fetch-site", b""),
             headers.get(b"origin", b"").decode("latin-1"),
@@ -60,9 +60,9 @@ class Gate:
             raise ApiError(403, "a page of another origin asks (--allow-origin)")
 
     def _limited(self, receive: Receive, refusals: list[ApiError]) -> Receive:
-        """`receive`, as long as the body is not too long and does not take too long.
+        """Limit the size and the time of the body that `receive` gives.
 
-        Else it raises what it also adds to `refusals`.
+        A body beyond the limits raises the error that is also added to `refusals`.
         """
         seen, whole = 0, False
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What `/metrics` tells, under vLLM's names, so that dashboards made for vLLM work."""
+"""Makes the text of `/metrics`, under vLLM's names, so that dashboards for vLLM work."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ LABELS = ("model_name", "engine")
 
 
 class Metrics:
-    """Counts what requests do; what the engine counts itself is read when it is asked for."""
+    """Counts requests and their times; the engine's own counts are read on demand."""
 
     def __init__(self, model: str, max_model_len: int, stats: Callable[[], EngineStats]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class Metrics:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
 
     def text(self) -> tuple[bytes, str]:
-        """The exposition, and its media type."""
+        """Give the exposition and its media type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
@@ -65,7 +65,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """The engine's own counts."""
+    """Reads the engine's own counts."""
 
     def __init__(self, stats: Callable[[], EngineStats], labels: list[str]) -> None:
         self._stats, self._labels = stats, labels
@@ -89,14 +89,11 @@ class EngineCollector(Collector):
             "spec_decode_num_draft_tokens": drafting.num_draft_tokens,
             "spec_decode_num_accepted_tokens": drafting.num_accepted_draft_tokens,
         }
-        for name, value in gauges.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=LABELS)
-            gauge.add_metric(self._labels, value)
-            yield gauge
-        for name, value in counters.items():
-            counter = CounterMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
+        for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, value in values.items():
+                family = kind(f"vllm:{name}", name.replace("_", " "), labels=LABELS)
+                family.add_metric(self._labels, value)
+                yield family
         yield self._per_position(drafting.acceptance_histogram)
 
     def _per_position(self, histogram: Sequence[int]) -> CounterMetricFamily:
@@ -109,6 +106,6 @@ class EngineCollector(Collector):
 
 
 def _sizes(most: int) -> list[float]:
-    """1, 2, 5, 10, .. up to `most`."""
+    """List 1, 2, 5, 10, .. up to `most`."""
     sizes = (factor * 10**power for power in range(9) for factor in (1, 2, 5))
     return [float(size) for size in sizes if size <= most]

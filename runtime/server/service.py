@@ -1,4 +1,4 @@
-"""The engine behind the server: who may ask, how many wait, how it ends."""
+"""The engine behind the server: it admits requests, counts them, and notices failures."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ log = logging.getLogger("mtpbuild")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the flags of `mtpbuild serve` say of requests."""
+    """The flags of `mtpbuild serve` that concern requests."""
 
     model: str | None = None  # its name to clients; None: the engine's
     api_key: str | None = None
@@ -30,16 +30,16 @@ class Settings:
     body_timeout: float = 60.0
     send_timeout: float = 60.0
     cors: tuple[str, ...] = ()
-    thinking: bool = True  # what was thought is a field of its own
-    tool_parser: str | None = None  # None: as the chat template says; "none": calls stay text
+    thinking: bool = True  # thoughts are a field of their own
+    tool_parser: str | None = None  # None: the chat template decides; "none": calls stay text
     log_requests: bool = False
     defaults: dict[str, float | int] = field(default_factory=dict)  # of generation_config.json
 
 
 class Service:
-    """Loads an engine, and lets requests in while it lasts.
+    """Admits requests to an engine while it works.
 
-    It is ready once the engine is loaded, and no longer when it drains or the engine has failed.
+    It is ready from when the engine is loaded until it drains or the engine fails.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -52,7 +52,7 @@ class Service:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, engine: Engine) -> None:
-        """The engine is there."""
+        """Take the engine, now that it is loaded."""
         self.model = self.settings.model or engine.manifest.model.name
         build = engine.manifest.build
         self.metrics = Metrics(self.model, build.max_seq_len, lambda: engine.stats)
@@ -63,7 +63,7 @@ class Service:
         return self.engine is not None and not self.draining and self.failed is None
 
     def admit(self, count: int) -> Engine:
-        """The engine, for so many more requests; raises ApiError if it takes none now."""
+        """Give the engine for so many more requests; raises ApiError if it takes none now."""
         if self.engine is None:
             raise ApiError(503, "the engine is being loaded")
         if self.failed is not None:
@@ -78,7 +78,7 @@ class Service:
 
     @contextlib.contextmanager
     def held(self, count: int) -> Iterator[None]:
-        """So many choices are being answered while the block runs; `admit` let them in."""
+        """Count so many choices as open while the block runs; `admit` has let them in."""
         self.open += count
         try:
             yield
@@ -88,7 +88,7 @@ class Service:
     async def stream(
         self, engine: Engine, ids: list[int], params: SamplingParams
     ) -> AsyncGenerator[Chunk, None]:
-        """The chunks of a request; raises ApiError for what goes wrong. Leaving it ends it."""
+        """Yield a request's chunks; leaving the stream ends the request. Raises ApiError."""
         began, last = time.perf_counter(), 0.0
         reason, m = "abort", self.metrics
         try:
@@ -116,14 +116,14 @@ class Service:
             m.ended("abort" if reason == "cancelled" else reason)
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None], began: float) -> Chunk | None:
-        """The next chunk, None behind the last; TimeoutError once the request's time is over."""
+        """Get the next chunk, or None after the last; TimeoutError once the time is over."""
         most = self.settings.request_timeout
         left = None if most is None else began + most - time.perf_counter()
         async with asyncio.timeout(left):
             return await anext(chunks, None)
 
     async def drained(self, timeout: float) -> bool:
-        """Let nobody in; True once all requests are answered, False after the time is over."""
+        """Admit nobody; returns True once all requests are answered, False if time runs out."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -147,7 +147,7 @@ class Service:
             m.per_token.observe(told.tpot_s)
 
     def _probe(self, failure: EngineError) -> None:
-        """A step has failed: see whether the engine still can, unless that is being done."""
+        """After a failed step, try whether the engine still works, unless a trial is running."""
         if self._tasks or self.failed is not None:
             return
         task = asyncio.get_running_loop().create_task(self._try(failure))
@@ -166,7 +166,7 @@ class Service:
             log.warning("the engine goes on: %s", failure)
 
     async def watch(self, every: float = 1.0) -> None:
-        """Look every so many seconds whether the engine has failed while nobody asked."""
+        """Check every so many seconds whether the engine has failed while it was idle."""
         assert self.engine is not None
         while self.failed is None:
             if reason := self.engine.failure:
@@ -174,6 +174,6 @@ class Service:
             await asyncio.sleep(every)
 
     def fail(self, error: EngineError) -> None:
-        """The engine can't go on."""
+        """Note that the engine can't go on."""
         self.failed = error
         self.on_failure()

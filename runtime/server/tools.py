@@ -1,7 +1,7 @@
 """Finds tool calls in an answer, in the forms of several models, as the text comes.
 
-Each form is a state machine over characters whose pieces, joined, are the same for every way in
-which the text is cut. What is no call stays text.
+Each form is a state machine over characters: its joined pieces do not depend on how the text was
+cut. Anything that is not a call stays text.
 """
 
 import json
@@ -16,14 +16,14 @@ SEPARATOR = "<｜tool▁sep｜>"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a model writes calls: markers around all calls, around one, and what stands between."""
+    """How a model writes calls: the markers around all calls and around one, and its parts."""
 
     begin: str  # of a call
     end: str
     outer: tuple[str, ...] = ()  # markers around all calls, which are dropped
     # From the call's beginning to its arguments; group `name` is the function's.
     head: re.Pattern[str] | None = None  # None: the call is JSON with "name" and "arguments"
-    tail: str = ""  # what stands between the arguments and the end
+    tail: str = ""  # text between the arguments and the end
     # How a call is written: before the name, before the arguments, before the end.
     spelled: tuple[str, str, str] = ("", "", "")
 
@@ -33,7 +33,7 @@ class Form:
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """What of a call may be a token, and a special one."""
+        """The parts of a call that may be special tokens."""
         return (*self.markers, self.end, SEPARATOR)
 
 
@@ -63,7 +63,7 @@ JSON_HEAD = re.compile(
 
 
 def form_of(template: str) -> str | None:
-    """The form that a chat template writes; None if it writes none of them."""
+    """Find the form that a chat template writes; None if it is none of ours."""
     if CALL[0] in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return "hermes" if "<tool_call>" in template else None
@@ -71,17 +71,17 @@ def form_of(template: str) -> str | None:
 
 @dataclass(slots=True)
 class ToolCalls:
-    """The calls of one answer."""
+    """Finds the calls in one answer."""
 
     form: Form
     count: int = 0  # calls so far
     _held: str = field(default="", init=False)
     _inside: bool = field(default=False, init=False)
-    _named: bool = field(default=False, init=False)  # of the call that is open
+    _named: bool = field(default=False, init=False)  # the open call's name is known
     _value: "JsonValue | None" = field(default=None, init=False)
 
     def feed(self, text: str, *, last: bool = False) -> list[Piece]:
-        """The pieces that are certain; with `last` all that is left."""
+        """Take text; returns the pieces that are certain, or with `last` all that are left."""
         self._held += text
         pieces: list[Piece] = []
         while True:
@@ -95,7 +95,7 @@ class ToolCalls:
         return taken
 
     def _text(self, last: bool) -> list[Piece]:
-        """Text up to the next call; markers around all calls are dropped."""
+        """Take the text up to the next call; markers around all calls are dropped."""
         found = min(
             ((at, m) for m in self.form.markers if (at := self._held.find(m)) >= 0), default=None
         )
@@ -113,7 +113,7 @@ class ToolCalls:
         return [Piece("content", said)]
 
     def _trimmed(self, text: str) -> str:
-        """Space between calls and behind them is nothing that was said."""
+        """Drop the space between calls and after them, which is not part of the answer."""
         return text.rstrip() if self.count else text
 
     def _call(self, last: bool) -> list[Piece]:
@@ -142,7 +142,7 @@ class ToolCalls:
         return [Piece("arguments", text, call)]
 
     def _head(self, last: bool) -> list[Piece]:
-        """The call's name, once it is there; a call without one is text."""
+        """Take the call's name once it is complete; a call without a name is text."""
         json_call = self.form.head is None
         match = (self.form.head or JSON_HEAD).match(self._held)
         end = self._held.find(self.form.end)
@@ -184,7 +184,7 @@ class JsonValue:
     _escape: bool = False
 
     def scan(self, text: str) -> int:
-        """How many of these characters belong to the value."""
+        """Count how many of these characters belong to the value."""
         if self.closed:
             return 0
         for i, char in enumerate(text):
@@ -204,7 +204,7 @@ class JsonValue:
 
 
 def _parsed(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call whose fields come in another order; None if it is no call."""
+    """Read name and arguments of a call with its fields in another order; None if it is none."""
     try:
         call: Any = json.loads(text)
         arguments = call.get("arguments", call.get("parameters", {}))

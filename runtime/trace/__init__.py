@@ -1,1 +1,1 @@
-"""Traces of requests' steps are written as they come, shown as a page, and compared."""
+"""Traces record the steps of requests; they are shown as a page, and compared."""

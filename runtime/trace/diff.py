@@ -1,4 +1,4 @@
-"""Compares two traces of the same requests: where they part, and how near a tie it was there."""
+"""Compares two traces of the same requests: where they part, and whether at a near-tie."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS
 from mtpbuild.runtime.trace.lines import RequestLine, StepLine, TaskId, TracedRequest, TraceFile
 
-# A margin up to so many times the measured log-probability difference is rounding's to decide.
+# Rounding may decide a margin of up to so many times the measured log-probability difference.
 TIE_FACTOR = 4
 LEAST_TIE = 1e-5  # where nothing was measured, or the same engine ran twice
 
@@ -22,7 +22,7 @@ Verdict = Literal["equal", "different", "shorter", "missing"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A token as one trace has it."""
+    """A token in one of the traces."""
 
     step: int
     token: int
@@ -55,7 +55,7 @@ class DraftDifference:
 
 @dataclass(frozen=True, slots=True)
 class RequestDiff:
-    """`drafts` is only looked for where nextn and drafter are the same."""
+    """How a request differs; `drafts` are compared only if nextn and drafter are the same."""
 
     task_id: TaskId
     verdict: Verdict
@@ -69,7 +69,7 @@ class RequestDiff:
 
 @dataclass(frozen=True, slots=True)
 class TraceDiff:
-    """Requests in the order of the first trace; `notes` is what to know of the comparison."""
+    """All requests in the order of the first trace; `notes` says what limits the comparison."""
 
     requests: list[RequestDiff]
     notes: list[str]
@@ -83,7 +83,7 @@ class TraceDiff:
 
 
 def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
-    """Raises UsageError if they are not of the same requests to the same model."""
+    """Compare two traces; raises UsageError if model, prompts or sampling differ."""
     notes = [f"{trace.path}: its run was interrupted" for trace in (a, b) if not trace.whole]
     found = []
     for task_id in dict.fromkeys([*a.requests, *b.requests]):
@@ -98,7 +98,7 @@ def diff_traces(a: TraceFile, b: TraceFile) -> TraceDiff:
 
 
 def _check_same(a: TraceFile, b: TraceFile, left: RequestLine, right: RequestLine) -> None:
-    """The same model, prompt and sampling."""
+    """Refuse requests to different models, or with different prompts or sampling."""
 
     def refuse(what: str, mine: object, other: object) -> None:
         raise UsageError(
@@ -180,7 +180,7 @@ def _draft_difference(a: TracedRequest, b: TracedRequest) -> DraftDifference | N
 
 
 def _missing(task_id: TaskId, a: TraceFile, b: TraceFile) -> RequestDiff:
-    """A request of one trace; the other must have been interrupted."""
+    """Report a request that one trace lacks; that trace must have been interrupted."""
     has, lacks = (a, b) if task_id in a.requests else (b, a)
     if lacks.whole:
         raise UsageError(f"request {task_id} of {has.path} is not in {lacks.path}")

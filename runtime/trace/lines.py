@@ -1,4 +1,4 @@
-"""The lines of a trace file, and reading them back; docs/trace.md explains each field."""
+"""Defines a trace file's lines, and reads them; docs/trace.md explains each field."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class _Line(BaseModel):
 
 
 class RequestLine(_Line):
-    """Says what was asked, and of which engine."""
+    """The first line of a request: the prompt, its parameters and the engine."""
 
     kind: Literal["request"] = "request"
     version: Literal[1] = VERSION
@@ -43,7 +43,7 @@ class RequestLine(_Line):
 
 
 class Uniforms(_Line):
-    """[num_drafts + 1] each: what the rows of the window could draw, per purpose."""
+    """The numbers that the window's rows could draw by, [num_drafts + 1] for each purpose."""
 
     draft: list[float]
     accept: list[float]
@@ -51,7 +51,7 @@ class Uniforms(_Line):
 
 
 class StepLine(_Line):
-    """Says what a decode step of a request did: m drafts were judged, n tokens emitted."""
+    """A decode step of a request: m drafts were judged, n tokens emitted."""
 
     kind: Literal["step"] = "step"
     task_id: TaskId
@@ -76,7 +76,7 @@ class StepLine(_Line):
 
 
 class EndLine(_Line):
-    """Says how a request ended."""
+    """The end of a request."""
 
     kind: Literal["end"] = "end"
     task_id: TaskId
@@ -100,19 +100,19 @@ _ANY: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind"
 
 @dataclass(slots=True)
 class TracedRequest:
-    """The lines of one request; without an end it was interrupted."""
+    """The lines of one request; one without an end was interrupted."""
 
     request: RequestLine
     steps: list[StepLine] = field(default_factory=list)
     end: EndLine | None = None
 
     def rows(self) -> Iterator[tuple[StepLine, int]]:
-        """(step, row) of each token that the request kept."""
+        """Give (step, row) of each token that the request kept."""
         rows = [(step, row) for step in self.steps for row in range(step.n)]
         yield from rows if self.end is None else rows[: self.end.output_tokens]
 
     def add(self, line: StepLine | EndLine) -> None:
-        """Append a line; raises ValueError for one that doesn't follow the last."""
+        """Append a line; raises ValueError if it does not follow the last one."""
         if self.end is not None:
             raise ValueError("its request has ended before")
         if isinstance(line, EndLine):
@@ -129,7 +129,7 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceFile:
-    """Holds what a trace file says; `whole` unless its run was interrupted."""
+    """The contents of a trace file; `whole` unless its run was interrupted."""
 
     path: Path
     requests: dict[TaskId, TracedRequest]
@@ -139,7 +139,7 @@ class TraceFile:
 def read_trace(path: Path) -> TraceFile:
     """Parse a JSONL trace; raises UsageError that names file and line.
 
-    A last line without its newline was being written when the run died: it is left out.
+    A last line without a newline is left out: the run died while it was being written.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -163,7 +163,7 @@ def read_trace(path: Path) -> TraceFile:
 
 
 def place(line: Line, requests: dict[TaskId, TracedRequest]) -> Line:
-    """Put a line where it belongs; raises ValueError if nothing before it says so."""
+    """Add a line to its request; raises ValueError if it does not belong there."""
     if isinstance(line, RequestLine):
         if line.task_id in requests:
             raise ValueError(f"request {line.task_id} has begun before")

@@ -1,4 +1,4 @@
-"""A trace as one self-contained page: the text token by token, and where each token came from."""
+"""Shows a trace as one page: the text token by token, and where each token came from."""
 
 import codecs
 import json
@@ -15,7 +15,7 @@ TEMPLATE, PLACE = "page.html", "TRACE_DATA"
 
 
 class Page:
-    """Collects lines; writes the page, beside itself and renamed, when it is closed."""
+    """Collects lines, and writes the page when it is closed, by way of a temporary file."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None) -> None:
         self._path, self._tokenizer = path, tokenizer
@@ -40,15 +40,15 @@ class Page:
 
 
 def render(requests: list[TracedRequest], tokenizer: Tokenizer | None) -> str:
-    """The page's HTML; it loads nothing."""
+    """Make the page's HTML, which loads no other file."""
     template = files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     data = json.dumps([_data(request, tokenizer) for request in requests])
-    # Nothing in a script element ends it or begins a comment in it but "<".
+    # Only "<" can end a script element or begin a comment in it.
     return template.replace(PLACE, data.replace("<", "\\u003c"))
 
 
 def _data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The request's lines, with the text of each token beside them."""
+    """Give a request's lines, with the text of each token."""
     speller = Speller(tokenizer)
     prompt = [speller.next(token) for token in traced.request.prompt]
     steps = []
@@ -64,11 +64,10 @@ def _data(traced: TracedRequest, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 class Speller:
-    """Texts of tokens one behind the other: [kind, text].
+    """Spells consecutive tokens, each as [kind, text].
 
-    "text" is the text that the token completes: none if it ends within a character, whose rest
-    the next tokens bring. "special" is the name of a token that has no text, "id" its number where
-    there is no tokenizer.
+    "text" is the text that a token completes; it is empty if the token ends within a character.
+    "special" is the name of a token without text, "id" a token's number if there is no tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:

@@ -1,4 +1,4 @@
-"""Records the steps of requests, for who reads them: a JSONL file, a page."""
+"""Records the steps of requests in JSONL files and pages."""
 
 import contextlib
 import math
@@ -17,14 +17,14 @@ from mtpbuild.runtime.trace.page import Page
 
 
 class Trace(contextlib.AbstractContextManager["Trace", None]):
-    """Writes what happens in each step of an engine's requests.
+    """Writes down each step of an engine's requests.
 
         with Trace(engine, "out.jsonl", "out.html") as trace:
             engine.stream(prompt, params, observer=trace.request()).result()
 
     A JSONL file grows line by line and is useful at any moment; its last line says that it is
-    whole. A page is written when the trace is closed, also by an error. What a request does after
-    that is not recorded. Raises UsageError for a file that can't be written or of another kind.
+    whole. A page is written when the trace is closed, also by an error. Later steps are not
+    recorded. Raises UsageError for a file that can't be written or of another kind.
     """
 
     def __init__(self, engine: Engine, *paths: str | Path) -> None:
@@ -41,7 +41,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
         self._ended = 0
 
     def request(self, task_id: lines.TaskId | None = None) -> "RequestTrace":
-        """The observer that `engine.stream` takes; by default requests are numbered from 0."""
+        """Make an observer for `engine.stream`; by default requests are numbered from 0."""
         name = len(self._names) if task_id is None else task_id
         if name in self._names:
             raise UsageError(f"two requests have task_id {name}: a trace needs one of its own each")
@@ -49,7 +49,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
         return RequestTrace(name, self)
 
     def close(self, *, whole: bool = True) -> None:
-        """Complete the files; `whole` unless something broke off or a request still runs."""
+        """Complete the files; `whole` is False if the run broke off."""
         with self._lock:
             if self._closed:
                 return
@@ -63,7 +63,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
         self.close(whole=kind is None)
 
     def write(self, line: lines.Line) -> None:
-        """Write a line to all files; nothing once the trace is closed."""
+        """Write a line to all files, unless the trace is closed."""
         with self._lock:
             if self._closed:
                 return
@@ -74,7 +74,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
                 self._counts["output_tokens"] += line.output_tokens
             try:
                 self._each(line)
-            except UsageError:  # the step fails with its requests, and no later one
+            except UsageError:  # this step fails with its requests, but no later one does
                 self.close(whole=False)
                 raise
 
@@ -84,7 +84,7 @@ class Trace(contextlib.AbstractContextManager["Trace", None]):
 
 
 class RequestTrace:
-    """The observer of one request."""
+    """Observes one request."""
 
     def __init__(self, task_id: lines.TaskId, trace: Trace) -> None:
         self._task_id, self._manifest, self._write = task_id, trace.manifest, trace.write
@@ -139,7 +139,7 @@ class RequestTrace:
         )
 
     def _drawn(self, first: int, count: int) -> lines.Uniforms | None:
-        """The numbers of positions `first` .. first + count - 1, if the request draws any."""
+        """Give the numbers of positions first .. first + count - 1, if the request draws any."""
         if self._uniforms is None:
             return None
         draft, accept, recover = self._uniforms[:, first : first + count]
@@ -147,7 +147,7 @@ class RequestTrace:
 
 
 class JsonLines:
-    """A file that gets each line at once; made by its first line."""
+    """A file that gets each line at once; the first line creates it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -164,7 +164,7 @@ class JsonLines:
 
     def close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what could be written is there
+            with contextlib.suppress(OSError):  # all that could be written is there
                 self._file.close()
 
 
@@ -181,7 +181,7 @@ def check_paths(paths: Sequence[str | Path]) -> None:
 
 
 def _numbers(row: Floats) -> list[lines.Number]:
-    """The shortest decimals that give the same 32-bit numbers back; None for an infinity."""
+    """Give the shortest decimals that mean the same 32-bit numbers; None for an infinity."""
     return [float(str(x)) if math.isfinite(x) else None for x in row]
 
 

@@ -71,7 +71,7 @@ def test_the_real_configuration(real: DeepseekV3Config) -> None:
 
 
 def test_yarn_of_the_real_model(real: DeepseekV3Config) -> None:
-    """The test values of spec/deepseek-v3.md section 2.1."""
+    """Values that were computed from YaRN's formulas."""
     frequencies = inverse_frequencies(real.rope, real.qk_rope_head_dim)
     wanted = {
         0: 1.0,

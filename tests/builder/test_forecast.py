@@ -1,4 +1,4 @@
-"""`mtpbuild plan`: the sizes of spec/deepseek-v3.md section 7, published speeds, refusals."""
+"""`mtpbuild plan`: sizes that were counted by hand, published speeds, refusals."""
 
 import json
 from math import prod

@@ -1,7 +1,8 @@
 """The models that recipes name: their configurations' numbers, and sizes against the arithmetic.
 
-No published checkpoint is read here. What is said of them comes from spec/families.md; parameters
-are counted by formulas that are written out here, and know nothing of a weight table.
+No published checkpoint is read here. What is said of them comes from their model cards and
+configurations; parameters are counted by formulas that are written out here, and know nothing of a
+weight table.
 """
 
 import json
@@ -202,7 +203,7 @@ def test_shapes(name: str) -> None:
     assert config.mtp == DEEPSEEK or isinstance(config, MimoConfig)
 
 
-# spec/families.md sections 2 and 3.
+# Computed from the published configurations by YaRN's formulas.
 YARN = {
     "gigachat3-10b-a1.8b-bf16": {
         8: 0.0562341,

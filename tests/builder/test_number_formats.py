@@ -33,7 +33,7 @@ def bytes_of(*values: int) -> Tensor:
 
 
 def test_nibbles() -> None:
-    """spec/deepseek-v3.md section 4.2: 0x72 -> (1.0, 6.0); the low nibble comes first."""
+    """In ModelOpt's NVFP4 0x72 -> (1.0, 6.0); the low nibble comes first."""
     assert unpack(bytes_of(0x72, 0x10)).tolist() == [[1.0, 6.0, 0.0, 0.5]]
     assert unpack(bytes_of(0xF9)).tolist() == [[-0.5, -6.0]]
     every = bytes_of(*range(256))

@@ -251,7 +251,7 @@ def test_sizes_that_do_not_split(changes: dict[str, Any], says: str) -> None:
 
 
 def test_deepseek_v3_on_eight_ranks() -> None:
-    """The numbers of spec/deepseek-v3.md section 5."""
+    """The sizes of what each of eight ranks holds, counted by hand."""
     c = load_config(recipe_folder() / "deepseek_v3")
     for ep in (1, 2, 4, 8):
         check_ranks(c, Ranks(8, ep))

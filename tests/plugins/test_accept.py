@@ -1,4 +1,4 @@
-"""Oracle O5: strict acceptance and rewind, case by case (DESIGN 5)."""
+"""Oracle O5: strict acceptance and rewind, case by case."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    # spec/conventions.md, the end: A B C are accepted, H is emitted after them.
+    # TensorRT-LLM's blog: A B C are accepted, H is emitted after them.
     "the blog's example": Case([G, A, B, C, D, E], [A, B, C, H, X, Y], [A, B, C, H]),
     "all accepted, and a bonus": Case([G, A, B, C], [A, B, C, D], [A, B, C, D]),
     "none accepted": Case([G, A, B, C], [D, B, C, D], [D]),

@@ -1,7 +1,7 @@
 """Oracle O5: relaxed acceptance, the thinking phase and rejection, case by case.
 
-The rows' probabilities are written out; tokens are letters. spec/mtp-algorithms.md section 2 has
-the corners, in the order of its table.
+The rows' probabilities are written out; tokens are letters. The corners
+are those of docs/acceptance.md.
 """
 
 import math

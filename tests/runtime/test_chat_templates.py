@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 from mtpbuild.runtime import Engine, RequestError, SamplingParams, Tokenizer
-from mtpbuild.runtime.chat_template import ChatTemplates, Source
+from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.contract.manifest import FileSpec
 from mtpbuild.runtime.errors import EngineFileError
 from mtpbuild.runtime.text import Span, TextStream
@@ -355,7 +355,9 @@ def test_templates_without_a_default(tmp_path: Path) -> None:
 
 
 def one(text: str) -> ChatTemplates:
-    return ChatTemplates({"default": Source("chat_template.jinja", text)}, {"bos_token": "<s>"})
+    return ChatTemplates(
+        {"default": TemplateText("chat_template.jinja", text)}, {"bos_token": "<s>"}
+    )
 
 
 class Role(enum.StrEnum):

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 
 from mtpbuild.runtime import Engine
-from mtpbuild.runtime.chat_template import ChatTemplates, Source
+from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.server.answers import merged
 from mtpbuild.runtime.server.service import Settings
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -411,7 +411,7 @@ def saying(
     """An engine whose answer to HELLO is this text, over and over."""
     tokenizer = Tokenizer(
         backend or backend_tokenizer(),
-        chat_template=ChatTemplates({"default": Source("x", template)}, {"bos_token": "<s>"}),
+        chat_template=ChatTemplates({"default": TemplateText("x", template)}, {"bos_token": "<s>"}),
         bos_token="<s>",
     )
     prompt = tokenizer.encode(

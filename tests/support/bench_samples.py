@@ -13,7 +13,7 @@ from mtpbuild.builder.bench.figures import (
 )
 from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, Measured, Sample
-from mtpbuild.builder.bench.report import Report
+from mtpbuild.builder.bench.report import Benchmark
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.stats import Acceptance, SpeculativeDecoding
@@ -68,13 +68,13 @@ def contender(nextn: int, **build: Any) -> Contender:
     return Contender(nextn, drafter, fake_engine(nextn, **build), verifier)
 
 
-def report_of(measured: dict[Nextn, Measured], made: list[Row]) -> Report:
+def report_of(measured: dict[Nextn, Measured], made: list[Row]) -> Benchmark:
     folders = {nextn: f"engines/fake_n{nextn}" for nextn in measured}
     settings = {"concurrency": 1, "sampling": asdict(SamplingParams())}
-    return Report("fake", describe_machine(2), settings, folders, made, measured)
+    return Benchmark("fake", describe_machine(2), settings, folders, made, measured)
 
 
-def made_by_hand() -> Report:
+def made_by_hand() -> Benchmark:
     measured = by_hand()
     return report_of(measured, rows([contender(0), contender(2)], measured))
 

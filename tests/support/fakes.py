@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from mtpbuild.runtime.chat_template import ChatTemplates, Source
+from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, Controls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
@@ -268,7 +268,7 @@ def fake_tokenizer(backend: tokenizers.Tokenizer | None = None) -> Tokenizer:
     return Tokenizer(
         backend or backend_tokenizer(),
         chat_template=ChatTemplates(
-            {"default": Source("chat_template.jinja", TEMPLATE)},
+            {"default": TemplateText("chat_template.jinja", TEMPLATE)},
             {"bos_token": "<s>", "eos_token": "</s>"},
         ),
         bos_token="<s>",

@@ -231,8 +231,7 @@ class Passed:
 class MTPModule(DecoderLayer):
     """One MTP module: a decoder layer behind what joins a token's embedding and a hidden state.
 
-    Its embedding and head are the trunk's, unless the checkpoint holds some of its own
-    (spec/deepseek-v3.md section 3, spec/families.md section 4).
+    Its embedding and head are the trunk's, unless the checkpoint holds some of its own.
     """
 
     def __init__(self, c: ModelConfig, attention: Attention, mlp: nn.Module, ranks: Ranks) -> None:
