@@ -14,13 +14,20 @@ from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.manifest import TensorSpec
 from tests.support.registry import registered
 
 
 def no_trace(program: Program, plan: Plan) -> Traced:
-    """Stands in for torch.export: the graph is empty, and nothing is traced."""
+    """Stand in for torch.export: the graph is empty, and the only inputs are the arguments."""
     exported = cast(ExportedProgram, SimpleNamespace(graph=Graph()))
-    return Traced(program.name, exported, (), (), plan)
+    inputs = tuple(
+        TensorSpec.model_validate(
+            {"name": name, "dtype": str(given.dtype).removeprefix("torch."), "shape": given.shape}
+        )
+        for name, given in program.arguments.items()
+    )
+    return Traced(program.name, exported, inputs, (), plan)
 
 
 def two_bytes(traced: Traced, weights: Any, folder: Path) -> str:
