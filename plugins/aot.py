@@ -1,4 +1,4 @@
-"""Launches in a TensorRT network: each is an AOT plugin, whose PTX and launch the engine holds.
+"""Puts launches into a TensorRT network as AOT plugins, whose PTX and launch the engine holds.
 
 So an engine runs without Triton, Python or a plugin library. A plugin has the fixed shapes of its
 launch, and launches that are equal share one (docs/plugins.md).
@@ -28,7 +28,7 @@ TORCH = {
     "FLOAT": torch.float32,
     "FP8": torch.float8_e4m3fn,
 }
-# There are no constants of bytes, but of FP8, which a kernel is free to read as such.
+# TensorRT has no constants of bytes, but of FP8, which a kernel may read as bytes.
 TENSORRT = {dtype: name for name, dtype in TORCH.items()} | {torch.uint8: "FP8"}
 
 
@@ -82,7 +82,7 @@ def _network_tensor(ctx: Any, arg: Any, name: str) -> Any:
 
 
 def describe(launch: Launch) -> dict[str, Any]:
-    """All that tells a plugin from another, but the kernel's text."""
+    """Returns everything that distinguishes a plugin, but the kernel's text."""
     return {
         "kernel": launch.kernel.__name__,
         "inputs": [f"{name} {_text(tensor)}" for name, tensor in _inputs(launch).items()],
@@ -96,7 +96,7 @@ def describe(launch: Launch) -> dict[str, Any]:
 
 
 def plugin(launch: Launch) -> Any:
-    """The launch's definition in `tensorrt.plugin`, which makes layers of network tensors."""
+    """Returns the launch's definition in `tensorrt.plugin`, which makes layers of tensors."""
     trtp = import_module("tensorrt.plugin")
     digest = hashlib.sha256(json.dumps(describe(launch)).encode()).hexdigest()
     name = f"{launch.kernel.__name__}_{digest[:8]}"
@@ -106,7 +106,7 @@ def plugin(launch: Launch) -> Any:
 
 
 def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
-    """Tell TensorRT what the outputs are, and the kernel with how it is launched."""
+    """Tells TensorRT the outputs' shapes and types, the kernel and how it is launched."""
     trt = import_module("tensorrt")
     ptx = compile_launch(launch, PORTABLE)
     inputs = dict.fromkeys(_inputs(launch), trtp.TensorDesc)
@@ -127,7 +127,7 @@ def _register(trtp: Any, plugin_id: str, launch: Launch) -> None:
             sizes[i] = trtp.SymInt32(size)  # a plain int would be of no width
         return ptx.name, ptx.text, how, sizes
 
-    # TensorRT reads the signatures: names and kinds of what comes in, how much goes out.
+    # TensorRT reads names and kinds of inputs and the number of outputs from the signatures.
     descriptors = (trtp.TensorDesc,) * len(launch.outputs)
     kinds = (str, str, trtp.KernelLaunchParams, trtp.SymIntExprs)
     _sign(outputs, inputs, descriptors)
@@ -143,7 +143,7 @@ def _sign(function: Any, operands: dict[str, Any], results: tuple[Any, ...]) -> 
 
 
 def _inputs(launch: Launch) -> dict[str, Tensor]:
-    """Inputs by the kernel's names for them, but those that it is compiled without."""
+    """Returns the inputs by the kernel's names, without those that it is compiled without."""
     named = zip(launch.kernel.arg_names, launch.inputs, strict=False)
     return {name: tensor for name, tensor in named if tensor is not None}
 

@@ -1,4 +1,4 @@
-"""What the requests in a step's slots ask for, as tensors; `CONTROLS` is the one list of them.
+"""The controls of a step's slots as tensors; `CONTROLS` is their only list.
 
 In Python they go by name. An op's schema has no mappings: there the `CORE_CONTROLS` are one list of
 tensors in the table's order, which only the two functions here make and read.

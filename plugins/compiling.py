@@ -1,4 +1,4 @@
-"""Compiles a kernel with Triton for a GPU that need not be here, and makes operands without memory.
+"""Compiles a kernel with Triton for a GPU that need not be here.
 
 The process must not run Triton's interpreter (TRITON_INTERPRET).
 """
@@ -23,9 +23,9 @@ TYPES = {
 
 
 def compiled(launch: Launch, architecture: int, specialised: bool = False) -> Any:
-    """Compile with Triton, for a plugin. `specialised`: for that GPU alone, as Triton's JIT does.
+    """Compiles for a plugin, or (`specialised`) for that GPU alone, as Triton's JIT does.
 
-    Its sizes are then known to divide by 16, and it takes the GPU's own instructions.
+    A specialised kernel knows which sizes divide by 16, and takes the GPU's own instructions.
 
     Raises RuntimeError where Triton's interpreter is on.
     """

@@ -1,4 +1,4 @@
-"""Weights as constants of a TensorRT network, each there once however often it is used."""
+"""Adds weights to a TensorRT network as constants, each once however often it is used."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One launch of a Triton kernel: run by PyTorch, packed by AOTInductor, or compiled to PTX.
+"""A launch of a Triton kernel, which PyTorch runs, AOTInductor packs or Triton compiles to PTX.
 
 A kernel's arguments stand in the order of TensorRT's AOT plugins: inputs, 32-bit sizes, outputs.
 Floats are tensors or constants, and scratch memory is an output of one launch and an input of the
@@ -40,7 +40,7 @@ class Launch:
         outputs: Mapping[str, Tensor],
         warps: int = 4,
     ) -> "Launch":
-        """Take of `known` what the kernel has parameters for; capital letters are constants."""
+        """Takes the kernel's parameters from `known`; names in capitals are constants."""
         constants = {name: known[name] for name in kernel.arg_names if name.isupper()}
         given = [known[n] for n in kernel.arg_names if n not in outputs and n not in constants]
         inputs = tuple(value for value in given if value is None or isinstance(value, Tensor))
@@ -71,7 +71,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """An op's launches in their order, and which of their outputs are what the op returns."""
+    """Holds an op's launches in order, and the outputs among theirs that the op returns."""
 
     each: tuple[Launch, ...]
     results: Any  # a tensor or a tuple of them

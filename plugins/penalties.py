@@ -16,7 +16,7 @@ from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.branch import when
 
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-# What is read of the controls.
+# The controls that penalties read.
 READ = (*PENALTIES, "prompt_length", "bias_ids", "bias_values", "penalised")
 
 
@@ -35,7 +35,7 @@ def penalised(
 
 
 def unchanged(logits: Tensor, *others: object) -> tuple[Tensor, ...]:
-    """The branch in which nobody asks for an edit."""
+    """Is the branch in which no request asks for an edit."""
     return (logits.clone(),)
 
 
@@ -52,7 +52,7 @@ def _penalised(
 
 
 def _bias(like: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """What is added to the logits [B, V] of each slot; ids below 0 fill the list."""
+    """Returns what is added to the logits [B, V] of each slot; ids below 0 only fill the list."""
     values = torch.where(ids >= 0, values, 0.0)
     return torch.zeros_like(like).scatter_add(1, ids.clamp(min=0), values)
 
@@ -64,7 +64,7 @@ def _seen(
     R, V = logits.shape[1:]
     A = ahead.shape[1]
     place = torch.arange(history.shape[1], device=history.device)
-    # What stands behind `lengths` is left from drafts or an earlier request.
+    # Tokens behind `lengths` are left over from drafts or an earlier request.
     known = place < lengths[:, None]
     said = known & (place >= prompt_length[:, None])
     ids, zeros = history.clamp(0, V - 1), torch.zeros_like(logits[:, 0])
@@ -85,7 +85,7 @@ def _seen(
 def recorded(history: Tensor, window: Tensor, lengths: Tensor) -> Tensor:
     """Write a window [B, T] behind the first `lengths` tokens of a history [B, S].
 
-    Those of its drafts that are rejected stand behind the new lengths, and are written over.
+    Rejected drafts stand behind the new lengths, and are overwritten later.
     """
     row = torch.arange(window.shape[1], device=window.device)
     return history.scatter(1, lengths[:, None] + row, window)

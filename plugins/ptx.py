@@ -11,7 +11,7 @@ from mtpbuild.plugins.launch import AOT_SHARED, Launch
 
 
 class ContractError(ValueError):
-    """A kernel that TensorRT could not launch as an AOT plugin."""
+    """Says that TensorRT could not launch a kernel as an AOT plugin."""
 
 
 @dataclass(frozen=True)

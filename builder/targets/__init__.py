@@ -1,4 +1,4 @@
-"""The targets: one torch-free file each for its options and checks, one for its lowering."""
+"""The targets: each has a torch-free file for options and checks, and one that lowers programs."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -9,7 +9,7 @@ from mtpbuild.runtime.targets import find_target, names
 
 
 def load_target(name: str) -> Target:
-    """Raises UsageError that lists the targets if there is no such one."""
+    """Returns the target of that name; raises UsageError, which lists all targets, without one."""
     builder = find_target(name).builder
     if isinstance(builder, str):
         builder = import_module(builder).TARGET
@@ -22,10 +22,10 @@ def all_targets() -> Iterator[Target]:
 
 
 def targets_that(can: Callable[[Target], bool]) -> str:
-    """Names of the targets that can do something, for a refusal."""
+    """Lists the targets that can do something, for the message of a refusal."""
     return ", ".join(target.name for target in all_targets() if can(target))
 
 
 def build_options(target: str) -> type[Any]:
-    """A target's options when an engine is built."""
+    """Returns a target's options for building an engine."""
     return load_target(target).Options

@@ -1,23 +1,23 @@
-"""Compute capabilities as a user says them, and the GPUs that are compiled for without one here."""
+"""Compute capabilities as users write them, and the GPUs that need not be here for a build."""
 
 import re
 from dataclasses import dataclass
 
 
 def dotted(text: str) -> str:
-    """sm120 -> 12.0; what is no such name stays as it is."""
+    """Turns sm120 into 12.0; a text of another form stays as it is."""
     name = re.fullmatch(r"sm_?(\d+)(\d)", text.strip().lower())
     return f"{name[1]}.{name[2]}" if name else text.strip()
 
 
 def architecture(capability: str) -> int:
-    """9.0 -> 90, as in sm_90."""
+    """Turns 9.0 into 90, the number in sm_90."""
     return int(capability.replace(".", ""))
 
 
 @dataclass(frozen=True)
 class CudaGpu:
-    """What AOTInductor, Triton and our kernels ask of a GPU; sizes in bytes."""
+    """Holds what AOTInductor, Triton and our kernels ask about a GPU; sizes in bytes."""
 
     name: str
     multiprocessors: int

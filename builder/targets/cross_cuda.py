@@ -1,4 +1,4 @@
-"""AOTInductor compiles for a GPU that is not here: what it asks a GPU is answered from a table.
+"""AOTInductor compiles for a GPU that is not here: a table answers its questions about the GPU.
 
 Code generation asks for a GPU's properties and its current device; it never needs one to make the
 code. `without_gpu` answers, for as long as it is entered: PyTorch's questions, Triton's driver, and
@@ -36,7 +36,7 @@ from mtpbuild.builder.targets.capability import GPUS, CudaGpu, architecture
 from mtpbuild.runtime.contract.manifest import CrossCompiled
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, MtpbuildError
 
-# What would measure on the GPU, or compute there while compiling.
+# These settings keep the compiler from measuring or computing on the GPU.
 OPTIONS: dict[str, Any] = {
     "joint_graph_constant_folding": False,
     "shape_padding": False,
@@ -55,7 +55,7 @@ GUARD = """
 using NoGuard = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
 C10_REGISTER_GUARD_IMPL(CUDA, NoGuard);
 """
-# Libraries to link with: the name that each is loaded by, and where its functions are declared.
+# Libraries to link with: the file name of each, and the header that declares its functions.
 AOTI = "torch/csrc/inductor/aoti_torch"
 STAND_INS = {
     "libcuda.so": ("libcuda.so.1", {"cuda.h": r"\bcu[A-Z]\w+"}),
@@ -77,13 +77,13 @@ def check() -> None:
 
 
 def info(capability: str) -> CrossCompiled:
-    """What an engine's manifest says of it."""
+    """Returns the manifest's record of how the engine was compiled."""
     name = f"sm_{architecture(capability)}"
     return CrossCompiled(architecture=name, assumed=str(GPUS[capability]), left_out=LEFT_OUT)
 
 
 def headers() -> Path:
-    """The folder of CUDA's headers: NVIDIA's wheels, or the toolkit that CUDA_HOME names."""
+    """Finds the folder of CUDA's headers: in NVIDIA's wheels, or in the toolkit at CUDA_HOME."""
     nvidia = find_spec("nvidia")
     wheels = () if nvidia is None else nvidia.submodule_search_locations or ()
     places = [found for place in wheels for found in sorted(Path(place).glob("cu*/include"))[::-1]]
@@ -113,10 +113,10 @@ def without_values(exported: ExportedProgram) -> None:
 
 @contextlib.contextmanager
 def without_gpu(capability: str, scratch: Path) -> Iterator[None]:
-    """Let AOTInductor compile for a GPU of that compute capability; all is undone behind it.
+    """Lets AOTInductor compile for a GPU of that compute capability; leaving it undoes everything.
 
-    scratch: where the headers and the libraries to link with are put; it must live as long. Raises
-    BuildError for what goes wrong in the compiler: another version may ask a GPU other things.
+    scratch: a folder for headers and stand-in libraries, which must outlive the compilation.
+    Raises BuildError if the compiler fails: another version may ask a GPU other questions.
     """
     gpu = GPUS[capability]
     with contextlib.ExitStack() as undo:
@@ -149,7 +149,7 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
 
 
 def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[Any, str, Any]]:
-    """What stands where while compiling: owner, name, value."""
+    """Lists the attributes to replace while compiling: owner, name, value."""
     from torch._dynamo import device_interface
     from torch._inductor import graph, select_algorithm
     from torch._inductor.runtime import triton_heuristics
@@ -168,10 +168,10 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
     yield torch._C._dynamo.guards, "_empty_strided_cuda", _on_meta
     yield driver, "_active", _triton_driver(gpu, architecture(capability))
 
-    # As on a machine without a GPU: nothing is put onto one while tracing.
+    # Tracing must put nothing onto a GPU, as on a machine without one.
     yield FakeTensorMode, "avoid_device_init", True
     yield fake_tensor, "init_gpu_context", functools.partial(_answer, None)
-    # Fake weights have no address, by which equal ones are told.
+    # The compiler finds equal weights by their addresses, which fake ones lack.
     yield graph, "is_same_tensor", lambda a, b: a is b
     yield select_algorithm.AlgorithmSelectorCache, "generate_example_value", staticmethod(_on_meta)
     autotuner = triton_heuristics.CachingAutotuner
@@ -181,7 +181,7 @@ def _answers(gpu: CudaGpu, capability: str, cuda_home: Path) -> Iterator[tuple[A
 
 
 def _questions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
-    """What is asked of `torch.cuda`, by name."""
+    """Maps the functions of `torch.cuda` that the compiler calls to their answers."""
     major, minor = map(int, capability.split("."))
     properties = SimpleNamespace(
         name=f"NVIDIA {gpu.name}",
@@ -197,7 +197,7 @@ def _questions(gpu: CudaGpu, capability: str) -> dict[str, Callable[..., Any]]:
         shared_memory_per_block_optin=gpu.block_shared,
         shared_memory_per_multiprocessor=gpu.shared,
         L2_cache_size=gpu.cache,
-        gcnArchName="",  # of AMD; it is asked anyway
+        gcnArchName="",  # AMD's; the compiler asks for it anyway
     )
     answers: dict[str, Any] = {
         "is_available": True,
@@ -231,13 +231,13 @@ def _zero(*asked: Any) -> int:
 def _on_meta(
     size: Any, stride: Any, *rest: Any, dtype: torch.dtype | None = None, **more: Any
 ) -> torch.Tensor:
-    """A kernel's example operand: its shape is passed on, its values never are."""
+    """Returns a kernel's example operand without values: only its shape is used."""
     kind = dtype or next((each for each in rest if isinstance(each, torch.dtype)), None)
     return torch.empty_strided(tuple(size), tuple(stride), dtype=kind, device="meta")
 
 
 def _compile_kernel(self: Any, *operands: Any, stream: Any, **more: Any) -> None:
-    """Stands in for a launch: make the kernel's cubin, and note it for the package."""
+    """Stands in for a launch: makes the kernel's cubin and notes it for the package."""
     if not self.launchers:
         self.precompile()
     launcher = self.launchers[0]
@@ -246,7 +246,7 @@ def _compile_kernel(self: Any, *operands: Any, stream: Any, **more: Any) -> None
 
 
 def _first_configuration(compile_all: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Compile no configuration that nobody can measure."""
+    """Takes the first configuration, as none can be measured here."""
 
     def compile_first(self: Any) -> None:
         if self.configs:
@@ -257,7 +257,7 @@ def _first_configuration(compile_all: Callable[[Any], None]) -> Callable[[Any], 
 
 
 def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
-    """Triton's driver for CUDA, which loads nothing; it refuses what the GPU has no room for."""
+    """Returns a driver for Triton that loads nothing and refuses kernels too large for the GPU."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
 
@@ -269,8 +269,8 @@ def _triton_driver(gpu: CudaGpu, architecture: int) -> Any:
     }
 
     class Absent(CudaDriver):  # type: ignore[misc]
-        def __init__(self) -> None:  # the driver's own opens libcuda
-            # Module (none is there to unload), function, registers, spills, threads of a block.
+        def __init__(self) -> None:  # the constructor of Triton's own driver opens libcuda
+            # Triton expects: module (none is to be unloaded), function, registers, spills, threads.
             loaded = None, object(), None, 0, 1024
             self.utils = SimpleNamespace(
                 get_device_properties=lambda device: properties,
@@ -298,7 +298,7 @@ def _never(*operands: Any) -> None:
 
 
 def _forget_answers() -> None:
-    """Empty the caches of answers about a GPU: one that was given before, or here."""
+    """Empties caches of answers about a GPU, from before this compilation or from within it."""
     from torch._dynamo import device_interface
     from torch._inductor.runtime.hints import DeviceProperties
 
@@ -329,7 +329,7 @@ def _no_device_guard() -> None:
 
 
 def _cuda_home(scratch: Path) -> Path:
-    """A folder like the CUDA toolkit's: its headers, and libraries with names but no code."""
+    """Makes a folder like the CUDA toolkit's: its headers, and libraries with names but no code."""
     home = scratch / "cuda"
     (home / "lib64").mkdir(parents=True)
     (home / "include").symlink_to(headers(), target_is_directory=True)

@@ -26,12 +26,14 @@ DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow
 @dataclass(frozen=True)
 class InductorOptions:
     device: str = flag("cpu", "cpu or cuda.")
-    dtype: str = flag("float32", "Of weights and caches: float32 or bfloat16.")
+    dtype: str = flag("float32", "Type of weights and caches: float32 or bfloat16.")
     compute_capability: str | None = flag(
-        None, "With --device cuda, of a GPU that need not be here: sm80, sm90, sm100 or sm120."
+        None,
+        "With --device cuda: build for a GPU that need not be here: sm80, sm90, sm100, sm120.",
     )
     attention_backend: str = flag(
-        "triton", "With --device cuda: triton, or flashinfer on sm100 for a step's window."
+        "triton",
+        "With --device cuda: attention's kernels: triton, or flashinfer (steps on sm100).",
     )
 
 
@@ -63,7 +65,7 @@ class Inductor(Target):
     def compute_capabilities(
         self, request: "BuildRequest", options: InductorOptions
     ) -> tuple[str, ...]:
-        """The one that was said, or that of this machine's GPU."""
+        """Returns the capability that the user gave, or that of this machine's GPU."""
         if options.device == "cpu":
             return ()
         if options.compute_capability is not None:
@@ -99,7 +101,7 @@ class Inductor(Target):
 
 
 def check_capability(options: InductorOptions) -> None:
-    """Raise UsageError for a GPU that can't be compiled for without it."""
+    """Raises UsageError for a GPU for which engines can't be compiled without one."""
     asked = options.compute_capability
     if asked is None:
         return

@@ -43,10 +43,10 @@ from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
 
 OPTIONS: dict[str, Any] = {
     "aot_inductor.package": True,
-    "aot_inductor.package_constants_in_so": False,  # they are in the engine's weights file
-    "always_keep_tensor_constants": True,  # small ones too: weights have no values yet
-    "aot_inductor.enable_line_tables": False,  # would hold the build machine's paths
-    "aot_inductor.precompile_headers": False,  # would stay in the temporary folder
+    "aot_inductor.package_constants_in_so": False,  # weights are in the engine's weights file
+    "always_keep_tensor_constants": True,  # small weights too, as none has values yet
+    "aot_inductor.enable_line_tables": False,  # it would hold the build machine's paths
+    "aot_inductor.precompile_headers": False,  # it would stay in the temporary folder
     "compile_threads": 1,  # one C++ file per program: nothing to do in parallel
 }
 MARCH = "cpp.march"
@@ -54,13 +54,13 @@ KERNELS = "TRITON_CACHE_DIR"
 CPU_OPTIONS: dict[str, Any] = {
     MARCH: "x86-64-v3",  # not `native`: an engine runs where HARDWARE says
     "cpp.simdlen": 256,
-    "cpp.vec_isa_ok": True,  # `check` has asked
+    "cpp.vec_isa_ok": True,  # `check` has asked for it
     "cpp.dynamic_threads": True,  # their number is chosen when the engine is loaded
 }
 
 for op, facet in facets(PYTORCH).items():
     register_decomposition([op])(facet)
-fast_random_decomps.cache_clear()  # the table that compiling takes, if something was compiled
+fast_random_decomps.cache_clear()  # the table that the compiler fills, if it compiled something
 
 
 def check(plan: Plan) -> None:
@@ -90,7 +90,7 @@ def check(plan: Plan) -> None:
 
 
 def options(on_gpu: bool, known: Any = inductor_config) -> dict[str, Any]:
-    """What AOTInductor is asked for; not every version of torch knows every option."""
+    """Returns AOTInductor's options, without those that this version of torch does not know."""
     return known_options(OPTIONS if on_gpu else CPU_OPTIONS | OPTIONS, known)
 
 
@@ -116,21 +116,21 @@ def info(plan: Plan) -> TargetInfo:
 
 
 def backend(plan: Plan) -> Literal["flashinfer"] | None:
-    """What attends in place of our own kernels, if anything does."""
+    """Names the library that attends in place of our own kernels; None: our kernels do."""
     asked = getattr(plan.options, "attention_backend", None)
     return "flashinfer" if asked == "flashinfer" else None
 
 
 def crosses(plan: Plan) -> bool:
-    """Whether the plan is for a GPU that need not be here."""
+    """Tells whether the plan is for a GPU that need not be here."""
     return getattr(plan.options, "compute_capability", None) is not None
 
 
 @contextlib.contextmanager
 def shared_kernels() -> Iterator[None]:
-    """Let the programs of an engine share compiled Triton kernels, in a folder that goes.
+    """Lets the programs of an engine share compiled Triton kernels, in a temporary folder.
 
-    It is Triton's own cache: where TRITON_CACHE_DIR names one, that is taken, and stays.
+    The folder is Triton's cache; if TRITON_CACHE_DIR names one, that one is used and kept.
     """
     with contextlib.ExitStack() as undo:
         if KERNELS not in os.environ:
@@ -144,7 +144,9 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     plan, values = traced.plan, {**traced.exported.constants, **traced.exported.state_dict}
     file = f"{traced.name}.pt2"
     with (
-        tempfile.TemporaryDirectory(dir=folder) as scratch,  # goes where a dead build goes
+        tempfile.TemporaryDirectory(
+            dir=folder
+        ) as scratch,  # removed with what a dead build leaves behind
         _machine(plan, scratch),
         _pretended_group(plan.ranks.tp),
     ):
@@ -163,7 +165,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
 
 
 def _machine(plan: Plan, scratch: str) -> contextlib.AbstractContextManager[None]:
-    """This machine's GPU or CPU; or one that is not here."""
+    """Names the GPU or CPU that the engine is for: this machine's, or one that is not here."""
     if not crosses(plan):
         return contextlib.nullcontext()
     return cross_cuda.without_gpu(plan.compute_capabilities[0], Path(scratch))
@@ -222,8 +224,10 @@ def _write_into_operand(program: GraphModule, node: Node) -> None:
 
 @contextlib.contextmanager
 def _pretended_group(ranks: int) -> Iterator[None]:
-    """The process group that collectives name: the compiler asks it for its size."""
-    group = c10d.ProcessGroup(c10d.HashStore(), 0, ranks)  # its registry holds no reference
+    """Makes the process group that collectives name, as the compiler asks it for its size."""
+    group = c10d.ProcessGroup(
+        c10d.HashStore(), 0, ranks
+    )  # torch's registry of groups holds no reference
     c10d._register_process_group(GroupName(GROUP), group)
     try:
         yield
@@ -234,7 +238,7 @@ def _pretended_group(ranks: int) -> Iterator[None]:
 def _compile(
     program: GraphModule, examples: tuple[Any, ...], scratch: str, asked: dict[str, Any]
 ) -> list[Any]:
-    """Paths in `scratch`: the shared library and its metadata."""
+    """Compiles the program; returns the paths of its library and metadata in `scratch`."""
     logging.getLogger("torch._inductor").setLevel(logging.ERROR)
     kernels = os.environ.get(KERNELS)
     with warnings.catch_warnings(), fresh_cache(dir=scratch, delete=False):
@@ -259,9 +263,9 @@ def _write_constants(
     folder: Path,
     values: Mapping[str, Any] | None = None,
 ) -> None:
-    """What a program reads and no checkpoint holds, such as the rotary frequencies.
+    """Writes the constants that no checkpoint holds, such as the rotary frequencies.
 
-    values: as they were before the program was moved to its device, if it was.
+    values: the constants before the program was moved to its device, if it was moved.
     """
     values = values or {}
     exported = traced.exported

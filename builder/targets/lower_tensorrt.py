@@ -30,7 +30,9 @@ from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 NAME = "tensorrt"
 CUMSUM = torch.ops.aten.cumsum.default
 GATHER = torch.ops.aten.gather.default
-COLLECTIVES = "MULTIDEVICE_RUNTIME_10_16"  # asked for in TensorRT 10; 11 has them without a word
+COLLECTIVES = (
+    "MULTIDEVICE_RUNTIME_10_16"  # TensorRT 10 must be asked for them; 11 has them by default
+)
 TENSORRT: plugins.FacetTable = {
     plugins.accept_mixed_op: "plugins",
     plugins.accept_rewind: "plugins",
@@ -45,7 +47,7 @@ LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 
 def missing(plan: Plan) -> Iterator[str]:
-    """What this machine lacks to compile the plan, in lines; the GPU is looked for elsewhere."""
+    """Says in lines what this machine lacks to compile the plan, besides the GPU."""
     (capability,) = plan.compute_capabilities
     if float(capability) < 8:
         yield (
@@ -77,7 +79,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
 
 @cache
 def torch_tensorrt() -> ModuleType:
-    """Torch-TensorRT's compiler, with our converters."""
+    """Returns Torch-TensorRT's compiler with our converters registered."""
     try:
         dynamo = import_module("torch_tensorrt.dynamo")
     except ImportError as error:
@@ -99,7 +101,7 @@ def _needs(package: str) -> str:
 
 
 def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """One layer; Torch-TensorRT's own converter writes a loop, and has none for RTX."""
+    """Converts cumsum to one layer; Torch-TensorRT writes a loop, and has none for RTX."""
     trt = tensorrt_api(NAME)
     utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
     values, axis = args
@@ -110,7 +112,7 @@ def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def gather(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """One layer; Torch-TensorRT's own converter does the same, but for fixed sizes alone."""
+    """Converts a gather to one layer; Torch-TensorRT's own converter takes fixed sizes alone."""
     values, axis, ids = args
     layer = ctx.net.add_gather_v2(values, ids, tensorrt_api(NAME).GatherMode.ELEMENT)
     layer.axis = axis % len(values.shape)
@@ -118,7 +120,7 @@ def gather(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """An all-reduce, as Torch-TensorRT's lowering fuses it with the wait for it."""
+    """Converts an all-reduce, which Torch-TensorRT's lowering has fused with its wait."""
     trt = tensorrt_api(NAME)
     what, how = trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM
     everyone = torch.arange(ctx.ranks).numpy()
@@ -130,16 +132,16 @@ def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 def compile_program(
     traced: Traced, values: Mapping[str, torch.Tensor]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A serialised engine, and the constants that it lacks: none, unless the plan strips it.
+    """Compiles an engine; returns its bytes and the constants that stripping took out of it.
 
-    `values` are those that `convert` takes. Raises BuildError.
+    values: see `convert`. Raises BuildError.
     """
     trt = tensorrt_api(NAME)
     with _quiet(trt):
         try:
             interpreter = convert(traced, values)
         except ContractError as error:
-            reason = str(error).splitlines()[0]  # the rest says where in the graph
+            reason = str(error).splitlines()[0]  # later lines name the place in the graph
             raise BuildError(f"target {NAME}: TensorRT can't launch a kernel ({reason})") from None
         builder, network = interpreter.builder, interpreter.ctx.net
         plan = traced.plan
@@ -157,7 +159,7 @@ def compile_program(
 
 
 def layers_of(engine: Any) -> str:
-    """TensorRT's own account of what it compiled, as JSON."""
+    """Returns TensorRT's own list of the compiled layers, as JSON."""
     trt = tensorrt_api(NAME)
     loaded = trt.Runtime(errors_of(trt)).deserialize_cuda_engine(engine)
     inspector = loaded.create_engine_inspector()
@@ -166,10 +168,10 @@ def layers_of(engine: Any) -> str:
 
 
 def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
-    """Torch-TensorRT's interpreter: it holds the builder, the network and the network's constants.
+    """Converts a program; returns Torch-TensorRT's interpreter with builder, network and constants.
 
-    The network's tensors are named as the manifest's. values: of the model's parameters, which
-    were traced without any; the rank's number is the trace's.
+    The network's tensors have the manifest's names. values: the model's parameters, which
+    were traced without values; the rank's number comes from the trace.
     """
     exported = _decomposed(traced.exported)
     for name in exported.state_dict:
@@ -190,7 +192,7 @@ def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
 
 @lru_cache(maxsize=1)
 def _decomposed(exported: ExportedProgram) -> ExportedProgram:
-    """The program in operators that are converted, whatever its weights are: for all ranks."""
+    """Decomposes the program into operators that have converters, the same for all ranks."""
     others = {op: file for op, file in plugins.PYTORCH.items() if op not in TENSORRT}
     exported, lowering = exported.run_decompositions(plugins.facets(others)), _lowering()
     exported = lowering.pre_export_lowering(exported, _settings())
@@ -206,7 +208,7 @@ def _settings() -> Any:
 
 
 def _interpret(exported: ExportedProgram, traced: Traced) -> Any:
-    """What Torch-TensorRT does before it compiles; names and engine are our business."""
+    """Runs what Torch-TensorRT does before it compiles; we name tensors and compile ourselves."""
     lowering, settings = _lowering(), _settings()
     module = lowering.post_lowering(exported.module(), settings)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
@@ -222,7 +224,7 @@ def _interpreter_class() -> Any:
     trt, conversion = tensorrt_api(NAME), import_module("torch_tensorrt.dynamo.conversion")
 
     class Interpreter(conversion.TRTInterpreter):  # type: ignore[misc, name-defined]
-        """Each result has PyTorch's type: the converters of where, amax, argmax and others give
+        """Gives each result PyTorch's type: the converters of where, amax, argmax and others give
         int32 or float for int64 (exact, as ids and rows stay below 2**24). Weights in bfloat16
         are constants of that type: Torch-TensorRT's own are fp32, which is cast in each step."""
 
@@ -252,12 +254,12 @@ def _input(spec: TensorSpec, chunk: int) -> Any:
 
 @contextlib.contextmanager
 def _quiet(trt: ModuleType) -> Iterator[None]:
-    """No word of each node that is converted, folded or named twice."""
+    """Silences the messages about each node that is converted, folded or named twice."""
     compiler, network = map(logging.getLogger, LOGGERS)
     level, errors = compiler.level, errors_of(trt).errors
 
     def keep(record: logging.LogRecord) -> bool:
-        """What TensorRT says through Torch-TensorRT is shown nowhere; errors are kept."""
+        """Keeps TensorRT's errors, and shows nothing of what it says through Torch-TensorRT."""
         if record.levelno >= logging.ERROR:
             errors.append(record.getMessage())
         return False

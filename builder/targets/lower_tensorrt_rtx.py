@@ -13,7 +13,7 @@ from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME = "tensorrt-rtx"
-SORTED = 3840  # values that TopK takes; filters of decode_mixed sort the vocabulary
+SORTED = 3840  # most values that TopK sorts; the filters of decode_mixed sort the vocabulary
 
 
 def check(plan: Plan) -> None:
@@ -31,7 +31,7 @@ def info(plan: Plan) -> TargetInfo:
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-    """Write the engine of a program, made of its ONNX graph; returns the engine's name."""
+    """Writes the engine of a program from its ONNX graph; returns the engine's file name."""
     graph = folder / onnx_graph.lower(traced, weights, folder)
     file = f"{traced.name}.engine"
     (folder / file).write_bytes(compile_graph(graph, traced.plan))
@@ -40,7 +40,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
 
 
 def compile_graph(graph: Path, plan: Plan) -> Any:
-    """A serialised engine of an ONNX file; its weights lie beside it. Raises BuildError."""
+    """Compiles an ONNX file, whose weights lie beside it; returns the engine. Raises BuildError."""
     trt = tensorrt_api(NAME)
     log = errors_of(trt)
     builder = trt.Builder(log)

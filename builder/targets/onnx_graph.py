@@ -39,10 +39,10 @@ ONNX: plugins.FacetTable = dict.fromkeys(
 
 
 class ShareSizes(ir.passes.InPlacePass):  # type: ignore[misc]
-    """Every size with a name (`rows`, `chunk`, `batch`) is read off one input of the graph.
+    """Reads every named size (`rows`, `chunk`, `batch`) off one input of the graph.
 
-    Read off each layer's own cache, the sizes would differ in name only, and so would all that is
-    made of them: a mask per layer instead of one.
+    Otherwise each layer would read the sizes off its own cache, and the same values would have
+    different names: there would be a mask per layer instead of one.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -111,10 +111,10 @@ Rewrite = Callable[[torch.fx.Node], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 def _reshape(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the `reshape` that a node amounts to.
+    """Returns the arguments of the `reshape` that a node is equal to.
 
-    Of the sizes that vary, the last is left to the operator. The others are said by `unflatten`, or
-    are the operand's own.
+    The operator infers the last size that varies. `unflatten` states the others, or they are the
+    operand's own.
     """
     operand, sizes = node.args[0], [*node.meta["val"].shape]
     assert isinstance(operand, torch.fx.Node)
@@ -140,7 +140,7 @@ def _reshape(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (operand, sizes), {}
 
 
-# Operators that torch.onnx knows only once they are decomposed, or writes worse: what they become.
+# Operators that torch.onnx takes only decomposed, or writes worse, and our way to write them.
 PLAIN: dict[Any, tuple[Any, Rewrite]] = {
     aten.__and__.Tensor: (aten.bitwise_and.Tensor, lambda node: (node.args, {})),
     aten.__or__.Tensor: (aten.bitwise_or.Tensor, lambda node: (node.args, {})),
@@ -152,10 +152,10 @@ PLAIN: dict[Any, tuple[Any, Rewrite]] = {
 
 
 def _write_plainly(exported: torch.export.ExportedProgram) -> None:
-    """Puts `PLAIN` into effect, in branches too, and declares the program decomposed.
+    """Applies `PLAIN`, in branches too, and declares the program decomposed.
 
-    torch.onnx would decompose it by tracing it once more, which takes as long as tracing it did.
-    An operator that it does not know afterwards is an error of the export.
+    torch.onnx would decompose it by tracing it again, which takes as long as the first tracing.
+    The export fails at an operator that it does not know afterwards.
     """
     for graph in exported.graph_module.modules():
         assert isinstance(graph, torch.fx.GraphModule)
@@ -189,7 +189,7 @@ def _export(traced: Traced) -> ir.Model:
 
 
 def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str, ir.Value]:
-    """Forget the parameters' values, so that no pass reads, folds or merges them."""
+    """Drops the parameters' values, so that no pass reads, folds or merges them."""
     parameters = {}
     for name, value in model.graph.initializers.items():
         if name.startswith("model.") and name.removeprefix("model.") in weights:
@@ -201,7 +201,7 @@ def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str,
 
 
 def _external(name: str, value: ir.Value, place: Placed, folder: Path) -> ir.ExternalTensor:
-    """A reference into the engine's weights file: no weight is stored twice."""
+    """Returns a reference into the engine's weights file, so that no weight is stored twice."""
     return ir.ExternalTensor(
         WEIGHTS,
         place.offset,

@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import TargetInfo
 
 TRUNKS = ("auto", "shared", "inline")
-# Layers times hidden size squared. Below, a step is short: one more program to run, and sizes that
-# are open, would be some percent of it, and there is little memory to save.
+# Layers times hidden size squared. In smaller models a step is short: another program to run, and
+# sizes that vary, would cost some percent of it, and there is little memory to save.
 SHARED_FROM = 1 << 22
 
 
 @dataclass(frozen=True)
 class OnnxOptions:
-    trunk: str = flag("auto", "shared: one copy in memory; inline: quicker if small.")
+    trunk: str = flag(
+        "auto",
+        "Main model in memory: shared: one copy; inline: one per program, faster for small models.",
+    )
 
 
 class OnnxRuntime(Target):

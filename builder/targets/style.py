@@ -1,4 +1,4 @@
-"""How a target wants its graphs."""
+"""The form in which a target wants its graphs."""
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Sizes(StrEnum):
-    """Which sizes vary at run time, besides that of a prompt's chunk."""
+    """Says which sizes vary at run time; the length of a prompt's chunk always does."""
 
     IN_USE = "in use"  # every program takes the slots in use, and the cache rows in use
     WHOLE_CACHES = "whole caches"  # a step takes the slots in use, and all rows of their caches
@@ -17,7 +17,7 @@ class Sizes(StrEnum):
 
 
 class Kernels(IntEnum):
-    """Which ops are kernels of ours; each level has those of the levels before it."""
+    """Says which ops are kernels of ours; each level includes the levels before it."""
 
     NONE = 0
     STEP = 1  # attention, experts and wide products of a step
@@ -27,12 +27,14 @@ class Kernels(IntEnum):
 
 @dataclass(frozen=True)
 class GraphStyle:
-    """How a target wants its programs traced; the defaults are those of a CPU."""
+    """Says how a target wants its programs traced; the defaults are those of a CPU."""
 
     for_gpu: bool = False
     sizes: Sizes = Sizes.IN_USE
     kernels: Kernels = Kernels.NONE
-    shared_trunk: bool = False  # it is a program of its own, which prompts and all steps run
+    shared_trunk: bool = (
+        False  # the main model is a program of its own, which prompts and all steps run
+    )
     overlap: bool = False  # a step is launched before the last one's tokens are read
     dtype: "FloatType" = "float32"  # of weights, caches and hidden states
 
@@ -55,6 +57,6 @@ class GraphStyle:
     def penalties(self) -> bool:
         """Whether requests may have penalties.
 
-        On a GPU the host writes nothing between two steps, and no branch spares the others.
+        On a GPU the host writes nothing between two steps, and every request would pay for them.
         """
         return not self.for_gpu

@@ -1,4 +1,4 @@
-"""What the compiler asks of a target: nothing else in the builder knows one by its name."""
+"""The compiler's interface to a target; nothing else in the builder knows a target by its name."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +24,7 @@ ONNX_PACKAGES = ("torch", "onnx", "onnxscript", "onnx-ir")
 
 
 class Target:
-    """One target; a subclass says what differs. Its module has an instance called TARGET.
+    """A target is a subclass, and its module has an instance called TARGET.
 
     The command line reads the options of all targets, so that module does not import torch. What
     compiles is in another one, `lowering`, with `lower` and `info`, and `check` where it is needed.
@@ -33,8 +33,10 @@ class Target:
     name: str
     lowering: str
     Options: type[Any] = NoOptions  # a frozen dataclass; its fields are `flag`s of `build`
-    packages: tuple[str, ...] = ("torch",)  # that build: their versions are in the fingerprint
-    formats: tuple[str, ...] = ()  # of quantised weights that stay as they are
+    packages: tuple[str, ...] = (
+        "torch",
+    )  # packages that build engines; the fingerprint holds their versions
+    formats: tuple[str, ...] = ()  # formats of quantised weights that engines keep
     several_ranks = False  # whether it builds --tp, --ep, --attention-dp
     ranks_share_programs = True  # whether a program is lowered once for all ranks
 
@@ -42,7 +44,7 @@ class Target:
         """Raise UsageError for options that can't be, or don't go with the rest of the request."""
 
     def compute_capabilities(self, request: "BuildRequest", options: Any) -> tuple[str, ...]:
-        """The GPUs that the engine is compiled for, such as 9.0; none: it runs on a CPU.
+        """Returns the capabilities that an engine is compiled for, such as 9.0; none: for a CPU.
 
         Raises UsageError, or EngineError if it is compiled for a GPU that is not here.
         """
@@ -52,7 +54,7 @@ class Target:
         return GraphStyle()
 
     def embeds_weights(self, options: Any) -> bool:
-        """Whether programs hold their weights, so that the engine needs no file of them."""
+        """Tells whether programs hold their weights, so that the engine needs no weights file."""
         return False
 
     def check_machine(self, plan: "Plan") -> None:
@@ -61,18 +63,18 @@ class Target:
             check(plan)
 
     def importing(self) -> AbstractContextManager[None]:
-        """Turn a package that an import in the block finds missing into one line."""
+        """Turns an import error in the block into one line that names the missing package."""
         return needs("build", *(name.replace("-", "_") for name in self.packages))
 
     def lacks(self, plan: "Plan") -> Iterator[str]:
-        """What is missing here to build the plan, in lines; a dry run goes on without it."""
+        """Says in lines what this machine lacks to build the plan; a dry run goes on without it."""
         try:
             self.check_machine(plan)
         except MissingDependencyError as error:
             yield str(error)
 
     def trace(self, program: "Program", plan: "Plan") -> "Traced":
-        """The program as one exported graph."""
+        """Exports the program as one graph."""
         from mtpbuild.builder.program.trace import trace
 
         return trace(program, plan)
@@ -83,10 +85,10 @@ class Target:
         return file
 
     def compiling(self) -> AbstractContextManager[None]:
-        """Surrounds the lowering of all programs of an engine: what they share is made once."""
+        """Surrounds the lowering of an engine's programs, which share what is made here."""
         return nullcontext()
 
     def info(self, plan: "Plan") -> "TargetInfo":
-        """What the engine needs to run, for its manifest."""
+        """Returns the manifest's record of what the engine needs to run."""
         info: TargetInfo = import_module(self.lowering).info(plan)
         return info

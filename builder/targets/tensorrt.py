@@ -15,18 +15,20 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.request import BuildRequest
 
-ASSUMED = "10.0"  # of the GPU, where there is none: graphs and sizes are the same for all
-DTYPES = ("bfloat16", "float32")  # the first one unless a flag says another
+ASSUMED = "10.0"  # assumed where there is no GPU; graphs and sizes are the same for all
+DTYPES = ("bfloat16", "float32")  # the first one is the default
 
 
 @dataclass(frozen=True)
 class TensorRtOptions:
-    dtype: str | None = flag(None, "Of weights and caches: bfloat16 or float32.")
-    fast_build: bool = flag(False, "Compile sooner, run slower.")
-    strip_weights: bool = flag(False, "One file of weights, not 3.")
+    dtype: str | None = flag(None, "Type of weights and caches: bfloat16 or float32.")
+    fast_build: bool = flag(False, "Compile faster; the engine may run slower.")
+    strip_weights: bool = flag(
+        False, "Store the weights once for all programs, not in each of the 3."
+    )
 
     def __post_init__(self) -> None:
-        """Said or not, the same type is the same build."""
+        """Fills in the default type, so that naming it makes no other build."""
         object.__setattr__(self, "dtype", self.dtype or DTYPES[0])
 
 
@@ -47,9 +49,9 @@ class TensorRt(Target):
     def compute_capabilities(
         self, request: "BuildRequest", options: TensorRtOptions
     ) -> tuple[str, ...]:
-        """The one of this machine's GPU: TensorRT compiles on the GPU that an engine is for.
+        """Returns that of this machine's GPU: TensorRT compiles on the GPU that an engine is for.
 
-        Without a GPU one is assumed, and `check_machine` refuses to build.
+        Without a GPU it assumes one, and `check_machine` refuses to build.
         """
         from mtpbuild.runtime.programs.cuda import Device
 
@@ -70,7 +72,7 @@ class TensorRt(Target):
         return not options.strip_weights
 
     def check_machine(self, plan: "Plan") -> None:
-        """Raise BuildError that says all that is missing, and what was checked all the same."""
+        """Raises BuildError that lists all that is missing, and what was checked nevertheless."""
         if missing := list(self.lacks(plan)):
             ranks, drafts = plan.ranks, f"nextn {plan.nextn}"
             split = f"{ranks.tp} ranks" + (f" in {ranks.ep} groups" if ranks.ep > 1 else "")

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
     from mtpbuild.builder.request import BuildRequest
 
-# GPUs that TensorRT-RTX compiles fp32 programs for. (It knows sm75, but no fp32 product there.)
+# GPUs for which TensorRT-RTX compiles fp32 programs. (It knows sm75, but no fp32 product there.)
 GPUS = {"8.0": "sm80", "8.6": "sm86", "8.9": "sm89", "12.0": "sm120", "12.1": "sm121"}
 FLAG = "--compute-capability"
 
 
 @dataclass(frozen=True)
 class RtxOptions:
-    compute_capability: str | None = flag(None, "Of the GPUs: sm89, sm120; several: sm89,sm120.")
+    compute_capability: str | None = flag(None, "GPUs to compile for, such as sm89 or sm89,sm120.")
 
 
 class TensorRtRtx(Target):
@@ -30,7 +30,7 @@ class TensorRtRtx(Target):
     packages = (*ONNX_PACKAGES, "tensorrt-rtx-cu13-libs")
 
     def compute_capabilities(self, request: "BuildRequest", options: RtxOptions) -> tuple[str, ...]:
-        """`sm89,sm120` -> ("8.9", "12.0"), in rising order."""
+        """Turns `sm89,sm120` into ("8.9", "12.0"), in rising order."""
         known = ", ".join(GPUS.values())
         if options.compute_capability is None:
             raise UsageError(f"target {self.name} needs {FLAG}: of {known} those of your GPUs")
@@ -47,7 +47,7 @@ class TensorRtRtx(Target):
         return GraphStyle(for_gpu=True, sizes=Sizes.FIXED)
 
     def embeds_weights(self, options: RtxOptions) -> bool:
-        """Taking them out again (REFIT, STRIP_PLAN) needs a GPU."""
+        """True: to take weights out of an engine again (REFIT, STRIP_PLAN) needs a GPU."""
         return True
 
 

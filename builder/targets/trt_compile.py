@@ -1,4 +1,4 @@
-"""A TensorRT network -> a serialised engine: what both flavours are told in the same words.
+"""Compiles TensorRT networks for both flavours of TensorRT.
 
 Besides: engines that hold no weights, and TensorRT's timings in a file for later builds.
 """
@@ -25,7 +25,7 @@ FAST = 1  # of TensorRT's levels 0 to 5; it takes 3 by itself
 def new_config(
     trt: ModuleType, builder: Any, network: Any, plan: Plan, *, fast: bool = False
 ) -> Any:
-    """The compiler's settings; fast: it tries fewer kernels."""
+    """Returns the compiler's settings; with `fast` it tries fewer kernels."""
     config = builder.create_builder_config()
     # fp32 is fp32: with TF32 a window of four tokens could give other tokens than four steps.
     config.clear_flag(trt.BuilderFlag.TF32)
@@ -33,7 +33,7 @@ def new_config(
         config.builder_optimization_level = FAST
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     if varying := [tensor for tensor in inputs if -1 in tuple(tensor.shape)]:
-        # Chunks of a prompt vary, from one token to the plan's; best when full.
+        # A prompt's chunk has from one token to the plan's number; full chunks shall be fastest.
         profile = builder.create_optimization_profile()
         for tensor in varying:
             least, most = (
@@ -46,7 +46,7 @@ def new_config(
 
 
 def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, program: str) -> Any:
-    """The engine's bytes. Raises BuildError with the first error."""
+    """Compiles the network; returns the engine's bytes. Raises BuildError with the first error."""
     log = errors_of(trt)
     log.errors.clear()
     engine = builder.build_serialized_network(network, config)
@@ -56,7 +56,7 @@ def compile_network(trt: ModuleType, builder: Any, network: Any, config: Any, pr
 
 
 def gpu_info(name: str, plan: Plan) -> TargetInfo:
-    """What an engine of either flavour needs to run."""
+    """Returns the manifest's record of what an engine of either flavour needs to run."""
     capabilities = plan.compute_capabilities
     return TargetInfo(
         name=name,
@@ -73,11 +73,11 @@ def strip(
     values: Mapping[str, Tensor],
     constants: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Leave the weights out of what is compiled; returns those that are none of `values`, by name.
+    """Leaves the weights out of the engine; returns those that are not among `values`, by name.
 
-    Each weight has a name, by which loading puts it back.
+    Each weight gets a name, by which it is put back when the engine is loaded.
 
-    values: what the weights file holds, by the names there, in memory that the network shares.
+    values: the weights file's tensors by name, in memory that the network shares.
     constants: the quantised ones, by the names of their layers.
     """
     config.set_flag(trt.BuilderFlag.STRIP_PLAN)
@@ -88,9 +88,9 @@ def strip(
         layer = network.get_layer(i)
         if layer.type != trt.LayerType.CONSTANT:
             continue
-        layer.__class__ = trt.IConstantLayer  # what it is; the network gives it as a plain layer
+        layer.__class__ = trt.IConstantLayer  # its true class; the network returns a plain layer
         weights = layer.weights
-        if isinstance(weights, trt.Weights):  # NumPy has no such type, and they no address
+        if isinstance(weights, trt.Weights):  # NumPy has no such type, and they have no address
             held = constants[layer.name]
             weights = trt.Weights(weights.dtype, held.data_ptr(), weights.size)
         else:
@@ -104,14 +104,14 @@ def strip(
 
 
 def place(version: str, capability: str) -> Path:
-    """Below XDG_CACHE_HOME, by default ~/.cache: a file per TensorRT and kind of GPU."""
+    """Returns the cache's path: below XDG_CACHE_HOME or ~/.cache, by TensorRT and kind of GPU."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "mtpbuild" / f"tensorrt-{version}-sm{capability.replace('.', '')}.timing"
 
 
 @contextlib.contextmanager
 def timing_cache(trt: ModuleType, config: Any, capability: str) -> Iterator[None]:
-    """Lets `config` know what earlier builds measured, and keeps what the build in here did.
+    """Gives `config` the measurements of earlier builds, and stores those of the build inside.
 
     So later builds measure only what is new.
     A file of another GPU, or a damaged one, is replaced. One that can't be read or written costs

@@ -1,1 +1,1 @@
-"""Rewrites of a traced graph that a target wants before it compiles."""
+"""Passes that rewrite a traced graph before a target compiles it."""

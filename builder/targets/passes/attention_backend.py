@@ -1,4 +1,4 @@
-"""Gives a step's attention to FlashInfer, where its kernel computes the same: a GPU's graph."""
+"""Gives a step's attention to FlashInfer in a GPU's graph, where its kernel computes the same."""
 
 import operator
 from typing import TYPE_CHECKING, Any, cast
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.plan import Plan
 
 aten, DECODE = torch.ops.aten, mla_decode._opoverload
-CAPABILITIES = ("10.0", "10.3")  # what its kernels for Blackwell's data centres run on
+CAPABILITIES = ("10.0", "10.3")  # its kernels for data-centre Blackwell run on these
 SHAPES = ((512, 64, 128), (256, 64, 64))  # kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim
 
 
@@ -47,8 +47,8 @@ def check(plan: "Plan") -> None:
 def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
     """Before: `mla_attention` over rows that the step has just written. After: FlashInfer's kernel.
 
-    In place; returns how many there were. The others stay: a draft's that is a single token of a
-    window or has rows beside the cache.
+    Works in place; returns how many it replaced. Drafts keep our kernel: they attend with a single
+    token of a window, or to rows beside the cache.
     """
     nope: int = config.qk_nope_head_dim  # type: ignore[attr-defined]  # a family with latents
     graph = exported.graph_module.graph
@@ -61,7 +61,7 @@ def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
         return made
 
     def by_the_other(rows: Node) -> Node:
-        """Make rows by head of rows by token, or the reverse."""
+        """Turns rows ordered by token into rows ordered by head, or the reverse."""
         turned = call(aten.permute.default, rows, [0, 2, 1, 3])
         return call(aten.clone.default, turned, memory_format=torch.contiguous_format)
 
@@ -83,7 +83,7 @@ def by_flashinfer(exported: ExportedProgram, config: "ModelConfig") -> int:
 
 
 def reads_what_was_written(node: Node) -> bool:
-    """Whether all fresh rows stand in the cache behind `base`, and query t sees t + 1 of them."""
+    """Tells whether all fresh rows are cached behind `base`, and query t sees t + 1 of them."""
     if op_name(node) != "mtpbuild::mla_attention" or len(node.args) != 7:
         return False
     q, cache, fresh, base, first, *_ = cast(tuple[Any, ...], node.args)
@@ -102,7 +102,7 @@ def reads_what_was_written(node: Node) -> bool:
 
 
 def source_of(node: Any, result: int) -> Node | None:
-    """The op whose result of that number the node is."""
+    """Returns the op whose result of that number the node is."""
     if not isinstance(node, Node) or node.target is not operator.getitem:
         return None
     source, number = node.args

@@ -1,4 +1,4 @@
-"""A traced program as AOTInductor takes it for a GPU: no branches, on the device, with kernels."""
+"""Makes a traced program fit for AOTInductor on a GPU: no branches, on the device, with kernels."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 
 from mtpbuild import plugins
 
-# In place of ops, AOTInductor's graphs for a GPU have launches of our kernels. Grouped attention
-# and what has a form for CPUs are not there; kv_write stays PyTorch's, as a kernel's operand would
-# be copied.
+# AOTInductor's graphs for a GPU have launches of our kernels in place of ops. Grouped attention
+# and ops for CPUs do not occur there; kv_write stays PyTorch's, as a kernel's operand would be
+# copied.
 GPU: plugins.FacetTable = dict.fromkeys(
     (
         plugins.accept_mixed_op,
@@ -70,7 +70,7 @@ def _value(arg: Any) -> Any:
 
 
 def op_name(node: Node) -> str:
-    """The name of the operator that a node calls, or nothing."""
+    """Returns the name of the operator that a node calls, or an empty text."""
     op = node.target
     return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
 
@@ -104,7 +104,7 @@ def _flatten(module: GraphModule) -> None:
 
 
 def _inline(module: GraphModule, side: Node, operands: tuple[Node, ...]) -> list[Node]:
-    """Copy a branch's nodes to where `module` is being written; its results there."""
+    """Copies a branch's nodes to where `module` is being written; returns its results there."""
     branch = getattr(module, str(side.target))
     _flatten(branch)
     there: dict[Node, Node] = {}
