@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checkpoint.hub_cache import MAIN, write_ref
+from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
 from mtpbuild.builder.checkpoint.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.checkpoint.readable import (
     MODELOPT,
@@ -18,7 +18,7 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.host import free_bytes
 from mtpbuild.builder.models import family_of, load_config
-from mtpbuild.builder.prepare import check_flags, check_machine, check_without_weights
+from mtpbuild.builder.prepare import check_flags, check_machine, check_small_files, of_layers
 from mtpbuild.builder.recipe import FoundModel, instead_of, name_model
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
@@ -33,8 +33,8 @@ SMALL = (CONFIG, INDEX, MODELOPT)
 def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) -> None:
     """Put a request's repository into huggingface_hub's cache, unless its weights are here.
 
-    Raises DownloadError, CheckpointError and the errors of `prepare`. Fetched files stay, and the
-    next download goes on from there.
+    free: returns the free bytes on the disk of a folder. Fetched files stay, and the next download
+    goes on from there. Raises DownloadError, CheckpointError and the errors of `prepare`.
     """
     target = check_flags(request)
     model = name_model(request.model)
@@ -45,8 +45,8 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
         return
     if model.recipe is not None and request.draft_vocab is None:
         # Nobody wants hundreds of GB on a machine that can't compile the engine.
-        config = model.recipe.config_folder
-        check_machine(request, target, FoundModel(model.name, model.engine, config))
+        here = FoundModel(model.name, model.engine, model.recipe.config_folder)
+        check_machine(request, target, here)
     with needs("build", "huggingface_hub"):
         from mtpbuild.builder.hub import OfflineError, UnreachableError, open_repository, quiet
     revision = request.revision or MAIN
@@ -61,9 +61,10 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
                 return
             raise MissingWeightsError(f"{model.missing(request.revision)}; {error}") from None
 
-        # 2. Fetch the small files, and check all that they tell.
+        # 2. Fetch the small files, and check the build as far as they allow.
         fetch_small_files(repository)
-        check_without_weights(request, FoundModel(model.name, model.engine, repository.folder))
+        source = FoundModel(model.name, model.engine, repository.folder)
+        check_small_files(request, *of_layers(request, source))
         names = find_weights(repository)
         check_modules(request, repository)
 
@@ -75,7 +76,7 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
 
 
 def fetch_small_files(repository: "Repository") -> None:
-    """Fetch the files beside the weights; raises CheckpointError for formats we do not read."""
+    """Fetch the files beside the weights; raises CheckpointError for formats that are not read."""
     where, instead = repository.name, instead_of(repository.name, repository.made_from)
     refuse_gguf(where, repository.files, instead)
     for name in repository.files:
@@ -89,7 +90,7 @@ def fetch_small_files(repository: "Repository") -> None:
 
 
 def check_modules(request: BuildRequest, repository: "Repository") -> None:
-    """Refuse drafts if the index lists no MTP layers; without an index the weights will tell."""
+    """Refuse to draft if the index lacks the MTP layers; without an index the weights will tell."""
     names = stored_names(repository.folder)
     if names and request.nextn != (0,):
         config = load_config(repository.folder)
@@ -107,10 +108,10 @@ def find_weights(repository: "Repository") -> list[str]:
 
 
 def check_room(repository: "Repository", names: list[str], free: Callable[[Path], int]) -> None:
-    """Refuse weights for which the cache's disk has no room."""
-    wanted, there = sum(map(repository.lacking_bytes, names)), free(repository.cache)
+    """Refuse to fetch weights if the cache's disk has no room for them."""
+    wanted, there = sum(map(repository.lacking_bytes, names)), free(cache_folder())
     if wanted > there:
         raise DownloadError(
             f"{repository.name}: {wanted / 1e9:.1f} GB are to be fetched, and the disk of "
-            f"{repository.cache} has {there / 1e9:.1f} GB free; HF_HUB_CACHE names another folder"
+            f"{cache_folder()} has {there / 1e9:.1f} GB free; HF_HUB_CACHE names another folder"
         )

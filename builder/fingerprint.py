@@ -1,4 +1,4 @@
-"""One hash over everything that a build reads: equal hash, same engine."""
+"""One hash over everything that a build reads: builds with equal hashes make the same engine."""
 
 import hashlib
 import json
@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
-from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.sources import hash_of_code
 from mtpbuild.builder.targets.target import Target
@@ -21,9 +20,9 @@ SAMPLE, EVERY = 1 << 12, 1 << 23  # bytes that are read of a large file
 
 
 def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | None = None) -> str:
-    """sha256 of checkpoint, plan, target, the code that makes the engine and compilers' versions.
+    """Returns the sha256 of checkpoint, plan, target, our own code and the compilers' versions.
 
-    It is the same on every machine: ranks that are built apart belong together by it.
+    It is the same on every machine, so ranks that are built apart are known to belong together.
     """
     try:
         weights = (path.name for path in folder.iterdir() if ".safetensors" in path.name)
@@ -31,6 +30,7 @@ def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | 
         checkpoint = {name: identity(folder / name) for name in files if (folder / name).is_file()}
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
+    code = (type(target).__module__, getattr(target, "lowering", ""), type(plan.config).__module__)
     inputs = {
         "checkpoint": checkpoint,
         "plan": asdict(plan),
@@ -38,14 +38,14 @@ def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | 
         "rules": [find_rule(name).identity() for name in plan.rules],
         "layers": None if layers is None else str(layers),
         "abi": ABI,
-        "sources": _sources(target, plan.config),
+        "sources": hash_of_code(*filter(None, code)),
         "versions": {name: _version(name) for name in target.packages},
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
 
 
 def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
-    """Hash a file, or a large one's size and samples: to read all of R1 would cost too much."""
+    """Hash a file; of a large one only its size and samples: reading all of R1 takes too long."""
     size = path.stat().st_size
     if size <= hash_limit:
         return hash_file(path)
@@ -55,12 +55,6 @@ def identity(path: Path, hash_limit: int = HASH_LIMIT) -> str:
             file.seek(start)
             digest.update(file.read(SAMPLE))
     return digest.hexdigest()
-
-
-def _sources(target: Target, config: ModelConfig) -> str:
-    """The code of the stages that all engines go through, of this target and of this family."""
-    modules = (type(target).__module__, getattr(target, "lowering", ""), type(config).__module__)
-    return hash_of_code(*filter(None, modules))
 
 
 def _version(name: str) -> str:

@@ -1,8 +1,8 @@
 """Fetches the files of a Hugging Face repository into huggingface_hub's cache.
 
-Small files are fetched by `hf_hub_download`, which starts an interrupted file again from its
-beginning, as `snapshot_download` does. Weights go on where they stopped: they are fetched here,
-into the place where huggingface_hub looks for them.
+`hf_hub_download` fetches the small files; like `snapshot_download`, it starts an interrupted file
+again from its beginning. This module fetches weights itself, so that they go on where they stopped,
+and puts them where huggingface_hub looks for them.
 """
 
 import errno
@@ -30,25 +30,21 @@ GOES_ON = "what has been fetched stays, and the same command goes on from there"
 
 
 class OfflineError(DownloadError):
-    """HF_HUB_OFFLINE is set."""
+    """Says that HF_HUB_OFFLINE is set."""
 
 
 class UnreachableError(DownloadError):
-    """The hub does not answer."""
+    """Says that the hub does not answer."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """One commit of a repository, and its place in the cache."""
+    """Is one commit of a repository, with its place in the cache."""
 
     name: str
     commit: str
     files: Mapping[str, RepoSibling]
     made_from: tuple[str, ...]  # the repositories of its base models
-
-    @property
-    def cache(self) -> Path:
-        return cache_folder()
 
     @property
     def folder(self) -> Path:
@@ -61,7 +57,7 @@ class Repository:
                 self.name,
                 name,
                 revision=self.commit,
-                cache_dir=self.cache,
+                cache_dir=cache_folder(),
                 endpoint=endpoint(),
                 library_name=NAME,
             )
@@ -73,7 +69,7 @@ class Repository:
         if blob is not None and size is not None and size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
             with one_line(self.name, self.commit):
                 self._go_on(name, blob, size)
-        self.fetch(name)  # this gives contents that are here their name
+        self.fetch(name)  # it finds the contents there and links them to their name
 
     def lacking_bytes(self, name: str) -> int:
         """Count the bytes of a file that are still to be fetched."""
@@ -85,14 +81,16 @@ class Repository:
         return max(0, size - sum(_size(path) for path in (blob, _partial(blob))))
 
     def _blob(self, name: str) -> Path | None:
-        """Find the place of a file's contents, whose name is their hash; None if it is unknown."""
+        """Find the place of a file's contents, named by their hash; None if the hash is unknown."""
         file = self.files[name]
         etag = file.blob_id if file.lfs is None else file.lfs.sha256
         return None if etag is None else repository_folder(self.name) / "blobs" / etag
 
     def _go_on(self, name: str, blob: Path, size: int) -> None:
-        """Fetch the missing rest of a file's contents, after any other process that does so."""
-        lock = self.cache / ".locks" / blob.parents[1].name / f"{blob.name}.lock"  # the hub's own
+        """Fetch the rest of a file's contents, after any other process that is fetching them."""
+        lock = (
+            cache_folder() / ".locks" / blob.parents[1].name / f"{blob.name}.lock"
+        )  # the hub's own
         for folder in (blob.parent, lock.parent):
             folder.mkdir(parents=True, exist_ok=True)
         with FileLock(lock, mode=0o664):  # as huggingface_hub takes it
@@ -116,7 +114,7 @@ class Repository:
             partial.replace(blob)
 
     def _check_hash(self, name: str, partial: Path, sha256: str) -> None:
-        """Refuse a file whose parts, fetched at different times, do not make the whole."""
+        """Refuse a file if its parts, fetched at different times, don't add up to it."""
         with partial.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != sha256:
@@ -127,7 +125,7 @@ class Repository:
 
 
 def open_repository(name: str, revision: str) -> Repository:
-    """Ask the hub about a repository; raises DownloadError, as OfflineError where that is set."""
+    """Ask the hub about a repository; raises DownloadError, or OfflineError if we may not ask."""
     with one_line(name, revision):
         api = HfApi(endpoint=endpoint(), library_name=NAME)
         try:
@@ -150,7 +148,7 @@ def open_repository(name: str, revision: str) -> Repository:
 
 
 def endpoint() -> str | None:
-    """Find the hub that the environment names; None stands for huggingface_hub's own."""
+    """Returns the hub's address from the environment; None means huggingface_hub's default."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
@@ -160,7 +158,7 @@ def where() -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence huggingface_hub but for its progress bars: errors become our own one line."""
+    """Silence huggingface_hub except for progress bars: its errors become one line of ours."""
     before = hub_logging.get_verbosity()
     hub_logging.set_verbosity(logging.ERROR)
     try:
@@ -174,7 +172,7 @@ def one_line(name: str, revision: str) -> Iterator[None]:
     """Turn huggingface_hub's errors into a DownloadError that says what to do."""
     try:
         yield
-    except errors.LocalEntryNotFoundError as error:  # it has asked, and looked in the cache since
+    except errors.LocalEntryNotFoundError as error:  # the hub failed, then the cache lacked it
         raise _told(error.__cause__ or error, name, revision) from None
     except (HTTPError, errors.HFValidationError, OSError) as error:
         raise _told(error, name, revision) from None

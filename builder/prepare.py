@@ -1,4 +1,4 @@
-"""What a build would do, decided and checked before anything heavy is loaded or written."""
+"""Decides and checks what a build will do, before it loads or writes anything heavy."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ DEFAULT_MAX_SEQ_LEN = 4096  # or the checkpoint's limit, if that is lower
 
 @dataclass(frozen=True)
 class Job:
-    """A request that was checked: its model and target, and a plan for each engine's place."""
+    """Holds a checked request: its model and target, and the plan of each engine by its place."""
 
     request: BuildRequest
     source: FoundModel
@@ -46,24 +46,23 @@ class Job:
     ids: GenerationIds
     target: Target
     plans: dict[Path, Plan]
-    fingerprints: dict[Path, str]  # equal, and an engine would come out the same
+    fingerprints: dict[Path, str]  # builds with equal ones make the same engine
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that are wanted; an engine that is not split is its rank 0."""
+        """Returns the ranks to build; an engine that is not split is its rank 0."""
         rank = self.request.rank
         return range(self.request.ranks.tp) if rank is None else [rank]
 
     def lacking(self, out: Path) -> Sequence[int]:
-        """Which of them are not at their place yet, as they would be built."""
-        if self.request.force:
-            return self.ranks
-        return layout.lacking(out, self.fingerprints[out], self.ranks)
+        """Returns the ranks that `out` does not hold as this build would make them."""
+        force, wanted = self.request.force, self.ranks
+        return wanted if force else layout.lacking(out, self.fingerprints[out], wanted)
 
     def open_model(self, device: str = "cpu") -> "OpenedModel":
-        """The model, after every tensor of its checkpoint was checked by name, shape and dtype.
+        """Opens the model, once every tensor of its checkpoint has the right name, shape and dtype.
 
-        device: "meta" only to look at it. Raises CheckpointError.
+        device: "meta" if nobody needs values. Raises CheckpointError.
         """
         from mtpbuild.builder.opened_model import WeightStyle, open_model
 
@@ -91,7 +90,7 @@ class Job:
 
 
 def prepare(request: BuildRequest) -> Job:
-    """Check a request; raises UsageError, CheckpointError or BuildError with what is wrong."""
+    """Check a request; raises UsageError, CheckpointError or BuildError if it can't be built."""
     target = check_flags(request)
     source, config = find_source(request)
     note_length(config, request)
@@ -106,53 +105,44 @@ def prepare(request: BuildRequest) -> Job:
 
 
 def check_flags(request: BuildRequest) -> Target:
-    """The target, after what can be checked without a model: a download comes behind it."""
+    """Returns the target, after the checks that need no model, and so come before a download.
+
+    A target must keep the formats of weights that the flags ask for.
+    """
     target = load_target(request.target)
-    if request.scheme is not None:
-        check_format(target, "--weights", request.scheme.main)
-        check_format(target, "--head-weights", request.scheme.head)
+    main, head = (request.scheme.main, request.scheme.head) if request.scheme else (None, None)
+    for flag, format in (("--weights", main), ("--head-weights", head)):
+        if format is not None and format not in target.formats:
+            keeps = ", ".join(target.formats) or "no quantised weights"
+            can = targets_that(lambda other, format=format: format in other.formats)
+            raise UsageError(
+                f"{flag} {format}: target {target.name} keeps {keeps}; {format} is for target {can}"
+            )
     return target
 
 
-def check_format(target: Target, flag: str, format: str | None) -> None:
-    """Refuse a format of weights that the target does not keep, and name the targets that do."""
-    if format is not None and format not in target.formats:
-        keeps = ", ".join(target.formats) or "no quantised weights"
-        can = targets_that(lambda other: format in other.formats)
-        raise UsageError(
-            f"{flag} {format}: target {target.name} keeps {keeps}; {format} is for target {can}"
-        )
-
-
-def check_without_weights(request: BuildRequest, source: FoundModel) -> None:
-    """Make the checks of `prepare` for which a checkpoint's weights need not be there."""
-    source, config = of_layers(request, source)
-    check_small_files(request, source, config)
-
-
 def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> None:
-    """Refuse what this machine can't compile, before a checkpoint is here; source: its config.json.
+    """Refuse an engine that this machine can't compile, before the checkpoint is downloaded.
 
-    Raises BuildError, or what `prepare` would raise of the flags.
+    source: a folder with its config.json. Raises BuildError, and UsageError as `prepare` does.
     """
-    source, config = of_layers(request, source)
-    load_compiler(target, [plan for _, plan in make_plans(config, request, source)])
+    load_compiler(target, [plan for _, plan in make_plans(request, *of_layers(request, source))])
 
 
 def check_small_files(
     request: BuildRequest, source: FoundModel, config: ModelConfig
 ) -> tuple[GenerationIds, dict[Path, Plan]]:
-    """Token ids and plans, from what lies beside a checkpoint's weights."""
+    """Reads token ids and makes the plans: all that needs no file of weights."""
     ids = generation_ids(source.folder, config)
     refuse_tokenizer(str(source.folder), [path.name for path in source.folder.iterdir()])
-    plans = dict(make_plans(config, request, source))
+    plans = dict(make_plans(request, source, config))
     for out in plans:
         layout.check_place(out, source.name, force=request.force)
     return ids, plans
 
 
 def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
-    """Import what compiles; raises BuildError for what this machine can't compile."""
+    """Import the compiler; raises BuildError if it can't compile these plans on this machine."""
     with target.importing():
         from mtpbuild.builder import opened_model  # noqa: F401  (it imports torch)
 
@@ -161,11 +151,12 @@ def load_compiler(target: Target, plans: Sequence[Plan]) -> None:
 
 
 def find_source(request: BuildRequest) -> tuple[FoundModel, ModelConfig]:
-    """The model, or what is to be seen of it; a slice has a name of its own."""
+    """Finds the model, or the slice of it that is asked for."""
     return of_layers(request, find_model(request.model, request.checkpoint, request.revision))
 
 
 def of_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, ModelConfig]:
+    """Returns a model and its configuration; with --layers they are a slice's, named as such."""
     config = load_config(source.folder)
     if request.layers is None:
         return source, config
@@ -174,9 +165,9 @@ def of_layers(request: BuildRequest, source: FoundModel) -> tuple[FoundModel, Mo
 
 
 def make_plans(
-    config: ModelConfig, request: BuildRequest, source: FoundModel
+    request: BuildRequest, source: FoundModel, config: ModelConfig
 ) -> Iterator[tuple[Path, Plan]]:
-    """Place and plan of each nextn."""
+    """Yields the place and the plan of the engine for each nextn."""
     nextns = asked_nextns(config, request)
     target = load_target(request.target)
     options = make_options(target.name, request.options, build_options)
@@ -188,9 +179,10 @@ def make_plans(
         )
     check_rules(target, request, style)
     check_ranks(config, request.ranks)
-    check_rank(request)
     capabilities = target.compute_capabilities(request, options)
-    length = sequence_length(config, request)
+    length = request.max_seq_len
+    if length is None:
+        length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
     kind = "_bf16" if style.dtype == "bfloat16" else ""
     kind += f"_{request.scheme.main}" if request.scheme else ""
     rules = "".join(f"_{name}" for name in request.acceptance_rules)
@@ -225,7 +217,7 @@ def make_plans(
 def asked_draft_ids(
     request: BuildRequest, nextns: tuple[Nextn, ...], folder: Path, vocab_size: int
 ) -> tuple[int, ...]:
-    """The tokens that drafts are chosen from; none: all."""
+    """Returns the ids of the tokens that drafts are chosen from; () means all tokens."""
     if request.draft_vocab is None:
         return ()
     if nextns == (0,):
@@ -246,18 +238,22 @@ def asked_nextns(config: ModelConfig, request: BuildRequest) -> tuple[Nextn, ...
 def check_target(
     target: Target, request: BuildRequest, options: Any, nextns: tuple[Nextn, ...]
 ) -> None:
-    """Refuse what the target can't build, and say which targets can."""
+    """Refuse flags that the target can't build, and name the targets that can."""
     if "auto" in nextns and Feature.ADAPT not in find_target(target.name).features:
         can = targets_with(Feature.ADAPT)
         raise UsageError(f"--nextn auto is for target {can}, not {target.name}")
     if (request.ranks.tp, request.ranks.ep) != (1, 1) and not target.several_ranks:
         can = targets_that(lambda other: other.several_ranks)
         raise UsageError(f"--tp and --ep are for target {can}")
+    if request.rank is not None:
+        if request.ranks.tp == 1:
+            raise UsageError("--rank is one of several: say --tp, how many they are")
+        in_range(0, request.rank, request.ranks.tp - 1, "--rank")
     target.check(request, options)
 
 
 def check_rules(target: Target, request: BuildRequest, style: GraphStyle) -> None:
-    """Refuse rules of acceptance that are unknown, in each other's way, or not the target's."""
+    """Refuse rules of acceptance that are unknown, that clash, or that the target can't run."""
     taken = {control.name for control in (*CONTROLS, *CONSTRAINTS)}
     for name in request.acceptance_rules:
         rule, flag = find_rule(name), f"--acceptance-rule {name}"
@@ -269,27 +265,10 @@ def check_rules(target: Target, request: BuildRequest, style: GraphStyle) -> Non
             taken.add(control.name)
 
 
-def check_rank(request: BuildRequest) -> None:
-    """Refuse to build a rank alone that there is not."""
-    if request.rank is not None:
-        if request.ranks.tp == 1:
-            raise UsageError("--rank is one of several: say --tp, how many they are")
-        in_range(0, request.rank, request.ranks.tp - 1, "--rank")
-
-
-def sequence_length(config: ModelConfig, request: BuildRequest) -> int:
-    """Return what was asked for, or the default."""
-    limit = config.max_position_embeddings
-    return min(limit, DEFAULT_MAX_SEQ_LEN) if request.max_seq_len is None else request.max_seq_len
-
-
 def note_length(config: ModelConfig, request: BuildRequest) -> None:
-    """Log a note about a length beyond what the model says."""
+    """Log a note if requests may be longer than the model was trained for."""
     length, limit = request.max_seq_len, config.max_position_embeddings
     if length is not None and length > limit:
-        logging.getLogger(__name__).warning(
-            "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
-            "what the model says there is untested",
-            length,
-            limit,
-        )
+        note = "note: --max-seq-len %d is beyond the checkpoint's max_position_embeddings %d: "
+        note += "what the model says there is untested"
+        logging.getLogger(__name__).warning(note, length, limit)

@@ -1,4 +1,4 @@
-"""The code that an engine is made by: what tracing and lowering import, and nothing else."""
+"""Finds and hashes the code that makes an engine: all that tracing and lowering import."""
 
 import ast
 import hashlib
@@ -9,20 +9,20 @@ from pathlib import Path
 
 PACKAGE = "mtpbuild"
 TREE = Path(__file__).parents[1]
-# Their imports lead to the rest: weights, the step program, operators, the contract.
+# These modules import the rest: weights, the step program, operators, the contract.
 STAGES = ("builder.opened_model", "builder.weights.placed", "builder.program.trace")
-# The run time's own modules do not enter a graph, but for these.
+# No other modules of the run time enter a graph.
 CONTRACT = (f"{PACKAGE}.runtime.contract.", f"{PACKAGE}.runtime.ranks")
-# It looks families up, and each is a root of its own engines.
+# It imports all families; an engine depends on its own family alone, which the caller names.
 REGISTRY = f"{PACKAGE}.builder.models"
 Documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def hash_of_code(*modules: str, tree: Path = TREE) -> str:
-    """sha256 of the code that these modules and the stages of a build import, directly or not.
+    """Returns the sha256 of all code that these modules and the stages of a build import.
 
-    Comments, docstrings and line breaks don't count. A folder of a model family or of an operator
-    counts as a whole, since its modules are imported late and by name. tree: where this package is.
+    Comments, docstrings and line breaks don't count. The folder of a model family or an operator
+    counts as a whole, since its modules are imported late and by name. tree: this package's folder.
     """
     found, todo = dict[str, str](), [*(f"{PACKAGE}.{stage}" for stage in STAGES), *modules]
     own = {name.partition(".")[0] for name in todo}
@@ -40,7 +40,7 @@ def hash_of_code(*modules: str, tree: Path = TREE) -> str:
 
 @cache
 def _read(text: str) -> tuple[str, tuple[str, ...]]:
-    """A module's code, and what it imports."""
+    """Returns a module's code without docstrings, and the names that it imports."""
     code = ast.parse(text)
     imported = tuple(_imports(code))
     for node in ast.walk(code):
@@ -54,7 +54,7 @@ def _counts(name: str) -> bool:
 
 
 def _file(name: str, tree: Path) -> Path | None:
-    """The file of a module; None if the name is not a module's, as that of a function is not."""
+    """Returns a module's file, or None if the name is not a module's but, say, a function's."""
     if name.partition(".")[0] != PACKAGE:
         found = getattr(sys.modules.get(name), "__file__", None)
         return None if found is None else Path(found)
@@ -64,7 +64,7 @@ def _file(name: str, tree: Path) -> Path | None:
 
 
 def _imports(code: ast.AST) -> Iterator[str]:
-    """Yield what a module imports, wherever, but for the sake of types alone."""
+    """Yield all names that a module imports, at any depth, except those for types alone."""
     for node in ast.iter_child_nodes(code):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -80,7 +80,7 @@ def _imports(code: ast.AST) -> Iterator[str]:
 
 
 def _siblings(name: str, path: Path, tree: Path) -> Iterator[str]:
-    """Yield the other modules of a family's folder or of an operator's."""
+    """Yield the other modules of the folder if it is a family's or an operator's."""
     families, operators = tree / "builder" / "models", tree / "plugins"
     folder = path.parent
     if folder.parent in (families, operators) and folder.name != "common":

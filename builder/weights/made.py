@@ -1,7 +1,7 @@
-"""How the engine's weights are made of what is stored: the rows of the families' tables.
+"""Makes an engine's weights from a checkpoint's, by the rows of the families' tables.
 
-What is stored is cut to the share of a rank, then joined, permuted or stacked. Here is also what
-the tables of all families have in common: vectors, products, MLPs, embedding and head.
+Stored tensors are cut to the share of a rank, then joined, permuted or stacked. The functions at
+the end make the rows that all families have: vectors, products, MLPs, embedding and head.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,40 +26,40 @@ PARTS = ("values", "scales", "scales_2")  # what an engine calls a format's part
 
 
 def stack_rows(*w: Tensor) -> Tensor:
-    """Projections of one input become one product: [out_i, ..] each -> [sum of out_i, ..]."""
+    """Joins projections of the same input: [out_i, ..] each -> [sum of out_i, ..]."""
     return torch.cat(w) if len(w) > 1 else w[0]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight as the checkpoint stores it, with the shape that the configuration demands."""
+    """Is a weight in the checkpoint, with the shape that the configuration demands."""
 
     name: str
     shape: tuple[int, ...]
-    axis: int | None = None  # that ranks split; None: each holds all of it
-    routed: bool = False  # a routed expert's: groups of ranks hold it, split by their columns
+    axis: int | None = None  # the axis that ranks split; None: each rank holds the whole weight
+    routed: bool = False  # a routed expert's weight: only some ranks hold a part of it
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a model that one of several ranks holds.
+    """Is the part of a model that one of several ranks holds.
 
-    The rank's number matters to weights alone: all ranks have the same graph.
+    All ranks have the same graph; only their weights differ.
     """
 
     ranks: Ranks = ALONE
     rank: int = 0
 
     def experts(self, count: int) -> range:
-        """Ids of the routed experts that it holds of `count`, whole or a part of each.
+        """Returns the ids of the routed experts of which this rank holds all or a part.
 
-        Groups are in the order of TensorRT-LLM: neighbours are in different ones.
+        As in TensorRT-LLM, neighbouring ranks are in different groups.
         """
         size, group = count // self.ranks.ep, self.rank % self.ranks.ep
         return range(group * size, (group + 1) * size)
 
     def cut(self, stored: Stored, tensor: Tensor) -> Tensor:
-        """This rank's part of a checkpoint's tensor, which must be among those that it holds."""
+        """Cuts this rank's part out of a checkpoint's tensor."""
         parts, part = self.ranks.parts, self.rank
         if stored.routed:
             parts, part = self.ranks.tp // self.ranks.ep, self.rank // self.ranks.ep
@@ -69,7 +69,7 @@ class Share:
         return tensor.narrow(stored.axis, part * size, size)
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
-        """The shape of this rank's part."""
+        """Returns the shape of this rank's part."""
         return self.cut(stored, torch.empty(stored.shape, device="meta")).shape
 
 
@@ -78,50 +78,47 @@ WHOLE = Share()
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of the engine, named as in the program's state_dict, and how it is made."""
+    """Says how one weight of the engine is made; `name` is its name in the program's state_dict."""
 
     name: str
     stored: tuple[Stored, ...]
-    transform: Transform = stack_rows  # of what is stored of one slice
-    rows: Transform | None = None  # of a product: as transform, but [out, ..], also for blocks
-    slices: int = 1  # of what is stacked along a first axis
-    joined: int | None = None  # of products: the axis along which what is stored is joined
-    looked_up: bool = False  # its rows are chosen by tokens
+    transform: Transform = stack_rows  # makes one slice from its stored tensors
+    rows: Transform | None = None  # for products: the same, but [out, ..]
+    slices: int = 1  # how many slices are stacked along a first axis
+    joined: int | None = None  # for products: the axis along which stored tensors are joined
+    looked_up: bool = False  # an embedding: tokens choose its rows
     per_head: bool = False  # a stack of products [H, in, out]
-    format: Format | None = None  # in which the engine holds it; None: as floats
+    format: Format | None = None  # the format in which the engine holds it; None: floats
 
     @property
     def groups(self) -> Iterator[tuple[Stored, ...]]:
-        """What is stored of each slice; their transform makes rows of the weight."""
+        """Yields the stored tensors of each slice."""
         size = len(self.stored) // self.slices
         return (self.stored[i : i + size] for i in range(0, len(self.stored), size))
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
-        """The shape of one slice, as floats and of all ranks."""
+        """Returns the shape of one slice in floats, before ranks split it."""
         stored = (torch.empty(each.shape, device="meta") for each in next(self.groups))
         return self.transform(*stored).shape
 
     @property
     def tensors(self) -> dict[str, str]:
-        """Name of each of its tensors in the engine -> suffix of the part that this one holds."""
+        """Maps the name of each of its tensors in the engine to the suffix of that format part."""
         if self.format is None:
             return {self.name: ""}
-        names = (
-            [f"{self.name}.{h}" for h in range(self.slice_shape[0])]
-            if self.per_head
-            else [self.name]
-        )
+        heads = range(self.slice_shape[0]) if self.per_head else ()
+        names = [f"{self.name}.{h}" for h in heads] or [self.name]
         parts = [*zip(PARTS, self.format.suffixes, strict=False)]
         return {f"{name}.{part}": suffix for name in names for part, suffix in parts}
 
     def scale_group(self, share: Share) -> int:
-        """Inputs that share a scale; what does not end with a block cuts all of them in pieces."""
+        """Returns how many inputs share a scale once ranks have cut the blocks."""
         widths = (share.shape(stored)[1] for stored in self.stored)
         return gcd(GROUP if isinstance(self.format, Nvfp4) else FP8_BLOCK, *widths)
 
     def made(self, checkpoint: "Checkpoint", share: Share) -> Iterator[tuple[str, Tensor]]:
-        """Yield its tensors, or the rows of them that each slice is, contiguous."""
+        """Yields the weight's tensors, contiguous; of stacked weights slice by slice."""
         for group in self.groups:
             if self.format is not None and not self.per_head:
                 parts = [checkpoint.parts(stored.name) for stored in group]
@@ -136,7 +133,7 @@ class Weight:
                 yield from self._by_head(self.format, self.transform(*floats))
 
     def _by_head(self, format: Format, heads: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Encode a product for each head: its inputs are no columns of what a checkpoint stores.
+        """Encodes the product of each head anew, as its inputs cross the checkpoint's blocks.
 
         heads: fp32 [H, in, out].
         """
@@ -147,7 +144,7 @@ class Weight:
     def _joined(
         self, suffix: str, group: tuple[Stored, ...], parts: list[Tensor], share: Share
     ) -> Tensor:
-        """One tensor of the engine, or a slice of it, of one part of each stored weight."""
+        """Joins one part of each stored weight into a tensor of the engine, or a slice of it."""
         if isinstance(self.format, Integers):
             if self.rows is not None:
                 return self.rows(*parts)
@@ -156,7 +153,7 @@ class Weight:
         return self.transform(*rows)
 
     def _rows(self, suffix: str, stored: Stored, part: Tensor, share: Share) -> Tensor:
-        """A part as [out, ..], so that outputs can be permuted and joined as the weight's are."""
+        """Returns a part as [out, ..], so that `transform` permutes and joins its outputs, too."""
         if suffix == "_scale_2":
             outputs, inputs = share.shape(stored)
             return part.expand((1, inputs // GROUP) if self.joined == 1 else (outputs, 1))
@@ -170,16 +167,16 @@ class Weight:
 def made(
     checkpoint: "Checkpoint", table: Iterable[Weight], share: Share = WHOLE
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight of a rank's table as the engine holds it, one at a time.
+    """Yields the tensors of a rank's table as the engine holds them, one at a time.
 
-    Weights are fp32, but those with a format come as values and scales. Stacked experts come one by
-    one: as rows [1, ..] of one name, and their values and scales in turn. share: the table's.
+    Weights with a format come as values and scales, all others in fp32. Stacked experts come one by
+    one, as rows [1, ..] of the same name. share: the one that the table was made for.
     """
     return chain.from_iterable(weight.made(checkpoint, share) for weight in table)
 
 
 def whole(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Join the rows that `made` yields of each weight."""
+    """Joins the rows that `made` yields for each weight."""
     for _, owned in groupby(pieces, lambda named: weight_of(named[0])):
         rows = dict[str, list[Tensor]]()
         for name, piece in owned:
@@ -189,28 +186,28 @@ def whole(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def weight_of(name: str) -> str:
-    """The weight of which a tensor in the engine is all, or the values or scales."""
+    """Returns the weight to which a tensor of the engine belongs."""
     weight, _, leaf = name.rpartition(".")
     return weight if leaf in PARTS else name
 
 
 def vector(to: str, at: str, name: str, size: int) -> Weight:
-    """A vector that has the same name in the module `to` as in the checkpoint's `at`."""
+    """Declares a vector with the same name in the program's module `to` and the checkpoint's `at`."""
     return Weight(f"{to}.{name}", (Stored(f"{at}.{name}", (size,)),))
 
 
 def embedding(to: str, stored: Stored) -> Weight:
-    """Checkpoint [vocabulary, hidden] -> the same in the program."""
+    """Declares an embedding [vocabulary, hidden], the same in checkpoint and program."""
     return Weight(to, (stored,), rows=stack_rows, looked_up=True)
 
 
 def product(to: str, *stored: Stored, rows: Transform = stack_rows, joined: int = 0) -> Weight:
-    """Checkpoint [out, in] -> program [in, out]: the graph is `x @ w` without a Transpose."""
+    """Declares a product: the checkpoint's [out, in] becomes [in, out], so that graphs do `x @ w`."""
     return Weight(to, stored, lambda *w: rows(*w).T, rows, joined=joined)
 
 
 def projection(at: str, proj: str, hidden: int, inner: int, routed: bool = False) -> Stored:
-    """An MLP's product; ranks split its inner columns."""
+    """Declares a stored projection of an MLP; ranks split its inner columns."""
     down = proj == "down"
     shape = (hidden, inner) if down else (inner, hidden)
     return Stored(f"{at}.{proj}_proj.weight", shape, int(down), routed)
@@ -225,7 +222,7 @@ def mlp(hidden: int, inner: int, at: str, to: str) -> Iterator[Weight]:
 def decoder_layer(
     c: ModelConfig, at: str, to: str, attention: Iterable[Weight], feed_forward: Iterable[Weight]
 ) -> Iterator[Weight]:
-    """The weights of one layer, around those of its two halves."""
+    """Yields the weights of one layer from the weights of its two halves."""
     yield vector(to, at, "input_layernorm.weight", c.hidden_size)
     yield from attention
     yield vector(to, at, "post_attention_layernorm.weight", c.hidden_size)
@@ -235,7 +232,7 @@ def decoder_layer(
 def module_weights(
     c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]]
 ) -> Iterator[Weight]:
-    """The MTP modules' weights where they are layers behind the trunk's (DeepSeek, GLM)."""
+    """Yields the weights of MTP modules that are layers behind the trunk's (DeepSeek, GLM)."""
     E, V = c.hidden_size, c.vocab_size
     for j in range(c.num_nextn_predict_layers):
         index, to = c.num_hidden_layers + j, f"mtp.{j}"
@@ -244,7 +241,7 @@ def module_weights(
             yield vector(to, at, f"{norm}.weight", E)
         yield product(f"{to}.eh_proj", Stored(f"{at}.eh_proj.weight", (E, 2 * E), axis=1))
         yield from layer(index, to)
-        if j in c.own_embeddings:  # not the trunk's
+        if j in c.own_embeddings:
             yield embedding(f"{to}.embed_tokens", Stored(f"{at}.embed_tokens.weight", (V, E), 0))
         if j in c.own_heads:
             head = Stored(f"{at}.shared_head.head.weight", (V, E), axis=0)
@@ -252,7 +249,7 @@ def module_weights(
 
 
 def drafted_rows(c: ModelConfig) -> Transform:
-    """The rows of a head that drafts are chosen by: all, unless their vocabulary is reduced."""
+    """Picks the rows of a head for a reduced draft vocabulary; without one, keeps all."""
     ids = torch.tensor(c.draft_ids)
     return (lambda head: head[ids]) if c.draft_ids else stack_rows
 
@@ -260,7 +257,7 @@ def drafted_rows(c: ModelConfig) -> Transform:
 def whole_table(
     c: ModelConfig, layer: Callable[[int, str], Iterator[Weight]], modules: Iterable[Weight]
 ) -> list[Weight]:
-    """A whole table in the order of use; `layer` makes a layer's weights under the given name."""
+    """Returns a whole table in the order of use; layer(i, to) makes the weights of layer i."""
     shape = (c.vocab_size, c.hidden_size)
     tokens = Stored(EMBEDDING, shape, axis=0)
     head = tokens if c.tie_word_embeddings else Stored(HEAD, shape, axis=0)

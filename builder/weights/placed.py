@@ -1,4 +1,4 @@
-"""Where weights lie: safetensors files, written tensor by tensor, and an engine's file of them."""
+"""Writes safetensors files tensor by tensor, and finds where each tensor lies in them."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ ALIGNMENT = 64  # of the first byte of data, for memory mapping
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor's bytes in its file."""
+    """Says where a tensor's bytes are in its file."""
 
     offset: int
     size: int
@@ -33,14 +33,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file; `metadata` as Hugging Face's libraries look for it."""
+    """Is one file; `metadata` adds the header's entry that Hugging Face's libraries expect."""
 
     file: str
     tensors: Mapping[str, Entry]
     metadata: bool = True
 
     def header(self) -> bytes:
-        """Length and JSON of a safetensors file; data follows in the order of `tensors`."""
+        """Returns the bytes before a safetensors file's data, which has the order of `tensors`."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}} if self.metadata else {}
         end = 0
         for name, entry in self.tensors.items():
@@ -56,7 +56,7 @@ class Shard:
 
 
 def split(tensors: Mapping[str, Entry], limit: int = SHARD_LIMIT) -> list[Shard]:
-    """One file if it all fits the limit, else as many as it takes, named as Hugging Face does."""
+    """Divides tensors into files of at most `limit` bytes, named as Hugging Face names them."""
     groups, size = list[dict[str, Entry]]([{}]), 0
     for name, entry in tensors.items():
         if groups[-1] and size + entry.nbytes > limit:
@@ -71,7 +71,7 @@ def split(tensors: Mapping[str, Entry], limit: int = SHARD_LIMIT) -> list[Shard]
 
 
 def write_index(folder: Path, shards: list[Shard]) -> None:
-    """The index that more than one shard needs."""
+    """Write the index, which several shards need."""
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
@@ -81,39 +81,26 @@ def write_index(folder: Path, shards: list[Shard]) -> None:
 
 
 def write_shards(folder: Path, shards: list[Shard], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors as they come; one is in memory at a time.
+    """Write tensors as they come; only one is in memory at a time.
 
-    A tensor may come as several of the same name, its rows in turn, with others between them.
+    A tensor may come in pieces, some rows at a time, with other tensors in between.
     """
-    cursors = dict[str, Cursor]()
-    with ExitStack() as files:
+    files, at, end = dict[str, BinaryIO](), dict[str, int](), dict[str, int]()
+    dtypes = {name: TYPES[each.dtype] for shard in shards for name, each in shard.tensors.items()}
+    with ExitStack() as opened:
         for shard in shards:
-            file = files.enter_context((folder / shard.file).open("wb"))
-            at = file.write(shard.header())
+            file = opened.enter_context((folder / shard.file).open("wb"))
+            place = file.write(shard.header())
             for name, entry in shard.tensors.items():
-                cursors[name] = Cursor(file, TYPES[entry.dtype], at, at := at + entry.nbytes)
+                files[name], at[name] = file, place
+                end[name] = place = place + entry.nbytes
         for name, rows in tensors:
-            cursors[name].write(rows)
-    for name, cursor in cursors.items():
-        assert cursor.at == cursor.end, f"{name}: {cursor.end - cursor.at} bytes are missing"
+            files[name].seek(at[name])
+            at[name] += files[name].write(raw(rows.to(dtypes[name])))
+            assert at[name] <= end[name], f"{name}: {at[name] - end[name]} bytes too many"
+    for name, reached in at.items():
+        assert reached == end[name], f"{name}: {end[name] - reached} bytes are missing"
     write_index(folder, shards)
-
-
-@dataclass
-class Cursor:
-    """The bytes of a tensor in an open file; those before `at` are written."""
-
-    file: BinaryIO
-    dtype: torch.dtype
-    at: int
-    end: int
-
-    def write(self, rows: Tensor) -> None:
-        """Append the tensor's next rows."""
-        if self.file.tell() != self.at:
-            self.file.seek(self.at)
-        self.at += self.file.write(raw(rows.to(self.dtype)))
-        assert self.at <= self.end, f"{self.at - self.end} bytes too many"
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -123,7 +110,7 @@ def raw(tensor: Tensor) -> memoryview:
 def write_weights(
     path: Path, entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]
 ) -> dict[str, Placed]:
-    """Stream tensors, in the order of `entries` and in their dtypes, into one file."""
+    """Write tensors into one file, in the order and the dtypes of `entries`."""
     write_shards(path.parent, [Shard(path.name, entries, metadata=False)], tensors)
     return read_places(path)
 
@@ -137,6 +124,8 @@ def read_places(path: Path) -> dict[str, Placed]:
 
 @dataclass(frozen=True)
 class WrittenWeights:
+    """Is the weights file of one rank: where its tensors lie, and its hash."""
+
     places: dict[str, Placed]
     sha256: str
 
@@ -151,9 +140,9 @@ class EngineWeights:
     def write(
         self, folder: Path, siblings: Path | None, rank: int = 0, there: str | None = None
     ) -> WrittenWeights:
-        """Write folder/weights.safetensors; a hard link if an engine in `siblings` has the same.
+        """Write folder/weights.safetensors, or link it to the same file of an engine in `siblings`.
 
-        there: the file's sha256, if an interrupted build has finished it.
+        there: the file's sha256 if an interrupted build has already written it.
         """
         path, ranks = folder / WEIGHTS, self.model.ranks
         inner = folder.name if ranks.tp > 1 else ""

@@ -1,6 +1,7 @@
-"""`mtpbuild quantize`: reads a checkpoint weight by weight and writes another one of its kind."""
+"""`mtpbuild quantize`: reads a checkpoint weight by weight, and writes it in other formats."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ Watch = Callable[[str], None]  # gets a line about each weight
 
 @dataclass(frozen=True)
 class QuantizeRequest:
-    """The flags of `mtpbuild quantize`."""
+    """Holds the flags of `mtpbuild quantize`."""
 
     model: str
     scheme: Scheme
@@ -38,7 +39,7 @@ class QuantizeRequest:
 
 @dataclass
 class Portion:
-    """The part of a checkpoint that is in one format, and what that changed."""
+    """Counts the weights of a checkpoint that are in one format."""
 
     weights: int = 0
     bytes: int = 0
@@ -47,16 +48,16 @@ class Portion:
 
     @property
     def error(self) -> float:
-        """Root of the changes' squares over that of the values'."""
+        """Returns the relative error: the norm of the changes over the norm of the values."""
         return (self.errors / self.squares) ** 0.5 if self.squares else 0.0
 
 
 @dataclass
 class Quantized:
-    """A checkpoint that was written: a portion for each format, and weights that no block fits."""
+    """Is a written checkpoint: a portion for each format, and the weights that no block fits."""
 
     folder: Path
-    portions: dict[str, Portion] = field(default_factory=dict)
+    portions: dict[str, Portion] = field(default_factory=lambda: defaultdict(Portion))
     unfit: list[str] = field(default_factory=list)
 
 
@@ -73,11 +74,6 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
             weights.setdefault(copy, Stored(copy, weights[original].shape))
     new = requantise(checkpoint, config, request.scheme, weights.values())
     done = Quantized(request.out, unfit=list(new.unfit))
-    for name, format in new.formats.items():
-        for suffix in ("",) if format is None else format.suffixes:
-            entry = new.tensors[name + suffix]
-            kind = format.name if format else entry.dtype.lower()
-            done.portions.setdefault(kind, Portion()).bytes += entry.nbytes
     with under_construction(request.out, "checkpoint") as building:
         write_shards(building.folder, split(new.tensors), write_all(new, done, watch))
         write_configuration(source.folder, building.folder, config, request.scheme)
@@ -87,25 +83,26 @@ def quantize(request: QuantizeRequest, watch: Watch = lambda text: None) -> Quan
 def write_all(
     checkpoint: Requantised, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that is to be stored of each weight, and count how far its values move."""
+    """Yields all tensors to store; counts their bytes, and how far quantising moves values."""
     for name, format in checkpoint.formats.items():
         watch(f"quantising {name}")
         if format is None:
-            tensor = checkpoint.tensor(name)
-            done.portions[NAMES[tensor.dtype].lower()].weights += 1
-            yield name, tensor
-            continue
-        portion = done.portions[format.name]
+            parts = {"": checkpoint.tensor(name)}
+            portion = done.portions[NAMES[parts[""].dtype].lower()]
+        else:
+            portion = done.portions[format.name]
+            pieces = counted(checkpoint.encoded(name), format, portion)
+            parts = checkpoint.collect(name, pieces)
         portion.weights += 1
-        pieces = counted(checkpoint.encoded(name), format, portion)
-        for suffix, tensor in checkpoint.collect(name, pieces).items():
+        for suffix, tensor in parts.items():
+            portion.bytes += tensor.nbytes
             yield name + suffix, tensor
 
 
 def counted(
     pieces: Iterable[tuple[Tensor, Parts]], format: Format, portion: Portion
 ) -> Iterator[Parts]:
-    """Yield the encoded parts of each piece of rows, and add up how far their values are off."""
+    """Yields the encoded parts of each piece of rows, and adds up how far their values are off."""
     for rows, parts in pieces:
         portion.squares += rows.square().sum().item()
         portion.errors += (format.decode(parts) - rows).square().sum().item()
@@ -113,7 +110,7 @@ def counted(
 
 
 def write_configuration(source: Path, folder: Path, config: ModelConfig, scheme: Scheme) -> None:
-    """Write config.json as the format's own repositories have it, and copy the side files."""
+    """Write config.json as published checkpoints of the format have it; copy the side files."""
     copy_side_files(source, folder)
     raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
     raw.pop("quantization_config", None)
@@ -145,7 +142,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def check_place(out: Path, source: Path, *, force: bool) -> None:
-    """Refuse to replace the source or a folder that is no checkpoint; without --force, any."""
+    """Refuse to replace the source or a folder that is no checkpoint; --force permits the rest."""
     if out.resolve() == source.resolve():
         raise BuildError(f"{out} is the source itself; choose another --out")
     if is_taken(out, CONFIG, "a checkpoint") and not force:

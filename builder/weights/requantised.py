@@ -1,4 +1,4 @@
-"""A checkpoint in other number formats than it is stored in: it is quantised while it is read."""
+"""Shows a checkpoint in other number formats than it is stored in, quantising while it reads."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +17,17 @@ Parts = dict[str, Tensor]  # by suffix
 
 @dataclass(frozen=True)
 class Requantised(Checkpoint):
-    """The checkpoint that `mtpbuild quantize` writes of a source, without a byte of it on disk.
+    """Is the checkpoint that `mtpbuild quantize` would write, without a byte of it on disk.
 
-    A weight is encoded each time that it is asked for, some rows at a time.
+    Each read of a weight encodes it anew, some rows at a time.
     """
 
     source: Checkpoint
     formats: Mapping[str, Format | None]  # by weight; None: it is not quantised
     unfit: tuple[str, ...]  # weights whose columns do not split into their format's blocks
-    amaxes: dict[str, float] = field(default_factory=dict)  # of weights that were looked through
+    amaxes: dict[str, float] = field(
+        default_factory=dict
+    )  # by weight, so that each is searched once
 
     def format(self, name: str) -> Format | None:
         return self.formats[name]
@@ -34,11 +36,10 @@ class Requantised(Checkpoint):
         if (format := self.formats[name]) is not None:
             return format.decode(self.parts(name))
         weight = self.source.read(name)
-        # As `quantize` stores what is not quantised any more.
         return weight if self.source.format(name) is None else weight.bfloat16().float()
 
     def tensor(self, name: str) -> Tensor:
-        """A weight that is not quantised, as `quantize` writes it."""
+        """Returns a weight that is not quantised; one that was is rounded to bf16."""
         weight = self.source.read(name)
         return self.source.tensor(name) if self.source.format(name) is None else weight.bfloat16()
 
@@ -46,10 +47,10 @@ class Requantised(Checkpoint):
         return self.collect(name, (parts for _, parts in self.encoded(name)))
 
     def collect(self, name: str, pieces: Iterable[Parts]) -> Parts:
-        """One weight's parts of those of its rows; a scale of the whole weight is the same in all.
+        """Joins the parts of a weight's rows; a scale of the whole weight is the same in all.
 
-        Pieces are copied to their places: many that are kept between temporary tensors would break
-        the heap up, and joining them would take them twice.
+        Pieces are copied into place at once: keeping them fragments the heap, and joining them at
+        the end needs twice the memory.
         """
         whole, at = Parts(), dict[str, int]()
         for piece in pieces:
@@ -65,7 +66,7 @@ class Requantised(Checkpoint):
         return whole
 
     def encoded(self, name: str) -> Iterator[tuple[Tensor, Parts]]:
-        """Rows of a quantised weight in fp32, and what they are encoded as."""
+        """Yields some rows of a quantised weight in fp32, and the parts that encode them."""
         format = self.formats[name]
         assert format is not None
         amax = torch.tensor(self.group_amax(name)) if format.needs_amax else None
@@ -73,7 +74,7 @@ class Requantised(Checkpoint):
             yield rows, format.encode(rows, amax)
 
     def group_amax(self, name: str) -> float:
-        """gate and up become one product, so ModelOpt gives them one second scale."""
+        """Returns the largest magnitude; gate and up share it, as ModelOpt joins the products."""
         for one, other in (("gate_proj", "up_proj"), ("up_proj", "gate_proj")):
             if name.endswith(f"{one}.weight"):
                 return max(self._amax(name), self._amax(name.replace(one, other)))
@@ -88,7 +89,7 @@ class Requantised(Checkpoint):
 def requantise(
     checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, weights: Iterable[Stored]
 ) -> Requantised:
-    """See these weights of a checkpoint, which was checked, as `scheme` quantises them."""
+    """Shows these weights of a checked checkpoint as `scheme` quantises them."""
     formats, unfit, tensors = dict[str, Format | None](), list[str](), dict[str, FileEntry]()
     for stored in weights:
         name = stored.name
@@ -102,14 +103,14 @@ def requantise(
 
 
 def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | None:
-    """The format that a scheme gives a weight; None: the weight stays as it is."""
+    """Returns the format that a scheme gives a weight; None if the weight stays as it is."""
     wanted = scheme.wanted(config, stored.name)
     format = None if wanted is None else FORMATS[wanted]
     return format if format is not None and format.fits(stored.shape) else None
 
 
 def see(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None) -> Checkpoint:
-    """Check a checkpoint, then see it as `scheme` quantises it; None: as it is."""
+    """Checks a checkpoint, then shows it as `scheme` quantises it; None leaves it as it is."""
     table = checkpoint.check(config)
     if scheme is None:
         return checkpoint
@@ -118,7 +119,7 @@ def see(checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme | None) -> C
 
 
 def entries(checkpoint: Checkpoint, stored: Stored, format: Format | None) -> dict[str, Entry]:
-    """List what is stored for a weight; one that is not quantised any more becomes bf16."""
+    """Lists the tensors that store a weight; one that is no longer quantised becomes bf16."""
     if format is not None:
         return format.parts(stored.shape)
     dtype = "BF16" if checkpoint.format(stored.name) else checkpoint.tensors[stored.name].dtype

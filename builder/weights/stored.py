@@ -1,8 +1,9 @@
-"""What is stored: the tensors of a Hugging Face checkpoint, checked against a family's table."""
+"""Reads the tensors of a Hugging Face checkpoint, and checks them against a family's table."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from mtpbuild.builder.weights.formats import DTYPES, SUPPORTED, Entry, Format, S
 from mtpbuild.builder.weights.made import WHOLE, Stored, Weight
 from mtpbuild.runtime.errors import CheckpointError
 
-PIECE = 2048  # rows of a large weight that are in memory at once: whole blocks of all formats
-# What other programs store and ours do not need: caches here are not quantised.
+PIECE = 2048  # rows of a large weight in memory at once; blocks of all formats divide it
+# Tensors that other programs store and ours do not need: our caches are not quantised.
 UNUSED = (".rotary_emb.inv_freq", ".k_proj.k_scale", ".v_proj.v_scale")
 
 
 @dataclass(frozen=True)
 class FileEntry(Entry):
-    """An entry of a header, and where its tensor is."""
+    """Is an entry of a header, with the place of its tensor."""
 
     file: Path
     name: str  # in the file
@@ -34,17 +35,17 @@ class FileEntry(Entry):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a folder by name; bytes are read when asked for."""
+    """Holds the tensors of a folder by name; their bytes are read when asked for."""
 
     folder: Path
     tensors: Mapping[str, FileEntry]
 
     def format(self, name: str) -> Format | None:
-        """The number format of a quantised weight."""
+        """Returns the number format of a weight; None if it is not quantised."""
         return stored_format(name, self.tensors)
 
     def read(self, name: str) -> Tensor:
-        """One weight in fp32, dequantised; raises CheckpointError if it holds NaN or Inf."""
+        """Reads a weight in fp32, dequantised; raises CheckpointError if it holds NaN or Inf."""
         if (format := self.format(name)) is None:
             tensor = self.tensor(name).float()
         else:
@@ -53,7 +54,7 @@ class Checkpoint:
         return tensor
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """A quantised weight's values and scales, by suffix; raises CheckpointError as `read`."""
+        """Reads a quantised weight's values and scales, by suffix; raises as `read` does."""
         format = self.format(name)
         assert format is not None
         parts = {suffix: self.tensor(name + suffix) for suffix in format.suffixes}
@@ -63,16 +64,18 @@ class Checkpoint:
         return parts
 
     def rows(self, name: str) -> Iterator[Tensor]:
-        """A weight as `read` gives it, some rows at a time."""
+        """Reads a weight as `read` does, but some rows at a time."""
         if self.format(name) is not None:
             yield from self.read(name).split(PIECE)
             return
-        for piece in map(Tensor.float, self._pieces(name)):
+        for start in range(0, self.tensors[name].shape[0], PIECE):
+            with self._opened(name) as (file, entry):
+                piece = file.get_slice(entry.name)[start : start + PIECE].float()
             self._refuse_not_finite(name, piece)
             yield piece
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as it is in its file."""
+        """Reads a tensor as it is in its file."""
         with self._opened(name) as (file, entry):
             tensor: Tensor = file.get_tensor(entry.name)
             return tensor
@@ -95,10 +98,10 @@ class Checkpoint:
         return CheckpointError(f"{self.tensors[name].file}: tensor {name} {what}")
 
     def check(self, config: ModelConfig) -> list[Weight]:
-        """The table of this checkpoint's weights, after every name, shape and dtype was checked.
+        """Returns the table of the model's weights once every name, shape and dtype is right.
 
-        config: as `settle` has made it. Raises CheckpointError that names missing, left-over or
-        wrong-shaped tensors.
+        config: the result of `settle`. Raises CheckpointError, which names the first missing,
+        left-over or wrong-shaped tensor.
         """
         family = family_of(config)
         table, same = family.weight_table(config, WHOLE), family.duplicates(config)
@@ -115,10 +118,10 @@ class Checkpoint:
         return table
 
     def settle(self, config: Config, drafts: bool = False) -> Config:
-        """The configuration as this checkpoint bears it out: which MTP modules it really holds.
+        """Returns the configuration with the MTP modules that this checkpoint really holds.
 
-        drafts: they must be there; quantised and fine-tuned copies of models often lack them.
-        Raises CheckpointError.
+        Quantised and fine-tuned copies of models often lack them; with `drafts` that raises
+        CheckpointError.
         """
         family = family_of(config)
         there = stored_modules(family, config, self.tensors)
@@ -128,7 +131,7 @@ class Checkpoint:
         return self._own_copies(replace(config, num_nextn_predict_layers=count))
 
     def _own_copies(self, config: Config) -> Config:
-        """The configuration with the MTP modules whose embedding or head is not the trunk's."""
+        """Notes in the configuration which MTP modules have an embedding or a head of their own."""
         embeddings, heads = list[int](), list[int]()
         for copy in family_of(config).copies(config):
             there = {copy.name, copy.original} <= self.tensors.keys()
@@ -143,28 +146,16 @@ class Checkpoint:
         return replace(config, own_embeddings=(*embeddings,), own_heads=(*heads,))
 
     def _equal(self, name: str, other: str) -> bool:
-        """Compare two weights; those as large as a vocabulary go a piece at a time."""
-        if self.format(name) is not None or self.format(other) is not None:
-            return torch.equal(self.read(name), self.read(other))
-        if self.tensors[name].shape != self.tensors[other].shape:
-            return False
-        pieces = zip(self._pieces(name), self._pieces(other), strict=True)
-        return all(torch.equal(a.float(), b.float()) for a, b in pieces)
-
-    def _pieces(self, name: str) -> Iterator[Tensor]:
-        """Rows of a stored tensor, some at a time."""
-        count = self.tensors[name].shape[0]
-        for start in range(0, count, PIECE):
-            with self._opened(name) as (file, entry):
-                piece = file.get_slice(entry.name)[start : start + PIECE]
-            yield piece
+        """Compare two weights, some rows at a time: they may be as large as a vocabulary."""
+        pairs = zip_longest(self.rows(name), self.rows(other), fillvalue=torch.empty(0))
+        return all(torch.equal(one, two) for one, two in pairs)
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
         if found := sorted(names):
             raise CheckpointError(f"{self.folder}: {what} {found[0]}{more(len(found) - 1)}")
 
     def _check_weight(self, stored: Stored) -> set[str]:
-        """Require the dtypes and shapes of all parts of a weight; returns their names."""
+        """Check the dtypes and shapes of all parts of a weight; returns their names."""
         name, format = stored.name, self.format(stored.name)
         if format is None or len(stored.shape) != 2:
             if (dtype := self.tensors[name].dtype) not in DTYPES:
@@ -210,7 +201,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:
-    """List the tensors of some layers, under the names that a model of these has; None: all."""
+    """List the tensors of a slice, renamed for a model of these layers; None means all layers."""
     checkpoint = open_checkpoint(folder)
     if layers is None:
         return checkpoint

@@ -1,6 +1,6 @@
 """A whole model with its MTP modules, as the step program calls it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mtpbuild.builder.models.common.blocks import look_up
 from mtpbuild.builder.models.common.collectives import all_gather, all_reduce, rank_constant
 from mtpbuild.builder.models.common.layers import (
+    Attention,
     DecoderLayer,
     MTPModule,
     Passed,
@@ -24,6 +25,7 @@ from mtpbuild.plugins import matmul_wide
 from mtpbuild.runtime.contract.state import layer_rows, layer_state
 from mtpbuild.runtime.ranks import Ranks
 
+Block = tuple[Attention, nn.Module]  # attention and feed-forward of a layer
 NEVER = -1e30  # a logit; finite, as it is divided by temperatures
 
 
@@ -148,6 +150,21 @@ class CausalLM(nn.Module):
         else:
             logits = (cast(hidden, torch.float32) @ weight).float()
         return logits if self.ranks.parts == 1 else all_gather(logits, self.rank, self.ranks.parts)
+
+
+class UniformLM(CausalLM):
+    """A model whose layers all have attention; block(i) makes the parts of layer i.
+
+    MTP module j is layer num_hidden_layers + j.
+    """
+
+    def __init__(
+        self, c: ModelConfig, block: Callable[[int], Block], rotary_dim: int, ranks: Ranks
+    ) -> None:
+        L, count = c.num_hidden_layers, c.num_nextn_predict_layers
+        layers = (DecoderLayer(c, *block(i), ranks) for i in range(L))
+        modules = (MTPModule(c, *block(L + j), ranks) for j in range(count))
+        super().__init__(c, layers, modules, Rope(c.rope, rotary_dim), ranks)
 
 
 def begun(state: Tensor, rows: Rows) -> Tensor:

@@ -7,7 +7,7 @@ then their values.
 from dataclasses import dataclass
 
 from mtpbuild.builder.models.config import ModelConfig, Reader, flag, integer
-from mtpbuild.builder.models.family import Split
+from mtpbuild.builder.models.family import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
 
@@ -62,11 +62,12 @@ def attention_splits(c: GroupedConfig, ranks: Ranks) -> list[Split]:
     ]
 
 
-def row_operations(c: GroupedConfig, ranks: Ranks) -> float:
-    """Counts one token's operations on one cached row: a score and a value for each head."""
-    return 4.0 * c.num_attention_heads * c.head_dim / ranks.parts
+def grouped_costs(c: GroupedConfig, ranks: Ranks, feed_forward: float, **experts: int) -> Costs:
+    """Returns a step's costs: on a cached row, a token computes a score and a value for each head.
 
-
-def attention_activations(c: GroupedConfig, ranks: Ranks) -> float:
-    """Counts the values of a token that attention holds at once."""
-    return (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim / ranks.parts
+    feed_forward: values of a token that a feed-forward holds at its peak.
+    """
+    heads, D = c.num_attention_heads, c.head_dim
+    attention = (2 * heads + 2 * c.num_key_value_heads) * D / ranks.parts
+    activations = max(attention, feed_forward) + 4 * c.hidden_size
+    return Costs(4.0 * heads * D / ranks.parts, activations, **experts)

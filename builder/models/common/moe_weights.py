@@ -1,6 +1,6 @@
 """The weights of a layer's second half: a dense MLP, or a router and its experts."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 
 import torch
@@ -8,24 +8,33 @@ from torch import Tensor
 
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
 from mtpbuild.builder.models.config import MoEConfig
-from mtpbuild.builder.weights.made import (
-    Share,
-    Stored,
-    Weight,
-    mlp,
-    product,
-    projection,
-    vector,
-)
+from mtpbuild.builder.weights import made
+from mtpbuild.builder.weights.made import Share, Stored, Weight, mlp, product, projection, vector
 
 STACKS = ("gate_up_proj", "down_proj")
 PROJECTIONS = ("gate", "up", "down")
 
 
-def feed_forward_weights(c: MoEConfig, s: Share, layer: int, at: str, to: str) -> Iterator[Weight]:
-    if c.is_moe(layer):
-        return moe_weights(c, s, at, to)
-    return mlp(c.hidden_size, c.intermediate_size, at, to)
+def moe_table(
+    c: MoEConfig, s: Share, attention: Callable[[str, str], Iterator[Weight]]
+) -> list[Weight]:
+    """Returns the table of a model with experts whose MTP modules are layers behind the trunk's.
+
+    attention(at, to) makes the weights of the module `to` from those that the checkpoint has at
+    `at`.
+    """
+
+    def layer(index: int, to: str) -> Iterator[Weight]:
+        at = f"model.layers.{index}"
+        if c.is_moe(index):
+            second = moe_weights(c, s, f"{at}.mlp", f"{to}.mlp")
+        else:
+            second = mlp(c.hidden_size, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
+        return made.decoder_layer(
+            c, at, to, attention(f"{at}.self_attn", f"{to}.self_attn"), second
+        )
+
+    return made.whole_table(c, layer, made.module_weights(c, layer))
 
 
 def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:

@@ -114,6 +114,10 @@ class MoE(nn.Module):
         return y
 
 
+def feed_forward(c: MoEConfig, layer: int) -> nn.Module:
+    return MoE(c) if c.is_moe(layer) else MLP(c.hidden_size, c.intermediate_size)
+
+
 class GroupedAttention(nn.Module):
     """Computes grouped-query attention by repeating keys and values for each query head."""
 

@@ -1,27 +1,21 @@
 """DeepSeek-V3 and R1: multi-head latent attention, routed experts, MTP modules."""
 
 from mtpbuild.builder.models.common.copies import copies_in_layers
-from mtpbuild.builder.models.deepseek_v3.config import (
-    DeepseekV3Config,
-    cache_specs,
-    costs,
-    parse_config,
-    split_sizes,
-)
+from mtpbuild.builder.models.deepseek_v3 import config
 from mtpbuild.builder.models.family import Family, late
 
 FAMILY = Family(
     name="DeepseekV3ForCausalLM",
     architectures=("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMNextN"),
     model_type="deepseek_v3",
-    config=DeepseekV3Config,
-    parse_config=parse_config,
+    config=config.DeepseekV3Config,
+    parse_config=config.parse_config,
     make_model=late(f"{__name__}.model", "DeepseekV3"),
     weight_table=late(f"{__name__}.weights", "weight_table"),
     copies=copies_in_layers,
-    cache_specs=cache_specs,
-    split_sizes=split_sizes,
-    costs=costs,
+    cache_specs=config.cache_specs,
+    split_sizes=config.split_sizes,
+    costs=config.costs,
     reference=late(f"{__name__}.reference", "Transformer"),
     gpu_kernels=True,
 )

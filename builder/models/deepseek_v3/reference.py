@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.plain import MLP, Block, MoE, PlainModel, RMSNorm
+from mtpbuild.builder.models.common.plain import Block, PlainModel, RMSNorm, feed_forward
 from mtpbuild.builder.models.common.rope import rotate, softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 
@@ -53,8 +53,6 @@ class Transformer(PlainModel):
 
     def __init__(self, config: DeepseekV3Config) -> None:
         def block(layer: int) -> Block:
-            moe = config.is_moe(layer)
-            mlp = MoE(config) if moe else MLP(config.hidden_size, config.intermediate_size)
-            return Attention(config), mlp
+            return Attention(config), feed_forward(config, layer)
 
         super().__init__(config, block, config.qk_rope_head_dim)

@@ -1,22 +1,14 @@
 """DeepSeek-V3's table from checkpoint tensors to the program's weights."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from mtpbuild.builder.models.common.moe_weights import feed_forward_weights
+from mtpbuild.builder.models.common.moe_weights import moe_table
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
-from mtpbuild.builder.weights.made import (
-    Share,
-    Stored,
-    Weight,
-    decoder_layer,
-    module_weights,
-    product,
-    vector,
-    whole_table,
-)
+from mtpbuild.builder.weights.made import Share, Stored, Weight, product, vector
 
 
 def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
@@ -24,14 +16,7 @@ def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
 
     What is stored has the checkpoint's shape; transforms receive it already cut to the share.
     """
-
-    def layer(index: int, to: str) -> Iterator[Weight]:
-        at = f"model.layers.{index}"
-        attention = _attention(c, share, f"{at}.self_attn", f"{to}.self_attn")
-        mlp = feed_forward_weights(c, share, index, f"{at}.mlp", f"{to}.mlp")
-        return decoder_layer(c, at, to, attention, mlp)
-
-    return whole_table(c, layer, module_weights(c, layer))
+    return moe_table(c, share, partial(_attention, c, share))
 
 
 def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weight]:

@@ -3,24 +3,19 @@
 from mtpbuild.builder.models.common.copies import copies_in_layers
 from mtpbuild.builder.models.common.grouped_config import cache_specs
 from mtpbuild.builder.models.family import Family, late
-from mtpbuild.builder.models.glm4_moe.config import (
-    Glm4MoeConfig,
-    costs,
-    parse_config,
-    split_sizes,
-)
+from mtpbuild.builder.models.glm4_moe import config
 
 FAMILY = Family(
     name="Glm4MoeForCausalLM",
     architectures=("Glm4MoeForCausalLM",),
     model_type="glm4_moe",
-    config=Glm4MoeConfig,
-    parse_config=parse_config,
+    config=config.Glm4MoeConfig,
+    parse_config=config.parse_config,
     make_model=late(f"{__name__}.model", "Glm4Moe"),
     weight_table=late(f"{__name__}.model", "weight_table"),
     copies=copies_in_layers,
     cache_specs=cache_specs,
-    split_sizes=split_sizes,
-    costs=costs,
+    split_sizes=config.split_sizes,
+    costs=config.costs,
     reference=late(f"{__name__}.reference", "Plain"),
 )

@@ -6,10 +6,9 @@ from typing import Any
 
 from mtpbuild.builder.models.common.grouped_config import (
     GroupedConfig,
-    attention_activations,
     attention_splits,
+    grouped_costs,
     head_sizes,
-    row_operations,
 )
 from mtpbuild.builder.models.common.moe_config import expert_activations, expert_splits
 from mtpbuild.builder.models.config import MoEConfig, Reader
@@ -38,10 +37,5 @@ def split_sizes(c: Glm4MoeConfig, ranks: Ranks) -> list[Split]:
 
 
 def costs(c: Glm4MoeConfig, ranks: Ranks) -> Costs:
-    activations = max(attention_activations(c, ranks), expert_activations(c, ranks))
-    return Costs(
-        row_operations=row_operations(c, ranks),
-        activations=activations + 4 * c.hidden_size,
-        experts=c.n_routed_experts,
-        chosen=c.num_experts_per_tok,
-    )
+    counts = {"experts": c.n_routed_experts, "chosen": c.num_experts_per_tok}
+    return grouped_costs(c, ranks, expert_activations(c, ranks), **counts)

@@ -1,6 +1,11 @@
 """The plain model: GLM-4.5 with its MTP module."""
 
-from mtpbuild.builder.models.common.plain import MLP, Block, GroupedAttention, MoE, PlainModel
+from mtpbuild.builder.models.common.plain import (
+    Block,
+    GroupedAttention,
+    PlainModel,
+    feed_forward,
+)
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
 
 
@@ -9,8 +14,6 @@ class Plain(PlainModel):
 
     def __init__(self, config: Glm4MoeConfig) -> None:
         def block(layer: int) -> Block:
-            moe = config.is_moe(layer)
-            mlp = MoE(config) if moe else MLP(config.hidden_size, config.intermediate_size)
-            return GroupedAttention(config), mlp
+            return GroupedAttention(config), feed_forward(config, layer)
 
         super().__init__(config, block, config.rotary_dim)

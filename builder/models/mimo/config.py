@@ -6,10 +6,9 @@ from typing import Any
 
 from mtpbuild.builder.models.common.grouped_config import (
     GroupedConfig,
-    attention_activations,
     attention_splits,
+    grouped_costs,
     head_sizes,
-    row_operations,
 )
 from mtpbuild.builder.models.common.moe_config import module_splits
 from mtpbuild.builder.models.config import MTPRules, Reader, fixed, integer
@@ -54,6 +53,4 @@ def split_sizes(c: MimoConfig, ranks: Ranks) -> list[Split]:
 
 
 def costs(c: MimoConfig, ranks: Ranks) -> Costs:
-    dense = 3 * c.intermediate_size / ranks.parts
-    activations = max(attention_activations(c, ranks), dense) + 4 * c.hidden_size
-    return Costs(row_operations=row_operations(c, ranks), activations=activations)
+    return grouped_costs(c, ranks, 3 * c.intermediate_size / ranks.parts)

@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator
 
-from torch import nn
-
-from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.causal_lm import Block, UniformLM
 from mtpbuild.builder.models.common.grouped import GroupedAttention, grouped_weights
-from mtpbuild.builder.models.common.layers import MLP, Attention, DecoderLayer, MTPModule, Rope
-from mtpbuild.builder.models.config import ModelConfig
+from mtpbuild.builder.models.common.layers import MLP
 from mtpbuild.builder.models.mimo.config import PREFIX, MimoConfig
 from mtpbuild.builder.weights.made import (
     Share,
@@ -27,19 +24,17 @@ NORMS = {  # the program's names -> the checkpoint's
 }
 
 
-class Mimo(CausalLM):
+class Mimo(UniformLM):
     """Is the part of the model that one of `ranks` computes."""
 
     config: MimoConfig
 
     def __init__(self, c: MimoConfig, ranks: Ranks = ALONE) -> None:
-        def block() -> tuple[ModelConfig, Attention, nn.Module, Ranks]:
+        def block(layer: int) -> Block:
             inner = c.intermediate_size // ranks.parts
-            return c, GroupedAttention(c, ranks), MLP(c.hidden_size, inner), ranks
+            return GroupedAttention(c, ranks), MLP(c.hidden_size, inner)
 
-        layers = (DecoderLayer(*block()) for _ in range(c.num_hidden_layers))
-        modules = (MTPModule(*block()) for _ in range(c.num_nextn_predict_layers))
-        super().__init__(c, layers, modules, Rope(c.rope, c.rotary_dim), ranks)
+        super().__init__(c, block, c.rotary_dim, ranks)
 
 
 def weight_table(c: MimoConfig, share: Share) -> list[Weight]:
