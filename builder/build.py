@@ -36,28 +36,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuiltEngine:
+    """Is an engine that stands at its place; `unchanged` if an earlier build made it."""
+
     folder: Path
     manifest: Manifest
     unchanged: bool
 
     def file_sizes(self) -> list[int]:
-        """Bytes of every file but the manifests, which count as 0; ranks share programs on disk."""
+        """Returns the bytes of every file; manifests count as 0. Ranks share programs on disk."""
         found = [part.files for _, part in engine_folders(self.folder, self.manifest)]
         return [0] * len(found) + [file.size for files in found for file in files.values()]
 
 
 def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngine]:
-    """Build one engine directory per nextn; those that would come out the same are left alone.
+    """Build one engine directory per nextn; an engine that would come out the same stays as it is.
 
-    Raises UsageError, CheckpointError or BuildError; nothing half-written stays on disk, and what
-    was finished the next build of the same takes up (`engine/building.py`).
+    Raises UsageError, CheckpointError or BuildError. A build that fails leaves no broken engine;
+    the next build of the same takes over its finished parts (`engine/building.py`).
     """
     stages = stages or Stages()
 
     # 1. What to build: the model, the target, and a plan and a place for each nextn.
     job = prepare(request)
 
-    # 2. What is there already.
+    # 2. Which engines are not there yet.
     todo = {out: ranks for out in job.plans if (ranks := job.lacking(out))}
     if todo:
         with stages("load compiler"):
@@ -89,8 +91,8 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
             # 6. The directory: tokenizer, manifests with hashes, one rename.
             with stages("package"):
-                if embedded:
-                    layout.remove_weights(folders.values())
+                for folder in folders.values() if embedded else ():
+                    (folder / WEIGHTS).unlink()
                 copy_side_files(job.source.folder, building.folder)
                 write_draft_ids(plan.draft_ids, building.folder)
                 write_manifests(job, out, model, building, folders, programs)
@@ -102,7 +104,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 def write_weights(
     weights: "EngineWeights", building: Building, folders: Mapping[int, Path], siblings: Path | None
 ) -> "dict[str, Placed]":
-    """Write each rank's file into its folder; returns where the weights lie, equally in all."""
+    """Write each rank's file; returns where each weight lies, which is the same in all files."""
     for rank, folder in folders.items():
         written = weights.write(folder, siblings, rank, building.hashes(folder).get(WEIGHTS))
         name = " ".join(("weights", *folder.relative_to(building.folder).parts))
@@ -119,10 +121,10 @@ def make_programs(
     folders: Mapping[int, Path],
     stages: Stages,
 ) -> dict[str, ProgramSpec]:
-    """Every program of an engine, in the folders of all its ranks.
+    """Make every program of an engine, in the folders of all its ranks.
 
-    Where ranks share them, those of a rank that was built before are taken, if there is one. Else
-    a program is lowered for one rank after the other, each with its own weights.
+    If ranks share programs, they are compiled once, or taken from a rank that was built before.
+    Otherwise each program is lowered for each rank in turn, with that rank's weights.
     """
     plan, target = job.plans[out], job.target
     shared = plan.ranks.tp == 1 or target.ranks_share_programs
@@ -143,7 +145,7 @@ def make_programs(
             return traced.spec(target.lower(replace(traced, rank=rank), places, folder))
 
     programs = dict[str, ProgramSpec]()
-    # Graphs are cycles that live on: looking for garbage would be a tenth of the time.
+    # Graphs are full of cycles that stay alive: collecting garbage would take a tenth of the time.
     with no_garbage_collection(), target.compiling():
         for program in model.programs(plan):
             trace = cache(partial(trace_one, program))
@@ -157,7 +159,7 @@ def make_programs(
 
 
 def once(name: str, building: Building, compile_one: Callable[[], ProgramSpec]) -> ProgramSpec:
-    """A program as an interrupted build has left it, or as it is compiled now."""
+    """Returns the program that an interrupted build has finished, or compiles it now."""
     done = building.finished.get(name)
     if done is not None and done.program is not None:
         return done.program

@@ -1,4 +1,4 @@
-"""Checks that several commands make of what they were given."""
+"""Checks of flags and installed packages that several commands share."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 
 
 def in_range(least: int, value: int, most: int, flag: str) -> int:
-    """The value itself; raises UsageError that names the flag if it is outside."""
+    """Returns the value; raises UsageError, which names the flag, if it is outside."""
     if not least <= value <= most:
         raise UsageError(f"{flag} {value} is outside {least}..{most}")
     return value
@@ -15,7 +15,7 @@ def in_range(least: int, value: int, most: int, flag: str) -> int:
 
 @contextlib.contextmanager
 def needs(group: str, *modules: str) -> Iterator[None]:
-    """Turn a missing package of a dependency group into one line that names the group."""
+    """Turn the error for a missing package into one line that names its dependency group."""
     try:
         yield
     except ModuleNotFoundError as error:

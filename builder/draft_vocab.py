@@ -1,4 +1,4 @@
-"""A reduced vocabulary for drafts: they are chosen by the head's rows of the most frequent tokens.
+"""Chooses a reduced vocabulary for drafts: only frequent tokens' rows of the head score them.
 
 The main model judges drafts by all tokens, so the text stays exact; where a token outside the
 reduced vocabulary is due, the draft is wrong. The idea is FR-Spec's (Zhao et al.,
@@ -15,13 +15,13 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.tokenizer import TOKENIZER
 
 FLAG = "--draft-vocab"
-DRAFT_VOCAB = "draft_vocab.json"  # of an engine
+DRAFT_VOCAB = "draft_vocab.json"  # in an engine's folder
 
 
 def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
-    """Token ids in rising order; raises UsageError.
+    """Returns the ids of the reduced vocabulary, in rising order; raises UsageError.
 
-    asked: how many, or a file of ids: JSON, one id to a line, or SGLang's token map (.pt).
+    asked: a number of tokens, or a file of ids: JSON, one id a line, or SGLang's token map (.pt).
     """
     if asked.isdecimal():
         count = in_range(1, int(asked), vocab_size - 1, FLAG)
@@ -40,13 +40,13 @@ def draft_ids(asked: str, checkpoint: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def write_draft_ids(ids: tuple[int, ...], folder: Path) -> None:
-    """Write the ids that drafts are chosen from into an engine's folder; none: all tokens."""
+    """Write the ids that drafts are chosen from into an engine's folder, if they are reduced."""
     if ids:
         (folder / DRAFT_VOCAB).write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
 
 def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
-    """Ids of a BPE tokenizer: the added tokens, which end texts and thoughts, then by frequency.
+    """Yields a BPE tokenizer's ids: added tokens, which end texts and thoughts, then by frequency.
 
     Training a BPE merges the most frequent pair first, so the order of merges is a statistic of
     its text: an entry that was merged early is frequent. Single bytes come before all merges.
@@ -67,7 +67,7 @@ def most_frequent(path: Path, vocab_size: int) -> Iterator[int]:
 
 
 def read_ids(path: Path) -> list[Any]:
-    """Ids of a file, the most frequent first or in any order."""
+    """Reads the ids in a file, in its order."""
     try:
         if path.suffix == ".pt":
             with needs("build", "torch"):
@@ -79,5 +79,5 @@ def read_ids(path: Path) -> list[Any]:
         return found if isinstance(found, list) else [found]
     except OSError as error:
         raise UsageError(f"{FLAG} {path}: neither a number nor a file ({error.strerror})") from None
-    except Exception as error:  # what torch.load raises for other files is any of several
+    except Exception as error:  # torch.load raises many kinds for files that are not its own
         raise UsageError(f"{FLAG} {path}: no list of token ids ({error})") from None

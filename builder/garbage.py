@@ -1,4 +1,4 @@
-"""Python's garbage collector, out of the way."""
+"""Keeps Python's garbage collector out of the way."""
 
 import contextlib
 import gc
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """What becomes garbage waits for the end, and is collected there.
+    """Collect no garbage inside the block, and all of it at its end.
 
-    Meanwhile no object gets older, so looking through the youngest ones finds all of it, and costs
-    nothing for the many that lived before.
+    Objects do not age meanwhile, so all garbage is in the youngest generation, and collecting that
+    one skips the many objects from before the block.
     """
     gc.disable()
     try:

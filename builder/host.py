@@ -1,4 +1,4 @@
-"""The machine that a command runs on: its memory, and the disks of downloads and engines."""
+"""Measures this machine: its memory, and the disks of downloads and engines."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class Disk:
-    """device: equal for two places on one disk."""
+    """Is the disk of a folder; `device` tells disks apart, `free` is in bytes."""
 
     device: int
     free: int
@@ -21,7 +21,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Machine:
-    """Sizes are in bytes; available is the memory that programs can still be given."""
+    """Is a machine; sizes are in bytes, `available` is the memory that programs can still take."""
 
     memory: int
     available: int
@@ -29,14 +29,14 @@ class Machine:
     engines: Disk
 
     def lacking(self, download: int, engine: int) -> int:
-        """Bytes that its disks lack for both; 0: there is room."""
+        """Returns how many bytes its disks have too few for both sizes; 0 if there is room."""
         if self.downloads.device == self.engines.device:
             return max(0, download + engine - self.engines.free)
         return max(0, download - self.downloads.free) + max(0, engine - self.engines.free)
 
 
 def this_machine(meminfo: Path = MEMINFO) -> Machine:
-    """Measure it; raises UsageError on systems that have no /proc/meminfo."""
+    """Measures this machine; raises UsageError on systems without /proc/meminfo."""
     try:
         text = meminfo.read_text(encoding="utf-8")
     except OSError:
@@ -47,11 +47,11 @@ def this_machine(meminfo: Path = MEMINFO) -> Machine:
 
 
 def find_disk(folder: Path) -> Disk:
-    """The disk of a folder that need not be there yet."""
+    """Finds the disk of a folder, which need not exist yet."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     return Disk(there.stat().st_dev, shutil.disk_usage(there).free)
 
 
 def free_bytes(folder: Path) -> int:
-    """What is free on the disk of a folder that need not be there yet."""
+    """Returns the free bytes on the disk of a folder, which need not exist yet."""
     return find_disk(folder).free

@@ -1,7 +1,7 @@
-"""A checkpoint that was checked and the model that it makes: what there is to compile.
+"""Opens a checkpoint: checks its tensors and makes the model that there is to compile.
 
-It is opened in four stages, each a value that the next one reads: the checkpoint's tensors, the
-configuration that they bear out, the formats that weights stay in, and the model.
+This takes four stages, each of which reads the result of the one before: the checkpoint's tensors,
+the configuration that they confirm, the formats that weights stay in, and the model.
 """
 
 import logging
@@ -42,45 +42,45 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WeightStyle:
-    """How a target's graphs hold weights."""
+    """Says how a target's graphs hold weights."""
 
-    formats: tuple[str, ...] = ()  # that they run as they are
-    dtype: FloatType = "float32"  # of all other weights
-    absorbed: bool = False  # attention reads projections by head alone: it never expands its cache
-    expert_rows: bool = False  # plain experts lie by outputs, for the op of the CPU's graphs
-    join_shared: bool = False  # shared experts stand behind the routed ones where they fit there
-    for_gpu: bool = False  # in bfloat16 the head is too
+    formats: tuple[str, ...] = ()  # number formats that graphs compute with as they are
+    dtype: FloatType = "float32"  # the type of all other weights
+    absorbed: bool = (
+        False  # attention never expands its cache, so it reads its projections by head only
+    )
+    expert_rows: bool = False  # experts in floats are stored by outputs, for the CPU's op
+    join_shared: bool = False  # a shared expert becomes the last routed one if it fits
+    for_gpu: bool = False  # a bfloat16 model has a bfloat16 head, too
 
 
 @dataclass(frozen=True)
 class Held:
-    """The weights that an engine holds otherwise than its family's table says, on all ranks."""
+    """Lists the weights that an engine holds in another way than its family's table says."""
 
-    formats: Mapping[str, Format]  # of weights that stay quantised
-    by_outputs: Set[str]  # weights of experts that lie by outputs
-    joined: Set[str]  # MoE modules whose shared expert stands behind the routed ones
+    formats: Mapping[str, Format]  # by name of a weight that stays quantised
+    by_outputs: Set[str]  # names of experts' weights that are stored by outputs
+    joined: Set[str]  # MoE modules whose shared expert is the last routed one
 
     def table(self, table: list[Weight]) -> list[Weight]:
-        """A family's table, of a rank or of all experts, as the engine holds it."""
-        found = (
-            replace(weight, format=self.formats.get(weight.name))
-            for weight in with_shared(table, self.joined)
-        )
+        """Turns a family's table, of a rank or of all experts, into the engine's."""
+        table = with_shared(table, self.joined)
+        found = (replace(weight, format=self.formats.get(weight.name)) for weight in table)
         return [by_outputs(w) if w.name in self.by_outputs else w for w in found]
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A checked checkpoint. Its weights go to disk one by one; graphs are traced without them."""
+    """Is a checked checkpoint with its model. Weights go to disk one by one; graphs need none."""
 
     source: "FoundModel"
     ids: GenerationIds
-    ranks: Ranks  # the model is the part of one rank; all have the same graph
-    scheme: Scheme | None  # by which weights are quantised anew; None: they are as stored
+    ranks: Ranks  # `model` is the part of one of them; all have the same graph
+    scheme: Scheme | None  # how weights are quantised anew; None: they stay as stored
     style: WeightStyle
     stored: Checkpoint
-    config: ModelConfig  # as the checkpoint bears it out
-    checkpoint: Checkpoint  # as `stored`, or as the scheme quantises it
+    config: ModelConfig  # with the MTP modules that the checkpoint really holds
+    checkpoint: Checkpoint  # is `stored`, or shows it as the scheme quantises it
     held: Held
     model: CausalLM
     parameters: int  # of all ranks
@@ -91,21 +91,21 @@ class OpenedModel:
 
     @property
     def table(self) -> list[Weight]:
-        """What all ranks' weights are made of."""
+        """Returns how the weights are made, with the experts of all ranks."""
         return self.held.table(all_experts(self.config, self.ranks))
 
     def weight_table(self, rank: int = 0) -> list[Weight]:
-        """What a rank's weights are made of, in the order of use."""
+        """Returns how a rank's weights are made, in the order of use."""
         return self.held.table(self.family.weight_table(self.config, Share(self.ranks, rank)))
 
     def dequantised(self) -> Counter[str]:
-        """Count the weights that become larger than they were, by format."""
+        """Count, by format, the quantised weights that the engine holds in floats."""
         names = {stored.name for w in self.table if w.format is None for stored in w.stored}
         formats = map(self.checkpoint.format, names)
         return Counter(format.name for format in formats if format is not None)
 
     def tell_copies(self) -> None:
-        """Note in the log which MTP modules have an embedding or a head of their own."""
+        """Log which MTP modules have an embedding or a head of their own."""
         own = {"embedding": self.config.own_embeddings, "head": self.config.own_heads}
         for what, modules in own.items():
             if modules:
@@ -114,7 +114,7 @@ class OpenedModel:
                 logger.warning(note, what, names)
 
     def tell_formats(self) -> None:
-        """Note it in the log if any weights are dequantised, or can't be quantised as asked."""
+        """Log a note if weights are dequantised, or can't be quantised as asked."""
         dtype, counts = self.style.dtype, sorted(self.dequantised().items())
         if found := ", ".join(f"{count} in {name}" for name, count in counts):
             note = "note: quantised weights (%s) are dequantised: the engine holds them in %s"
@@ -125,18 +125,18 @@ class OpenedModel:
 
     @property
     def unfit(self) -> tuple[str, ...]:
-        """The checkpoint's weights that should be quantised and that no block fits."""
+        """Returns the weights that should be quantised, but whose columns no block fits."""
         return self.checkpoint.unfit if isinstance(self.checkpoint, Requantised) else ()
 
     @property
     def weights_type(self) -> WeightsType:
-        """The format that most of the products hold."""
+        """Returns the format of most products."""
         formats = Counter(format.name for format in self.held.formats.values()).most_common(1)
         return cast(WeightsType, formats[0][0]) if formats else self.style.dtype
 
     @property
     def block_size(self) -> int | None:
-        """Columns that share a scale in products that are integers."""
+        """Returns how many columns of an integer product share a scale."""
         return BLOCK if self.weights_type in ("int8", "int4") else None
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
@@ -168,8 +168,9 @@ def open_model(
 ) -> OpenedModel:
     """Check a checkpoint and make its model, whose weights have no values yet.
 
-    layers: what `config` is a slice of; drafts: the MTP modules are wanted; draft_ids: tokens that
-    drafts are chosen from, none: all; device: "meta" only to look at it. Raises CheckpointError.
+    layers: the slice that `config` describes, if any; drafts: whether MTP modules are needed;
+    draft_ids: the tokens that drafts are chosen from, () for all; device: "meta" if nobody needs
+    values. Raises CheckpointError.
     """
     check_tokenizer(source.folder, config)
     stored = open_slice(source.folder, layers)
@@ -198,13 +199,13 @@ def check_tokenizer(folder: Path, config: ModelConfig) -> None:
 
 
 def all_experts(config: ModelConfig, ranks: Ranks) -> list[Weight]:
-    """The family's table with the routed experts of all ranks."""
+    """Returns the family's table with the routed experts of all ranks."""
     share = Share(Ranks(attention_dp=ranks.attention_dp))
     return family_of(config).weight_table(config, share)
 
 
 def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, ranks: Ranks) -> Held:
-    """Decide how weights are held: alike on all ranks, so that they have the same graphs."""
+    """Decide how the engine holds weights: alike on all ranks, so that they share their graphs."""
     share, every = Share(ranks), all_experts(config, ranks)
     own = family_of(config).weight_table(config, share)
     joined = fitting(checkpoint, every, like_routed(own, share)) if style.join_shared else set()
@@ -224,7 +225,7 @@ def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, rank
 
 
 def stored_formats(checkpoint: Checkpoint, weight: Weight) -> set[Format | None]:
-    """The formats of what a weight is made of."""
+    """Returns the formats of the stored tensors that make a weight."""
     return {checkpoint.format(stored.name) for stored in weight.stored}
 
 
@@ -232,19 +233,18 @@ def fitting(checkpoint: Checkpoint, every: list[Weight], modules: Set[str]) -> s
     """Keep the MoE modules whose shared expert is in the same format as all their routed ones."""
     named = {weight.name: weight for weight in every}
 
-    def formats(weight: str) -> set[str | None]:
-        found = stored_formats(checkpoint, named[weight])
-        return {None if format is None else format.name for format in found}
+    def formats(weight: str) -> set[Format | None]:
+        return stored_formats(checkpoint, named[weight])
 
     def fits(module: str) -> bool:
-        pairs = ((f"{module}.{leaf}", f"{module}.shared_experts.{leaf}") for leaf in STACKS)
-        return all(formats(routed) == formats(shared) for routed, shared in pairs)
+        own = ((f"{module}.{leaf}", f"{module}.shared_experts.{leaf}") for leaf in STACKS)
+        return all(formats(routed) == formats(shared) for routed, shared in own)
 
     return set(filter(fits, modules))
 
 
 def can_stay(weight: Weight, share: Share) -> bool:
-    """Tell if programs have an op for its format: ranks can't cut integers, nor small blocks."""
+    """Tell if programs can compute with its format; ranks can cut neither integers nor blocks."""
     if isinstance(weight.format, Integers):
         fits = weight.format.name == INT8.name if weight.looked_up else weight.joined is not None
         return fits and share.ranks.tp == 1
@@ -252,7 +252,7 @@ def can_stay(weight: Weight, share: Share) -> bool:
 
 
 def in_pairs(own: list[Weight], formats: Mapping[str, Format]) -> dict[str, Format]:
-    """Drop experts in integers whose other product is in another format: QMoE takes both."""
+    """Drop integer formats of experts if their two products differ, as QMoE takes both alike."""
     stacks = {weight.name.rpartition(".")[0] for weight in own if weight.slices > 1}
 
     def stays(name: str, format: Format) -> bool:
@@ -265,7 +265,7 @@ def in_pairs(own: list[Weight], formats: Mapping[str, Format]) -> dict[str, Form
 
 
 def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterator[str]:
-    """Name the products by head that go to int8 because the products around them are integers.
+    """Name the products by head that go to int8, as the other products of their layer are integers.
 
     In fp32 the absorbed projections of a 10B model are a third of the bytes that a token reads.
     """
@@ -278,7 +278,7 @@ def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterato
 
 
 def plain_experts(own: list[Weight], formats: Mapping[str, Format]) -> set[str]:
-    """Name the stacked weights of experts of which neither product stays in a format."""
+    """Name the stacked weights of experts that stay in no format, neither product of them."""
     quantised = {name.rpartition(".")[0] for name in formats}
     stacked = (weight.name for weight in own if weight.slices > 1)
     return {name for name in stacked if name.rpartition(".")[0] not in quantised}
@@ -287,7 +287,7 @@ def plain_experts(own: list[Weight], formats: Mapping[str, Format]) -> set[str]:
 def make_model(
     config: ModelConfig, style: WeightStyle, held: Held, ranks: Ranks, device: str
 ) -> CausalLM:
-    """The model with uninitialised weights: their memory is never touched."""
+    """Make the model with uninitialised weights, whose memory is never touched."""
     family, share = family_of(config), Share(ranks)
     with torch.device(device):
         model = family.make_model(config, ranks)
@@ -300,7 +300,7 @@ def make_model(
 
 
 def join_shared(model: CausalLM, modules: Set[str]) -> None:
-    """Make the shared expert of these modules the last one of their stack."""
+    """Make the shared expert of these modules the last of their routed experts."""
     for name in modules:
         module = model.get_submodule(name)
         assert isinstance(module, GatheredMoE)
@@ -308,7 +308,7 @@ def join_shared(model: CausalLM, modules: Set[str]) -> None:
 
 
 def hold(model: CausalLM, table: Iterable[Weight], share: Share) -> None:
-    """Make the model hold those weights of a rank's table that stay quantised."""
+    """Replace the weights that stay quantised by parameters of their format."""
     for weight in table:
         if weight.format is not None:
             shape = model.get_parameter(weight.name).shape

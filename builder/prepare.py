@@ -105,20 +105,22 @@ def prepare(request: BuildRequest) -> Job:
 
 
 def check_flags(request: BuildRequest) -> Target:
-    """Returns the target, after the checks that need no model, and so come before a download.
-
-    A target must keep the formats of weights that the flags ask for.
-    """
+    """Returns the target, after the checks that need no model, and so come before a download."""
     target = load_target(request.target)
-    main, head = (request.scheme.main, request.scheme.head) if request.scheme else (None, None)
-    for flag, format in (("--weights", main), ("--head-weights", head)):
-        if format is not None and format not in target.formats:
-            keeps = ", ".join(target.formats) or "no quantised weights"
-            can = targets_that(lambda other, format=format: format in other.formats)
-            raise UsageError(
-                f"{flag} {format}: target {target.name} keeps {keeps}; {format} is for target {can}"
-            )
+    if request.scheme is not None:
+        check_format(target, "--weights", request.scheme.main)
+        check_format(target, "--head-weights", request.scheme.head)
     return target
+
+
+def check_format(target: Target, flag: str, format: str | None) -> None:
+    """Refuse a format of weights that the target can't keep, and name the targets that can."""
+    if format is not None and format not in target.formats:
+        keeps = ", ".join(target.formats) or "no quantised weights"
+        can = targets_that(lambda other: format in other.formats)
+        raise UsageError(
+            f"{flag} {format}: target {target.name} keeps {keeps}; {format} is for target {can}"
+        )
 
 
 def check_machine(request: BuildRequest, target: Target, source: FoundModel) -> None:

@@ -13,10 +13,10 @@ from mtpbuild.runtime.ranks import Ranks
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """The flags of `mtpbuild build`. nextn None: the checkpoint's number of MTP modules."""
+    """Holds the flags of `mtpbuild build`."""
 
     model: str
-    nextn: tuple[Nextn, ...] | None = None
+    nextn: tuple[Nextn, ...] | None = None  # None: the checkpoint's number of MTP modules
     drafter: DrafterName | None = None
     max_batch: int = 1
     max_seq_len: int | None = None
@@ -24,13 +24,13 @@ class BuildRequest:
     target: str = "onnxruntime"
     out: Path | None = None
     force: bool = False
-    checkpoint: Path | None = None  # of a recipe's or repository's weights; None: found
+    checkpoint: Path | None = None  # the folder of a recipe's or repository's weights
     ranks: Ranks = field(default_factory=Ranks)
     rank: int | None = None  # the only one to build; None: all
     layers: LayersSlice | None = None
-    scheme: Scheme | None = None  # by which weights are quantised; None: they are the checkpoint's
-    draft_vocab: str | None = None  # how many tokens drafts are chosen from, or a file of their ids
-    acceptance_rules: tuple[str, ...] = ()  # of other packages, by name
+    scheme: Scheme | None = None  # how to quantise weights; None: as the checkpoint has them
+    draft_vocab: str | None = None  # a number of tokens, or a file of token ids
+    acceptance_rules: tuple[str, ...] = ()  # names of rules from other packages
     dry_run: bool = False  # nothing is compiled
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's flags, as given
     revision: str | None = None  # branch, tag or commit of the repository

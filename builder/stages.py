@@ -1,4 +1,4 @@
-"""The stages of a build as its user sees them pass."""
+"""Times the stages of a build, and reports each one to the user as it begins."""
 
 import contextlib
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stages:
-    """Names and times of the stages; `watch` is told of each one as it begins."""
+    """Times stages: `with stages(name)`. It calls `watch` with the name of each as it begins."""
 
     watch: Callable[[str], None] = lambda stage: None
     seconds: dict[str, float] = field(default_factory=dict)

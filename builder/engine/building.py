@@ -1,7 +1,7 @@
-"""Where an engine is made: a hidden sibling of its place, which becomes it by one rename.
+"""Makes an engine in a hidden folder beside its place, and moves it there by one rename.
 
-A build that ends early leaves there what it has finished, with a journal of it, for the next build
-of the same inputs. One build at a time is at work there, which holds the lock.
+A build that ends early leaves its finished parts in that folder, with a journal of them, for the
+next build of the same inputs. A lock lets only one build at a time work there.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from mtpbuild.builder.checks import needs
 from mtpbuild.runtime.contract.manifest import ProgramSpec, hash_file, rank_name
 from mtpbuild.runtime.errors import BuildError
 
-JOURNAL = "parts.jsonl"  # a line that names the inputs, then one for each part that is finished
+JOURNAL = "parts.jsonl"  # the first line names the inputs, then each finished part has a line
 LOCK = "lock"
 
 logger = logging.getLogger(__name__)
 
 
 class Finished(BaseModel):
-    """A part of the engine that is finished, and its files: path in the engine -> sha256."""
+    """Is a finished part of the engine; `files` maps paths in the engine to their sha256."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +33,7 @@ class Finished(BaseModel):
 
 
 class Building:
-    """An engine in the making: `folder` becomes the engine, `finished` holds the parts so far."""
+    """Is an engine in the making: `folder` becomes the engine, `finished` has the parts so far."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class Building:
         self._journal = folder.parent / JOURNAL
 
     def resume(self, inputs: str, *, anew: bool) -> None:
-        """Take over the intact parts that were made of the same inputs, and remove all else."""
+        """Keep the intact parts that a build of the same inputs finished, and remove all else."""
         before, *lines = _read(self._journal).splitlines() or [""]
         found = _parse(lines) if before == inputs and not anew else []
         self.finished = {part.name: part for part in found if self._is_intact(part)}
@@ -51,7 +51,7 @@ class Building:
         self.prune()
 
     def add(self, name: str, files: Mapping[Path, str], program: ProgramSpec | None = None) -> None:
-        """Note that a part is finished; files: path -> sha256."""
+        """Record a finished part in the journal; files: path -> sha256."""
         named = {path.relative_to(self.folder).as_posix(): files[path] for path in sorted(files)}
         part = Finished(name=name, files=named, program=program)
         if self.finished.get(name) == part:
@@ -61,15 +61,15 @@ class Building:
             journal.write(part.model_dump_json() + "\n")
 
     def hashes(self, place: Path) -> dict[str, str]:
-        """Map the names of the finished files in one of the engine's folders to their sha256."""
+        """Returns the sha256 of each finished file in one of the engine's folders, by name."""
         files = [item for part in self.finished.values() for item in part.files.items()]
         paths = ((self.folder / name, sha256) for name, sha256 in files)
         return {path.name: sha256 for path, sha256 in paths if path.parent == place}
 
     def prune(self) -> None:
-        """Remove all that is not finished."""
+        """Remove all files that belong to no finished part."""
         kept = {self.folder / name for part in self.finished.values() for name in part.files}
-        for path in sorted(self.folder.rglob("*"), reverse=True):  # what is in a folder before it
+        for path in sorted(self.folder.rglob("*"), reverse=True):  # a folder after its files
             if path.is_symlink() or not path.is_dir():
                 if path not in kept:
                     path.unlink()
@@ -90,16 +90,14 @@ def _read(journal: Path) -> str:
 def _parse(lines: list[str]) -> list[Finished]:
     """Read a journal up to the first line that was not written to its end."""
     parts = []
-    for line in lines:
-        try:
+    with contextlib.suppress(ValidationError):
+        for line in lines:
             parts.append(Finished.model_validate_json(line))
-        except ValidationError:
-            break
     return parts
 
 
 def replace_folder(new: Path, out: Path) -> None:
-    """Put a folder where another one may be, which comes back if the rename fails."""
+    """Move a folder to `out`, in place of an older one, which comes back if that fails."""
     old = _old(out)
     if out.exists():
         out.rename(old)
@@ -113,7 +111,7 @@ def replace_folder(new: Path, out: Path) -> None:
 
 
 def is_taken(out: Path, mark: str, what: str) -> bool:
-    """Whether a folder with the file `mark` stands at `out`; BuildError if it is anything else."""
+    """Returns whether `out` holds a file `mark`; raises BuildError if it holds anything else."""
     try:
         if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return False
@@ -138,13 +136,14 @@ def under_construction(
     rank: int | None = None,
     put: Callable[[Path, Path], None] = replace_folder,
 ) -> Iterator[Building]:
-    """Make a temporary sibling of `out` that becomes it if the block ends well.
+    """Make a folder beside `out` that moves to `out` if the block ends well.
 
-    If not, the finished parts stay for the next build, unless that one has other inputs or begins
-    `anew`. rank: the one that is built alone, beside others. put: how the folder gets to its place.
-    Raises BuildError if it can't be written, or while another process builds the same.
+    If the block fails, its finished parts stay for the next build, unless that one has other inputs
+    or begins `anew`. rank: the only rank that is built, if so; builds of other ranks may run at the
+    same time. put: moves the folder to its place. Raises BuildError if the folder can't be written,
+    or if another process is building the same.
     """
-    place = out.resolve()  # a link stays one
+    place = out.resolve()  # if `out` is a link, its target is replaced
     home = _home(place, rank)
     try:
         with _locked(home, out):
@@ -164,9 +163,9 @@ def under_construction(
 
 
 def discard_stale(out: Path, fingerprint: str, *, rank: int | None = None) -> None:
-    """Remove what a build of the same inputs left behind, now that the engine stands.
+    """Remove the parts that a build of the same inputs left behind, as the engine is there now.
 
-    The parts of other inputs stay, and so do those of a build that is at work.
+    The parts of other inputs stay, and so do the parts of a running build.
     """
     place = out.resolve()
     home = _home(place, rank)
@@ -205,7 +204,7 @@ def _locked(home: Path, out: Path) -> Iterator[None]:
 
 
 def _undo_replacing(out: Path) -> None:
-    """Put back what a build that was killed was about to replace."""
+    """Put back the engine that a killed build was about to replace."""
     old = _old(out)
     if old.exists() and not out.exists():
         old.rename(out)
@@ -214,7 +213,7 @@ def _undo_replacing(out: Path) -> None:
 
 def _leave(building: Building, home: Path, out: Path) -> None:
     """Keep the finished parts and nothing else."""
-    with contextlib.suppress(OSError):  # what ended the build is what matters
+    with contextlib.suppress(OSError):  # never hide the error that ended the build
         if building.finished:
             building.prune()
             logger.warning(

@@ -10,7 +10,6 @@ from pathlib import Path
 from mtpbuild.builder.engine.building import is_taken, replace_folder
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
-    WEIGHTS,
     Manifest,
     check_files,
     hash_file,
@@ -24,7 +23,7 @@ from mtpbuild.runtime.ranks import Ranks
 
 
 def rank_folders(folder: Path, ranks: Ranks, wanted: Iterable[int]) -> dict[int, Path]:
-    """The folder of each wanted rank, which is made; the engine's own if there is but one rank."""
+    """Make and return the folder of each wanted rank; a single rank has the engine's own folder."""
     folders = {rank: folder / rank_name(rank) if ranks.tp > 1 else folder for rank in wanted}
     for place in folders.values():
         place.mkdir(exist_ok=True)
@@ -32,7 +31,7 @@ def rank_folders(folder: Path, ranks: Ranks, wanted: Iterable[int]) -> dict[int,
 
 
 def link(old: Path, new: Path) -> None:
-    """Make `new` the same file as `old`; a copy where the file system has no hard links."""
+    """Make `new` a hard link to `old`, or a copy if the file system has no hard links."""
     try:
         os.link(old, new)
     except OSError:
@@ -42,42 +41,38 @@ def link(old: Path, new: Path) -> None:
 def share_file(path: Path, sha256: str, siblings: Path, inner: str = "") -> bool:
     """Make `path` a hard link to the equal file of an engine in `siblings`, if there is one.
 
-    inner: the rank's folder in which the file is, in the sibling too.
+    inner: the name of the rank's folder that has the file, here and in the sibling.
     """
     for folder in sorted(siblings.glob(f"*/{inner}")):
         manifest = existing(folder)
         spec = manifest.files.get(path.name) if manifest is not None else None
         other = folder / path.name
-        if spec is None or spec.sha256 != sha256 or not other.is_file():
-            continue
-        if hash_file(other) != sha256:  # damaged since: never spread it
-            continue
-        path.unlink(missing_ok=True)
-        link(other, path)
-        return True
+        wanted = spec is not None and spec.sha256 == sha256 and other.is_file()
+        if wanted and hash_file(other) == sha256:  # never spread a damaged file
+            path.unlink(missing_ok=True)
+            link(other, path)
+            return True
     return False
 
 
 def share_programs(first: Path, others: Iterable[Path]) -> None:
-    """Give other ranks what was compiled for the first; only weights differ."""
+    """Link the programs of the first rank into the other ranks' folders."""
     for place in others:
         for file in sorted(first.iterdir()):
             if file.name != MANIFEST and not (place / file.name).exists():
                 link(file, place / file.name)
 
 
-def remove_weights(folders: Iterable[Path]) -> None:
-    """Remove the weights files of programs that hold their weights themselves."""
-    for folder in folders:
-        (folder / WEIGHTS).unlink()
+def existing(out: Path, fingerprint: str | None = None) -> Manifest | None:
+    """Returns the manifest of the engine at `out`, or None if there is none that can be read.
 
-
-def existing(out: Path) -> Manifest | None:
-    """The manifest of an engine that stands at `out` already, if it can be read."""
+    fingerprint: of the only build that counts; None if any does.
+    """
     try:
-        return read_manifest(out)
+        found = read_manifest(out)
     except MtpbuildError:
         return None
+    return found if fingerprint in (None, found.build.fingerprint) else None
 
 
 def check_place(out: Path, model: str, *, force: bool) -> None:
@@ -91,7 +86,7 @@ def check_place(out: Path, model: str, *, force: bool) -> None:
 
 
 def model_of(out: Path) -> str | None:
-    """The name of the model whose engine stands at `out`, also in another format version."""
+    """Returns the name of the model of the engine at `out`, whatever its format version."""
     try:
         name = json.loads((out / MANIFEST).read_text(encoding="utf-8"))["model"]["name"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -100,7 +95,7 @@ def model_of(out: Path) -> str | None:
 
 
 def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
-    """Refuse to replace ranks of another build by a single one."""
+    """Refuse to replace the ranks of another build by a single rank."""
     manifest = existing(out)
     if manifest is None or force or not ranks_here(out, manifest):
         return
@@ -112,31 +107,26 @@ def check_ranks(out: Path, fingerprint: str, *, force: bool) -> None:
 
 
 def lacking(out: Path, fingerprint: str, ranks: Iterable[int]) -> list[int]:
-    """Returns the ranks that `out` lacks: not there, damaged, or made from other inputs.
+    """Returns the ranks at `out` that are missing, damaged, or made from other inputs.
 
     An engine that is not split is its rank 0.
     """
-    manifest = existing(out)
-    if (
-        manifest is None
-        or manifest.build.fingerprint != fingerprint
-        or not _is_intact(out, manifest)
-    ):
+    manifest = existing(out, fingerprint)
+    if manifest is None or not _is_intact(out, manifest):
         return list(ranks)
     return [rank for rank in ranks if manifest.split and not _is_intact(out, manifest, rank)]
 
 
 def intact_rank(out: Path, fingerprint: str) -> Path | None:
-    """Returns the folder of the first rank at `out` that this build made and nobody damaged."""
-    manifest = existing(out)
-    if manifest is None or manifest.build.fingerprint != fingerprint:
+    """Returns the folder of the first intact rank at `out` that this build made."""
+    if (manifest := existing(out, fingerprint)) is None:
         return None
     found = (rank for rank in ranks_here(out, manifest) if _is_intact(out, manifest, rank))
     return next((out / rank_name(rank) for rank in found), None)
 
 
 def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
-    """Whether an engine's own files, or those of one of its ranks, are as they were built."""
+    """Returns whether the engine's own files, or one rank's files, are as they were built."""
     try:
         if rank is None:
             check_files(out, manifest)
@@ -148,7 +138,7 @@ def _is_intact(out: Path, manifest: Manifest, rank: int | None = None) -> bool:
 
 
 def publish(new: Path, out: Path) -> None:
-    """Put an engine at its place; ranks that were built alone join those of the same build."""
+    """Move an engine to its place; ranks that were built alone join the others of their build."""
     own = read_manifest(new)
     ranks = ranks_here(new, own)
     if len(ranks) == own.build.tp or not own.split:

@@ -1,4 +1,4 @@
-"""Writes engine.json: what was built, of what, for what, and the hash of every file."""
+"""Writes engine.json: the model, the flags, the target, the programs, the hash of every file."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -55,7 +55,7 @@ def write_manifests(
 
 
 def build_info(job: Job, out: Path, model: "OpenedModel") -> BuildInfo:
-    """The flags; those that the plan knows have the same names in it."""
+    """Returns the flags of the build; most are fields of the plan by the same names."""
     plan, layers = job.plans[out], job.request.layers
     return BuildInfo(
         **{name: getattr(plan, name) for name in BuildInfo.model_fields if hasattr(plan, name)},
@@ -69,7 +69,7 @@ def build_info(job: Job, out: Path, model: "OpenedModel") -> BuildInfo:
 
 
 def describe_files(folder: Path, known: Mapping[str, str]) -> dict[str, FileSpec]:
-    """Size and sha256 of every file but the manifest; `known` are hashes by name."""
+    """Returns size and sha256 of every file but the manifest; known: hashes by name, if any."""
     top = {path.name for path in folder.iterdir() if path.is_file()}
     return {
         name: FileSpec(

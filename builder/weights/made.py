@@ -192,7 +192,7 @@ def weight_of(name: str) -> str:
 
 
 def vector(to: str, at: str, name: str, size: int) -> Weight:
-    """Declares a vector with the same name in the program's module `to` and the checkpoint's `at`."""
+    """Declares a vector of the same name in the program's module `to` and the checkpoint's `at`."""
     return Weight(f"{to}.{name}", (Stored(f"{at}.{name}", (size,)),))
 
 
@@ -202,7 +202,7 @@ def embedding(to: str, stored: Stored) -> Weight:
 
 
 def product(to: str, *stored: Stored, rows: Transform = stack_rows, joined: int = 0) -> Weight:
-    """Declares a product: the checkpoint's [out, in] becomes [in, out], so that graphs do `x @ w`."""
+    """Declares a product: the checkpoint's [out, in] becomes [in, out], so graphs do `x @ w`."""
     return Weight(to, stored, lambda *w: rows(*w).T, rows, joined=joined)
 
 
