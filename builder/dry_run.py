@@ -49,8 +49,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
     with stages("load compiler"), job.target.importing():
         from mtpbuild.builder import weightless
 
-        lines = chain.from_iterable(map(job.target.lacks, job.plans.values()))
-        lacking = list(dict.fromkeys(lines))
+        lacking = dict.fromkeys(chain.from_iterable(map(job.target.lacks, job.plans.values())))
     with stages("check checkpoint"):
         model = job.open_model(device="meta")
         # Ranks of one group have equal parts.
@@ -65,7 +64,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         caches = sum(size_of(s) for s in specs if s.role == "rows")
         stands = not layout.lacking(out, job.fingerprints[out], job.ranks)
         engines.append(Foreseen(out, plan, weights, state, caches, exported, stands))
-    return DryRun(model, engines, lacking)
+    return DryRun(model, engines, list(lacking))
 
 
 def size_of(spec: StateSpec) -> int:

@@ -76,15 +76,14 @@ def refit(
         for name in old.files.keys() - replaced:
             layout.link(engine / name, folder / name)
         copy_side_files(new.source.folder, folder)
-        hashes = {n: f.sha256 for n, f in old.files.items() if n not in replaced}
-        hashes[WEIGHTS] = sha256
+        kept = {n: f.sha256 for n, f in old.files.items() if n not in replaced}
         mark = f"{old.build.fingerprint} refitted with {sha256}"
         fingerprint = hashlib.sha256(mark.encode()).hexdigest()
         changes = {
             "mtpbuild": version("mtpbuild"),
             "model": new.info(),
             "build": old.build.model_copy(update={"fingerprint": fingerprint}),
-            "files": describe_files(folder, hashes),
+            "files": describe_files(folder, kept | {WEIGHTS: sha256}),
         }
         manifest = old.model_copy(update=changes)
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
@@ -132,9 +131,7 @@ def refuse(engine: Path, checkpoint: Path, found: list[str]) -> None:
 def differences(old: ModelConfig, new: ModelConfig) -> list[str]:
     """`name before -> after` of every value that shapes a graph."""
     before, after = flat(asdict(old)), flat(asdict(new))
-    return [
-        f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name]
-    ]
+    return [f"{n} {value} -> {after[n]}" for n, value in before.items() if value != after[n]]
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -26,10 +26,6 @@ ALONE = {"topk", "sort", "cumsum", "scatter"}  # operators that nothing is fused
 REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", "log_softmax"}
 
 
-class OpenSizeError(Exception):
-    """A kernel's grid is not known before its operands' sizes are."""
-
-
 @dataclass(frozen=True)
 class Counts:
     """The nodes of one program's graph, and how many of them are calls.
@@ -115,15 +111,10 @@ def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
 
 
 def _is_summed(node: Node) -> bool:
-    op = node.target
-    if op is matmul_scaled._opoverload and [_sums(user, node) for user in node.users] == [True]:
-        return False
-    return op in SUMMED
-
-
-def _sums(reader: Node, product: Node) -> bool:
-    op = reader.target
-    return op in READERS and reader.args[0] is product
+    if node.target is matmul_scaled._opoverload and len(node.users) == 1:
+        (reader,) = node.users
+        return reader.target not in READERS or reader.args[0] is not node
+    return node.target in SUMMED
 
 
 def _name(node: Node) -> str:
@@ -161,13 +152,15 @@ def launches_of(node: Node) -> int:
     if find_spec("triton") is None or find_spec(kernels := f"{folder}.triton") is None:
         return 1
     launches = getattr(import_module(kernels), f"{name}_launches", None)
-    if launches is None:
+    if launches is None or any(map(_is_open, node.all_input_nodes)):
         return 1
-    try:
-        made = launches(*pytree.tree_map(_stand_in, tuple(node.args)))
-    except OpenSizeError:
-        return 1
-    return len(made.each)
+    return len(launches(*pytree.tree_map(_stand_in, tuple(node.args))).each)
+
+
+def _is_open(operand: Node) -> bool:
+    """Tell whether a tensor has an open size: then a kernel's grid is not known either."""
+    value = operand.meta["val"]
+    return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
 def nbytes(given: Any) -> int:
@@ -184,8 +177,6 @@ def _stand_in(arg: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     dtype = torch.int32 if value.dtype == torch.bool else value.dtype
-    if not all(isinstance(size, int) for size in value.shape):
-        raise OpenSizeError
     return torch.empty(tuple(value.shape), dtype=dtype, device="meta")
 
 

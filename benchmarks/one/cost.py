@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mtpbuild.builder.forecast.cpu import NONE, engine_model
+from mtpbuild.builder.forecast.cpu import engine_model
 from mtpbuild.builder.forecast.step import Load, Model, distinct_experts
 from mtpbuild.builder.forecast.weights import find_layout
 from mtpbuild.builder.models import ModelConfig, family_of
@@ -109,7 +109,7 @@ class Counted:
 def count(checkpoint: Path) -> Counted:
     """Reads the counts of a checkpoint on disk, which may be deleted afterwards."""
     layout = find_layout(str(checkpoint), None)
-    return Counted(layout.config, engine_model(layout, NONE))
+    return Counted(layout.config, engine_model(layout, None))
 
 
 def draft_passes(manifest: Manifest) -> list[int]:

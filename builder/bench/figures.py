@@ -173,9 +173,8 @@ def speedup(groups: Groups, base: Groups) -> Ratio:
         divisor = seconds * base_tokens
         return tokens * base_seconds / divisor if divisor else None
 
-    if len(parts) == 1:
-        return Ratio(ratio(parts) or 0.0, None, None)
-    return Ratio(ratio(parts) or 0.0, *resampled(parts, ratio))
+    interval = resampled(parts, ratio) if len(parts) > 1 else (None, None)
+    return Ratio(ratio(parts) or 0.0, *interval)
 
 
 def resampled(items: Sequence[T], figure: Callable[[Sequence[T]], float | None]) -> list[float]:

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -154,56 +153,48 @@ def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
             }
 
 
-Cell = Callable[[Row, Figures], str]
+def lines(nextn: int) -> dict[str, str]:
+    """Give each line's cell as a template of `keys`; nextn 0 to 4 must fit in 80 columns."""
+    rate = "{{spec_decode_per_position_acceptance_rates[{}]:.2f}}"
+    return {
+        "tokens/s per user": "{user_tokens_per_s:.1f}",
+        "speedup over nextn 0": "{speedup[value]:.2f}x",
+        "  95 % interval": "{interval}",
+        "  predicted, L / (v + d)": "{predicted_speedup:.2f}x",
+        "acceptance length": "{spec_decode_acceptance_length:.2f}",
+        "  L: first step left out": "{tokens_per_step:.2f}",
+        **{f"  accepted at position {i + 1}": rate.format(i) for i in range(nextn)},
+        "v: verify / nextn 0's step": "{verify_cost:.2f}",
+        "d: draft / nextn 0's step": "{draft_cost:z.2f}",
+        "ms per step, median": "{median_itl_ms:.2f}",
+        "  drafting's share": "{draft_share:z.0%}",
+        **{f"ms per output token, p{p}": f"{{p{p}_tpot_ms:.2f}}" for p in PERCENTILES},
+        "ms to first token, p50": "{median_ttft_ms:.2f}",
+        "tokens/s of all users": "{output_throughput:.1f}",
+        "same output as nextn 0": "{same_output_as_nextn_0} of {completed}",
+    }
 
 
-def lines(nextn: int) -> Iterator[tuple[str, Cell]]:
-    """Give each line's name and how to write its cells; nextn 0 to 4 must fit in 80 columns."""
-    yield "drafter", lambda row, f: (row.drafter or "-").removeprefix("mtp-")
-    yield "tokens/s per user", lambda row, f: f"{f.tokens_per_s:.1f}"
-    yield "speedup over nextn 0", lambda row, f: f"{f.speedup.value:.2f}x"
-    yield "  95 % interval", lambda row, f: f.speedup.interval if row.nextn else "-"
-    yield "  predicted, L / (v + d)", lambda row, f: known(f.predicted, "{:.2f}x")
-    yield "acceptance length", lambda row, f: f"{f.drafting.mean_acceptance_length or 0:.2f}"
-    yield "  L: first step left out", lambda row, f: f"{f.tokens_per_step:.2f}"
-    for i in range(nextn):
-        yield f"  accepted at position {i + 1}", partial(rate_at, i)
-    yield "v: verify / nextn 0's step", lambda row, f: known(row.cost.v, "{:.2f}")
-    yield "d: draft / nextn 0's step", lambda row, f: known(row.cost.d, "{:z.2f}")
-    yield "ms per step, median", lambda row, f: ms(statistics.median(f.itl))
-    yield (
-        "  drafting's share",
-        lambda row, f: known(row.cost.draft_share, "{:z.0%}").replace("%", " %"),
-    )
-    for percent in PERCENTILES:
-        yield f"ms per output token, p{percent}", partial(tpot_at, percent)
-    yield "ms to first token, p50", lambda row, f: ms(statistics.median(f.ttft))
-    yield "tokens/s of all users", lambda row, f: f"{f.throughput:.1f}"
-    yield "same output as nextn 0", lambda row, f: f"{f.same_output} of {f.requests}"
-
-
-def known(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def ms(seconds: float) -> str:
-    return f"{1000 * seconds:.2f}"
-
-
-def tpot_at(percent: float, row: Row, figures: Figures) -> str:
-    return ms(percentile(figures.tpot, percent))
-
-
-def rate_at(position: int, row: Row, figures: Figures) -> str:
-    rates = figures.drafting.per_position_acceptance_rates
-    return f"{rates[position]:.2f}" if position < len(rates) else ""
+def cell(template: str, figures: dict[str, Any]) -> str:
+    try:
+        return template.format(**figures).replace("%", " %")
+    except TypeError:  # the figure is None
+        return "-"
+    except IndexError:  # the row drafts fewer positions
+        return ""
 
 
 def table(report: Benchmark, kind: str) -> Table:
     """Make a table with a column per nextn."""
     result = figures_table("nextn", (row.nextn for row in report.rows))
-    for name, cell in lines(max(row.most for row in report.rows)):
-        result.add_row(name, *(cell(row, row.kinds[kind]) for row in report.rows))
+    result.add_row("drafter", *((row.drafter or "-").removeprefix("mtp-") for row in report.rows))
+    columns = []
+    for row in report.rows:
+        figures = row.kinds[kind]
+        interval = figures.speedup.interval if row.nextn else "-"
+        columns.append({**keys(row, figures), "interval": interval})
+    for name, template in lines(max(row.most for row in report.rows)).items():
+        result.add_row(name, *(cell(template, column) for column in columns))
     return result
 
 

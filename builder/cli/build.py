@@ -37,19 +37,13 @@ def build(
     force: bool = flag(False, "Rebuild, and replace another model's engine."),
     checkpoint: Path | None = flag(None, "Folder with the recipe's or repository's weights."),
     revision: str | None = flag(None, "Branch, tag or commit of the repository. Default: main."),
-    layers: str | None = flag(
-        None, "Main layers to build, 0-3, and the modules: to try a big checkpoint."
-    ),
-    weights: str | None = flag(
-        None, "Quantise on the way: int8, int4, fp8 or nvfp4. Default: as the checkpoint is."
-    ),
+    layers: str | None = flag(None, "Build only these main layers, 0-3, and the modules."),
+    weights: str | None = flag(None, "Quantise to int8, int4, fp8 or nvfp4. Default: as stored."),
     head_weights: str | None = flag(
         None, "With --weights, embedding and head: int8 or none. Default: int8 for int8 and int4."
     ),
     draft_vocab: str | None = flag(
-        None,
-        "Choose drafts from so many of the most frequent tokens, or from a file's ids; the text is "
-        "the same.",
+        None, "Draft only from this many frequent tokens, or a file's ids; the text is the same."
     ),
     acceptance_rule: list[str] | None = flag(
         None, "Rule of acceptance of another package that requests may choose; may be repeated."
@@ -124,11 +118,10 @@ def refit(
         with needs("build", "torch", "onnx", "onnxscript"):
             from mtpbuild.builder.refit import refit
         old, new = refit(engine, checkpoint, watch)
-    kept = len(new.programs)
     size = new.files["weights.safetensors"].size
     typer.echo(
         f"{engine}: weights of {old.model.name} -> {new.model.name}, {size / 1e6:.1f} MB; "
-        f"its {kept} programs are as they were"
+        f"its {len(new.programs)} programs are as they were"
     )
 
 
@@ -155,8 +148,7 @@ def quantize(
             from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
             from mtpbuild.builder.weights.scheme import make_scheme
         scheme = make_scheme(to, mtp, tuple(exclude) if exclude else None, head)
-        request = QuantizeRequest(model, scheme, out, checkpoint, force)
-        done = quantize(request, watch)
+        done = quantize(QuantizeRequest(model, scheme, out, checkpoint, force), watch)
     print_quantized(done)
 
 

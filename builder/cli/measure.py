@@ -34,16 +34,12 @@ def bench(
     target_flags: TargetFlags,
     load_flags: LoadFlags,
     nextn: str | None = flag(
-        None,
-        "Draft tokens per step to compare, numbers or auto; 0 is always among them. "
-        f"Default: {NEXTN}.",
+        None, f"Draft tokens per step to compare with 0: numbers or auto. Default: {NEXTN}."
     ),
     concurrency: str = flag("1", "Requests that run at once; several to compare: 1,2,4,8."),
     drafter: str | None = flag(None, "mtp-eagle or mtp-vanilla."),
     target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
-    dataset: str | None = flag(
-        None, "code, reasoning, or a JSONL file (docs/bench.md). Default: both."
-    ),
+    dataset: str | None = flag(None, "code, reasoning, or JSONL (docs/bench.md). Default: both."),
     num_requests: int | None = flag(None, "Default: 20 of the built-in ones, all of a file's."),
     input_len: int | None = flag(None, "Cut or extend every prompt to so many tokens."),
     output_len: int | None = flag(None, "Most output tokens; default: the dataset's, or 256."),
@@ -72,17 +68,10 @@ def bench(
         numbers = parse_nextn(NEXTN) if settings.nextn is None else (settings.nextn,)
     params = sampling_params(sampling, settings, max_tokens=OUTPUT_LEN)
     sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
-    request = BenchRequest(
-        Wanted(
-            *(model, numbers, settings.drafter, sizes),
-            target=target,
-            options=changed(target_flags),
-        ),
-        Asked(dataset, num_requests, input_len, output_len, params),
-        threads,
-        out,
-        changed(load_flags),
-    )
+    options = changed(target_flags)
+    wanted = Wanted(model, numbers, settings.drafter, sizes, target=target, options=options)
+    asked = Asked(dataset, num_requests, input_len, output_len, params)
+    request = BenchRequest(wanted, asked, threads, out, changed(load_flags))
     with progress("reading the checkpoint") as watch:
         reports = bench(request, watch)
     if len(reports) > 1:
@@ -158,9 +147,7 @@ def _tried(
 def verify(
     engine: Annotated[Path, Option(help="Engine directory.")],
     load_flags: LoadFlags,
-    against: Path | None = flag(
-        None, "Engine to compare with; default: nextn 0's, built if missing."
-    ),
+    against: Path | None = flag(None, "Engine to compare with; default: nextn 0, built if absent."),
     model: str | None = flag(
         None, "Recipe name, checkpoint folder, or OWNER/NAME; default: the recipe of that name."
     ),

@@ -50,10 +50,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
         problems = load_problems(request.task, engine, request.params, request.num_problems)
 
         # 2. Answer every problem under every setting in turn, strict first.
-        def tell(done: int) -> None:
-            watch(f"problem {done + 1} of {len(problems)}")
-
-        answered = ask(engine, problems, choose(request), tell)
+        answered = ask(engine, problems, choose(request), watch)
 
         # 3. Compute the figures.
         report = Evaluation(

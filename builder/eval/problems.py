@@ -92,13 +92,13 @@ def ask(
     engine: Engine,
     problems: Sequence[Problem],
     settings: Settings,
-    watch: Callable[[int], None] = lambda done: None,
+    watch: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, list[Answered]]:
     """Answer the problems under each setting; the settings take turns at being first."""
     answered: dict[str, list[Answered]] = {name: [] for name in settings}
     with no_garbage_collection():
         for i, problem in enumerate(problems):
-            watch(i)
+            watch(f"problem {i + 1} of {len(problems)}")
             for name, changes in measure.rotated([*settings.items()], i):
                 prompt = problem.prompt
                 own = measure.changed([prompt], **changes)

@@ -9,14 +9,7 @@ from dataclasses import dataclass, replace
 from mtpbuild.builder.forecast.forecast import ForecastRequest, check, with_nextn
 from mtpbuild.builder.forecast.machines import UNKNOWN
 from mtpbuild.builder.forecast.step import Load, Model
-from mtpbuild.builder.forecast.weights import (
-    TIED,
-    Layout,
-    Portion,
-    classes,
-    find_layout,
-    portions,
-)
+from mtpbuild.builder.forecast.weights import TIED, Layout, Portion, classes, find_layout, portions
 from mtpbuild.builder.host import Machine, this_machine
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
@@ -97,9 +90,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     fetched = must_be_fetched(request)
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
     models = {weights: engine_model(layout, weights) for weights in ASKED}
-    engines = [
-        foresee(request, weights, model, download, machine) for weights, model in models.items()
-    ]
+    engines = [foresee(request, *asked, download, machine) for asked in models.items()]
     return CpuForecast(request, layout.name, models[None], sizes, download, machine, engines)
 
 

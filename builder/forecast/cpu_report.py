@@ -76,12 +76,8 @@ def _engines(console: Console, f: CpuForecast) -> None:
     request, most = f.request, f.request.nextn[-1]
     table = Table("--weights", "engine", f"memory, nextn {most}", "fits")
     for engine in f.engines:
-        table.add_row(
-            engine.weights or AS_STORED,
-            size(engine.bytes),
-            size(engine.memory[-1]),
-            verdict(engine),
-        )
+        sizes = map(size, (engine.bytes, engine.memory[-1]))
+        table.add_row(engine.weights or AS_STORED, *sizes, verdict(engine))
     console.print(table)
     console.print(
         f"memory: {resident(f.model.config):g} times the engine, as measured of ONNX Runtime "
@@ -103,9 +99,8 @@ def _reads(console: Console, f: CpuForecast) -> None:
     request = f.request
     table = Table("GB read per step, nextn", *map(str, request.nextn))
     for engine in f.engines:
-        table.add_row(
-            engine.weights or AS_STORED, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads)
-        )
+        reads = (f"{bytes / 1e9:.3f}" for bytes in engine.reads)
+        table.add_row(engine.weights or AS_STORED, *reads)
     console.print(table)
     console.print(
         f"{request.max_batch} at once, each with {request.context_len:,} cached tokens; routed "

@@ -9,7 +9,7 @@ from mtpbuild.builder.forecast import latency
 from mtpbuild.builder.forecast.latency import Latency
 from mtpbuild.builder.forecast.machines import find_gpu
 from mtpbuild.builder.forecast.step import CACHE_BYTES, Load, Model, Part
-from mtpbuild.builder.forecast.weights import checkpoint_bytes, classes, find_layout
+from mtpbuild.builder.forecast.weights import classes, find_layout, portions
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import choose_drafter
@@ -136,7 +136,7 @@ def forecast(request: ForecastRequest) -> Forecast:
         request=request,
         name=layout.name,
         model=model,
-        checkpoint_bytes=checkpoint_bytes(layout, found),
+        checkpoint_bytes=sum(p.bytes for p in portions(layout, found).values()),
         weight_bytes=model.weight_bytes(most),
         cache_bytes=model.cache_bytes(most, request.kv_cache),
         scratch_bytes=model.scratch_bytes(most, request.max_batch, request.prefill_chunk),
@@ -150,8 +150,8 @@ def check(request: ForecastRequest) -> None:
         if (value := getattr(request, name)) < 1:
             raise UsageError(f"--{name.replace('_', '-')} {value} must be at least 1")
     if request.kv_cache not in CACHE_BYTES:
-        choices = ", ".join(CACHE_BYTES)
-        raise UsageError(f"--kv-cache {request.kv_cache} is unknown; supported: {choices}")
+        known = ", ".join(CACHE_BYTES)
+        raise UsageError(f"--kv-cache {request.kv_cache} is unknown; supported: {known}")
 
 
 def with_nextn(request: ForecastRequest, config: ModelConfig) -> ForecastRequest:
@@ -164,13 +164,11 @@ def acceptance_lengths(request: ForecastRequest) -> ByNextn:
     """Take each nextn's acceptance length from the request, or R1's published ones."""
     given, known = request.acceptance, latency.PUBLISHED_ACCEPTANCE
     if given is None:
-        beyond = [nextn for nextn in request.nextn if nextn >= len(known)]
-        if beyond:
-            raise UsageError(
-                f"no acceptance length is published for nextn {beyond[0]}: give --acceptance, "
-                "a length for each nextn"
-            )
-        return {nextn: known[nextn] for nextn in request.nextn}
+        for nextn in request.nextn:
+            if nextn >= len(known):
+                said = f"no acceptance length is published for nextn {nextn}"
+                raise UsageError(f"{said}: give --acceptance, a length for each nextn")
+        given = tuple(known[nextn] for nextn in request.nextn)
     if len(given) != len(request.nextn):
         raise UsageError(f"--acceptance has {len(given)} lengths, --nextn {len(request.nextn)}")
     for nextn, length in zip(request.nextn, given, strict=True):
@@ -183,9 +181,8 @@ def calibrate(request: ForecastRequest, model: Model, load: Load, lengths: ByNex
     """Fit the latency to the user's two measurements, or to the published ones."""
     if request.measured is None:
         return published_latency()
-    for nextn in request.measured:
-        if nextn not in lengths:
-            raise UsageError(f"--calibrate: nextn {nextn} is not among --nextn")
+    if missing := request.measured.keys() - lengths.keys():
+        raise UsageError(f"--calibrate: nextn {min(missing)} is not among --nextn")
     return fitted(model, load, request.measured, lengths, "fitted to --calibrate")
 
 

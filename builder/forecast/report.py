@@ -147,8 +147,8 @@ def _parts(console: Console, f: Forecast) -> None:
         moved, computed = f"{part.bytes / 1e9:.3f}", f"{part.operations / 1e9:.1f}"
         spent = (f"{1e3 * part.seconds:.3f}", f"{part.seconds / step.seconds:.1%}")
         table.add_row(part.name, moved, computed, *spent, part.limit)
-    rest = step.latency
-    table.add_row("the rest", "", "", f"{1e3 * rest:.3f}", f"{rest / step.seconds:.1%}", "latency")
+    spent = (f"{1e3 * step.latency:.3f}", f"{step.latency / step.seconds:.1%}")
+    table.add_row("the rest", "", "", *spent, "latency")
     console.print(table)
 
 
@@ -179,9 +179,8 @@ def _assumptions(console: Console, f: Forecast) -> None:
 
 
 def size(bytes: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
-        if bytes >= factor:
-            return f"{bytes / factor:,.2f} {unit}"
+    if bytes >= 1e6:
+        return f"{bytes / 1e9:,.2f} GB" if bytes >= 1e9 else f"{bytes / 1e6:,.2f} MB"
     return f"{bytes / 1e3:,.1f} kB"
 
 
@@ -219,8 +218,6 @@ def draw_speed(axes: "Axes", f: Forecast) -> None:
     for place, speed in zip(places, speeds, strict=True):
         axes.annotate(f"{speed:.0f}", (place, 0.94 * speed), ha="center", va="top", color="white")
     if f.is_published:
-        known = {n: s for n, s in enumerate(PUBLISHED_SPEED) if n in f.request.nextn}
-        found = [i for i, step in enumerate(f.steps) if step.nextn in known]
-        values = [known[f.steps[i].nextn] for i in found]
-        axes.plot(found, values, "o", color="black", markersize=4, label="published")
+        published = [PUBLISHED_SPEED[step.nextn] for step in f.steps]
+        axes.plot(places, published, "o", color="black", markersize=4, label="published")
     axes.set_ylabel("tokens/s of one user")

@@ -154,8 +154,3 @@ def portions(layout: Layout, found: list[Class]) -> dict[str, Portion]:
         for original in same.values():
             sums[COPIES] += by_key[classify(layout.config, original)]
     return sums
-
-
-def checkpoint_bytes(layout: Layout, found: list[Class]) -> int:
-    """Add up the bytes of all files, with the copies in MTP layers."""
-    return sum(portion.bytes for portion in portions(layout, found).values())

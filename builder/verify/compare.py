@@ -36,16 +36,6 @@ class NotChecked(Exception):  # noqa: N818 - not an error: a check that has noth
     """A check can't be made; the text is the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A place where the two engines choose different tokens after the same ones."""
-
-    place: int
-    ours: int | None  # None: the text ends
-    theirs: int | None
-    margin: float  # the larger one of the two
-
-
 def compare(
     ours: Sequence[Played],
     theirs: Sequence[Played],
@@ -61,17 +51,14 @@ def compare(
     limit = TIE * max(noise, LEAST)
     figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs), "noise": noise}
     if not noise <= most:
-        return Finding(
-            False,
-            f"log-probabilities of the same tokens are up to {noise:.2g} apart: other weights, or "
-            "a wrong cache",
-            figures,
-        )
+        said = f"log-probabilities of the same tokens are up to {noise:.2g} apart"
+        return Finding(False, f"{said}: other weights, or a wrong cache", figures)
     apart_at_ties = 0
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        for difference in differences(number, mine, other, replay):
-            if difference.margin > limit:
-                return Finding(False, named(number, difference, limit), figures)
+        for margin, said in differences(number, mine, other, replay):
+            if margin > limit:
+                said += f" (margin {margin:.2g}, a near-tie is below {limit:.1g})"
+                return Finding(False, said, figures)
         apart_at_ties += mine.token_ids != other.token_ids
     figures["near_ties"] = apart_at_ties
     said = f"{len(ours) - apart_at_ties} of {len(ours)} texts equal, {figures['tokens']} tokens"
@@ -81,14 +68,21 @@ def compare(
     return Finding(True, said + near, figures)
 
 
-def differences(number: int, ours: Played, theirs: Played, replay: Replay) -> Iterator[Difference]:
-    """Find every place where ours chooses another token after their tokens."""
+def differences(
+    number: int, ours: Played, theirs: Played, replay: Replay
+) -> Iterator[tuple[float, str]]:
+    """Find every place where ours chooses another token after their tokens.
+
+    Yields the larger margin of the two choices, and a description of the place.
+    """
     at, wanted = 0, theirs.token_ids
     while (place := first_difference(ours.token_ids, wanted[at:])) is not None:
-        mine, other = _at(ours.token_ids, place), _at(wanted, at + place)
-        ends = mine is None or other is None
-        margin = math.inf if ends else max(ours.margins[place], theirs.margins[at + place])
-        yield Difference(at + place, mine, other, margin)
+        mine, other = ours.token_ids[place:][:1], wanted[at + place :][:1]  # []: the text ends
+        both = mine and other
+        margin = max(ours.margins[place], theirs.margins[at + place]) if both else math.inf
+        says = f"says {mine[0]}" if mine else "ends"
+        instead = other[0] if other else "an end"
+        yield margin, f"text {number}, token {at + place}: {says}, not {instead}"
         at += place + 1
         if at >= len(wanted):
             return
@@ -108,25 +102,9 @@ def largest_but_jumps(differences: Iterable[float]) -> float:
 def apart(ours: Played, theirs: Played) -> list[float]:
     """List how far log-probabilities differ, up to the first token that differs."""
     same = first_difference(ours.token_ids, theirs.token_ids)
-    pairs = zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True)
-    return [abs(a - b) for a, b in pairs]
+    return [abs(a - b) for a, b in zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True)]
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     pairs = enumerate(zip_longest(ours, theirs))
     return next((i for i, (a, b) in pairs if a != b), None)
-
-
-def named(number: int, difference: Difference, limit: float) -> str:
-    """Describe a difference."""
-    d = difference
-    says = "ends" if d.ours is None else f"says {d.ours}"
-    other = "an end" if d.theirs is None else str(d.theirs)
-    return (
-        f"text {number}, token {d.place}: {says}, not {other} "
-        f"(margin {d.margin:.2g}, a near-tie is below {limit:.1g})"
-    )
-
-
-def _at(tokens: Sequence[int], place: int) -> int | None:
-    return tokens[place] if place < len(tokens) else None

@@ -46,29 +46,22 @@ def judge(
     for number, (prompt, text) in enumerate(zip(prompts, played, strict=True)):
         known = torch.tensor([prompt + text.token_ids[:-1]])
         logits = model.logits(model.main(known))[0, len(prompt) - 1 :]  # [tokens, V]
-        said = torch.tensor(text.token_ids)[:, None]
-        meant = logits.log_softmax(-1).gather(-1, said)[:, 0]
+        chosen = torch.tensor(text.token_ids)[:, None]
+        meant = logits.log_softmax(-1).gather(-1, chosen)[:, 0]
         apart += (meant - torch.tensor(text.logprobs)).abs().tolist()
-        gap = logits.amax(-1) - logits.gather(-1, said)[:, 0]
+        gap = logits.amax(-1) - logits.gather(-1, chosen)[:, 0]
         best = logits.argmax(-1)
-        gaps += [(float(g), number, i, int(said[i]), int(best[i])) for i, g in enumerate(gap)]
+        gaps += [(float(g), number, i, int(chosen[i]), int(best[i])) for i, g in enumerate(gap)]
     noise = largest_but_jumps(apart)
-    limit = TIE * max(noise, LEAST)
     largest, number, place, token, wanted = max(gaps)
     figures = {"tokens": len(gaps), "noise": noise, "largest_gap": largest}
     if not noise <= most:
-        return Finding(
-            False,
-            f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache",
-            figures,
-        )
-    if largest > limit:
-        return Finding(
-            False,
-            f"text {number}, token {place}: says {token}, the model {wanted} (its logit is "
-            f"{largest:.2g} larger, a near-tie is below {limit:.1g})",
-            figures,
-        )
+        said = f"log-probabilities are up to {noise:.2g} off: other weights, or a wrong cache"
+        return Finding(False, said, figures)
+    if largest > (limit := TIE * max(noise, LEAST)):
+        said = f"text {number}, token {place}: says {token}, the model {wanted} (its logit is "
+        said += f"{largest:.2g} larger, a near-tie is below {limit:.1g})"
+        return Finding(False, said, figures)
     ties = sum(gap > 0 for gap, *_ in gaps)
     exact = f"{len(gaps) - ties} of {len(gaps)} tokens are its argmax"
     return Finding(True, exact + (", the others nearly" if ties else ""), figures)

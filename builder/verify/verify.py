@@ -72,7 +72,8 @@ def verify(
         base: Engine | str
         try:
             against = find_baseline(request, engine.manifest, watch)
-            base = stack.enter_context(load_baseline(against, request, engine))
+            same_vocabulary(against, request.engine)
+            base = stack.enter_context(load(against, request))
         except NotChecked as reason:
             base = str(reason)
 
@@ -128,12 +129,11 @@ def find_baseline(request: VerifyRequest, manifest: Manifest, watch: Callable[[s
         raise NotChecked("this is a nextn 0 engine: give --against to compare it with another")
     missing = "there is no nextn 0 engine, and {}: give --against"
     with needed_here(manifest, "--against or --model", missing):
-        model, layers = request.model or manifest.whole_model, layers_of(manifest)
         target = manifest.target.name
         wanted = Wanted(
-            model,
+            request.model or manifest.whole_model,
             (),
-            layers=layers,
+            layers=layers_of(manifest),
             scheme=engine_scheme(manifest.build.quantised_to, manifest.build.head_weights),
             revision=None if request.model else manifest.build.revision,
             target=target,
@@ -153,13 +153,11 @@ def load(folder: Path, request: VerifyRequest) -> Engine:
     return Engine.load(folder, threads=request.threads, **options)
 
 
-def load_baseline(folder: Path, request: VerifyRequest, engine: Engine) -> Engine:
-    base = load(folder, request)
-    model, other = engine.manifest.model, base.manifest.model
-    if model.vocab_size != other.vocab_size:
-        base.close()
+def same_vocabulary(base: Path, engine: Path) -> None:
+    """Raise UsageError if two engines can't be of one model."""
+    theirs, ours = (read_manifest(folder).model.vocab_size for folder in (base, engine))
+    if theirs != ours:
         raise UsageError(
-            f"{folder} has a vocabulary of {other.vocab_size} tokens, {request.engine} of "
-            f"{model.vocab_size}: they are not of one model"
+            f"{base} has a vocabulary of {theirs} tokens, {engine} of {ours}: they are not of one "
+            "model"
         )
-    return base

@@ -19,7 +19,6 @@ from mtpbuild.builder.forecast.weights import (
     COPIES,
     MAIN,
     MODULES,
-    checkpoint_bytes,
     classes,
     find_layout,
     portions,
@@ -159,7 +158,8 @@ def test_active_parameters(name: str) -> None:
 def test_downloads(name: str) -> None:
     layout, recipe = find_layout(name, None), find_recipe(name)
     assert recipe is not None
-    assert recipe.download == round(checkpoint_bytes(layout, classes(layout, ALONE)) / 1e9)
+    found = portions(layout, classes(layout, ALONE)).values()
+    assert recipe.download == round(sum(portion.bytes for portion in found) / 1e9)
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if layout_of(name) == "bf16"])
