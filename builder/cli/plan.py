@@ -36,9 +36,7 @@ def plan(
     context_len: int = flag(2048, "Cached tokens that a step reads per request."),
     kv_cache: str = flag("bf16", "Number format of the caches: bf16 or fp8."),
     prefill_chunk: int = flag(256, "Prompt tokens per prefill call."),
-    acceptance: str | None = flag(
-        None, "Acceptance length for each nextn: 1,1.92. Default: R1's published."
-    ),
+    acceptance: str | None = flag(None, "Acceptance length for each nextn: 1,1.92. Default: R1's."),
     calibrate: str | None = flag(None, "Your tokens/s of one user at two nextn: 0=111,1=198."),
     checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
     picture: Path | None = flag(None, "Write the figures as a PNG too."),

@@ -28,12 +28,8 @@ class RankFlags:
     """How many ranks share a model, and how."""
 
     tp: int | None = flag(None, "Ranks that share the model. Default: 1.")
-    ep: int | None = flag(
-        None, "Groups of these ranks with routed experts of their own. Default: 1."
-    )
-    attention_dp: bool = flag(
-        False, "Ranks share the routed experts alone; each has requests of its own."
-    )
+    ep: int | None = flag(None, "Groups of ranks with routed experts of their own. Default: 1.")
+    attention_dp: bool = flag(False, "Give each rank its own requests; they share routed experts.")
 
     def sources(self) -> list[Source]:
         """The settings of each flag, to be joined with a configuration's."""
