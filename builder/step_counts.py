@@ -111,10 +111,15 @@ def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
 
 
 def _is_summed(node: Node) -> bool:
-    if node.target is matmul_scaled._opoverload and len(node.users) == 1:
-        (reader,) = node.users
-        return reader.target not in READERS or reader.args[0] is not node
-    return node.target in SUMMED
+    op = node.target
+    if op is matmul_scaled._opoverload and [_sums(user, node) for user in node.users] == [True]:
+        return False
+    return op in SUMMED
+
+
+def _sums(reader: Node, product: Node) -> bool:
+    op = reader.target
+    return op in READERS and reader.args[0] is product
 
 
 def _name(node: Node) -> str:

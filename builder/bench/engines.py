@@ -116,9 +116,9 @@ def place(source: FoundModel, config: ModelConfig, nextn: Nextn, wanted: Wanted)
     """engines/NAME_nK for what a plain `mtpbuild build` makes, unless something else is there."""
     usual, drafter = ENGINES / f"{source.engine}_n{nextn}", wanted.drafter_of(nextn)
     flags = wanted.max_batch > 1 or drafter or wanted.scheme or wanted.options
-    if flags or not wanted.of_usual_target:
-        return _private(source, nextn, drafter or "default", wanted)
-    if not usual.exists() or _is_plain(usual, source, config, nextn, load_target(wanted.built_for)):
+    target = load_target(wanted.built_for)
+    plain = wanted.of_usual_target and not flags
+    if plain and (not usual.exists() or _is_plain(usual, source, config, nextn, target)):
         return usual
     return _private(source, nextn, drafter or "default", wanted)
 
@@ -130,9 +130,9 @@ def _is_plain(
     manifest = layout.existing(folder)
     if manifest is None or manifest.model.name != source.name:
         return False
-    there, plain = manifest.build, BuildRequest(source.name)
     if load_target(manifest.target.name) is not target:
         return False
+    there, plain = manifest.build, BuildRequest(source.name)
     options = target.Options(**find_target(target.name).build_flags(manifest))
     length = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
     return (

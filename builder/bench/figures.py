@@ -222,12 +222,9 @@ def disagreements(table: Sequence[Row]) -> str | None:
         measured, predicted = row.overall.speedup.value, row.overall.predicted
         if predicted is not None and abs(measured / predicted - 1) > AGREEMENT:
             apart.append(f"nextn {row.nextn} {measured:.2f}x against {predicted:.2f}x")
-    if not apart:
-        return None
-    return (
-        f"measured and predicted speedup are more than {100 * AGREEMENT:.0f} % apart: "
-        f"{', '.join(apart)}. Repeat it on a quiet machine, with more requests."
-    )
+    said = f"measured and predicted speedup are more than {100 * AGREEMENT:.0f} % apart: "
+    said += f"{', '.join(apart)}. Repeat it on a quiet machine, with more requests."
+    return said if apart else None
 
 
 def kinds_apart(drafting: Sequence[Row], best: Row) -> str:

@@ -144,9 +144,8 @@ def changed(group: Group, **changes: Any) -> Group:
 def warm_up(contenders: Sequence[Contender], group: Group) -> None:
     """Run every engine once, so that memory is touched, kernels are chosen and clocks are up."""
     for contender in contenders:
-        for engine in (contender.engine, contender.verifier):
-            if engine is not None:
-                run_together(engine, endless(group, WARM_UP_TOKENS))
+        for engine in filter(None, (contender.engine, contender.verifier)):
+            run_together(engine, endless(group, WARM_UP_TOKENS))
 
 
 def rotated(contenders: Sequence[T], by: int) -> list[T]:

@@ -87,10 +87,9 @@ def forms_table(rows: Sequence[Row]) -> Table:
     forms = [form for form in rows[0].forms if form != ALL]
     result = figures_table("right / L", forms)
     for row in rows:
-        found = [row.forms[form] for form in forms]
-        result.add_row(
-            row.name, *(f"{f.right} / {f.spec_decode_acceptance_length:.2f}" for f in found)
-        )
+        found = (row.forms[form] for form in forms)
+        cells = (f"{f.right} / {f.spec_decode_acceptance_length:.2f}" for f in found)
+        result.add_row(row.name, *cells)
     return result
 
 
