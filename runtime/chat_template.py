@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from typing import Any, NamedTuple, NoReturn, TypedDict, Unpack
 
 from mtpbuild.runtime.errors import EngineFileError, RequestError
 
@@ -54,35 +54,24 @@ class ChatTemplates:
         """Join the texts of all templates."""
         return "\n".join(source.text for source in self._sources.values())
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool | str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
         """Render the prompt; raises RequestError for bad options, or if the template refuses."""
-        if continue_final_message and add_generation_prompt:
+        tools, continued = options.get("tools"), options.get("continue_final_message")
+        opened = options.get("add_generation_prompt")
+        if continued and opened:
             raise RequestError("give one of add_generation_prompt and continue_final_message")
         variables = {
             **self._special_tokens,
-            **_checked(chat_template_kwargs or {}),
+            **_checked(options.get("chat_template_kwargs") or {}),
             "tools": _objects("tools", tools),
-            "documents": _objects("documents", documents),
-            "add_generation_prompt": (
-                not continue_final_message
-                if add_generation_prompt is None
-                else add_generation_prompt
-            ),
+            "documents": _objects("documents", options.get("documents")),
+            "add_generation_prompt": not continued if opened is None else opened,
         }
         source = self._choose(tools is not None)
         chat = _chat(messages)
-        if not continue_final_message:
+        if not continued:
             return _render(source, chat, variables)
-        field = continue_final_message if isinstance(continue_final_message, str) else "content"
+        field = continued if isinstance(continued, str) else "content"
         final = _mark_final(chat, field, source)
         return _cut_at_mark(_render(source, chat, variables), final)
 
@@ -147,10 +136,10 @@ def _chat(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    given = [message[name] for name in REASONING if name in message]
-    if not given:
-        return message
-    return {"thinking": given[0], **message, "reasoning_content": given[0]}
+    for name in REASONING:
+        if name in message:
+            return {"thinking": message[name], **message, "reasoning_content": message[name]}
+    return message
 
 
 def _mark_final(chat: list[dict[str, Any]], field: str, source: TemplateText) -> str:
@@ -203,8 +192,7 @@ def _copied(value: Any, name: str) -> Any:
     if isinstance(value, Mapping):
         return {_copied(key, name): _copied(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [_copied(item, name) for item in value]
-        return items if isinstance(value, list) else tuple(items)
+        return (list if isinstance(value, list) else tuple)(_copied(item, name) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _copied(getattr(value, f.name), name) for f in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):  # pydantic's, and the OpenAI client's
@@ -257,27 +245,16 @@ def _environment() -> Any:
         def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
             return dict(*args, **kwargs)
 
-        def fromkeys(self, *args: Any) -> dict[Any, Any]:
-            return dict.fromkeys(*args)
+        fromkeys = staticmethod(dict.fromkeys)
 
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | str | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
+    def tojson(value: Any, *positional: Any, **options: Any) -> str:
         """Write JSON; Jinja's own filter would escape HTML."""
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
+        names = ("ensure_ascii", "indent", "separators", "sort_keys")
+        given = dict(zip(names, positional, strict=False))
+        return json.dumps(value, **{"ensure_ascii": False} | given | options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]

@@ -1,4 +1,4 @@
-"""Checks of the values that users write in requests and configurations.
+"""Checks the values that users write in requests and configurations.
 
 A check takes a value and returns it as it is kept; its ValueError says what the value must be.
 """
@@ -73,7 +73,7 @@ def instance_of(kind: type) -> Check:
 
 
 def object_of(value: object) -> dict[str, Any]:
-    """Values by name, as a JSON object has them."""
+    """Checks an object of values by name, as JSON has it."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"must map names to values, not {reprlib.repr(value)}")
     return dict(value)
@@ -90,7 +90,7 @@ def above(least: int) -> Check:
 
 
 def biases(most: int) -> Check:
-    """Maps at most so many token ids, which may be texts as in JSON, to what their logits get."""
+    """Checks at most so many token ids, which may be texts, and the number added to each logit."""
 
     def read(values: object) -> dict[int, float]:
         if not isinstance(values, Mapping):
@@ -111,7 +111,7 @@ def biases(most: int) -> Check:
 
 
 def rates(values: object) -> tuple[float, ...]:
-    """Entry i is the share of steps whose first i + 1 drafts are all accepted."""
+    """Checks rates; entry i is the share of steps whose first i + 1 drafts are all accepted."""
     if not isinstance(values, list | tuple) or not values:
         raise ValueError(f"must be a list of rates, not {reprlib.repr(values)}")
     found: Sequence[float] = [number(0, 1)(rate) for rate in values]

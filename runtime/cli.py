@@ -1,4 +1,4 @@
-"""The commands `run`, `inspect` and `diff`, and the one line that an error becomes."""
+"""Defines the commands `run`, `inspect` and `diff`, and prints errors as one line."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ LoadFlags: Any = option_flags(load_options)
 
 
 def error_line(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn what a user can cause into one line on standard error and an exit code."""
+    """Makes a command print a user's error as one line on standard error, with its exit code."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -180,32 +180,33 @@ def _check_usage(prompts: int, json: bool) -> None:
 
 
 def _chat_options(kwargs: str | None, *, alone: bool) -> "ChatOptions":
-    """What --chat-template-kwargs says; `alone` if there is nothing but a chat to say it to."""
+    """Reads --chat-template-kwargs, which needs a prompt that is a chat (`alone`)."""
     if kwargs is None:
         return {}
     if not alone:
         raise UsageError("--chat-template-kwargs goes with --chat; a line of --input has its own")
-    try:
-        return {"chat_template_kwargs": loads(kwargs)}
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--chat-template-kwargs: not JSON ({error})") from None
+    return {"chat_template_kwargs": _parsed(kwargs, "--chat-template-kwargs")}
 
 
 def _form(schema: Path) -> "StructuredOutputs":
-    """What --json-schema says of the answers."""
+    """Reads the file of --json-schema."""
     from mtpbuild.runtime.structured import StructuredOutputs
 
     text = _read_text(schema, "--json-schema")
+    return StructuredOutputs(json=_parsed(text, f"--json-schema {schema}"))
+
+
+def _parsed(text: str, flag: str) -> Any:
     try:
-        return StructuredOutputs(json=loads(text))
+        return loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--json-schema {schema}: not JSON ({error})") from None
+        raise UsageError(f"{flag}: not JSON ({error})") from None
 
 
 def _ids(
     engine: "Engine", prompt_ids: str | None, chat: str | None, options: "ChatOptions"
 ) -> list[int]:
-    """The token ids of --prompt-ids or --chat."""
+    """Returns the token ids of --prompt-ids or --chat."""
     if chat is not None:
         if not chat:
             raise UsageError("--chat: the question is empty")

@@ -1,4 +1,4 @@
-"""Turns what a request asks into controls: what the steps of an engine are told."""
+"""Turns a request's settings into controls, which an engine's steps take."""
 
 import secrets
 from dataclasses import replace
@@ -16,15 +16,14 @@ from mtpbuild.runtime.targets import targets_with
 
 
 def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -> Controls:
-    """The controls of a request; raises RequestError for what the engine can't do."""
+    """Makes the controls of a request; raises RequestError for one that the engine can't do."""
     marks = thinking_ids(params, manifest)
     banned = tuple(sorted(end_ids(params, manifest))) if params.min_tokens else ()
     if len(banned) > MAX_BANNED:
         raise RequestError(f"min_tokens works with at most {MAX_BANNED} stop tokens: {len(banned)}")
-    bias = params.logit_bias or {}
+    bias, last = params.logit_bias or {}, manifest.model.vocab_size - 1
     for id in bias:
-        if id >= manifest.model.vocab_size:
-            last = manifest.model.vocab_size - 1
+        if id > last:
             raise RequestError(f"logit_bias: token id {id} is outside the vocabulary 0..{last}")
     controls = Controls(
         **{name: getattr(params, name) for name in defaults_of(Wishes)},
@@ -53,9 +52,7 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
 
 
 def check_control(manifest: Manifest, control: Control) -> None:
-    """Raise RequestError if an engine's steps don't take a control: they have other features, or
-    are older than it.
-    """
+    """Raises RequestError if the engine's steps lack a control, by their features or their age."""
     refused = f"{control.setting} is not supported by this engine: leave it out, or build"
     if not control.core and Feature.PENALISE not in manifest.features:
         raise RequestError(f"{refused} the engine anew for target {targets_with(Feature.PENALISE)}")
@@ -65,15 +62,13 @@ def check_control(manifest: Manifest, control: Control) -> None:
 
 
 def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
-    """The tokens that begin and end the thinking phase; -1 for one that is not known.
+    """Returns the tokens that begin and end the thinking phase; -1 stands for an unknown one.
 
-    Raises RequestError if relaxed acceptance needs one that is not known.
+    Raises RequestError if relaxed acceptance needs an unknown one.
     """
-    begin, end = manifest.model.thinking_token_ids or (-1, -1)
-    if params.begin_thinking_phase_token is not None:
-        begin = params.begin_thinking_phase_token
-    if params.end_thinking_phase_token is not None:
-        end = params.end_thinking_phase_token
+    given = params.begin_thinking_phase_token, params.end_thinking_phase_token
+    own = manifest.model.thinking_token_ids or (-1, -1)
+    begin, end = (o if g is None else g for g, o in zip(given, own, strict=True))
     if params.relaxed_topk > 1 and -1 in (begin, end):
         raise RequestError(
             "relaxed acceptance needs the tokens of the thinking phase, which this engine does not "
@@ -83,7 +78,7 @@ def thinking_ids(params: SamplingParams, manifest: Manifest) -> tuple[int, int]:
 
 
 def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
-    """The controls of the rule that another package brings; none if the request uses ours."""
+    """Returns the controls of another package's rule; none if the request uses one of ours."""
     if params.acceptance in BUILT_IN:
         return {}
     rule, there = find_rule(params.acceptance), manifest.capabilities.get("acceptance", [])
@@ -96,12 +91,13 @@ def rule_of(params: SamplingParams, manifest: Manifest) -> dict[str, object]:
 
 
 def end_ids(params: SamplingParams, manifest: Manifest) -> frozenset[int]:
-    """The tokens that end the request."""
+    """Returns the tokens that end the request."""
     ends = () if params.ignore_eos else manifest.model.eos_token_ids
     return frozenset(ends) | frozenset(params.stop_token_ids)
 
 
 def rates_of(params: SamplingParams, nextn: int) -> tuple[float, ...]:
-    """The rates of synthetic acceptance, per draft position; () if acceptance is real."""
-    rates, length = params.synthetic_acceptance_rates, params.synthetic_acceptance_length
-    return synthetic_rates(rates, length, nextn)
+    """Returns the rates of synthetic acceptance per draft position; () if acceptance is real."""
+    return synthetic_rates(
+        params.synthetic_acceptance_rates, params.synthetic_acceptance_length, nextn
+    )

@@ -1,4 +1,4 @@
-"""Flags that several commands share: a dataclass per group, a field per flag."""
+"""Lets commands share flags: a group is a dataclass, and a flag is one of its fields."""
 
 import functools
 import inspect
@@ -10,17 +10,17 @@ T = TypeVar("T")
 
 
 def flag(default: T, help: str, *names: str) -> T:
-    """What stands for a flag: as a group's field, or as a command's parameter.
+    """Makes the default of a group's field, or of a command's parameter, that is a flag.
 
-    names: what the command line calls it, if not as the field. A switch has no opposite.
+    names: the flag's names, if they differ from the field's. A switch has no opposite.
     """
     return field(default=default, metadata={"help": help, "names": names})
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a Typer command take `name: type = flag(default, help)`, and groups of such fields.
+    """Lets a Typer command take `name: type = flag(default, help)`, and groups of such fields.
 
-    The command gets each group as the dataclass that it is.
+    The command gets each group as an object of its dataclass.
     """
     signature, shown = inspect.signature(command, eval_str=True), list[inspect.Parameter]()
     groups = dict[str, type[Any]]()
@@ -48,7 +48,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, kind: Any, entry: "Field[Any]") -> inspect.Parameter:
-    """What Typer makes an option of."""
+    """Makes the parameter that Typer turns into an option."""
     from typer import Option  # here: loading an engine in a program needs no command line
 
     said, keyword = entry.metadata, inspect.Parameter.KEYWORD_ONLY

@@ -1,4 +1,4 @@
-"""Files of requests, one JSON object per line, all checked before the first one runs.
+"""Reads files of requests, one JSON object per line; all are checked before the first one runs.
 
 `run --input FILE.jsonl` runs as many at once as it can; bench, verify and eval read them too.
 """
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class AskingLine(BaseModel):
-    """What a line may say in every kind of file.
+    """The fields that lines of every kind of file may have.
 
-    `PROMPTS` are the fields it has one of, and `CHATS` those of them that are conversations.
+    A line has one of the fields `PROMPTS`; `CHATS` are the prompts that are conversations.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -37,7 +37,7 @@ class AskingLine(BaseModel):
     prompt: str | None = None  # a text to continue
     messages: list[dict[str, Any]] | None = None
     output_tokens: int | None = None
-    # How a conversation is put: `ChatOptions`.
+    # The options of a conversation: `ChatOptions`.
     tools: list[Any] | None = None
     documents: list[Any] | None = None
     add_generation_prompt: bool | None = None
@@ -59,13 +59,13 @@ class AskingLine(BaseModel):
         return cast(ChatOptions, {n: value for n, value in given.items() if value is not None})
 
     def token_ids(self, engine: Engine) -> list[int]:
-        """The token ids of `prompt` or `messages`."""
+        """Returns the token ids of `prompt` or `messages`."""
         if self.messages is not None:
             return self.chat_ids(engine, self.messages)
         return engine.token_ids(self.prompt or "")
 
     def chat_ids(self, engine: Engine, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, put as the line says."""
+        """Returns the token ids of a conversation, rendered with the line's options."""
         return engine.chat_ids(messages, **self._chat_options())
 
 
@@ -80,7 +80,7 @@ def read_lines(
     take: Callable[[Kind, int], Taken],
     hint: str = "",
 ) -> list[Taken]:
-    """What `take` makes of each line and its number; raises UsageError that names file and line."""
+    """Calls `take` with each line and its number; a UsageError names file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -112,7 +112,7 @@ class Line(AskingLine):
     PROMPTS = ("prompt", "input_ids", "messages")
 
     input_ids: list[int] | None = None
-    settings: dict[str, Any] = {}  # those that the line gives as keys of its own
+    settings: dict[str, Any] = {}  # the ones that the line gives, each as a key of its own
 
     @model_validator(mode="before")
     @classmethod
@@ -154,7 +154,7 @@ def read_requests(
 def generate_all(
     engine: Engine, requests: list[FileRequest], trace: "Trace | None" = None
 ) -> Iterator[tuple[FileRequest, Result]]:
-    """Results in the order of the requests; as many run at once as the engine has slots."""
+    """Yields results in the order of the requests; as many run at once as there are slots."""
     observers = [trace.request(request.task_id) if trace else None for request in requests]
 
     def generate(request: FileRequest, observer: Observer | None) -> Result:

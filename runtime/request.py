@@ -1,4 +1,4 @@
-"""A request in flight: what it has got so far, and when it ends."""
+"""A request in flight: its tokens so far, its text, and when it ends."""
 
 import time
 from collections import deque
@@ -21,11 +21,11 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position, under the plain softmax of the logits."""
+    """Holds log-probabilities at one position, under the plain softmax of the logits."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # the N most probable tokens, the first first
+    top: tuple[tuple[int, float], ...]  # the N most probable tokens, the most probable first
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Holds all that a request gave."""
+    """Holds a request's text, tokens and figures."""
 
     text: str
     token_ids: list[int]
@@ -60,19 +60,19 @@ class Result:
 
 
 class Observer(Protocol):
-    """Is shown what a request's steps were, by the thread that steps the loop."""
+    """Watches the steps of a request; the thread that steps the loop calls it."""
 
     def step(self, request: "Request", output: StepOutput, slot: int) -> None:
-        """A decode step, before the request takes its tokens; the arrays are not to be kept."""
+        """Sees a decode step before the request takes its tokens; must not keep the arrays."""
 
     def end(self, request: "Request", reason: FinishReason) -> None:
-        """The request has all its tokens; not called for one that failed."""
+        """Sees that the request has all its tokens; not called for one that failed."""
 
 
 class Request:
     """A request in flight. Only the thread that steps the loop changes it.
 
-    `outbox` holds the chunks that the caller has not taken; `listener` is told of each new one.
+    `outbox` holds the chunks that the caller has not taken; each new one calls `listener`.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Request:
         self.from_draft: list[bool] = []
         self.finish_reason: FinishReason | None = None
         self.error: MtpbuildError | None = None
-        self.grammar: Grammar | None = None  # that its tokens are held to
+        self.grammar: Grammar | None = None  # the form that its tokens must follow
         self.forced = 0  # tokens that the grammar made certain before they were judged
-        self.cancelled = False  # asked for; the loop ends the request before its next step
+        self.cancelled = False  # the loop ends a cancelled request before its next step
         self.outbox: deque[Chunk] = deque()
         self.acceptance = Acceptance(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
@@ -103,7 +103,7 @@ class Request:
         self._end_ids = end_ids(params, manifest)
         self._text = TextStream(tokenizer, params.stop, params.shown_tokens)
         self._pieces: list[str] = []
-        self.cached_tokens = 0  # of the prompt, whose rows were there already
+        self.cached_tokens = 0  # of the prompt: their cache rows were there already
         self._submitted = time.perf_counter()
         self.started: float | None = None  # when it got a slot
         self._first = self._last = 0.0
@@ -114,19 +114,20 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Rows of the cache that are committed: all known tokens but the newest."""
+        """The number of committed cache rows: one for each known token but the newest."""
         return len(self.prompt) + len(self.token_ids) - 1
 
     def start(self) -> None:
-        """The request has got a slot."""
+        """Notes the time at which the request got a slot."""
         self.started = time.perf_counter()
 
     def receive(
         self, tokens: list[int], drafted: int, logprobs: Sequence[TokenLogprobs] = ()
     ) -> None:
-        """Take one step's tokens [n]: n - 1 accepted drafts of `drafted`, then the model's own.
+        """Takes one step's tokens [n]: n - 1 accepted drafts of `drafted`, then the model's own.
 
-        The request may end within them; the rest is dropped. logprobs: of each, if asked for.
+        If the request ends at one of them, the rest is dropped. logprobs: one for each token, if
+        the request asks for them.
         """
         assert tokens, "a step of an active slot emits at least one token"
         accepted, had = len(tokens) - 1, len(self.token_ids)
@@ -147,7 +148,7 @@ class Request:
         self._publish(had, reason)
 
     def cancel(self) -> None:
-        """End the request as it is."""
+        """Ends the request with the tokens that it has."""
         self._publish(len(self.token_ids), "cancelled")
 
     def fail(self, error: MtpbuildError) -> None:
@@ -155,7 +156,7 @@ class Request:
         self.listener()
 
     def result(self) -> Result:
-        """The result of a request that has ended."""
+        """Returns the result of a request that has ended."""
         assert self.finish_reason
         return Result(
             "".join(self._pieces),
@@ -183,7 +184,7 @@ class Request:
         )
 
     def _follow(self, token: int) -> bool:
-        """Let the grammar take a token that does not end the request; False: it can't go on."""
+        """Gives the grammar a token that does not end the request; False: it can't go on."""
         assert self.grammar is not None
         try:
             self.grammar.take(token)
@@ -192,17 +193,16 @@ class Request:
         return self.error is None
 
     def _read(self, token: int, from_draft: bool) -> FinishReason | None:
-        """Append the newest token's text; tells whether the request ends with this token."""
+        """Appends the newest token's text; returns why the request ends with it, if it does."""
         count = len(self.token_ids)
         may_stop = count >= self.params.min_tokens
-        if may_stop and token in self._end_ids:
-            return "stop"
-        if self._text.push(token, from_draft, may_stop=may_stop):
+        ends = may_stop and token in self._end_ids
+        if ends or self._text.push(token, from_draft, may_stop=may_stop):
             return "stop"
         return "length" if count >= self._limit else None
 
     def _publish(self, had: int, reason: FinishReason | None) -> None:
-        """Hand over the tokens behind the first `had`, and the text that can be released."""
+        """Adds a chunk: the tokens behind the first `had`, and the text that is certain."""
         spans = self._text.take(everything=reason is not None)
         self._pieces += [span.text for span in spans]
         if self.observer and reason:
@@ -217,5 +217,5 @@ class Request:
                 None if self.params.logprobs is None else tuple(self.logprobs[had:]),
             )
         )
-        self.finish_reason = reason  # last: other threads look at it without a lock
+        self.finish_reason = reason  # last: other threads read it without a lock
         self.listener()

@@ -1,7 +1,8 @@
-"""SamplingParams is what a caller asks of a request; its fields are the table of all settings."""
+"""Defines SamplingParams, whose fields are the table of all settings of a request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from mtpbuild.runtime.checks import (
@@ -26,14 +27,19 @@ from mtpbuild.runtime.contract.settings import (
     Wishes,
     annotations,
     defaults_of,
+    noted,
+    penalty,
 )
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.synthetic import check_synthetic
 
+judging = partial(noted, everywhere=True)
+private = partial(Setting, http=False)
+
 
 def rule_name(value: object) -> str:
-    """The name of a rule of acceptance: one of ours, or of a package that is installed."""
+    """Checks the name of a rule of acceptance: ours, or one of an installed package."""
     own = ("strict", "rejection")
     return str(value) if value in own else choice(*own, *names())(value)
 
@@ -48,7 +54,7 @@ def typed_biases(flag: str, text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(Wishes):
-    """Says how to continue a prompt; raises RequestError for a value that can't be.
+    """Says how to continue a prompt; raises RequestError for an invalid value.
 
     Temperature 0 is greedy. Above it, `acceptance` "strict" gives the text that an engine without
     drafts samples with the same seed; "rejection" has the same distribution but a text that depends
@@ -75,16 +81,12 @@ class SamplingParams(Wishes):
     and filters, and the N most probable tokens (0: none of them). A special token adds nothing to
     the text, unless it is one of `shown_tokens`: then its name is text.
 
-    `structured_outputs` holds the answer to a form; where the prompt has opened a thought, from the
-    thought's end on.
+    `structured_outputs` holds the answer to a form. If the prompt has opened a thought, the form
+    begins at the thought's end.
     """
 
-    max_tokens: Annotated[
-        int, Setting(whole_number(1), "End after so many tokens.", http=False)
-    ] = 256
-    min_tokens: Annotated[
-        int, Setting(whole_number(0), "Don't end before so many tokens.", differs="noted")
-    ] = 0
+    max_tokens: Annotated[int, private(whole_number(1), "End after so many tokens.")] = 256
+    min_tokens: Annotated[int, noted(whole_number(0), "Don't end before so many tokens.")] = 0
     stop: Annotated[
         Sequence[str], Setting(list_of(str), "End before this text; may be repeated.")
     ] = ()
@@ -92,11 +94,10 @@ class SamplingParams(Wishes):
     ignore_eos: Annotated[bool, Setting(switch, "Go on behind the end of sequence.")] = False
     logit_bias: Annotated[
         Mapping[int, float] | None,
-        Setting(
+        penalty(
             biases(MAX_BIASES),
             """Add to the logits of token ids: '{"5": -100, "7": 2.5}'.""",
             parse=typed_biases,
-            differs="refused",
         ),
     ] = None
     seed: Annotated[
@@ -104,74 +105,56 @@ class SamplingParams(Wishes):
     ] = None
     acceptance: Annotated[
         Literal["strict", "rejection"] | str,
-        Setting(
+        judging(
             rule_name,
             "strict (default); rejection, above temperature 0; or a rule that the engine has.",
-            everywhere=True,
-            differs="noted",
         ),
     ] = "strict"
-    acceptance_settings: Annotated[
-        Mapping[str, Any] | None, Setting(object_of, http=False, differs="noted")
-    ] = None
+    acceptance_settings: Annotated[Mapping[str, Any] | None, noted(object_of, http=False)] = None
     rejection_sample_method: Annotated[
         Literal["standard", "block", "synthetic"],
-        Setting(
+        judging(
             choice("standard", "block", "synthetic"),
             "standard (default), block, or synthetic: for timing only.",
-            everywhere=True,
-            differs="noted",
         ),
     ] = "standard"
     draft_sample_method: Annotated[
-        Literal["probabilistic", "greedy"],
-        Setting(choice("probabilistic", "greedy"), differs="noted"),
+        Literal["probabilistic", "greedy"], noted(choice("probabilistic", "greedy"))
     ] = "probabilistic"
     synthetic_acceptance_rates: Annotated[
         Sequence[float] | None,
-        Setting(
+        judging(
             rates,
             "Synthetic: the share of steps that accept draft 1, 2..: 0.9,0.7",
-            everywhere=True,
             parse=typed_rates,
             http=False,
-            differs="noted",
         ),
     ] = None
     synthetic_acceptance_length: Annotated[
         float | None,
-        Setting(
-            number(1, NEXTN_LIMIT + 1),
-            "Synthetic: mean tokens per step.",
-            everywhere=True,
-            http=False,
-            differs="noted",
-        ),
+        judging(number(1, NEXTN_LIMIT + 1), "Synthetic: mean tokens per step.", http=False),
     ] = None
-    begin_thinking_phase_token: Annotated[int | None, Setting(whole_number(0), http=False)] = None
-    end_thinking_phase_token: Annotated[int | None, Setting(whole_number(0), http=False)] = None
+    begin_thinking_phase_token: Annotated[int | None, private(whole_number(0))] = None
+    end_thinking_phase_token: Annotated[int | None, private(whole_number(0))] = None
     logprobs: Annotated[
         int | None,
-        Setting(
+        private(
             whole_number(0, MAX_LOGPROBS),
             "With --json: log-probabilities of the tokens, and of the N most probable (to 5).",
-            http=False,
         ),
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, Setting(instance_of(StructuredOutputs), http=False)
+        StructuredOutputs | None, private(instance_of(StructuredOutputs))
     ] = None
-    shown_tokens: Annotated[Sequence[int], Setting(list_of(int), http=False)] = ()
+    shown_tokens: Annotated[Sequence[int], private(list_of(int))] = ()
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
-            value = getattr(self, name)
-            if value is None and DEFAULTS[name] is None:
-                continue
-            try:
-                object.__setattr__(self, name, setting.check(value))
-            except ValueError as error:
-                raise RequestError(f"{name} {error}") from None
+            if (value := getattr(self, name)) is not None or DEFAULTS[name] is not None:
+                try:
+                    object.__setattr__(self, name, setting.check(value))
+                except ValueError as error:
+                    raise RequestError(f"{name} {error}") from None
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be 0..max_tokens, not {self.min_tokens}")
         if "" in self.stop:
@@ -184,25 +167,21 @@ class SamplingParams(Wishes):
         if method != "standard" and self.acceptance != "rejection":
             raise RequestError(f'rejection_sample_method {method} needs acceptance "rejection"')
         self._check_rule()
-        if self.structured_outputs is not None:
-            self._check_structured()
+        for name in ("min_tokens", "ignore_eos", "synthetic"):
+            # They would emit tokens that the form forbids, or go on behind its end.
+            if self.structured_outputs is not None and getattr(self, name):
+                name = "synthetic acceptance" if name == "synthetic" else name
+                raise RequestError(f"structured_outputs can't go with {name}")
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     def _check_rule(self) -> None:
-        """Fill in what the request leaves open of a rule's settings; raise RequestError."""
+        """Adds the defaults of a rule's settings; raises RequestError for one that is wrong."""
         said = self.acceptance_settings or {}
         if self.acceptance not in ("strict", "rejection"):
             object.__setattr__(self, "acceptance_settings", find_rule(self.acceptance).asked(said))
         elif said:
             name = next(iter(said))
             raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
-
-    def _check_structured(self) -> None:
-        """Raise RequestError for what would emit tokens that the form forbids, or go beyond it."""
-        against = {"min_tokens": self.min_tokens > 0, "ignore_eos": self.ignore_eos}
-        for name, given in (against | {"synthetic acceptance": self.synthetic}).items():
-            if given:
-                raise RequestError(f"structured_outputs can't go with {name}")
 
     @property
     def synthetic(self) -> bool:
@@ -215,15 +194,15 @@ DEFAULTS = defaults_of(SamplingParams)
 
 
 def http_settings() -> dict[str, Setting]:
-    """The settings of HTTP bodies and lines of input files, those of rules of acceptance too."""
+    """Returns the settings of HTTP bodies and input files, including those of rules."""
     rules = {name: setting for rule in all_rules() for name, setting in rule.known.items()}
     return {name: setting for name, setting in SETTINGS.items() if setting.http} | rules
 
 
 def as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as fields of SamplingParams: those of a rule of acceptance are in one of them.
+    """Returns settings as fields of SamplingParams, one of which holds all settings of a rule.
 
-    None stands for a setting that is not given.
+    A value of None stands for a setting that is not given.
     """
     said = {name: value for name, value in given.items() if value is not None}
     rule = {name: said.pop(name) for name in [*said] if name not in SETTINGS}

@@ -1,8 +1,9 @@
-"""The flags of a request's settings, made of their table."""
+"""Makes the flags of a request's settings from their table."""
 
 from dataclasses import make_dataclass
 from typing import Any, get_type_hints
 
+from mtpbuild.runtime.compat.flags import HINTS, RELAXED
 from mtpbuild.runtime.compat.settings import Settings, sampling_settings
 from mtpbuild.runtime.contract.rules import all_rules
 from mtpbuild.runtime.contract.settings import Setting
@@ -14,7 +15,7 @@ Field = tuple[str, Any, Any]
 
 
 def flag_field(name: str, hint: Any, setting: Setting) -> Field:
-    """The field of a flag: a number shows its default, anything else has None if it is not said."""
+    """Makes the field of a flag; numbers show their default, all others have None as theirs."""
     default = DEFAULTS[name]
     if isinstance(default, int | float):
         return name, hint, flag(default, setting.help)
@@ -26,13 +27,13 @@ def flag_field(name: str, hint: Any, setting: Setting) -> Field:
 
 
 def fields_of(everywhere: bool) -> list[Field]:
-    """The fields of the settings whose flags all commands have, or run alone."""
-    hints, shown = get_type_hints(SamplingParams), {n: s for n, s in SETTINGS.items() if s.help}
-    return [flag_field(n, hints[n], s) for n, s in shown.items() if s.everywhere is everywhere]
+    """Makes the fields for all commands, or those for `run` alone."""
+    shown = {n: s for n, s in SETTINGS.items() if s.help and n not in RELAXED}
+    return [flag_field(n, HINTS[n], s) for n, s in shown.items() if s.everywhere is everywhere]
 
 
 def rule_fields() -> list[Field]:
-    """The fields of the flags that rules of acceptance bring."""
+    """Makes the fields of the settings of rules of acceptance."""
     return [
         (name, get_type_hints(rule.settings)[name] | None, flag(None, setting.help))
         for rule in all_rules()
@@ -50,9 +51,9 @@ RequestFlags: Any = group("RequestFlags", fields_of(everywhere=False))
 
 
 def sampling_params(flags: Any, settings: Settings, **others: Any) -> SamplingParams:
-    """Joins what flags, configuration and `others` ask of a request.
+    """Joins the settings of flags, configuration and `others`.
 
-    Raises UsageError for a contradiction, RequestError for a value that can't be.
+    Raises UsageError for a contradiction, RequestError for an invalid value.
     """
     typed = as_fields(vars(flags) | others)
     for name, value in typed.items():
@@ -68,5 +69,5 @@ def sampling_params(flags: Any, settings: Settings, **others: Any) -> SamplingPa
 
 
 def option(name: str) -> str:
-    """How the command line spells a setting."""
+    """Spells a setting as the command line does."""
     return "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Rates of synthetic acceptance (vLLM): drafts are accepted by chance, to time an engine."""
+"""Computes the rates of vLLM's synthetic acceptance: drafts accepted by chance, for timing."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from mtpbuild.runtime.errors import RequestError
 
 
 def check_synthetic(method: str | None, rates: object, length: object) -> None:
-    """Raise RequestError unless synthetic acceptance, and no other, has rates or a length."""
+    """Raises RequestError unless synthetic acceptance, and only it, has rates or a length."""
     name = "rejection_sample_method 'synthetic'"
     if method == "synthetic" and (rates is None) == (length is None):
         raise RequestError(
@@ -21,7 +21,7 @@ def check_synthetic(method: str | None, rates: object, length: object) -> None:
 def synthetic_rates(
     rates: Sequence[float] | None, length: float | None, nextn: int
 ) -> tuple[float, ...]:
-    """The unconditional acceptance rate of each of nextn positions; () if neither is given.
+    """Returns the unconditional acceptance rate of each of nextn positions; () if neither is given.
 
     A mean acceptance length L becomes 1 for the first floor(L - 1) positions, then the fraction,
     then 0. Raises RequestError if rates or length don't fit nextn.
@@ -40,6 +40,6 @@ def synthetic_rates(
 
 
 def conditional(rates: tuple[float, ...]) -> tuple[float, ...]:
-    """The chance of each position given that those before it are accepted."""
+    """Returns each position's chance, given that the positions before it are accepted."""
     before = (1.0, *rates)[: len(rates)]
     return tuple(rate / b if b else 0.0 for rate, b in zip(rates, before, strict=True))

@@ -92,15 +92,13 @@ def show(
     observer: Observer | None = None,
 ) -> Result:
     """Stream the text to standard output, then print the summary to standard error."""
-    out, colour = sys.stdout, _has_colour(sys.stdout)
+    colour = _has_colour(sys.stdout)
     with engine.stream(prompt, params, observer=observer) as stream:
         if echo and colour and isinstance(prompt, str):
-            out.write(f"{DIM}{prompt}{RESET}")
+            print(f"{DIM}{prompt}{RESET}", end="")
         for chunk in stream:
-            out.write(_painted(engine, chunk, colour))
-            out.flush()
-        out.write("\n")
-        out.flush()
+            print(_painted(engine, chunk, colour), end="", flush=True)
+        print(flush=True)
         result = stream.result()
     line = summary(result)
     print(f"{DIM}{line}{RESET}" if _has_colour(sys.stderr) else line, file=sys.stderr)
@@ -133,15 +131,15 @@ def describe(folder: Path, manifest: Manifest) -> None:
     """Print the manifest for people."""
     console = Console(highlight=False)
     facts = Table(show_header=False, box=None, title=str(folder), title_justify="left")
-    for name, value in _facts(folder, manifest).items():
-        facts.add_row(name, value)
-    state = {s.name: s for s in manifest.state}
+    for fact in _facts(folder, manifest).items():
+        facts.add_row(*fact)
+    state = {s.name for s in manifest.state}
     programs = Table("program", "inputs", "outputs", "state")
     for name, program in manifest.programs.items():
-        own = [t for t in program.inputs if t.name not in state]
-        results = [t for t in program.outputs if t.name.removesuffix(".out") not in state]
-        carried = "\n".join(_series([t.name for t in program.inputs if t.name in state]))
-        programs.add_row(name, _list(own), _list(results), carried)
+        own = (t for t in program.inputs if t.name not in state)
+        results = (t for t in program.outputs if t.name.removesuffix(".out") not in state)
+        carried = _series(t.name for t in program.inputs if t.name in state)
+        programs.add_row(name, _list(own), _list(results), "\n".join(carried))
     files = Table("file", "bytes", "sha256")
     for name, file in sorted(manifest.files.items()):
         files.add_row(name, f"{file.size:,}", file.sha256[:16])
@@ -154,12 +152,13 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
     versions = ", ".join(f"{name} {version}" for name, version in target.versions.items())
     size = sum(file.size for file in manifest.files.values())
     checked = "bytes" if size <= HASH_LIMIT else "sizes"
+    drafted = f", of {build.draft_vocab:,} tokens" if build.draft_vocab else ""
     caches = [s for s in manifest.state if s.role == "rows"]
     return {
         "model": f"{model.name} ({model.architecture}), {model.parameters:,} parameters",
         "layers": f"{model.num_hidden_layers} + {model.num_nextn_predict_layers} MTP",
         "vocabulary": f"{model.vocab_size:,}",
-        "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}{_drafted(build)}",
+        "nextn": f"{build.drafts}, drafter {build.drafter or 'none'}{drafted}",
         "capacity": f"{build.slots} slots of {build.max_seq_len:,} tokens",
         "ranks": _ranks(folder, manifest),
         "weights": _weights(build),
@@ -184,10 +183,6 @@ def _cross(target: TargetInfo) -> dict[str, str]:
     }
 
 
-def _drafted(build: BuildInfo) -> str:
-    return f", of {build.draft_vocab:,} tokens" if build.draft_vocab else ""
-
-
 def _weights(build: BuildInfo) -> str:
     if build.quantised_to is None:
         return build.weights
@@ -207,7 +202,7 @@ def _list(tensors: Iterable[TensorSpec]) -> str:
     return "\n".join(f"{t.name} {t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
 
 
-def _series(names: list[str]) -> Iterator[str]:
+def _series(names: Iterable[str]) -> Iterator[str]:
     """Shorten a list of names: kv.0, kv.1, kv.2, lengths -> kv.0 .. kv.2, lengths."""
     for _, group in groupby(names, lambda name: name.rpartition(".")[0] or name):
         first, *rest = group
@@ -216,13 +211,12 @@ def _series(names: list[str]) -> Iterator[str]:
 
 def _ask() -> str | None:
     """Read a line that is not blank; None at Ctrl-D."""
-    try:
+    with contextlib.suppress(EOFError):
         while not (line := input("> ")).strip():
             pass
-    except EOFError:
-        print()
-        return None
-    return line
+        return line
+    print()
+    return None
 
 
 def _painted(engine: Engine, chunk: Chunk, colour: bool) -> str:

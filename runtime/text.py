@@ -14,6 +14,14 @@ class Span(NamedTuple):
     from_draft: bool
 
 
+def held_back(text: str, *markers: str) -> int:
+    """Returns how many characters at the end of the text may begin a marker."""
+    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0
+
+
 class TextStream:
     """The text of one request; the work per token does not grow with its length.
 
@@ -27,7 +35,6 @@ class TextStream:
         """shown: special tokens whose names become part of the text."""
         self._tokenizer, self._shown = tokenizer, frozenset(shown)
         self._stop = stop
-        self._longest = max(map(len, stop), default=0)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held: list[Span] = []  # may begin a stop string
         self._ready: list[Span] = []
@@ -65,16 +72,8 @@ class TextStream:
             self._held.clear()
             self._utf8.reset()
             return True
-        self._release(len(tail) - self._beginning(tail))
+        self._release(len(tail) - held_back(tail, *self._stop))
         return False
-
-    def _beginning(self, tail: str) -> int:
-        """Find the length of the longest end of `tail` that begins a stop string."""
-        for length in range(min(len(tail), self._longest - 1), 0, -1):
-            end = tail[-length:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return length
-        return 0
 
     def _release(self, chars: int) -> None:
         """Make the first `chars` held characters ready."""

@@ -41,25 +41,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Turn `text` into token ids; a text that begins with the BOS gets no second one."""
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise RequestError(f"the prompt is not valid Unicode text ({error})") from None
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode text ({error})") from None
         if self.bos_token and text.startswith(self.bos_token):
             add_special_tokens = False
-        (found,) = self._encoded(text, add_special_tokens)
+        if len(text) < LONG:
+            found = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # other threads can run during this
+            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return self._bos + ids if add_special_tokens and ids[:1] != self._bos else ids
-
-    def _encoded(self, text: str, add_special_tokens: bool) -> list[tokenizers.Encoding]:
-        """Encode a text; a long one by `encode_batch`, during which other threads can run."""
-        if len(text) < LONG:
-            return [self._backend.encode(text, add_special_tokens=add_special_tokens)]
-        found: list[tokenizers.Encoding] = self._backend.encode_batch(
-            [text], add_special_tokens=add_special_tokens
-        )
-        return found
 
     def to_json(self) -> str:
         """Write it as a tokenizer.json, with the tokens that other files add."""

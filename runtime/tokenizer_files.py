@@ -59,9 +59,8 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Config) -> None:
     for token in tokens:
         token.special = token.special or token.content in special
     there = {token.content for token in (*known.values(), *tokens)}
-    for text in dict.fromkeys((*named, *_unnamed(config))):
-        if text not in there:
-            tokens.append(AddedToken(text, special=True))
+    new = (text for text in dict.fromkeys((*named, *_unnamed(config))) if text not in there)
+    tokens += [AddedToken(text, special=True) for text in new]
     flags = {token.content: _flags(token) for token in backend.get_added_tokens_decoder().values()}
     if changes := [token for token in tokens if flags.get(token.content) != _flags(token)]:
         backend.add_tokens(changes)
@@ -104,11 +103,8 @@ def _given_tokens(config: Config) -> Iterator[tuple[int, AddedToken]]:
     given = config.get("added_tokens_decoder")
     for id, token in given.items() if isinstance(given, dict) else ():
         try:
-            content, flags = (
-                token["content"],
-                {name: token[name] for name in FLAGS if name in token},
-            )
-            yield int(id), AddedToken(content, **flags)
+            flags = {name: token[name] for name in FLAGS if name in token}
+            yield int(id), AddedToken(token["content"], **flags)
         except (TypeError, KeyError, ValueError):
             raise EngineFileError(
                 f"{TOKENIZER_CONFIG}: added_tokens_decoder {id} is not a token; rebuild the engine"

@@ -1,1 +1,1 @@
-"""The words of vLLM and TensorRT-LLM: their configurations and flags, read into ours."""
+"""Reads configurations and flags of vLLM and TensorRT-LLM into our settings."""

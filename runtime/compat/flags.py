@@ -1,11 +1,12 @@
-"""The flags of vLLM and TensorRT-LLM, the same on every command that takes them.
+"""Defines the flags of vLLM and TensorRT-LLM for all commands, and reads them.
 
-The command line reads an underscore in a flag as a dash, so their older spellings work as well.
+The command line reads an underscore in a flag as a dash, so older spellings work as well.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import typer
 
@@ -20,6 +21,7 @@ from mtpbuild.runtime.compat.settings import DRAFTERS, Settings, Source, agreed,
 from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM_METHODS, TRTLLM_SPECULATIVE
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
+from mtpbuild.runtime.sampling import SETTINGS, SamplingParams
 
 ALGO_FLAG = "--spec-decode-algo"
 
@@ -34,48 +36,52 @@ class CompatFlags:
         "TensorRT-LLM's YAML file (docs/configuration.md).",
         *(YAML_FLAG, "--extra-llm-api-options"),
     )
-    spec_decode_algo: str | None = flag(None, "TensorRT-LLM's; MTP.")
+    spec_decode_algo: str | None = flag(None, "TensorRT-LLM's name of the method: MTP.")
     spec_decode_nextn: int | None = flag(None, "TensorRT-LLM's older name of nextn.")
     spec_decode_max_draft_len: int | None = flag(None, "TensorRT-LLM's name of nextn.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RelaxedFlags:
-    """The flags of TensorRT-LLM's relaxed acceptance."""
+SWITCH = "use_relaxed_acceptance_for_thinking"
+HINTS = get_type_hints(SamplingParams)
+RELAXED = [n for n in TRTLLM_SPECULATIVE.ours if n in SETTINGS and SETTINGS[n].help]
+# The flags of TensorRT-LLM's relaxed acceptance.
+RelaxedFlags: Any = make_dataclass(
+    "RelaxedFlags",
+    [
+        (SWITCH, bool, flag(False, "Accept near misses within <think> (docs/configuration.md).")),
+        *((name, HINTS[name] | None, flag(None, SETTINGS[name].help)) for name in RELAXED),
+    ],
+    frozen=True,
+    kw_only=True,
+)
+UNRELAXED = RelaxedFlags()
 
-    use_relaxed_acceptance_for_thinking: bool = flag(
-        False, "Accept near misses within <think> (docs/configuration.md)."
-    )
-    relaxed_topk: int | None = flag(None, "Relaxed: among so many most probable tokens.")
-    relaxed_delta: float | None = flag(None, "Relaxed: so much less probable than the first.")
-
-
-# A field of the groups -> TensorRT-LLM's key, whose value is checked as the key's is.
+# A field of the groups -> TensorRT-LLM's key, whose check it shares.
 KEYS = {
     "spec_decode_nextn": "max_draft_len",
     "spec_decode_max_draft_len": "max_draft_len",
-    **{name: name for name in RelaxedFlags.__annotations__},
+    **{name: name for name in (SWITCH, *RELAXED)},
 }
 
 
 def read_flags(
     compat: CompatFlags,
-    relaxed: RelaxedFlags = RelaxedFlags(),
+    relaxed: RelaxedFlags = UNRELAXED,
     *,
     also: Iterable[Source] = (),
     nextn: tuple[int | str, ...] | None = None,
     drafter: str | None = None,
 ) -> Settings:
-    """Reads what the flags ask for together, with `build`'s own; notes go to standard error.
+    """Joins the flags' settings with those of a command, and prints notes to standard error.
 
-    also: what a command's own flags say. Raises UsageError for what is wrong, contradictory or not
-    supported by this version.
+    also, nextn, drafter: the settings that the command's own flags give. Raises UsageError for a
+    value that is wrong, contradictory or not supported by this version.
     """
     if drafter not in (None, *DRAFTERS):
         raise UsageError(f"--drafter {drafter} is unknown; supported: {', '.join(DRAFTERS)}")
     if compat.spec_decode_algo is not None:
         TRTLLM_METHODS.check(compat.spec_decode_algo, ALGO_FLAG)
-    sources = [Source("--drafter", Settings(drafter=drafter)), *also]  # type: ignore[arg-type]
+    sources = [Source("--drafter", Settings(drafter=drafter)), *also]
     typed = vars(compat) | vars(relaxed)
     for name, key in KEYS.items():
         if typed[name] is not None and typed[name] is not False:

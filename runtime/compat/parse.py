@@ -1,4 +1,4 @@
-"""vLLM's --speculative-config and TensorRT-LLM's YAML file, read into settings of ours."""
+"""Reads vLLM's --speculative-config and TensorRT-LLM's YAML file into our settings."""
 
 import difflib
 import json
@@ -28,11 +28,11 @@ CHECKS = {name: setting.check for name, setting in SETTINGS.items()} | {
 
 
 def parse_speculative_config(text: str) -> Settings:
-    """vLLM's JSON object; raises UsageError with the key and what it must be."""
+    """Reads vLLM's JSON object; a UsageError names the key and what its value must be."""
     raw = _read_json(text, VLLM_FLAG)
-    method, notes = raw.pop(VLLM_METHODS.key, None), list[str]()
+    method, notes = raw.pop(VLLM_METHODS.key, None), tuple[str, ...]()
     if method is not None:
-        notes += VLLM_METHODS.check(method, f"{VLLM_FLAG}: {VLLM_METHODS.key}")
+        notes = VLLM_METHODS.check(method, f"{VLLM_FLAG}: {VLLM_METHODS.key}")
     found = read_keys(raw, VLLM, VLLM_FLAG, others=TRTLLM_SPECULATIVE, notes=notes)
     rates, length = found.synthetic_acceptance_rates, found.synthetic_acceptance_length
     try:
@@ -45,7 +45,7 @@ def parse_speculative_config(text: str) -> Settings:
 
 
 def parse_llm_yaml(path: Path) -> Settings:
-    """TensorRT-LLM's YAML file; raises UsageError with the key and what it must be."""
+    """Reads TensorRT-LLM's YAML file; a UsageError names the key and what its value must be."""
     where, methods = f"{YAML_FLAG} {path}", TRTLLM_METHODS
     raw = _read_yaml(path, where)
     inner = raw.pop("speculative_config", None)
@@ -68,9 +68,9 @@ def read_keys(
     others: Vocabulary,
     notes: Iterable[str] = (),
 ) -> Settings:
-    """Sort the keys of one object, behind the notes that there are.
+    """Reads the keys of one object into settings, whose notes follow `notes`.
 
-    others: where a stray key may have come from.
+    others: the vocabulary from which a misplaced key may have come.
     """
     given: dict[str, list[tuple[str, object]]] = {}
     notes = [*notes]
@@ -91,7 +91,7 @@ def read_keys(
 
 
 def read_value(known: Vocabulary, key: str, value: object, label: str) -> Any:
-    """Our setting for a key's value; None leaves it unset. Raises UsageError with the label."""
+    """Returns our setting for a key's value; None leaves it unset. Raises UsageError."""
     try:
         if value is None or (type(value) is int and value in known.idle.get(key, ())):
             return None
@@ -103,7 +103,7 @@ def read_value(known: Vocabulary, key: str, value: object, label: str) -> Any:
 
 
 def _nearest(key: str, known: Vocabulary, others: Vocabulary) -> str:
-    """A hint for an unknown key: where it belongs, our spelling of it, or the nearest one."""
+    """Returns a hint for an unknown key: its place, our spelling of it, or the nearest key."""
     if known is TRTLLM and key in (TRTLLM_METHODS.key, *others.ours, *others.later):
         return "; it belongs under speculative_config"
     setting = others.ours.get(key, key)  # also our own names
@@ -114,7 +114,7 @@ def _nearest(key: str, known: Vocabulary, others: Vocabulary) -> str:
 
 
 def _read_json(text: str, where: str) -> dict[str, Any]:
-    """A JSON object; no key twice."""
+    """Reads a JSON object in which no key is given twice."""
 
     def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
         keys = [key for key, _ in pairs]
@@ -132,7 +132,7 @@ def _read_json(text: str, where: str) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path, where: str) -> dict[str, Any]:
-    """A YAML file that holds an object; no key twice, nothing but plain values."""
+    """Reads a YAML file of one object of plain values, in which no key is given twice."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -171,7 +171,7 @@ def _place(text: str, at: int) -> str:
 
 
 def _check_distinct(node: Any, where: str) -> None:
-    """YAML's loader takes the last of two equal keys; look at the file and one level below."""
+    """Refuses equal keys, of which YAML's loader takes the last, at the top and one level below."""
     seen = set[str]()
     for key, value in node.value if node is not None and node.id == "mapping" else ():
         name = key.value if key.id == "scalar" else ""

@@ -1,9 +1,11 @@
-"""Settings say in our words what a configuration asks for; several are merged here."""
+"""Holds a configuration in our words, and merges several of them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
+from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM_SPECULATIVE
+from mtpbuild.runtime.compat.vllm import VLLM
 from mtpbuild.runtime.compat.vocabulary import show
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
@@ -16,31 +18,34 @@ DrafterName: TypeAlias = Literal["mtp-eagle", "mtp-vanilla"]
 DRAFTERS = get_args(DrafterName)
 
 
+# The fields of SamplingParams that a configuration can give.
+_KEYS = {*VLLM.ours.values(), *TRTLLM_SPECULATIVE.ours.values()}
+ASKED = [name for name in SETTINGS if name in _KEYS]
+
+
 @dataclass(frozen=True)
-class Settings:
-    """A configuration's wishes in our words; None: it says nothing of it."""
+class BuildSettings:
+    """The settings of an engine, and relaxed acceptance's switch; None: not given."""
 
     nextn: int | None = None
     drafter: DrafterName | None = None
     use_relaxed_acceptance_for_thinking: bool | None = None
-    relaxed_topk: int | None = None
-    relaxed_delta: float | None = None
-    begin_thinking_phase_token: int | None = None
-    end_thinking_phase_token: int | None = None
-    rejection_sample_method: Literal["standard", "synthetic", "block"] | None = None  # None: strict
-    draft_sample_method: Literal["greedy", "probabilistic"] | None = None
-    synthetic_acceptance_rates: tuple[float, ...] | None = None
-    synthetic_acceptance_length: float | None = None
     tp: int | None = None
     ep: int | None = None
     moe_tp: int | None = None  # ranks that share an expert: tp / ep
     attention_dp: bool | None = None
-    notes: tuple[str, ...] = ()  # a line for each key that was taken and does nothing
+    notes: tuple[str, ...] = ()  # a line for each key that is accepted and does nothing
+
+
+# A configuration in our words. A rejection_sample_method of None means strict acceptance.
+Settings: Any = make_dataclass(
+    "Settings", [(name, Any, None) for name in ASKED], bases=(BuildSettings,), frozen=True
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Settings, and the flag that they came by."""
+    """Settings, and the flag that gave them."""
 
     name: str
     settings: Settings
@@ -52,11 +57,9 @@ RELAXED = ("relaxed_topk", "relaxed_delta", *THINKING)
 
 
 def merge(sources: Iterable[Source]) -> Settings:
-    """Join all settings; raises UsageError that names both sources of a contradiction."""
+    """Joins all settings; the UsageError for a contradiction names both sources."""
     sources = tuple(sources)
-    values: dict[str, Any] = {}
-    for name in VALUES:
-        values[name] = agreed(name, [(s.name, getattr(s.settings, name)) for s in sources])
+    values = {n: agreed(n, [(s.name, getattr(s.settings, n)) for s in sources]) for n in VALUES}
     notes = [note for source in sources for note in source.settings.notes]
     if not values["use_relaxed_acceptance_for_thinking"]:
         needs = "no effect without use_relaxed_acceptance_for_thinking"
@@ -65,7 +68,7 @@ def merge(sources: Iterable[Source]) -> Settings:
 
 
 def agreed(name: str, given: Sequence[tuple[str, object]]) -> object:
-    """The one value that all sources give; None if there is none."""
+    """Returns the value on which all sources agree, or None if none gives one."""
     said = [(source, value) for source, value in given if value is not None]
     for source, value in said[1:]:
         first, wanted = said[0]
@@ -77,19 +80,18 @@ def agreed(name: str, given: Sequence[tuple[str, object]]) -> object:
 
 
 def sampling_settings(settings: Settings) -> dict[str, Any]:
-    """Says what the settings ask of a request, as keywords of SamplingParams.
+    """Returns the keywords of SamplingParams that the settings give.
 
-    Relaxed values count only where relaxed acceptance is switched on, as in TensorRT-LLM.
+    Relaxed values count only if relaxed acceptance is switched on, as in TensorRT-LLM.
     """
     idle = () if settings.use_relaxed_acceptance_for_thinking else RELAXED
-    asked = [name for name in VALUES if name in SETTINGS and name not in idle]
-    found = {name: getattr(settings, name) for name in asked}
+    found = {name: getattr(settings, name) for name in ASKED if name not in idle}
     found["acceptance"] = None if settings.rejection_sample_method is None else "rejection"
     return {name: value for name, value in found.items() if value is not None}
 
 
 def asked_ranks(settings: Settings) -> Ranks:
-    """The ranks that the settings ask for; one if they say nothing of it."""
+    """Returns the ranks that the settings ask for, by default one."""
     tp = 1 if settings.tp is None else settings.tp
     ep = settings.ep
     if (share := settings.moe_tp) is not None:
@@ -102,22 +104,14 @@ def asked_ranks(settings: Settings) -> Ranks:
 
 
 def check_engine(settings: Settings, build: "BuildInfo") -> None:
-    """Refuse a configuration that says other than the engine has: nextn, drafter, ranks."""
+    """Raises UsageError if the engine has another nextn, drafter or split than the settings."""
     built = vars(build) | {"moe_tp": build.tp // build.ep}
-    for name in ("tp", "ep", "moe_tp", "attention_dp"):
-        wanted = getattr(settings, name)
-        if wanted not in (None, built[name]):
-            raise UsageError(
-                f"the configuration asks for {name} {show(wanted)}, the engine was built with "
-                f"{name} {show(built[name])}: leave it out, or build another engine"
-            )
-    if settings.nextn not in (None, build.nextn):
+    for name in ("tp", "ep", "moe_tp", "attention_dp", "nextn", "drafter"):
+        wanted, has = getattr(settings, name), built[name]
+        if wanted in (None, has) or (name == "drafter" and has is None):
+            continue
+        own = f"an engine with --{name} {wanted}" if name in ("nextn", "drafter") else None
         raise UsageError(
-            f"the configuration asks for nextn {settings.nextn}, the engine was built for nextn "
-            f"{build.nextn}: leave it out, or build an engine with --nextn {settings.nextn}"
-        )
-    if build.drafter is not None and settings.drafter not in (None, build.drafter):
-        raise UsageError(
-            f"the configuration asks for drafter {settings.drafter}, the engine was built with "
-            f"{build.drafter}: leave it out, or build an engine with --drafter {settings.drafter}"
+            f"the configuration asks for {name} {show(wanted)}, the engine was built with "
+            f"{name} {show(has)}: leave it out, or build {own or 'another engine'}"
         )

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's words: the keys of its YAML file, and its speculative methods."""
+"""Lists the keys of TensorRT-LLM's YAML file, and its speculative methods."""
 
 from mtpbuild.runtime.compat import vocabulary
 from mtpbuild.runtime.compat.vocabulary import Later, Methods, Vocabulary, no_effect, same

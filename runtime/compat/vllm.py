@@ -1,4 +1,4 @@
-"""vLLM's words: the keys of its --speculative-config, and its speculative methods."""
+"""Lists the keys of vLLM's --speculative-config, and its speculative methods."""
 
 from mtpbuild.runtime.compat import vocabulary
 from mtpbuild.runtime.compat.vocabulary import Methods, Vocabulary, no_effect, same

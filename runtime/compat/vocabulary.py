@@ -1,4 +1,4 @@
-"""A configuration of another system has keys that we know, idle ones, and ones not yet there."""
+"""Describes other systems' configurations: keys that we know, ignore, or refuse for now."""
 
 import json
 import reprlib
@@ -16,7 +16,7 @@ class Later:
     idle: tuple[int, ...] = ()  # besides null, false, 0 and empty
 
     def check(self, key: str, value: object) -> None:
-        """Refuse a value that asks for something, so that nothing is ignored in silence."""
+        """Refuses a value that asks for something, so that nothing is ignored silently."""
         if value and not (type(value) is int and value in self.idle):
             refused = f"{key} {show(value)} is not supported by this version"
             raise UsageError(f"{refused}; {self.instead}: leave it out")
@@ -28,16 +28,16 @@ class Vocabulary:
 
     ours: Mapping[str, str]  # key -> field of Settings
     no_effect: Mapping[str, str]  # key -> what to do instead, if anything
-    later: Mapping[str, Later]  # what would change a result and is not there yet
+    later: Mapping[str, Later]  # keys that would change a result, and that are not supported
     switches: Mapping[str, str] = field(default_factory=dict)  # key of ours -> what true means
     idle: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # values that ask for nothing
 
 
 @dataclass(frozen=True)
 class Methods:
-    """The names of a system's speculative methods, of which mtpbuild has one.
+    """The names of a system's speculative methods; mtpbuild has one of them.
 
-    A long list of names is one text with blanks between them.
+    The names of `others` and `models` are separated by blanks.
     """
 
     key: str
@@ -46,7 +46,7 @@ class Methods:
     models: str = ""  # MODEL_mtp is an older name of ours
 
     def check(self, name: object, where: str) -> tuple[str, ...]:
-        """The deprecation line of an older name; raises UsageError for a method that isn't ours."""
+        """Returns a note about a deprecated name; raises UsageError for another method."""
         known = (self.ours, *self.others.split())
         spelled = {_spelling(method): method for method in known}
         given = _spelling(str(name))
@@ -69,17 +69,17 @@ MODULES = "the MTP modules are those of the checkpoint"  # instead of a model th
 
 
 def same(*names: str) -> Mapping[str, str]:
-    """Keys that are called as our settings."""
+    """Returns keys that have the names of our settings."""
     return {name: name for name in names}
 
 
 def no_effect(names: str, **hints: str) -> Mapping[str, str]:
-    """Keys that are taken and do nothing; hints: of some, what to do instead."""
+    """Returns keys that are accepted and do nothing; `hints` say what to do instead."""
     return dict.fromkeys(names.split(), "") | hints
 
 
 def show(value: object) -> str:
-    """A value as its user wrote it, cut to a line."""
+    """Shows a value as its user wrote it, cut to 60 characters."""
     return (value if isinstance(value, str) else json.dumps(value, default=repr))[:60]
 
 

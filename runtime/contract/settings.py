@@ -57,6 +57,7 @@ class Needs:
 
 shaping = partial(Setting, everywhere=True, differs="refused")
 penalty = partial(Setting, differs="refused")
+noted = partial(Setting, differs="noted")
 SAMPLED = Needs(("temperature",))
 
 
@@ -84,9 +85,16 @@ class Wishes:
         SAMPLED,
     ] = 0.0
     # In the thinking phase of a greedy request; 1 is strict.
-    relaxed_topk: Annotated[int, Setting(whole_number(1), differs="noted"), Control("int64")] = 1
+    relaxed_topk: Annotated[
+        int,
+        noted(whole_number(1), "Relaxed: accept one of so many most probable tokens."),
+        Control("int64"),
+    ] = 1
     relaxed_delta: Annotated[
-        float, Setting(number(0, 1), differs="noted"), Control("float32"), Needs(("relaxed_topk",))
+        float,
+        noted(number(0, 1), "Relaxed: accept a token so much less probable than the first."),
+        Control("float32"),
+        Needs(("relaxed_topk",)),
     ] = 0.0
     # As in vLLM: plugins/penalties.py has the formulas.
     presence_penalty: Annotated[

@@ -48,22 +48,24 @@ class Choice:
         if self.splitter is not None:
             pieces = self.splitter.feed(chunk.text, last=last)
         if self.calls is not None:
-            told = [p for p in pieces if p.kind == "content"]
-            text = "".join(p.text for p in told)
+            text = "".join(p.text for p in pieces if p.kind == "content")
             pieces = [p for p in pieces if p.kind != "content"]
             pieces += self.calls.feed(text, last=last)
         pieces = [piece for piece in pieces if piece.text]
         for piece in pieces:
             self._keep(piece)
         if last:
-            self.metrics = chunk.metrics
-            self.reason = chunk.finish_reason
-            ends = self.params.stop_token_ids
-            newest = self.token_ids[-1] if self.token_ids else -1
-            self.stop_reason = newest if newest in ends and self.reason == "stop" else None
-            if self.names and self.reason == "stop":
-                self.reason = "tool_calls"
+            self.metrics, self.reason = chunk.metrics, chunk.finish_reason
+            if self.reason == "stop":
+                newest = self.token_ids[-1] if self.token_ids else -1
+                self.stop_reason = newest if newest in self.params.stop_token_ids else None
+                self.reason = "tool_calls" if self.names else "stop"
         return pieces
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """The fields that say why the choice has ended."""
+        return {"finish_reason": self.reason, "stop_reason": self.stop_reason}
 
     def _keep(self, piece: Piece) -> None:
         if piece.kind == "name":
@@ -79,11 +81,8 @@ class Choice:
         """Count the tokens of a thought, including the one that ends it."""
         if self.splitter is None or not self.splitter.thinking:
             return
-        for number, token in enumerate(ids, 1):
-            if token == self.end_of_thought:
-                self.reasoning_tokens += number
-                return
-        self.reasoning_tokens += len(ids)
+        ended = self.end_of_thought in ids
+        self.reasoning_tokens += ids.index(self.end_of_thought) + 1 if ended else len(ids)
 
 
 def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
@@ -141,14 +140,22 @@ class Answer:
     choices: list[Choice]
     n: int  # choices of each prompt
     tokenizer: Tokenizer | None = None
+    with_logprobs: bool = False
+    with_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    id: str = ""
+    id: str | None = None
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{uuid.uuid4().hex}"
 
-    def head(self, what: str) -> dict[str, Any]:
-        return {"id": self.id, "object": what, "created": self.created, "model": self.model}
+    def said(self, what: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return an object of OpenAI's kind `what` with these choices."""
+        head = {"id": self.id, "object": what, "created": self.created, "model": self.model}
+        return head | {"choices": choices}
+
+    def used(self) -> dict[str, Any]:
+        """Return the fields that say what the request used."""
+        return {"usage": self.usage(), "metrics": self.metrics()}
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens so far; a prompt counts once, however many choices it has."""

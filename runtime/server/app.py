@@ -35,28 +35,29 @@ EVENTS = {
     "content": {"application/json": {}, "text/event-stream": {}},
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": said}
-    for status, said in {
-        400: "The request can't be done; `param` names the reason",
-        401: "No API key",
-        403: "The request comes from a page of another origin",
-        404: "No such model",
-        408: "It took too long",
-        413: "The body is too long",
-        429: "Too many requests wait",
-        500: "The engine failed",
-        503: "Loading, or shutting down",
-    }.items()
+    400: {"description": "The request can't be done; `param` names the reason"},
+    401: {"description": "No API key"},
+    403: {"description": "The request comes from a page of another origin"},
+    404: {"description": "No such model"},
+    408: {"description": "It took too long"},
+    413: {"description": "The body is too long"},
+    429: {"description": "Too many requests wait"},
+    500: {"description": "The engine failed"},
+    503: {"description": "Loading, or shutting down"},
 }
 
 
 def make_app(service: Service) -> FastAPI:
     """Make the server's application, which answers 503 until the service has an engine."""
-    app = FastAPI(title="mtpbuild", version=version("mtpbuild"), docs_url=None, redoc_url=None)
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _internal)
+    app = FastAPI(
+        title="mtpbuild",
+        version=version("mtpbuild"),
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers=dict.fromkeys(
+            (ApiError, RequestValidationError, HTTPException, Exception), _error
+        ),
+    )
     _add_generation(app, service)
     _add_state(app, service)
     app.add_middleware(Gate, settings=service.settings)
@@ -123,9 +124,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 def _takes_long(body: ChatBody | CompletionBody, request: Request) -> bool:
     """Tell whether to read a body in a thread: it has a grammar, or may have a long prompt."""
-    size = request.headers.get("content-length", "")
     forms = (body.response_format, body.structured_outputs, getattr(body, "tool_choice", None))
-    return any(forms) or not size or int(size) > LONG
+    return any(forms) or int(request.headers.get("content-length", LONG + 1)) > LONG
 
 
 async def _answer(
@@ -142,11 +142,12 @@ async def _answer(
     service.admit(len(answer.choices))  # nothing else runs until the response holds its places
     if service.settings.log_requests:
         log.info("%s", json.dumps({"id": answer.id} | body.model_dump(exclude_none=True)))
-    streams = [service.stream(engine, c.ids, c.params) for c in answer.choices]
-    options = body.stream_options
+    chunks = merged([service.stream(engine, c.ids, c.params) for c in answer.choices])
     if not body.stream:
-        return Whole(service, answer, merged(streams))
-    return Events(service, answer, merged(streams), bool(options and options.include_usage))
+        return Held(service, answer, chunks)
+    events = Events(service, answer, chunks, **NOT_KEPT)
+    events.usage = bool(body.stream_options and body.stream_options.include_usage)
+    return events
 
 
 async def _events(
@@ -160,9 +161,11 @@ async def _events(
         async for number, chunk in chunks:
             choice = answer.choices[number]
             if event := answer.event(choice, chunk, choice.take(chunk)):
-                if chunk.finish_reason and not usage:
+                if usage:
+                    event["usage"] = None
+                elif chunk.finish_reason:
                     event["metrics"] = answer.metrics()
-                yield event | ({"usage": None} if usage else {})
+                yield event
     if usage:
         yield answer.trailer()
 
@@ -170,27 +173,19 @@ async def _events(
 class Held(Response):
     """A response that holds its choices' places until it is sent or its client goes away."""
 
-    def __init__(self, service: Service, choices: int, **headers: str) -> None:
+    def __init__(
+        self, service: Service, answer: Reply, chunks: AsyncGenerator[Any, None], **headers: str
+    ) -> None:
         super().__init__(headers=headers)
         del self.headers["content-length"]
-        self._service, self._choices = service, choices
+        self._service, self._answer, self._chunks = service, answer, chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._service.held(self._choices):
+        with self._service.held(len(self._answer.choices)):
             await _race(self._send(scope, receive, send), receive)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
-
-
-class Whole(Held):
-    """The answer as one object; an error decides the status."""
-
-    def __init__(self, service: Service, answer: Reply, chunks: AsyncGenerator[Any, None]) -> None:
-        super().__init__(service, len(answer.choices))
-        self._answer, self._chunks = answer, chunks
-
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer as one object; an error decides the status."""
         async with contextlib.aclosing(self._chunks) as chunks:
             async for number, chunk in chunks:
                 self._answer.choices[number].take(chunk)
@@ -201,27 +196,22 @@ class Events(Held):
     """The answer as server-sent events; an error is the last event, and the status stays 200."""
 
     media_type = "text/event-stream"
-
-    def __init__(
-        self, service: Service, answer: Reply, chunks: AsyncGenerator[Any, None], usage: bool
-    ) -> None:
-        super().__init__(service, len(answer.choices), **NOT_KEPT)
-        self._events = _events(answer, chunks, usage)
+    usage = False  # whether the last event has it
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events) as events:
+        async def say(data: bytes) -> None:
+            body = b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        async with contextlib.aclosing(_events(self._answer, self._chunks, self.usage)) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for event in events:
-                    await self._say(send, as_json(event))
-                await self._say(send, b"[DONE]")
+                    await say(as_json(event))
+                await say(b"[DONE]")
             except ApiError as error:
-                await self._say(send, as_json(error.body()))
+                await say(as_json(error.body()))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _say(self, send: Send, data: bytes) -> None:
-        body = b"data: " + data + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable[Any]]) -> None:
@@ -242,28 +232,25 @@ async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
+async def _error(request: Request, error: Exception) -> Response:
+    """Answers by OpenAI's error object, whatever was raised."""
+    match error:
+        case ApiError():
+            return error.response()
+        case HTTPException():
+            response = ApiError(error.status_code, str(error.detail)).response()
+            response.headers.update(error.headers or {})
+            return response
+        case RequestValidationError():
+            return _invalid(error).response()
+    return ApiError(500, "the server failed").response()
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+def _invalid(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     # A part of the place may be the kind of value that was tried: str, list[int].
     parts = [str(part) for part in first["loc"][1:]]
     place = ".".join(p for p in parts if "[" not in p and p not in ("str", "int", "bool"))
-    param = None if first["type"] == "json_invalid" else place or None
-    message = f"{place}: {first['msg']}" if param else f"the body is not JSON: {first['msg']}"
-    return ApiError(400, message, param).response()
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = ApiError(error.status_code, str(error.detail)).response()
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _internal(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server failed").response()
+    if first["type"] == "json_invalid" or not place:
+        return ApiError(400, f"the body is not JSON: {first['msg']}")
+    return ApiError(400, f"{place}: {first['msg']}", place)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: from messages to prompts, from chunks to messages."""
+"""Serves POST /v1/chat/completions: messages become prompts, and chunks become messages."""
 
 import json
 from collections.abc import Sequence
@@ -18,10 +18,11 @@ from mtpbuild.runtime.server.structured import forced_calls
 from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, form_of
 
 Json = dict[str, Any]
+CHUNK = "chat.completion.chunk"
 
 
 def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
-    """The choices that a body asks for; raises ApiError with the field that is wrong."""
+    """Makes the choices that a body asks for; an ApiError names the field that is wrong."""
     form = _form(service, engine, body)
     ids = _prompt(engine, body)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -30,28 +31,32 @@ def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     calls = forced_calls(body, form, engine.tokenizer)
     marks = engine.manifest.model.thinking_token_ids if service.settings.thinking else None
-    markers: tuple[str, ...] = (BEGIN, END) if marks else ()
-    markers += form.tokens if form else ()
+    markers = (*((BEGIN, END) if marks else ()), *(form.tokens if form else ()))
     params = read_sampled(
         service, engine, body, len(ids), most, logprobs=logprobs, calls=calls, markers=markers
     )
-    choices = []
-    for index, own in enumerate(seeded(params, body.n or 1)):
-        choice = Choice(index, ids, own)
+    choices = [Choice(index, ids, own) for index, own in enumerate(seeded(params, body.n or 1))]
+    for choice in choices:
         if marks is not None:
             open_thought = next((t == marks[0] for t in reversed(ids) if t in marks), False)
             choice.splitter, choice.end_of_thought = ThinkingSplitter(open_thought), marks[1]
         choice.calls = ToolCalls(form) if form else None
-        choices.append(choice)
-    answer = ChatAnswer("chatcmpl", service.model, choices, len(choices), engine.tokenizer)
-    answer.id = body.request_id or answer.id
+    answer = ChatAnswer(
+        "chatcmpl",
+        service.model,
+        choices,
+        len(choices),
+        engine.tokenizer,
+        with_logprobs=bool(body.logprobs),
+        with_ids=bool(body.return_token_ids),
+        id=body.request_id,
+    )
     answer.reasoning = body.include_reasoning is not False
-    answer.with_logprobs, answer.with_ids = bool(body.logprobs), bool(body.return_token_ids)
     return answer
 
 
 def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
-    """How the model writes calls, if it is to be given tools."""
+    """Returns how the model writes calls; None if it is given no tools."""
     if not body.tools:
         if body.tool_choice == "auto" and body.tools is not None:
             raise ApiError(400, "tool_choice needs tools", "tool_choice")
@@ -67,15 +72,14 @@ def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
 
 
 def _prompt(engine: Engine, body: ChatBody) -> list[int]:
-    options: ChatOptions = {"chat_template_kwargs": body.chat_template_kwargs}
+    options: ChatOptions = {
+        "documents": body.documents,
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "chat_template_kwargs": body.chat_template_kwargs,
+    }
     if body.tools and body.tool_choice != "none":
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    if body.documents is not None:
-        options["documents"] = body.documents
-    if body.add_generation_prompt is not None:
-        options["add_generation_prompt"] = body.add_generation_prompt
-    if body.continue_final_message is not None:
-        options["continue_final_message"] = body.continue_final_message
     messages = [_message(number, message) for number, message in enumerate(body.messages)]
     try:
         try:
@@ -89,7 +93,7 @@ def _prompt(engine: Engine, body: ChatBody) -> list[int]:
 
 
 def _message(number: int, message: Json) -> Json:
-    """The message with its content as one text, as templates want it."""
+    """Returns the message with its content as one text, as templates want it."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message
@@ -98,16 +102,16 @@ def _message(number: int, message: Json) -> Json:
         raise ApiError(400, f"{where} is a text or a list of parts", where)
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) else None
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(text, str) or kind not in ("text", "input_text"):
-            raise ApiError(400, f"{where}: only parts of text are supported", where)
-        texts.append(text)
+        match part:
+            case {"type": "text" | "input_text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise ApiError(400, f"{where}: only parts of text are supported", where)
     return message | {"content": "\n".join(texts)}
 
 
 def _with_objects(message: Json) -> Json:
-    """The message with the arguments of its calls as objects, as most templates want them."""
+    """Returns the message with the arguments of its calls as objects, as most templates want."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
@@ -129,16 +133,11 @@ class ChatAnswer(Answer):
     """An answer as messages."""
 
     reasoning = True
-    with_logprobs = False
-    with_ids = False
 
     def whole(self) -> Json:
-        """The answer as one object."""
-        return self.head("chat.completion") | {
-            "choices": [self._choice(choice) for choice in self.choices],
-            "usage": self.usage(),
-            "metrics": self.metrics(),
-        }
+        """Returns the answer as one object."""
+        choices = [self._choice(choice) for choice in self.choices]
+        return self.said("chat.completion", choices) | self.used()
 
     def _choice(self, choice: Choice) -> Json:
         content = choice.said["content"]
@@ -158,16 +157,15 @@ class ChatAnswer(Answer):
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs) if self.with_logprobs else None,
-            "finish_reason": choice.reason,
-            "stop_reason": choice.stop_reason,
+            **choice.end,
         } | ({"token_ids": choice.token_ids} if self.with_ids else {})
 
     def opening(self, choice: Choice) -> Json:
-        """The first thing that a stream says of a choice."""
+        """Returns the event that opens a choice."""
         return self._event(choice, {"role": "assistant", "content": ""})
 
     def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
-        """What a stream says of a step; None if nothing of it is certain yet."""
+        """Returns a step's event; None if nothing of the step is certain yet."""
         delta: Json = {}
         for piece in pieces:
             if piece.kind in ("name", "arguments"):
@@ -184,7 +182,7 @@ class ChatAnswer(Answer):
         (told,) = event["choices"]
         told["logprobs"] = logprobs
         if chunk.finish_reason is not None:
-            told |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
+            told |= choice.end
         if self.with_ids:
             told |= {
                 "token_ids": list(chunk.token_ids),
@@ -194,10 +192,10 @@ class ChatAnswer(Answer):
 
     def _event(self, choice: Choice, delta: Json) -> Json:
         told = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.head("chat.completion.chunk") | {"choices": [told]}
+        return self.said(CHUNK, [told])
 
     def _add_call(self, calls: list[Json], choice: Choice, piece: Piece) -> None:
-        """Clients concatenate: an id, a name and a type are said once, with empty arguments."""
+        """Adds a piece of a call; clients join pieces, so only the first has id, type and name."""
         if piece.kind == "name":
             function = {"name": piece.text, "arguments": ""}
             id = choice.call_ids[piece.call]
@@ -208,20 +206,17 @@ class ChatAnswer(Answer):
             calls.append({"index": piece.call, "function": {"arguments": piece.text}})
 
     def trailer(self) -> Json:
-        """The event behind the last one, with what the request used."""
-        return self.head("chat.completion.chunk") | {
-            "choices": [],
-            "usage": self.usage(),
-            "metrics": self.metrics(),
-        }
+        """Returns the event behind the last one, with the tokens and times of the request."""
+        return self.said(CHUNK, []) | self.used()
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:
-        return {"content": [self._logprob(token) for token in tokens]}
-
-    def _logprob(self, token: TokenLogprobs) -> Json:
         def entry(id: int, logprob: float) -> Json:
             text, raw = self.token_text(id)
             return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
 
-        top = [entry(*pair) for pair in token.top]
-        return entry(token.token_id, token.logprob) | {"top_logprobs": top}
+        content = [
+            entry(token.token_id, token.logprob)
+            | {"top_logprobs": [entry(*pair) for pair in token.top]}
+            for token in tokens
+        ]
+        return {"content": content}

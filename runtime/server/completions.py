@@ -1,4 +1,4 @@
-"""POST /v1/completions: prompts as they are, texts as they come."""
+"""Serves POST /v1/completions, which continues prompts as they are."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +15,11 @@ from mtpbuild.runtime.server.service import Service
 
 Json = dict[str, Any]
 DEFAULT_TOKENS = 16
+KIND = "text_completion"
 
 
 def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "CompletionAnswer":
-    """The choices that a body asks for; raises ApiError with the field that is wrong."""
+    """Makes the choices that a body asks for; an ApiError names the field that is wrong."""
     if body.suffix:
         raise ApiError(400, "suffix is not supported", "suffix")
     if body.echo and body.logprobs is not None:
@@ -37,14 +38,20 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
             choices.append(Choice(len(choices), ids, own))
             if body.echo:
                 choices[-1].echo = _echo(engine, prompt, choices[-1])
-    answer = CompletionAnswer("cmpl", service.model, choices, body.n or 1, engine.tokenizer)
-    answer.id = body.request_id or answer.id
-    answer.with_logprobs, answer.with_ids = body.logprobs is not None, bool(body.return_token_ids)
-    return answer
+    return CompletionAnswer(
+        "cmpl",
+        service.model,
+        choices,
+        body.n or 1,
+        engine.tokenizer,
+        with_logprobs=body.logprobs is not None,
+        with_ids=bool(body.return_token_ids),
+        id=body.request_id,
+    )
 
 
 def _echo(engine: Engine, prompt: str | list[int], choice: Choice) -> str:
-    """The prompt as a text; of token ids the text that they would be in an answer."""
+    """Returns the prompt as text; token ids become the text that they would be in an answer."""
     if isinstance(prompt, str):
         return prompt
     if engine.tokenizer is None:
@@ -63,53 +70,46 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
 class CompletionAnswer(Answer):
     """An answer as texts."""
 
-    with_logprobs = False
-    with_ids = False
-
     def whole(self) -> Json:
-        """The answer as one object."""
+        """Returns the answer as one object."""
         told = []
         for choice in self.choices:
             text = choice.echo + choice.said["content"]
             logprobs = self._logprobs(choice.logprobs, 0) if self.with_logprobs else None
-            told.append(self._told(choice, text, logprobs, choice.token_ids))
-            told[-1] |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
-        extra = {"usage": self.usage(), "metrics": self.metrics()}
-        return self.head("text_completion") | {"choices": told} | extra
+            told.append(self._told(choice, text, logprobs, choice.token_ids) | choice.end)
+        return self.said(KIND, told) | self.used()
 
     def opening(self, choice: Choice) -> Json | None:
-        """The prompt, if it is asked for; else a stream begins with the first text."""
+        """Returns the prompt, if it is to be repeated; else the first text opens the stream."""
         if not choice.echo:
             return None
-        told = [self._told(choice, choice.echo, None, [])]
-        return self.head("text_completion") | {"choices": told}
+        return self.said(KIND, [self._told(choice, choice.echo, None, [])])
 
     def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
-        """What a stream says of a step; None if nothing of it is certain yet."""
+        """Returns a step's event; None if nothing of the step is certain yet."""
         text = "".join(piece.text for piece in pieces)
         logprobs = None
         if self.with_logprobs and chunk.logprobs:
-            before = sum(len(self.token_text(t)[0]) for t in choice.token_ids)
-            before -= sum(len(self.token_text(t)[0]) for t in chunk.token_ids)
+            earlier = choice.token_ids[: len(choice.token_ids) - len(chunk.token_ids)]
+            before = sum(len(self.token_text(t)[0]) for t in earlier)
             logprobs = self._logprobs(chunk.logprobs, before)
         if not (text or chunk.finish_reason or logprobs or self.with_ids):
             return None
         told = self._told(choice, text, logprobs, list(chunk.token_ids))
         if chunk.finish_reason is not None:
-            told |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
-        return self.head("text_completion") | {"choices": [told]}
+            told |= choice.end
+        return self.said(KIND, [told])
 
     def trailer(self) -> Json:
-        """The event behind the last one, with what the request used."""
-        extra = {"usage": self.usage(), "metrics": self.metrics()}
-        return self.head("text_completion") | {"choices": []} | extra
+        """Returns the event behind the last one, with the tokens and times of the request."""
+        return self.said(KIND, []) | self.used()
 
     def _told(self, choice: Choice, text: str, logprobs: Json | None, ids: list[int]) -> Json:
         told = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
         return told | ({"token_ids": ids} if self.with_ids else {})
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> Json:
-        """Four lists, an entry per token; offsets count the characters of the text."""
+        """Returns four lists with an entry per token; offsets count the text's characters."""
         told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
             text, _ = self.token_text(token.token_id)

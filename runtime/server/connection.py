@@ -21,25 +21,23 @@ def limited(settings: Settings) -> type[H11Protocol]:
     """
 
     class Connection(H11Protocol):
-        _headers: asyncio.TimerHandle | None = None
-        _sending: asyncio.TimerHandle | None = None
-
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self._timers: dict[str, asyncio.TimerHandle] = {}
             self._await_headers()
 
         def data_received(self, data: bytes) -> None:
             if not self.flow.write_paused:
-                self._stop_sending()  # a client that asks for more reads
+                self._stop("sending")  # a client that asks for more reads
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
-                self._stop_headers()
-            elif self._headers is None:
+                self._stop("headers")
+            elif "headers" not in self._timers:
                 self._await_headers()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_headers()
-            self._stop_sending()
+            self._stop("headers")
+            self._stop("sending")
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
@@ -47,7 +45,7 @@ def limited(settings: Settings) -> type[H11Protocol]:
             self._await_reader()
 
         def resume_writing(self) -> None:
-            self._stop_sending()
+            self._stop("sending")
             super().resume_writing()
 
         def on_response_complete(self) -> None:
@@ -57,13 +55,13 @@ def limited(settings: Settings) -> type[H11Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             """Answer bytes that are no request by an error in our shape."""
-            if len(self.conn.trailing_data[0]) > HEADERS:
-                self._refuse(ApiError(431, f"the headers are longer than {HEADERS} bytes"))
-            else:
-                self._refuse(ApiError(400, "this is not HTTP"))
+            long = ApiError(431, f"the headers are longer than {HEADERS} bytes")
+            found = len(self.conn.trailing_data[0])
+            self._refuse(long if found > HEADERS else ApiError(400, "this is not HTTP"))
 
         def _await_headers(self) -> None:
-            self._headers = self.loop.call_later(settings.header_timeout, self._no_headers)
+            late = self.loop.call_later(settings.header_timeout, self._no_headers)
+            self._timers["headers"] = late
 
         def _no_headers(self) -> None:
             if not self.transport.is_closing():
@@ -71,25 +69,19 @@ def limited(settings: Settings) -> type[H11Protocol]:
                 late = ApiError(408, "the request's headers did not come")
                 self._refuse(late if begun else None)
 
-        def _stop_headers(self) -> None:
-            if self._headers is not None:
-                self._headers.cancel()
-            self._headers = None
-
-        def _stop_sending(self) -> None:
-            if self._sending is not None:
-                self._sending.cancel()
-            self._sending = None
+        def _stop(self, timer: str) -> None:
+            if running := self._timers.pop(timer, None):
+                running.cancel()
 
         def _await_reader(self) -> None:
-            if self._sending is None:
+            if "sending" not in self._timers:
                 left = self.transport.get_write_buffer_size()
                 late = self.loop.call_later(settings.send_timeout, self._look_again, left)
-                self._sending = late
+                self._timers["sending"] = late
 
         def _look_again(self, before: int) -> None:
             """Keep the connection if the client has taken some of these bytes, however slowly."""
-            self._sending = None
+            del self._timers["sending"]
             left = self.transport.get_write_buffer_size()
             if left >= before > 0:
                 self.transport.abort()

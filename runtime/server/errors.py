@@ -1,4 +1,4 @@
-"""What a client is told when a request fails: OpenAI's error object, with the right status."""
+"""Makes the error that a client gets: OpenAI's error object, with the right status."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ KINDS = {
 
 
 def as_json(content: Any) -> bytes:
-    """Half a surrogate pair, which a client may have sent, goes back as JSON's escape for it."""
+    """Writes JSON; half a surrogate pair, which a client may have sent, becomes an escape."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "backslashreplace")
 
@@ -33,9 +33,9 @@ class Told(JSONResponse):
 
 
 class ApiError(Exception):
-    """A request that gets an error for an answer; `param` is the field that is wrong.
+    """A request that gets an error as its answer; `param` is the field that is wrong.
 
-    retry: whether the same request may do better later; clients ask again by the status alone.
+    retry: whether the same request may succeed later; clients otherwise go by the status alone.
     """
 
     def __init__(

@@ -51,11 +51,9 @@ class Gate:
 
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Refuse pages of other origins: CORS alone keeps them from reading, not from asking."""
-        site, origin = (
-            headers.get(b"sec-fetch-site", b""),
-            headers.get(b"origin", b"").decode("latin-1"),
-        )
-        foreign = site in (b"cross-site", b"same-site") and scope["method"] == "POST"
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        foreign = headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+        foreign = foreign and scope["method"] == "POST"
         if foreign and not {origin, "*"} & set(self._settings.cors):
             raise ApiError(403, "a page of another origin asks (--allow-origin)")
 

@@ -1,4 +1,4 @@
-"""The bodies of requests, in the words of OpenAI and vLLM; what else a body says is ignored."""
+"""Defines the bodies of requests as OpenAI and vLLM name their fields; others are ignored."""
 
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -10,7 +10,7 @@ Id = Annotated[int, Field(ge=0)]
 
 
 class Body(BaseModel):
-    """A part of a request: JSON's types as they are, no text that is a number."""
+    """A part of a request; a value must have its JSON type: "1" is no number."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -21,7 +21,7 @@ class StreamOptions(Body):
 
 
 def _describe(schema: dict[str, Any]) -> None:
-    """Add the settings to what a body's JSON schema says of its fields."""
+    """Adds the settings to the fields in a body's JSON schema."""
     hints = get_type_hints(SamplingParams)
     for name, setting in http_settings().items():
         known = TypeAdapter(hints[name]).json_schema() if name in hints else {}
@@ -29,9 +29,9 @@ def _describe(schema: dict[str, Any]) -> None:
 
 
 class Sampled(Body):
-    """What chats and completions have in common. Null stands for the default.
+    """The fields that chats and completions share. Null stands for the default.
 
-    Beside these fields a body has those of `http_settings`.
+    A body also has the fields of `http_settings`.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_describe)
@@ -44,11 +44,13 @@ class Sampled(Body):
     user: str | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that the body gives, which checks them."""
+        """The settings that the body gives, not yet checked."""
         return {n: value for n, value in (self.model_extra or {}).items() if n in http_settings()}
 
 
@@ -75,8 +77,6 @@ class ChatBody(Sampled):
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -92,5 +92,3 @@ class CompletionBody(Sampled):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None

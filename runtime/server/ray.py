@@ -4,49 +4,35 @@ import os
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import ConfigDict, create_model
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.server.app import make_app
-from mtpbuild.runtime.server.server import engine_defaults, read_key
-from mtpbuild.runtime.server.service import Service, Settings
+from mtpbuild.runtime.server.command import ReplicaFlags
+from mtpbuild.runtime.server.server import engine_defaults
+from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.target_options import load_options, option_flags
 
 
-class ServeArguments(BaseModel):
-    """Flags of `mtpbuild serve` that every target has."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    engine: str  # its directory, on every machine
-    served_model_name: str | None = None
-    api_key: str | None = None  # a file, on every machine
-    max_queue: int = 256  # of one replica
-    request_timeout: float | None = None
-    max_body: int = 8 * 1024 * 1024
-    allow_origin: tuple[str, ...] = ()
-    no_prefix_cache: bool = False
-    no_thinking_split: bool = False
-    tool_call_parser: str | None = None
-    threads: int | None = None
+def _fields_of(kind: type[Any]) -> dict[str, Any]:
+    """Returns the types and defaults of a group of flags."""
+    hints = get_type_hints(kind)
+    return {entry.name: (hints[entry.name], entry.default) for entry in fields(kind)}
 
 
-def _load_fields() -> dict[str, Any]:
-    """Types and defaults of the options that targets have when an engine is loaded."""
-    kind = option_flags(load_options)
-    return {option.name: (option.type, option.default) for option in fields(kind)}
-
-
+LOADING = _fields_of(option_flags(load_options))
 Arguments: Any = create_model(
     "Arguments",
-    __base__=ServeArguments,
-    __doc__="The application's `args`, the same for all replicas.",
-    **_load_fields(),
+    __config__=ConfigDict(frozen=True, extra="forbid"),
+    __doc__="The application's `args`, the same for all replicas; files lie on every machine.",
+    engine=(str, ...),
+    **_fields_of(ReplicaFlags),
+    **LOADING,
 )
 
 
@@ -77,24 +63,14 @@ class Replica:
 
     def __init__(self, arguments: Arguments) -> None:
         folder = Path(arguments.engine)
-        settings = Settings(
-            model=arguments.served_model_name,
-            api_key=read_key(Path(arguments.api_key) if arguments.api_key else None),
-            max_queue=arguments.max_queue,
-            request_timeout=arguments.request_timeout,
-            max_body=arguments.max_body,
-            cors=arguments.allow_origin,
-            thinking=not arguments.no_thinking_split,
-            tool_parser=arguments.tool_call_parser,
-            defaults=engine_defaults(folder),
-        )
-        self._service = Service(settings)
+        own = ReplicaFlags(**{name: getattr(arguments, name) for name in _fields_of(ReplicaFlags)})
+        self._service = Service(own.settings(defaults=engine_defaults(folder)))
         self._service.start(
             Engine.load(
                 folder,
-                threads=arguments.threads,
-                prefix_cache=not arguments.no_prefix_cache,
-                **{name: getattr(arguments, name) for name in _load_fields()},
+                threads=own.threads,
+                prefix_cache=not own.no_prefix_cache,
+                **{name: getattr(arguments, name) for name in LOADING},
             )
         )
 

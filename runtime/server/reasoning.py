@@ -1,31 +1,25 @@
-"""Splits an answer into what was thought and what is said, however it comes in pieces."""
+"""Splits an answer into its thought and its content while it comes in pieces."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from mtpbuild.runtime.text import held_back
 
 BEGIN, END = "<think>", "</think>"
 Kind = Literal["reasoning", "content", "name", "arguments"]
 
 
 class Piece(NamedTuple):
-    """A piece of an answer; of a tool call (`call` counts from 0) its name or its arguments."""
+    """A piece of an answer: its text, or the name or arguments of tool call number `call`."""
 
     kind: Kind
     text: str
     call: int = 0
 
 
-def held_back(text: str, *markers: str) -> int:
-    """How many characters at the end of the text may be the beginning of a marker."""
-    for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            return length
-    return 0
-
-
 @dataclass(slots=True)
 class ThinkingSplitter:
-    """What is thought ends at `</think>`; it begins with the answer, or with `<think>` there.
+    """Splits one answer: a thought begins with the answer or `<think>`, and ends at `</think>`.
 
     thinking: whether the prompt has opened the thought.
     """
@@ -35,7 +29,7 @@ class ThinkingSplitter:
     _held: str = field(default="", init=False)
 
     def feed(self, text: str, *, last: bool = False) -> list[Piece]:
-        """What can be told apart so far; with `last` all of it."""
+        """Returns the pieces that are certain, or with `last` all that are left."""
         text, self._held = self._held + text, ""
         if not self._begun:
             start = text.lstrip()

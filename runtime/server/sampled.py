@@ -1,4 +1,4 @@
-"""Makes SamplingParams of a body; what it leaves out is the model's default, else vLLM's."""
+"""Makes SamplingParams from a body; a missing field has the model's default, else vLLM's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError
 from mtpbuild.runtime.sampling import SamplingParams, as_fields
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Sampled
+from mtpbuild.runtime.server.protocol import Sampled
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import read_structured
 from mtpbuild.runtime.structured import StructuredOutputs
@@ -26,13 +26,12 @@ def read_sampled(
     calls: StructuredOutputs | None = None,
     markers: Sequence[str] = (),
 ) -> SamplingParams:
-    """The settings of a request whose prompt has so many tokens; raises ApiError.
+    """Makes the settings of a request; raises ApiError for one that the engine can't do.
 
-    most: how many tokens the answer may have; None: as many as the engine has room for. calls: the
-    form of an answer that must be tool calls. markers: texts that are looked for in the answer,
-    even where they are special tokens.
+    prompt: the number of its tokens. most: how many tokens the answer may have; None: as many as
+    the engine has room for. calls: the form of an answer that must be tool calls. markers: texts
+    that the answer must show, even where they are special tokens.
     """
-    assert isinstance(body, ChatBody | CompletionBody)
     if body.model is not None and body.model != service.model:
         raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
     if body.stream_options is not None and not body.stream:

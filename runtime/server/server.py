@@ -1,4 +1,4 @@
-"""The process: it listens, loads the engine, and ends as a supervisor wants it."""
+"""Runs the server process: it listens, loads the engine, and ends on signals."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 
@@ -44,17 +44,20 @@ class Listener(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def stop(self) -> None:
+        """Stops listening, and lets `serve` return."""
+        self.should_exit = True
+
 
 def listen(address: Address) -> socket.socket:
-    """The socket; raises UsageError if it can't be had."""
+    """Opens the socket; raises UsageError if the address can't be had."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    # asyncio switches off delays of small writes only for sockets that say TCP here; those that are
-    # accepted take it over.
+    # asyncio sets TCP_NODELAY only on sockets whose protocol is TCP; accepted ones inherit it.
     own = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         own.bind((address.host, address.port))
-        own.listen(BACKLOG)  # who comes from now on waits, and is not refused
+        own.listen(BACKLOG)  # a client that comes from now on waits, and is not refused
     except OSError as error:
         own.close()
         where = f"{address.host}:{address.port}"
@@ -63,7 +66,7 @@ def listen(address: Address) -> socket.socket:
 
 
 def generation_defaults(folder: Path) -> dict[str, float | int]:
-    """What the model's generation_config.json says of sampling, as vLLM reads it."""
+    """Reads sampling defaults from the model's generation_config.json, as vLLM does."""
     try:
         said = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -77,7 +80,7 @@ def generation_defaults(folder: Path) -> dict[str, float | int]:
 
 
 def engine_defaults(folder: Path) -> dict[str, float | int]:
-    """The model's settings that its engine can apply; says on standard error what it can't."""
+    """Returns the model's settings that its engine can apply, and warns of one that it can't."""
     defaults = generation_defaults(folder)
     repetition = defaults.get("repetition_penalty", 1)
     if repetition != 1 and Feature.PENALISE not in read_manifest(folder).features:
@@ -88,7 +91,7 @@ def engine_defaults(folder: Path) -> dict[str, float | int]:
 
 
 def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> None:
-    """Serve until a signal. Raises what loading raises, and EngineError if the engine fails."""
+    """Serves until a signal comes. Raises the loading error, or EngineError if the engine fails."""
     settings, own = replace(settings, defaults=engine_defaults(folder)), listen(address)
     if settings.log_requests:
         log = logging.getLogger("mtpbuild")
@@ -101,7 +104,7 @@ def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address:
 
 
 def configuration(service: Service) -> uvicorn.Config:
-    """uvicorn, with this server's limits; what it warns of goes to standard error."""
+    """Configures uvicorn with this server's limits; its warnings go to standard error."""
     return uvicorn.Config(
         make_app(service),
         http=limited(service.settings),
@@ -121,22 +124,29 @@ async def _serve(
 ) -> None:
     service = Service(settings)
     listener = Listener(configuration(service))
-    ending = _Ending(service, listener, address.drain)
+    endings: list[asyncio.Task[None]] = []
+
+    async def end() -> None:
+        await service.drained(address.drain)
+        listener.stop()
+
+    def signalled() -> None:
+        """Lets running requests end at the first signal, and ends at once at the second."""
+        if endings:
+            os._exit(ENDED_AT_ONCE)
+        endings.append(asyncio.create_task(end()))
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ending.ask)
-
-    def failed() -> None:
-        listener.should_exit = True
-
-    service.on_failure = failed
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
+    service.on_failure = listener.stop
     serving = asyncio.create_task(listener.serve([own]))
     loading = _in_a_thread(load)
     await asyncio.wait((serving, loading), return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():  # a signal: there is nobody to wait for
+    if not loading.done():  # a signal came while the engine was loading
         await serving
         return
     if loading.exception():
-        listener.should_exit = True
+        listener.stop()
         await serving
     with loading.result() as engine:
         service.start(engine)
@@ -149,27 +159,18 @@ async def _serve(
 
 
 def _in_a_thread(load: Callable[[], Engine]) -> asyncio.Future[Engine]:
-    """Load while the server answers; a process that ends does not wait for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Engine] = loop.create_future()
-
-    def told(engine: Engine | None, error: BaseException | None) -> None:
-        if engine is not None:
-            future.set_result(engine)
-        elif error is not None:
-            future.set_exception(error)
+    """Loads while the server answers; a process that ends does not wait for it."""
+    future = Future[Engine]()
 
     def run() -> None:
-        engine, error = None, None
         try:
-            engine = load()
-        except BaseException as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(told, engine, error)
+            future.set_result(load())
+        except BaseException as error:
+            future.set_exception(error)
 
+    loaded = asyncio.wrap_future(future)
     threading.Thread(target=run, daemon=True).start()
-    return future
+    return loaded
 
 
 def _url(own: socket.socket) -> str:
@@ -177,39 +178,21 @@ def _url(own: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Ending:
-    """The first signal lets running requests end, the second ends at once."""
-
-    def __init__(self, service: Service, listener: uvicorn.Server, drain: float) -> None:
-        self._service, self._listener, self._drain = service, listener, drain
-        self._task: asyncio.Task[None] | None = None
-
-    def ask(self) -> None:
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._end())
-            return
-        os._exit(ENDED_AT_ONCE)
-
-    async def _end(self) -> None:
-        await self._service.drained(self._drain)
-        self._listener.should_exit = True
-
-
 def outlive_signals() -> None:
-    """Let this process, a rank that follows, go on until rank 0 ends: a launcher tells all."""
+    """Ignores signals in a rank that follows: launchers send them to all ranks, rank 0 ends it."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def read_key(file: Path | None) -> str | None:
-    """The API key: a file's first line, or the environment's MTPBUILD_API_KEY; None: no key."""
+    """Reads the API key: a file's first line, or MTPBUILD_API_KEY; None: no key."""
     if file is None:
         return os.environ.get("MTPBUILD_API_KEY") or None
     try:
-        lines: list[Any] = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--api-key {file}: can't be read ({error})") from None
-    key = str(lines[0]).strip() if lines else ""
+    key = lines[0].strip() if lines else ""
     if not key or not key.isascii():
         raise UsageError(f"--api-key {file}: the first line is the key, in ASCII")
     return key

@@ -1,4 +1,4 @@
-"""What form a body asks for: OpenAI's response_format, vLLM's structured_outputs, forced calls."""
+"""Reads the form of an answer: response_format, structured_outputs, or forced tool calls."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.server.errors import ApiError
-from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody, Tool
+from mtpbuild.runtime.server.protocol import ChatBody, Sampled, Tool
 from mtpbuild.runtime.server.tools import Form
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -16,8 +16,8 @@ NO_WHITE_SPACE = {"x-guidance": {"whitespace_flexible": False}}
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def read_structured(body: ChatBody | CompletionBody) -> tuple[str, StructuredOutputs] | None:
-    """The form and the field that asks for it, None if none does; raises ApiError."""
+def read_structured(body: Sampled) -> tuple[str, StructuredOutputs] | None:
+    """Returns the form and the field that asks for it, or None; raises ApiError."""
     asked = {
         "response_format": _response_format(body.response_format or {}),
         "structured_outputs": body.structured_outputs or {},
@@ -37,7 +37,7 @@ def read_structured(body: ChatBody | CompletionBody) -> tuple[str, StructuredOut
 
 
 def _response_format(given: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's words in vLLM's."""
+    """Translates OpenAI's response_format into vLLM's structured_outputs."""
     kind, field = given.get("type"), "response_format"
     if not given or kind == "text":
         return {}
@@ -46,31 +46,31 @@ def _response_format(given: dict[str, Any]) -> dict[str, Any]:
     if kind != "json_schema":
         message = f"{field}.type must be text, json_object or json_schema, not {kind!r:.60}"
         raise ApiError(400, message, field)
-    named = given.get("json_schema")
-    schema = named.get("schema") if isinstance(named, dict) else None
-    if not isinstance(schema, dict | bool):
-        raise ApiError(400, f"{field}.json_schema.schema must be a JSON schema", field)
-    return {"json": schema}
+    match given.get("json_schema"):
+        case {"schema": dict() | bool() as schema}:
+            return {"json": schema}
+    raise ApiError(400, f"{field}.json_schema.schema must be a JSON schema", field)
 
 
 def forced_calls(
     body: ChatBody, form: Form | None, tokenizer: Tokenizer | None
 ) -> StructuredOutputs | None:
-    """The form of an answer that must be calls, by tool_choice; None if it need not.
+    """Returns the form of an answer that must be calls; None if tool_choice forces none.
 
-    Raises ApiError. A function that is named is called once, of "required" any number of tools,
-    unless parallel_tool_calls is false.
+    A named function is called once; "required" allows any number of calls unless
+    parallel_tool_calls is false. Raises ApiError.
     """
     choice = body.tool_choice
     if choice in (None, "none", "auto"):
         return None
-    name = None
-    if isinstance(choice, dict):
-        function = choice.get("function") if choice.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, dict) else None
-    if choice != "required" and not isinstance(name, str):
-        known = '"auto", "none", "required" or a function by its name'
-        raise ApiError(400, f"tool_choice must be {known}", "tool_choice")
+    match choice:
+        case "required":
+            name = None
+        case {"type": "function", "function": {"name": str(name)}}:
+            pass
+        case _:
+            known = '"auto", "none", "required" or a function by its name'
+            raise ApiError(400, f"tool_choice must be {known}", "tool_choice")
     tools = [tool for tool in body.tools or () if name in (None, tool.function.name)]
     if not tools:
         what = "tool_choice needs tools" if name is None else f"tool_choice: no tool {name!r:.60}"
@@ -83,13 +83,13 @@ def forced_calls(
 
 
 def calls_grammar(form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, once: bool) -> str:
-    """Lark's words for calls of these tools, one or, unless `once`, more of them."""
+    """Writes a Lark grammar for calls of these tools: one call, or several unless `once`."""
     before, between, after = form.spelled
     rules = []
     for number, tool in enumerate(tools):
-        given = tool.function.parameters
-        schema = NO_PARAMETERS if given is None else given
-        name = tool.function.name
+        name, schema = tool.function.name, tool.function.parameters
+        if schema is None:
+            schema = NO_PARAMETERS
         if form.head is None:  # the call is JSON
             name = json.dumps(name, ensure_ascii=False)[1:-1]
         opening = _literal(form.begin + before + name + between, tokenizer)
@@ -102,7 +102,7 @@ def calls_grammar(form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, on
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """A text as Lark writes it, with added tokens by their ids: they are no text to llguidance."""
+    """Writes a text in Lark's syntax; llguidance knows added tokens only by their ids."""
     return " ".join(_parts(text, tokenizer.added_tokens))
 
 

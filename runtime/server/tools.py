@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpbuild.runtime.server.reasoning import Piece, held_back
+from mtpbuild.runtime.server.reasoning import Piece
+from mtpbuild.runtime.text import held_back
 
 SEPARATOR = "<｜tool▁sep｜>"
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from mtpbuild.runtime.errors import UsageError
-from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS
+from mtpbuild.runtime.sampling import SETTINGS
 from mtpbuild.runtime.trace.lines import RequestLine, StepLine, TaskId, TracedRequest, TraceFile
 
 # Rounding may decide a margin of up to so many times the measured log-probability difference.
@@ -114,22 +114,17 @@ def _check_same(a: TraceFile, b: TraceFile, left: RequestLine, right: RequestLin
         same = next((i for i, (t, u) in pairs if t != u), min(map(len, prompts)))
         refuse("the prompt", *(f"{len(p)} tokens, {p[same : same + 1]} at {same}" for p in prompts))
     for name in SAMPLING if left.greedy else (*SAMPLING, "seed"):
-        # An older trace does not say what was not there yet.
-        mine, other = (line.params.get(name, DEFAULTS.get(name)) for line in (left, right))
-        if mine != other:
+        if (mine := left.setting(name)) != (other := right.setting(name)):
             refuse(name, mine, other)
 
 
 def _notes(left: RequestLine, right: RequestLine) -> list[str]:
-    said = [
-        {name: line.params.get(name, DEFAULTS[name]) for name in NOTED} for line in (left, right)
-    ]
-    both = ((name, *(line[name] for line in said)) for name in NOTED)
+    both = ((name, left.setting(name), right.setting(name)) for name in NOTED)
     notes = [f"{name}: {mine} | {other}" for name, mine, other in both if mine != other]
     if left.weights != right.weights:
         notes.append("the engines have different weights files")
     by_drafts = left.params.get("acceptance") == "rejection" and not left.greedy
-    if by_drafts and (left.nextn, left.drafter) != (right.nextn, right.drafter):
+    if by_drafts and left.drafting != right.drafting:
         notes.append("rejection sampling gives another text for another nextn or drafter")
     return notes
 
@@ -137,11 +132,12 @@ def _notes(left: RequestLine, right: RequestLine) -> list[str]:
 def _diff(a: TracedRequest, b: TracedRequest) -> RequestDiff:
     rows_a, rows_b = list(a.rows()), list(b.rows())
     equal, largest, token = 0, None, None
-    for (step_a, i), (step_b, j) in zip(rows_a, rows_b, strict=False):
-        left, right = _place(step_a, i), _place(step_b, j)
+    for row_a, row_b in zip(rows_a, rows_b, strict=False):
+        left, right = _place(*row_a), _place(*row_b)
         if left.token != right.token:
             tie = _near_tie(left, right, largest or 0.0)
-            token = TokenDifference(step_a.position + 1 + i, left, right, tie)
+            position = len(a.request.prompt) + equal
+            token = TokenDifference(position, left, right, tie)
             break
         equal += 1
         if left.logprob is not None and right.logprob is not None:
@@ -167,7 +163,7 @@ def _near_tie(a: Place, b: Place, measured: float) -> bool:
 
 
 def _draft_difference(a: TracedRequest, b: TracedRequest) -> DraftDifference | None:
-    if (a.request.nextn, a.request.drafter) != (b.request.nextn, b.request.drafter):
+    if a.request.drafting != b.request.drafting:
         return None
     for left, right in zip(a.steps, b.steps, strict=False):
         if left.position != right.position or left.window[0] != right.window[0]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from mtpbuild.runtime.contract.manifest import first_error
 from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.sampling import DEFAULTS
 
 VERSION: Literal[1] = 1
 
@@ -40,6 +41,14 @@ class RequestLine(_Line):
     @property
     def greedy(self) -> bool:
         return not self.params.get("temperature")
+
+    @property
+    def drafting(self) -> tuple[int, str | None]:
+        return self.nextn, self.drafter
+
+    def setting(self, name: str) -> Any:
+        """Returns a setting; an older trace lacks new ones, which had their defaults."""
+        return self.params.get(name, DEFAULTS[name])
 
 
 class Uniforms(_Line):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from mtpbuild.runtime.contract.programs import Floats, StepOutput
 from mtpbuild.runtime.engine import Engine
@@ -95,19 +95,20 @@ class RequestTrace:
         if self._steps == 0:
             self._write(self._begin(request))
         n, m = int(output.num_tokens[slot]), int(output.num_drafts[slot])
-        line = lines.StepLine(
-            task_id=self._task_id,
-            step=self._steps,
-            position=request.length,
-            num_drafts=m,
-            window=output.window[slot, : m + 1].tolist(),
-            n=n,
-            tokens=output.tokens[slot, :n].tolist(),
-            logprobs=_numbers(output.logprobs[slot, :n]),
-            margins=_numbers(output.margins[slot, :n]),
-            uniforms=self._drawn(request.length + 1, m + 1),
+        self._write(
+            lines.StepLine(
+                task_id=self._task_id,
+                step=self._steps,
+                position=request.length,
+                num_drafts=m,
+                window=output.window[slot, : m + 1].tolist(),
+                n=n,
+                tokens=output.tokens[slot, :n].tolist(),
+                logprobs=_numbers(output.logprobs[slot, :n]),
+                margins=_numbers(output.margins[slot, :n]),
+                uniforms=self._drawn(request.length + 1, m + 1),
+            )
         )
-        self._write(line)
         self._steps += 1
 
     def end(self, request: Request, reason: FinishReason) -> None:
@@ -142,8 +143,8 @@ class RequestTrace:
         """Give the numbers of positions first .. first + count - 1, if the request draws any."""
         if self._uniforms is None:
             return None
-        draft, accept, recover = self._uniforms[:, first : first + count]
-        return lines.Uniforms(draft=_short(draft), accept=_short(accept), recover=_short(recover))
+        rows = [_numbers(row) for row in self._uniforms[:, first : first + count]]
+        return lines.Uniforms(**dict(zip(("draft", "accept", "recover"), rows, strict=True)))
 
 
 class JsonLines:
@@ -180,10 +181,6 @@ def check_paths(paths: Sequence[str | Path]) -> None:
             raise UsageError(f"--trace {path}: can't be written ({reason})")
 
 
-def _numbers(row: Floats) -> list[lines.Number]:
+def _numbers(row: Floats) -> list[Any]:
     """Give the shortest decimals that mean the same 32-bit numbers; None for an infinity."""
     return [float(str(x)) if math.isfinite(x) else None for x in row]
-
-
-def _short(row: Floats) -> list[float]:
-    return [float(str(x)) for x in row]

@@ -116,10 +116,10 @@ def test_an_engine_is_what_it_is() -> None:
     check_engine(Settings(), build)
     check_engine(Settings(nextn=3, drafter="mtp-eagle"), build)
     check_engine(Settings(drafter="mtp-vanilla"), fake_manifest(nextn=0).build)
-    with pytest.raises(UsageError, match="asks for nextn 2, the engine was built for nextn 3: le"):
+    with pytest.raises(UsageError, match="asks for nextn 2, the engine was built with nextn 3: le"):
         check_engine(Settings(nextn=2), build)
     with pytest.raises(
-        UsageError, match=r"asks for drafter mtp-vanilla, .* built with mtp-eagle: "
+        UsageError, match=r"asks for drafter mtp-vanilla, .* built with drafter mtp-eagle: "
     ):
         check_engine(Settings(drafter="mtp-vanilla"), build)
 

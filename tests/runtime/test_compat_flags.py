@@ -187,7 +187,7 @@ def test_vllm_ascend(built: list[BuildRequest], engine_dir: Path) -> None:
         2,
         [
             note[:-1],
-            "error: the configuration asks for nextn 1, the engine was built for nextn 3: leave "
+            "error: the configuration asks for nextn 1, the engine was built with nextn 3: leave "
             "it out, or build an engine with --nextn 1",
         ],
         "",
