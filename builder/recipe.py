@@ -1,6 +1,6 @@
-"""Recipes: inert TOML data that names a model, its engine and where its checkpoint is.
+"""Finds the model that `--model` names: a recipe, a folder, or a repository of Hugging Face.
 
-Here is also what else `--model` may name: a folder, or a repository of Hugging Face.
+A recipe is inert TOML data that names a model, its engine and the place of its checkpoint.
 """
 
 import difflib
@@ -24,15 +24,15 @@ from mtpbuild.runtime.errors import (
     UsageError,
 )
 
-CHECKPOINTS = Path("checkpoints")  # of the current folder
-TARGET = "onnxruntime"  # that all else is built for
+CHECKPOINTS = Path("checkpoints")  # in the current folder
+TARGET = "onnxruntime"  # for models whose recipe names no target
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # OWNER/NAME
-# What repositories of one model append to its name for the format that its weights are in.
+# Repositories of one model append the format of its weights to its name.
 FORMAT = re.compile(r"[-_.](gguf|awq|gptq|bnb|bf16|fp8|fp4|nvfp4|int8|int4|[48]-?bit).*", re.I)
 
 
 class Recipe(BaseModel):
-    """One file of `mtpbuild.recipes`; unknown keys are refused."""
+    """Is one file of `mtpbuild.recipes`; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,10 +41,10 @@ class Recipe(BaseModel):
     description: str
     config: str  # folder beside the recipe, with config.json
     layout: Literal["bf16", "fp8", "nvfp4", "nvfp4-v2", "int8", "int4"]  # how weights are stored
-    target: str = TARGET  # that it is built for, unless --target says another
+    target: str = TARGET  # unless --target names another
     shipped: bool = False  # the weights are in that folder too
-    repository: str | None = None  # of Hugging Face
-    download: int | None = None  # GB of what a build reads of it
+    repository: str | None = None  # on Hugging Face
+    download: int | None = None  # GB that a build reads of it
     copies: bool = False  # its MTP layers hold embedding and head again
     made_from: str | None = None  # the recipe that `mtpbuild quantize` makes it from
 
@@ -54,14 +54,14 @@ class Recipe(BaseModel):
 
     @property
     def summary(self) -> str:
-        """The description, and how much is to be downloaded."""
+        """Returns the description, and how much a build downloads."""
         size = "" if self.download is None else f"; {self.download} GB"
         return self.description + size
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """The model to build, and the folder with its checkpoint."""
+    """Is the model to build, with the folder of its checkpoint."""
 
     name: str
     engine: str
@@ -70,9 +70,9 @@ class FoundModel:
 
 @dataclass(frozen=True)
 class Model:
-    """What `--model` names, whether its weights are on this machine or not.
+    """Is a model that `--model` names, whether its weights are on this machine or not.
 
-    It is a recipe, a folder or a repository; a recipe has a repository or is made here.
+    It is a recipe, a folder or a repository. A recipe without a repository is made from another.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Model:
     repository: str | None = None
 
     def find_weights(self, revision: str | None = None) -> Path | None:
-        """The checkpoint's folder; revision: of the repository, so that no other place will do."""
+        """Finds the checkpoint's folder; with a revision, only the repository's download counts."""
         if self.folder is not None:
             return self.folder
         if self.recipe is not None and revision is None:
@@ -93,7 +93,7 @@ class Model:
         return None if self.repository is None else cached_snapshot(self.repository, revision)
 
     def missing(self, revision: str | None = None) -> MissingWeightsError:
-        """What to do about weights that are not here."""
+        """Makes the error that says how to get the weights."""
         if self.recipe is not None and self.recipe.made_from is not None:
             command = f"mtpbuild quantize --model {self.recipe.made_from} --to {self.recipe.layout}"
             how = f"`{command} --out {CHECKPOINTS / self.name}`, or name their folder with"
@@ -117,7 +117,7 @@ def load_recipes() -> list[Recipe]:
 
 
 def parse_recipe(path: Path) -> Recipe:
-    """Read one recipe; raises CheckpointError that names the bad key and the nearest known one."""
+    """Reads a recipe; raises CheckpointError, which names the bad key and the nearest known one."""
     try:
         return Recipe.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -133,9 +133,10 @@ def parse_recipe(path: Path) -> Recipe:
 def find_model(
     model: str, checkpoint: Path | None = None, revision: str | None = None
 ) -> FoundModel:
-    """A model with its weights, from `checkpoint` if given; nothing is downloaded.
+    """Finds a model and its weights, in `checkpoint` if given; downloads nothing.
 
-    Raises UnknownRecipeError with the known names, MissingWeightsError with what to do.
+    Raises UnknownRecipeError, which lists the recipes, or MissingWeightsError, which says what to
+    do.
     """
     named = name_model(model)
     if checkpoint is not None and named.folder is not None:
@@ -152,9 +153,9 @@ def find_model(
 
 
 def name_model(model: str) -> Model:
-    """A recipe, by its name or by its repository's; a folder; a repository. In this order.
+    """Looks for a recipe by its or its repository's name, then a folder, then a repository.
 
-    A folder wins over a repository of its name. Raises UnknownRecipeError.
+    A folder wins over a repository of the same name. Raises UnknownRecipeError.
     """
     recipe = find_recipe(model)
     if recipe is not None:
@@ -173,7 +174,7 @@ def name_model(model: str) -> Model:
 
 
 def find_recipe(name: str) -> Recipe | None:
-    """The recipe of that name, or whose repository it is."""
+    """Returns the recipe of that name, or the one that has the repository of that name."""
     recipes = load_recipes()
     by_name = {recipe.name: recipe for recipe in recipes}
     if name in by_name or os.path.isdir(name):
@@ -182,24 +183,24 @@ def find_recipe(name: str) -> Recipe | None:
 
 
 def default_target(model: str) -> str:
-    """What a model is built for unless the command line says it."""
+    """Returns the target of a model if the command line names none."""
     recipe = find_recipe(model)
     return TARGET if recipe is None else recipe.target
 
 
 def instead_of(name: str, made_from: Sequence[str] = ()) -> str:
-    """The end of a line that refuses a model's format: what to build in its place, if known.
+    """Ends the message that refuses a model's format: names another model to build, if known.
 
-    name: its folder's or repository's; made_from: what its card says.
+    name: the folder's or the repository's; made_from: the base models that its card names.
     """
     own, recipes = model_of(name), {r.repository: r for r in load_recipes() if r.repository}
     same = [r for r in recipes if r != name and (r in made_from or model_of(r) == own)]
-    if same:  # of several, the one in the format that its makers chose: its name says none
+    if same:  # the shortest name has no format in it: its makers chose the format
         best = min(same, key=lambda r: (r not in made_from, len(r.partition("/")[2])))
         return f"; --model {recipes[best].name} ({best}) is the same model"
     return f"; it was made from --model {made_from[0]}" if made_from else ""
 
 
 def model_of(name: str) -> str:
-    """A folder's or repository's name without its owner and the format of its weights."""
+    """Strips the owner and the format of the weights from a folder's or repository's name."""
     return FORMAT.sub("", name.rpartition("/")[2]).casefold()

@@ -10,7 +10,7 @@ from mtpbuild.runtime.errors import CheckpointError
 
 @dataclass(frozen=True)
 class GenerationIds:
-    """The ids, under the names of the fields in an engine's manifest."""
+    """Holds the ids, under the names of the fields in an engine's manifest."""
 
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -18,7 +18,7 @@ class GenerationIds:
 
 
 def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
-    """The first file that names an id wins; ids must be in the vocabulary."""
+    """Reads the ids; the first file that has one wins. Raises CheckpointError for wrong ids."""
 
     def first(key: str) -> tuple[int, ...]:
         files = (folder / "generation_config.json", folder / "config.json")
@@ -30,11 +30,11 @@ def generation_ids(folder: Path, config: ModelConfig) -> GenerationIds:
 
 
 def _thinking_ids(folder: Path) -> tuple[int, int] | None:
-    """Ids of <think> and </think>, where the tokenizer has both as tokens of their own."""
+    """Returns the ids of <think> and </think> if the tokenizer has a token for each."""
     try:
         raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         ids = {token["content"]: int(token["id"]) for token in raw["added_tokens"]}
-    except (OSError, ValueError, KeyError, TypeError):  # the run time says what is wrong with it
+    except (OSError, ValueError, KeyError, TypeError):  # the run time reports it
         return None
     begin, end = ids.get("<think>"), ids.get("</think>")
     return None if begin is None or end is None else (begin, end)

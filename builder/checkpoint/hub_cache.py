@@ -1,4 +1,4 @@
-"""The cache in which huggingface_hub keeps repositories, read without it.
+"""Finds repositories in huggingface_hub's cache, without that library.
 
 models--OWNER--NAME/refs/main             the commit that a branch or tag was when it was fetched
 models--OWNER--NAME/snapshots/COMMIT/...  links to the files' contents in models--OWNER--NAME/blobs
@@ -28,7 +28,10 @@ def repository_folder(repository: str) -> Path:
 
 
 def cached_snapshot(repository: str, revision: str | None = None) -> Path | None:
-    """A download that has configuration and all weights; revision: branch, tag or commit."""
+    """Returns a download's folder if it has configuration and all weights.
+
+    revision: branch, tag or commit.
+    """
     folder = repository_folder(repository)
     commit = _read_ref(folder, revision or MAIN) or revision
     snapshot = None if commit is None else folder / "snapshots" / commit
@@ -36,7 +39,7 @@ def cached_snapshot(repository: str, revision: str | None = None) -> Path | None
 
 
 def write_ref(repository: str, revision: str, commit: str) -> None:
-    """Note which commit a branch or tag was, now that its files are here."""
+    """Record the commit that a branch or tag names, once its files are here."""
     path = repository_folder(repository) / "refs" / revision
     if revision != commit:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Some layers of a big checkpoint as a model of their own, to try it on a small machine."""
+"""Treats some layers of a big checkpoint as a model, to try it on a small machine."""
 
 import re
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ LAYER = re.compile(r"(model\.layers\.)(\d+)(\..*)")
 
 @dataclass(frozen=True)
 class LayersSlice:
-    """Main layers `first` to `last`, both included, and all MTP modules behind them."""
+    """Selects main layers `first` to `last`, both included, and all MTP modules."""
 
     first: int
     last: int
@@ -24,13 +24,16 @@ class LayersSlice:
         return self.last - self.first + 1
 
     def of(self, c: ModelConfig) -> ModelConfig:
-        """The slice's configuration; raises UsageError if the model has no such layers."""
+        """Returns the slice's configuration; raises UsageError if the model lacks these layers."""
         if not 0 <= self.first <= self.last < c.num_hidden_layers:
             raise UsageError(f"--layers {self} is outside 0-{c.num_hidden_layers - 1}")
         return c.sliced(self.first, self.count)
 
     def rename(self, name: str, layers: int) -> str | None:
-        """A tensor's name in the slice, or None. layers: main layers of the checkpoint."""
+        """Returns a tensor's name in the slice, or None if it is not in it.
+
+        layers: how many main layers the checkpoint has.
+        """
         found = LAYER.fullmatch(name)
         if found is None:
             return name

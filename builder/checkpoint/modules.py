@@ -1,4 +1,4 @@
-"""Which MTP modules a checkpoint holds, by the names of its tensors."""
+"""Finds the MTP modules that a checkpoint holds, by the names of its tensors."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ KEY = "num_nextn_predict_layers"
 
 
 def stored_modules(family: Family, c: ModelConfig, names: Iterable[str]) -> int:
-    """Count the modules that have tensors, up to the first one without."""
+    """Count the modules that have tensors, up to the first one that has none."""
     layers = {place[0] for name in names if (place := family.place(c, name))}
     count = 0
     while c.num_hidden_layers + count in layers:
@@ -30,7 +30,7 @@ def with_modules(family: Family, raw: Mapping[str, Any], names: Iterable[str]) -
 
 
 def refuse_stripped(where: object, family: Family, c: ModelConfig, there: int) -> None:
-    """Refuse a checkpoint without all the modules that its configuration promises."""
+    """Refuse a checkpoint that holds fewer modules than its configuration promises."""
     if there < c.num_nextn_predict_layers:
         raise CheckpointError(
             f"{where}: config.json says {KEY} {c.num_nextn_predict_layers}, but MTP layer "

@@ -1,6 +1,6 @@
-"""Refuses checkpoints that a build can't read, by the names of their files and config.json alone.
+"""Refuses checkpoints that a build can't read, by the names of their files and config.json.
 
-So a folder and a repository that is not downloaded yet get the same messages.
+A repository needs no download for that, and gets the same messages as a folder.
 """
 
 import json
@@ -22,9 +22,10 @@ SUPPORTED = (
 
 
 def refuse_folder(folder: Path, instead: str = "") -> None:
-    """Refuse a folder's weights; whoever reads a folder that can't be listed reports it.
+    """Refuse a folder's weights if a build can't read them.
 
-    instead: what may be built in its place, as the end of the line.
+    A folder that can't be listed passes: whoever reads it reports that. instead: the end of the
+    message, which may name another model to build.
     """
     try:
         names = os.listdir(folder)
@@ -43,7 +44,7 @@ def refuse_gguf(where: str, names: Collection[str], instead: str = "") -> None:
 
 
 def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
-    """Refuse weights in a format that is not read, as config.json (or ModelOpt's file) names it."""
+    """Refuse weights if config.json or ModelOpt's file names a format that is not read."""
     raw = _object(folder / CONFIG).get("quantization_config")
     quantised: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
     modelopt = _object(folder / MODELOPT).get("quantization")
@@ -67,7 +68,7 @@ def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
 
 
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:
-    """Refuse a tokenizer of tiktoken's kind without the one that an engine needs."""
+    """Refuse a tiktoken tokenizer that has no tokenizer.json beside it."""
     if TIKTOKEN in names and TOKENIZER not in names:
         raise CheckpointError(
             f"{where}: {TIKTOKEN} is not read: put a {TOKENIZER} with equal ids beside it (made "
@@ -77,7 +78,7 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or {} if there is none; whoever needs the file says so."""
+    """Returns the JSON object in a file, or {} if the file is missing or holds none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

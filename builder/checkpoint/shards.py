@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which ones there must be, and whether they are whole."""
+"""Finds the safetensors files of a checkpoint, and refuses files that are missing or cut short."""
 
 import json
 import os
@@ -15,14 +15,14 @@ POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class Index:
-    """`model.safetensors.index.json`: tensor name -> shard, and the bytes of all tensors."""
+    """Holds `model.safetensors.index.json`: the shard of each tensor, and the bytes of all."""
 
     path: Path
     shards: Mapping[str, str]
     total_size: int | None
 
     def check(self, files: Mapping[str, Path]) -> None:
-        """Require every promised tensor where it is promised; files: tensor name -> its file."""
+        """Check that each tensor is in the shard that the index names; files: tensor -> file."""
         gone = [n for n, s in self.shards.items() if n not in files or files[n].name != s]
         if gone:
             first, names = min(gone), f"names tensor {min(gone)}{more(len(gone) - 1)}"
@@ -30,7 +30,7 @@ class Index:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Read the header of a safetensors file, and where its data begins; raises what goes wrong."""
+    """Returns a safetensors file's header and where its data begins; lets all errors through."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         header.pop("__metadata__", None)
@@ -38,42 +38,42 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def find_shards(folder: Path) -> tuple[list[Path], Index | None]:
-    """`model.safetensors`, or the index's shards; raises CheckpointError unless all are whole."""
-    path = folder / INDEX
-    index = _read_index(path) if path.is_file() else None
+    """Returns `model.safetensors` or the index's shards; raises CheckpointError if one is cut."""
+    index = _read_index(folder)
     if index is None and not (folder / SINGLE).is_file():
         raise CheckpointError(f"{folder}: neither {SINGLE} nor {INDEX}")
-    shards = [folder / name for name in _names(path, index)]
+    shards = [folder / name for name in _names(index)]
     _refuse_incomplete(folder, shards, None if index is None else index.total_size)
     return shards, index
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The files that hold a checkpoint's weights, whether they are there or not."""
-    path = folder / INDEX
-    return _names(path, _read_index(path) if path.is_file() else None)
+    """Names the files that hold a checkpoint's weights, even if they are missing."""
+    return _names(_read_index(folder))
 
 
 def stored_names(folder: Path) -> set[str]:
-    """The names of a checkpoint's tensors, as far as index or header tell; torch is not needed."""
-    path = folder / INDEX
-    if path.is_file():
-        return set(_read_index(path).shards)
+    """Returns the names of a checkpoint's tensors from its index or header, without torch."""
+    if (index := _read_index(folder)) is not None:
+        return set(index.shards)
     try:
         return set(read_header(folder / SINGLE)[0])
     except (OSError, ValueError, MemoryError, OverflowError, TypeError, AttributeError):
-        return set()  # not there yet, or whoever reads the tensors says what is wrong
+        return set()  # not there yet, or unreadable, which the reader of the tensors reports
 
 
-def _names(path: Path, index: Index | None) -> list[str]:
-    names = sorted(set(index.shards.values())) if index is not None else [SINGLE]
-    for name in names:
+def _names(index: Index | None) -> list[str]:
+    if index is None:
+        return [SINGLE]
+    for name in (names := sorted(set(index.shards.values()))):
         if Path(name).name != name:
-            raise CheckpointError(f"{path}: shard {name!r} is not a file name")
+            raise CheckpointError(f"{index.path}: shard {name!r} is not a file name")
     return names
 
 
-def _read_index(path: Path) -> Index:
+def _read_index(folder: Path) -> Index | None:
+    if not (path := folder / INDEX).is_file():
+        return None
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         shards = dict(raw["weight_map"].items())
@@ -86,7 +86,7 @@ def _read_index(path: Path) -> Index:
 
 
 def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None) -> None:
-    """Name the first shard that is missing or cut short, and count the bytes that are."""
+    """Name the first shard that is missing or cut short, and count all missing bytes."""
     missing = [path for path in shards if not os.path.isfile(path)]  # never raises: odd names
     there = {path: _measure(path) for path in shards if path not in missing}
     lacking = {path: lack for path, (_, lack) in there.items() if lack > 0}
@@ -104,7 +104,7 @@ def _refuse_incomplete(folder: Path, shards: list[Path], total_size: int | None)
 
 
 def _measure(path: Path) -> tuple[int, int]:
-    """Bytes of tensors that the header promises, and by how many the file is too short."""
+    """Returns the bytes of tensors that the header promises, and how many the file lacks."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = file.read(8)
@@ -112,7 +112,7 @@ def _measure(path: Path) -> tuple[int, int]:
             raise CheckpointError(f"{path}: a Git LFS pointer, not the weights: run `git lfs pull`")
         header = int.from_bytes(length, "little")
         if header > size:
-            return 0, 0  # whoever reads the tensors says what is wrong
+            return 0, 0  # unreadable, which the reader of the tensors reports
         try:
             entries = json.loads(file.read(header))
             tensors = (entry for name, entry in entries.items() if name != "__metadata__")

@@ -1,4 +1,4 @@
-"""The files beside a checkpoint's weights that an engine or another checkpoint takes along."""
+"""Lists and copies the files beside a checkpoint's weights: tokenizer, templates, defaults."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ SIDE_FILES = (
 
 
 def side_files(folder: Path) -> list[str]:
-    """Names of the side files in a folder, including chat templates in a folder of their own."""
+    """Names the side files in a folder, including a subfolder with chat templates."""
     named = [name for name in SIDE_FILES if (folder / name).is_file()]
     templates = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     return [*named, *(path.relative_to(folder).as_posix() for path in templates)]

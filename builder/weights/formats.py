@@ -1,4 +1,4 @@
-"""The number formats of weights: what each stores, and how a stored weight shows which it is in."""
+"""The number formats of weights: how each stores values, and how a checkpoint shows its format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """What a safetensors header says of a tensor: its dtype by safetensors' name, and its shape."""
+    """Is a tensor's entry in a safetensors header: the name of its dtype there, and its shape."""
 
     dtype: str
     shape: Shape
@@ -43,30 +43,30 @@ def entry_of(tensor: Tensor) -> Entry:
 
 
 class Format(Protocol):
-    """Weights are [out, in]. Parts are keyed by the suffixes behind `X.weight` in their names."""
+    """Stores a weight [out, in] as parts, by the suffix of each part's name behind `X.weight`."""
 
     name: str
-    suffixes: tuple[str, ...]  # of its parts; the weight's own part has the first one, ""
-    needs_amax: bool  # whether `encode` asks for the largest magnitude
+    suffixes: tuple[str, ...]  # the first part, "", holds the values
+    needs_amax: bool  # whether `encode` needs the largest magnitude
 
     def fits(self, shape: Shape) -> bool:
         """Tell whether a weight of this shape splits into the format's blocks."""
 
     def parts(self, shape: Shape) -> dict[str, Entry]:
-        """List what is stored for a weight of this shape."""
+        """List the tensors that store a weight of this shape."""
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The weight in fp32: the format's product, rounded once."""
+        """Returns the weight in fp32: values times scales, rounded once."""
 
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
-        """fp32 weight, or some blocks' rows of it -> parts.
+        """Encodes an fp32 weight, or whole rows of blocks of it.
 
-        amax (0-dim): the weight's largest magnitude, or that of its group.
+        amax (0-dim): the largest magnitude of the weight, or of all that share its second scale.
         """
 
 
 class Fp8:
-    """DeepSeek's FP8: e4m3 values with one fp32 multiplier per block of 128 x 128.
+    """Is DeepSeek's FP8: e4m3 values with one fp32 multiplier per block of 128 x 128.
 
     W[n, k] = value[n, k] * weight_scale_inv[n // 128, k // 128]; edge blocks may be smaller.
     """
@@ -97,14 +97,14 @@ class Fp8:
 
 
 def spread(scales: Tensor, shape: Shape, times: int = FP8_BLOCK) -> Tensor:
-    """One scale per block -> one per value, or each only so many times along its row."""
+    """Repeats each block's scale down its 128 rows, and `times` times along them."""
     rows, columns = shape
     wide = scales.repeat_interleave(times, dim=1)[:, :columns]
     return wide.repeat_interleave(FP8_BLOCK, dim=0)[:rows]
 
 
 class Nvfp4:
-    """ModelOpt's NVFP4: two e2m1 values per byte, an e4m3 scale per 16, one fp32 scale per weight.
+    """Is ModelOpt's NVFP4: 2 e2m1 values a byte, an e4m3 scale per 16, an fp32 scale per weight.
 
     W = value * weight_scale * weight_scale_2; the low nibble is the even column.
     """
@@ -141,14 +141,14 @@ class Nvfp4:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """uint8 [N, K/2] -> fp32 [N, K]."""
+    """Turns codes, uint8 [N, K/2], into values, fp32 [N, K]."""
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
     codes = torch.stack([packed & 0xF, packed >> 4], dim=-1)
     return values[codes.int()].flatten(1)
 
 
 def pack(values: Tensor) -> Tensor:
-    """fp32 [N, K] -> uint8 [N, K/2], each value rounded to the nearest code, ties to the even."""
+    """Rounds fp32 [N, K] to the nearest codes, ties to the even ones: uint8 [N, K/2]."""
     steps = torch.tensor(MAGNITUDES)
     middles = (steps[1:] + steps[:-1]) / 2
     size = values.abs()
@@ -160,12 +160,12 @@ def pack(values: Tensor) -> Tensor:
 
 
 class Integers:
-    """int8 and int4 as ONNX Runtime's MatMulNBits reads them: blocks of 32 with a scale each.
+    """Is int8 or int4 as ONNX Runtime's MatMulNBits reads it: blocks of 32 with a scale each.
 
     W = (value - 2 ** (bits - 1)) * weight_scale; in 4 bits the low nibble comes first. Scales are
-    fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight; older checkpoints of ours
-    have them in fp32. Larger blocks would take less, but in those ONNX Runtime sums a row beside
-    others in another order than alone, and a text would depend on how many tokens are drafted.
+    fp16, as in GGUF's Q4_0 and Q8_0, so int4 takes 4.5 bits a weight; our older checkpoints have
+    fp32 scales. Larger blocks would take less space, but with them ONNX Runtime sums a row among
+    others in another order than alone, so a text would depend on how many tokens are drafted.
     """
 
     suffixes: tuple[str, ...] = ("", "_scale")
@@ -188,7 +188,7 @@ class Integers:
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
         blocks = weight.unflatten(1, (-1, BLOCK))
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-        # The extreme becomes -zero, the side that has one value more; so scales may be negative.
+        # The extreme becomes -zero, as that side has one more value; so scales may be negative.
         limit = torch.finfo(self.scales).max
         scales = (extreme / -self.zero).clamp(-limit, limit).to(self.scales)
         scales = torch.where(scales != 0, scales, 1.0)
@@ -207,9 +207,9 @@ SUPPORTED = f"{', '.join(DTYPES)}, FP8 with its weight_scale_inv, NVFP4 or int w
 
 
 def stored_format(name: str, entries: Mapping[str, Entry]) -> Format | None:
-    """Tell the format of the weight `name` by its scale: exclude lists are not reliable.
+    """Tells the format of the weight `name` by its scale, as exclude lists are not reliable.
 
-    None: it is not quantised, or not in a way that is known.
+    Returns None if it is not quantised, or in an unknown way.
     """
     weight, scale = entries[name], entries.get(f"{name}_scale")
     if weight.dtype == "F8_E4M3" and f"{name}_scale_inv" in entries:

@@ -1,6 +1,6 @@
-"""A scheme says by name how weights of main model and MTP modules are quantised, if they are.
+"""Schemes: in which format each weight of a model is quantised, by the weight's name.
 
-A format is named here, and None is no format: the weight stays as it is. No torch here.
+This module needs no torch: it knows formats by name, and None means that a weight stays as it is.
 """
 
 from collections.abc import Mapping
@@ -26,15 +26,15 @@ NVFP4_V2 = tuple(  # nvidia/DeepSeek-R1-0528-FP4-v2: o_proj is quantised too
     f"model.layers.*.self_attn.{name}"
     for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 )
-# Formats of embedding and head unless others are asked for; with fp8 and nvfp4 they have none.
+# Formats of embedding and head unless the user asks for others; with fp8 and nvfp4 they stay.
 USUAL_HEADS = {"int8": "int8", "int4": "int8"}
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Formats of the main model's and the MTP modules' weights, and of embedding and head.
+    """Holds the formats of the main model, of the MTP modules, and of embedding and head.
 
-    exclude: None for each format's own list.
+    exclude: globs of modules that are not quantised; None means each format's own list.
     """
 
     main: str | None
@@ -43,10 +43,10 @@ class Scheme:
     head: str | None = None
 
     def wanted(self, config: ModelConfig, name: str) -> str | None:
-        """The format that a weight of the checkpoint shall have if its blocks fit the shape."""
+        """Returns the format for a weight of the checkpoint, if its blocks fit the shape."""
         format = self._asked(config, name)
         place = family_of(config).place(config, name)
-        if place is not None:  # globs know modules as layers behind the trunk's
+        if place is not None:  # in globs, modules are layers behind the trunk's
             name = f"model.layers.{place[0]}.{place[1]}"
         module = name.removesuffix(".weight")
         return None if any(fnmatchcase(module, glob) for glob in self.globs(format)) else format
@@ -61,7 +61,7 @@ class Scheme:
         return self.main if layer < config.num_hidden_layers else self.mtp
 
     def exclude_modules(self, config: ModelConfig) -> list[str]:
-        """The list as ModelOpt writes it."""
+        """Returns the list of excluded modules as ModelOpt writes it."""
         names = ["lm_head", *self.globs(self.main)]
         if self.mtp is None:
             family, count = family_of(config), config.num_nextn_predict_layers
@@ -88,7 +88,7 @@ SCHEMES: Mapping[str, Scheme] = {
 def make_scheme(
     to: str, mtp: str | None, exclude: tuple[str, ...] | None, head: str | None = None
 ) -> Scheme:
-    """The flags of `mtpbuild quantize`; raises UsageError with the choices."""
+    """Makes the scheme of `mtpbuild quantize`; raises UsageError, which lists the choices."""
     choices = (UNQUANTISED, *EXCLUDED)
     main = format_said("--to", to, choices)
     module = SCHEMES[to].mtp if mtp is None else format_said("--mtp", mtp, choices)
@@ -99,9 +99,10 @@ def make_scheme(
 
 
 def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
-    """`build`'s flags `--weights` and `--head-weights`; None: weights are as the checkpoint's.
+    """Makes the scheme of `build`'s flags `--weights` and `--head-weights`.
 
-    Raises UsageError with the choices.
+    Returns None if weights stay as the checkpoint has them. Raises UsageError, which lists the
+    choices.
     """
     choices: tuple[str, ...] = get_args(QuantisedType)
     if weights is None:
@@ -116,12 +117,12 @@ def build_scheme(weights: str | None, head: str | None = None) -> Scheme | None:
 
 
 def engine_scheme(weights: str | None, head: str | None) -> Scheme | None:
-    """The scheme that an engine's manifest tells; None: weights are as they were."""
+    """Returns the scheme by which an engine's manifest says that its weights were quantised."""
     return None if weights is None else replace(SCHEMES[weights], head=head)
 
 
 def format_said(flag: str, value: str, choices: tuple[str, ...]) -> str | None:
-    """The format that a flag names; raises UsageError with the choices."""
+    """Returns the format that a flag names; raises UsageError, which lists the choices."""
     if value not in choices:
         raise UsageError(f"{flag} {value} is unknown; supported: {', '.join(choices)}")
     return None if value in (UNQUANTISED, AS_STORED) else value

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -38,73 +39,66 @@ def moe_table(
 
 
 def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
-    """Router and experts, as `DenseMoE` has them if they are few, else as `GatheredMoE`."""
+    """Yields router and experts: few experts as `DenseMoE` has them, many as `GatheredMoE`."""
     dense = c.n_routed_experts <= DENSE_EXPERTS
     apart = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
     inner = c.moe_intermediate_size * c.n_shared_experts
     gate = Stored(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))
     yield Weight(f"{to}.gate.weight", (gate,), lambda w: w.T)
     yield vector(to, at, "gate.e_score_correction_bias", c.n_routed_experts)
-    stored = [_experts(c, s, at, proj) for proj in PROJECTIONS]
+    E, size, ids = c.hidden_size, c.moe_intermediate_size, s.experts(c.n_routed_experts)
+    stored = [
+        [projection(f"{at}.experts.{e}", proj, E, size, routed=True) for e in ids]
+        for proj in PROJECTIONS
+    ]
     if c.n_shared_experts and not apart:  # they are one MLP, behind the routed ones
         for proj, found in zip(PROJECTIONS, stored, strict=True):
             found.append(projection(f"{at}.shared_experts", proj, c.hidden_size, inner))
-    yield from (_dense if dense else _gathered)(to, *stored)
+    gates, ups, downs = stored
+    if dense:
+        yield product(f"{to}.experts.gate_up_proj", *gates, *ups)
+        yield product(f"{to}.experts.down_proj", *downs, rows=side_by_side, joined=1)
+    else:  # each expert is a slice, whose gate and up are one product
+        pairs = tuple(chain.from_iterable(zip(gates, ups, strict=True)))
+        yield Weight(f"{to}.gate_up_proj", pairs, stacked, slices=len(gates), joined=0)
+        yield Weight(f"{to}.down_proj", tuple(downs), stacked, slices=len(downs), joined=0)
     if apart:
         yield from mlp(c.hidden_size, inner, f"{at}.shared_experts", f"{to}.shared_experts")
 
 
-def _experts(c: MoEConfig, s: Share, at: str, proj: str) -> list[Stored]:
-    E, inner = c.hidden_size, c.moe_intermediate_size
-    ids = s.experts(c.n_routed_experts)
-    return [projection(f"{at}.experts.{e}", proj, E, inner, routed=True) for e in ids]
+def side_by_side(*w: Tensor) -> Tensor:
+    return torch.cat(w, dim=1)
 
 
-def _dense(to: str, gate: list[Stored], up: list[Stored], down: list[Stored]) -> Iterator[Weight]:
-    yield product(f"{to}.experts.gate_up_proj", *gate, *up)
-    yield product(f"{to}.experts.down_proj", *down, rows=lambda *w: torch.cat(w, dim=1), joined=1)
+def stacked(*w: Tensor) -> Tensor:
+    return torch.cat(w).T[None]
 
 
-def _gathered(
-    to: str, gate: list[Stored], up: list[Stored], down: list[Stored]
-) -> Iterator[Weight]:
-    """Each expert is a slice, whose gate and up are one product."""
-    pairs = tuple(stored for pair in zip(gate, up, strict=True) for stored in pair)
-
-    def stacked(*w: Tensor) -> Tensor:
-        return torch.cat(w).T[None]
-
-    yield Weight(f"{to}.gate_up_proj", pairs, stacked, slices=len(gate), joined=0)
-    yield Weight(f"{to}.down_proj", tuple(down), stacked, slices=len(down), joined=0)
+def in_turn(*w: Tensor) -> Tensor:
+    return torch.stack(w, dim=1).flatten(0, 1)[None]
 
 
 def by_outputs(weight: Weight) -> Weight:
-    """Experts' weight as `ExpertRows` holds it: a gate's row, its up's, the next gate's."""
-
-    def in_turn(*w: Tensor) -> Tensor:
-        return torch.stack(w, dim=1).flatten(0, 1)[None]
-
+    """Makes experts' weights as `ExpertRows` holds them: rows of a gate and its up in turn."""
     return replace(weight, name=f"{weight.name}.rows", transform=in_turn)
 
 
 def with_shared(table: list[Weight], modules: Set[str]) -> list[Weight]:
-    """Make the shared expert of these MoE modules the last slice of the stacks of routed ones."""
-    named = {weight.name: weight for weight in table}
-    joined = {f"{module}.{leaf}": module for module in modules for leaf in STACKS}
-    gone = {f"{module}.shared_experts.{leaf}" for module in modules for leaf in STACKS}
-
-    def stacked(weight: Weight) -> Weight:
-        if weight.name not in joined:
-            return weight
-        leaf = weight.name.rpartition(".")[2]
-        last = named[f"{joined[weight.name]}.shared_experts.{leaf}"]
-        return replace(weight, stored=(*weight.stored, *last.stored), slices=weight.slices + 1)
-
-    return [stacked(weight) for weight in table if weight.name not in gone]
+    """Makes the shared expert of these MoE modules the last slice of the routed experts' stacks."""
+    named, found = {weight.name: weight for weight in table}, list[Weight]()
+    gone = {f"{module}.shared_experts" for module in modules}
+    for weight in table:
+        module, _, leaf = weight.name.rpartition(".")
+        if module in modules and leaf in STACKS:
+            stored = (*weight.stored, *named[f"{module}.shared_experts.{leaf}"].stored)
+            found.append(replace(weight, stored=stored, slices=weight.slices + 1))
+        elif module not in gone:
+            found.append(weight)
+    return found
 
 
 def like_routed(table: list[Weight], share: Share) -> set[str]:
-    """Name the MoE modules that have one shared expert of a routed one's shape in this share."""
+    """Names the MoE modules whose shared expert has a routed one's shape in this share."""
     named, found = {weight.name: weight for weight in table}, set[str]()
 
     for weight in table:
