@@ -8,10 +8,11 @@ from pathlib import Path
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.side_files import CONFIG, side_files
-from mtpbuild.builder.plan import Plan
+from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.sources import hash_of_code
 from mtpbuild.builder.targets.target import Target
 from mtpbuild.runtime.contract.abi import ABI
+from mtpbuild.runtime.contract.drafters import find_drafter
 from mtpbuild.runtime.contract.manifest import HASH_LIMIT, hash_file
 from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.errors import CheckpointError
@@ -30,7 +31,9 @@ def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | 
         checkpoint = {name: identity(folder / name) for name in files if (folder / name).is_file()}
     except OSError as error:
         raise CheckpointError(f"{error.filename}: can't be read ({error.strerror})") from None
-    code = (type(target).__module__, getattr(target, "lowering", ""), type(plan.config).__module__)
+    code = [type(target).__module__, getattr(target, "lowering", ""), type(plan.config).__module__]
+    if plan.drafter is not None:
+        code += find_drafter(plan.drafter).sources
     inputs = {
         "checkpoint": checkpoint,
         "plan": asdict(plan),
@@ -38,6 +41,7 @@ def fingerprint(folder: Path, plan: Plan, target: Target, layers: LayersSlice | 
         "rules": [find_rule(name).identity() for name in plan.rules],
         "layers": None if layers is None else str(layers),
         "abi": ABI,
+        "states": [spec.model_dump() for spec in state_specs(plan)],
         "sources": hash_of_code(*filter(None, code)),
         "versions": {name: _version(name) for name in target.packages},
     }

@@ -8,7 +8,9 @@ from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.weights.scheme import Scheme
-from mtpbuild.runtime.contract.controls import HISTORY
+from mtpbuild.runtime.checks import NEXTN_LIMIT
+from mtpbuild.runtime.contract.controls import CONSTRAINTS, CONTROLS, HISTORY
+from mtpbuild.runtime.contract.drafters import EAGLE, VANILLA, find_drafter
 from mtpbuild.runtime.contract.manifest import FloatType
 from mtpbuild.runtime.contract.state import (
     StateSpec,
@@ -22,9 +24,8 @@ from mtpbuild.runtime.ranks import Ranks
 
 Nextn = int | Literal["auto"]  # as said on the command line
 ADAPTIVE_NEXTN = 4  # drafts of a step, at most, where nextn is "auto"
-# "none" verifies nextn + 1 tokens and drafts nothing real: what `bench` subtracts to time drafting.
-DrafterName = Literal["mtp-eagle", "mtp-vanilla", "none"]
-NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
+DrafterName = str  # of a record that `find_drafter` finds
+INPUTS = ("active", "tokens", "start", "ahead", "hidden")  # of programs, beside state and controls
 ALIGNED_ROWS = 64  # of 4 bytes: every slot of a fixed cache begins at a multiple of 256 bytes
 
 
@@ -95,8 +96,8 @@ class Plan:
 
     @property
     def lookahead(self) -> int:
-        """Tokens behind a prompt chunk that its last slots need: module k reads t_{p+k}."""
-        return modules_in_use(self.drafter, self.nextn)
+        """Tokens behind a prompt's chunk that the drafter reads: module k reads t_{p+k}."""
+        return 0 if self.drafter is None else find_drafter(self.drafter).lookahead(self.nextn)
 
 
 def in_order(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
@@ -107,37 +108,40 @@ def in_order(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
 def choose_drafter(
     config: ModelConfig, nextn: Nextn, asked: DrafterName | None
 ) -> DrafterName | None:
-    """Vanilla if the checkpoint has a module per draft, else Eagle."""
+    """Return the drafter that was asked for, else vanilla if each draft has a module, else Eagle.
+
+    Raises UsageError or BuildError if the checkpoint lacks modules for it.
+    """
     modules = config.num_nextn_predict_layers
     if nextn == "auto":
-        if asked == "mtp-vanilla":
+        if asked is not None and not find_drafter(asked).adaptive:
             raise UsageError(
-                "--nextn auto drafts by mtp-eagle: a step without drafts has one cache to fill "
-                "then, not one behind the other"
+                f"--nextn auto drafts by {EAGLE}: each step of {asked} makes the same number of "
+                "drafts"
             )
-        nextn, asked = ADAPTIVE_NEXTN, "mtp-eagle"
+        nextn, asked = ADAPTIVE_NEXTN, asked or EAGLE
     if not 0 <= nextn <= NEXTN_LIMIT:
         raise UsageError(f"--nextn {nextn} is outside 0..{NEXTN_LIMIT}")
     if nextn == 0:
         return None
-    if asked == "none":
-        return asked
-    if modules == 0:
+    chosen = asked or (VANILLA if modules >= nextn else EAGLE)
+    needed = modules_in_use(chosen, nextn)
+    if needed and not modules:
         raise BuildError(
             f"--nextn {nextn} needs an MTP module; this checkpoint has none "
             "(num_nextn_predict_layers 0): build --nextn 0"
         )
-    if asked == "mtp-vanilla" and modules < nextn:
+    if needed > modules:
         raise UsageError(
-            f"--drafter mtp-vanilla needs {nextn} MTP modules for --nextn {nextn}, "
-            f"the checkpoint has {modules}: use --drafter mtp-eagle"
+            f"--drafter {chosen} needs {needed} MTP modules for --nextn {nextn}, "
+            f"the checkpoint has {modules}: use --drafter {EAGLE}"
         )
-    return asked or ("mtp-vanilla" if modules >= nextn else "mtp-eagle")
+    return chosen
 
 
 def modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
     """Count the MTP modules that a drafter runs: Eagle runs the first one again and again."""
-    return {None: 0, "none": 0, "mtp-eagle": 1, "mtp-vanilla": nextn}[drafter]
+    return 0 if drafter is None else find_drafter(drafter).modules(nextn)
 
 
 def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
@@ -163,7 +167,28 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
         specs.append(step_spec(HISTORY, "int64", (B, plan.positions)))
     if K:
         specs.append(step_spec("draft_probs", "float32", (B, K, c.vocab_size)))
-    if plan.drafter == "mtp-vanilla":
-        specs.append(step_spec("past_tokens", "int64", (B, K)))
-        specs.append(step_spec("past_hidden", plan.dtype, (B, K, c.hidden_size)))
-    return tuple(specs)
+    return (*specs, *drafter_states(plan, {spec.name for spec in specs}))
+
+
+def drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSpec, ...]:
+    """What the drafter carries beside its modules' rows; others: names of the other states.
+
+    Raises BuildError if its record declares what can't be.
+    """
+    if plan.drafter is None:
+        return ()
+    record = find_drafter(plan.drafter)
+    states, batch = tuple(record.states(plan)), ("batch", plan.max_batch)
+    taken = {*others, *INPUTS, *(control.name for control in (*CONTROLS, *CONSTRAINTS))}
+    for spec in states:
+        if spec.role != "carry" or next(iter(spec.sizes.items()), None) != batch:
+            raise BuildError(
+                f"drafter {record.name}: state {spec.name} must be a carry whose first size is "
+                f"batch, here {plan.max_batch}"
+            )
+        if spec.name in taken:
+            raise BuildError(f"drafter {record.name}: another input is called {spec.name}")
+        taken.add(spec.name)
+    if not plan.lookahead and (states or record.modules(plan.nextn)):
+        raise BuildError(f"drafter {record.name}: with modules or states it needs a lookahead of 1")
+    return states

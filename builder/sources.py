@@ -55,10 +55,13 @@ def _counts(name: str) -> bool:
 
 def _file(name: str, tree: Path) -> Path | None:
     """Returns a module's file, or None if the name is not a module's but, say, a function's."""
-    if name.partition(".")[0] != PACKAGE:
-        found = getattr(sys.modules.get(name), "__file__", None)
+    root, *rest = name.split(".")
+    module = sys.modules.get(root)
+    folders = [str(tree)] if root == PACKAGE else [*getattr(module, "__path__", ())]
+    if not folders:
+        found = None if rest else getattr(module, "__file__", None)
         return None if found is None else Path(found)
-    place = tree.joinpath(*name.split(".")[1:])
+    place = Path(folders[0]).joinpath(*rest)
     files = (place.with_suffix(".py"), place / "__init__.py")
     return next((file for file in files if file.is_file()), None)
 

@@ -120,7 +120,7 @@ def rates(values: object) -> tuple[float, ...]:
     return tuple(found)
 
 
-NEXTN_LIMIT = 15
+NEXTN_LIMIT = 15  # one step verifies at most 16 tokens, as in vllm-ascend
 
 
 def parse_list(flag: str, text: str, kind: Callable[[str], T], example: str) -> tuple[T, ...]:

@@ -1,24 +1,20 @@
-"""Targets by name: a small record says which modules build and run a target's engines.
+"""Targets by name: a small record names the modules that build and run a target's engines.
 
-`register` adds one. A package adds its own without being imported, by an entry point of the group
-`mtpbuild.targets` that names a `TargetRecord`; entry points are only looked at for a name that
-isn't registered, or for a list of all names.
+A package adds its own by entry points of the group `mtpbuild.targets`, each a `TargetRecord`.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from mtpbuild.runtime.contract.registry import Registry
+from mtpbuild.runtime.errors import MissingDependencyError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import Manifest
-
-ENTRY_POINTS = "mtpbuild.targets"
 
 
 @dataclass(frozen=True)
@@ -138,31 +134,11 @@ BUILT_IN = (
         features={Feature.KEEP: ""},
     ),
 )
-_registered = {target.name: target for target in BUILT_IN}
-
-
-def register(target: TargetRecord) -> None:
-    """Make a target known; it takes the place of another one of that name."""
-    _registered[target.name] = target
-
-
-def find_target(name: str) -> TargetRecord:
-    """The target of that name; raises UsageError that lists the known ones."""
-    if name in _registered:
-        return _registered[name]
-    for entry in entry_points(group=ENTRY_POINTS, name=name):
-        target: TargetRecord = entry.load()
-        return target
-    raise UsageError(f"unknown target {name!r}; supported: {', '.join(names())}")
-
-
-def names() -> tuple[str, ...]:
-    """All targets that can be found, those of this package first."""
-    return (*dict.fromkeys((*_registered, *entry_points(group=ENTRY_POINTS).names)),)
+_targets = Registry[TargetRecord]("target", "mtpbuild.targets", BUILT_IN)
+register, find_target, names = _targets.register, _targets.find, _targets.names
 
 
 def targets_with(feature: Feature) -> str:
     """Name the targets whose engines have a feature, for a refusal."""
-    found = (find_target(name) for name in names())
-    having = (t for t in found if feature in t.features)
+    having = (target for target in _targets.all() if feature in target.features)
     return " or ".join(f"{target.name} {target.features[feature]}".strip() for target in having)

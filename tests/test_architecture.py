@@ -12,6 +12,10 @@ CODE = ("builder", "runtime", "plugins", "recipes")
 # What other packages could bring, with the words by which the code would have to know each.
 TOYS = {
     "target": ("tests/support/toy_target", r"\btoy(_log|_mark)?\b|Toy[A-Z]"),
+    "drafter": (
+        "tests/support/lookup.py",
+        r"\b(lookup|LOOKUP|Lookup)\b(?=[\"':(])|tests\.support\.lookup",
+    ),
     "family": ("tests/support/toy_family.py", r"\bToy[A-Z]\w*|\btoy\b"),
     "rule": ("tests/support/typical.py", r"\btypical(_\w+)?\b|\bTypical"),
 }

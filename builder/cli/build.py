@@ -9,6 +9,7 @@ from typer import Option
 from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, progress
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
+from mtpbuild.runtime.contract.drafters import offered
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.target_options import changed
 
@@ -27,7 +28,7 @@ def build(
         "Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..4, chosen step by step. "
         "Default: the model's.",
     ),
-    drafter: str | None = flag(None, "mtp-eagle or mtp-vanilla."),
+    drafter: str | None = flag(None, f"{' or '.join(offered())}."),
     max_batch: int = flag(1, "Requests that run at once."),
     max_seq_len: int | None = flag(None, "Prompt and output tokens of a request together."),
     prefill_chunk: int = flag(256, "Prompt tokens per prefill call."),

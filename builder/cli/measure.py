@@ -12,6 +12,7 @@ from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import LoadFlags, error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
 from mtpbuild.runtime.compat.settings import Settings, Source, asked_ranks, check_engine
+from mtpbuild.runtime.contract.drafters import offered
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.ranks import ALONE
@@ -37,7 +38,7 @@ def bench(
         None, f"Draft tokens per step to compare with 0: numbers or auto. Default: {NEXTN}."
     ),
     concurrency: str = flag("1", "Requests that run at once; several to compare: 1,2,4,8."),
-    drafter: str | None = flag(None, "mtp-eagle or mtp-vanilla."),
+    drafter: str | None = flag(None, f"{' or '.join(offered())}."),
     target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
     dataset: str | None = flag(None, "code, reasoning, or JSONL (docs/bench.md). Default: both."),
     num_requests: int | None = flag(None, "Default: 20 of the built-in ones, all of a file's."),

@@ -1,10 +1,10 @@
-"""The two ways to draft with MTP modules: Eagle (one module, K times) and vanilla (K modules).
+"""What drafters do in a step, and the built-in ones: MTP Eagle, one module K times, and vanilla.
 
 docs/architecture.md has the derivation. A module's input at slot p joins Emb(t_{p+k}) and the
 hidden state of slot p; the family says whether hidden states come normed (`MTPRules`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Rows, State, pick
 from mtpbuild.builder.models.common.precision import cast
 from mtpbuild.builder.program.window import rows_of
-from mtpbuild.runtime.contract.state import module_rows
+from mtpbuild.runtime.contract.state import StateSpec, module_rows
+from mtpbuild.runtime.errors import BuildError
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,20 @@ class Accepted:
 
 
 class Drafter:
-    """One way to draft K = nextn tokens per step."""
+    """One way to draft K = nextn tokens per step; runtime/contract/drafters.py says what it needs.
 
-    lookahead = 0
+    `state` holds the states of the engine by name. The new states that are returned are those of
+    the modules and those that the record declares, all of them.
+    """
 
     def __init__(self, nextn: int) -> None:
         self.nextn = nextn
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
-        """Draft K tokens behind the newest: [B, K], and the drafter's new state."""
+        """Draft K tokens behind the newest: int64 [B, K], and the drafter's new states.
+
+        Each draft is what `step.choose` makes of its logits, so that a sampled one has its law.
+        """
         raise NotImplementedError
 
     def prefill(
@@ -54,8 +60,6 @@ class Eagle(Drafter):
 
     With nextn 0 it only fills its cache, for a step that drafts again.
     """
-
-    lookahead = 1
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         module = model.module(0)
@@ -100,7 +104,7 @@ class Vanilla(Drafter):
 
     def __init__(self, nextn: int) -> None:
         super().__init__(nextn)
-        self.lookahead, self.slots = nextn, nextn + 1
+        self.slots = nextn + 1
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
         K, T, M = self.nextn, self.slots, step.lengths
@@ -160,6 +164,65 @@ class Idle(Drafter):
         logits = cast(zeros, torch.float32)
         drafts = [step.choose(logits, k) for k in range(1, self.nextn + 1)]
         return torch.cat(drafts, dim=1), {}
+
+
+class Held(dict[str, Tensor]):
+    """The states that a drafter may read; other names are refused."""
+
+    def __init__(self, state: State, drafter: str) -> None:
+        super().__init__(state)
+        self.drafter = drafter
+
+    def __missing__(self, name: str) -> Tensor:
+        raise BuildError(f"drafter {self.drafter}: its program finds no state {name} to read")
+
+
+class CheckedDrafter(Drafter):
+    """A drafter whose new states must be those that its record declares, else BuildError.
+
+    rows: the names of its modules' rows. states: what else it carries.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        drafter: Drafter,
+        nextn: int,
+        rows: Iterable[str],
+        states: Iterable[StateSpec],
+    ) -> None:
+        super().__init__(nextn)
+        self.name, self.drafter = name, drafter
+        self.states = {spec.name: spec for spec in states}
+        self.names = {*rows, *self.states}
+
+    def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
+        drafts, new = self.drafter(model, Held(state, self.name), step)
+        self._compare("drafts", drafts, torch.int64, (self.nextn,))
+        return drafts, self._checked(new)
+
+    def prefill(
+        self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
+    ) -> State:
+        return self._checked(
+            self.drafter.prefill(model, Held(state, self.name), tokens, hidden, rows)
+        )
+
+    def _checked(self, new: State) -> State:
+        for name in sorted(self.names ^ new.keys()):
+            wrong = "leaves out" if name in self.names else "does not declare"
+            raise BuildError(f"drafter {self.name}: its program {wrong} state {name}")
+        for name, spec in self.states.items():
+            dtype = getattr(torch, spec.dtype)
+            self._compare(f"state {name}", new[name], dtype, spec.shape[1:])
+        return new
+
+    def _compare(self, what: str, x: Tensor, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+        """Refuse a tensor of another type or of other sizes behind the batch."""
+        if x.dtype != dtype or tuple(x.shape[1:]) != sizes:
+            found = f"{x.dtype} {[*x.shape[1:]]}".removeprefix("torch.")
+            wanted = f"{dtype} {[*sizes]}".removeprefix("torch.")
+            raise BuildError(f"drafter {self.name}: {what} of a slot is {found}, declared {wanted}")
 
 
 def take(x: Tensor, start: Tensor, count: int) -> Tensor:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import use_kernels
-from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.plan import Plan, drafter_states, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
-from mtpbuild.builder.program.draft import Drafter, Eagle, Idle, Vanilla
+from mtpbuild.builder.program.draft import CheckedDrafter, Drafter
 from mtpbuild.builder.program.step import (
     MixedStepProgram,
     PrefillProgram,
@@ -27,11 +27,11 @@ from mtpbuild.runtime.contract.controls import (
     Control,
     control_shapes,
 )
+from mtpbuild.runtime.contract.drafters import find_drafter
 from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, program_name, trunk_name
 from mtpbuild.runtime.contract.rules import find_rule
-from mtpbuild.runtime.contract.state import layer_rows
+from mtpbuild.runtime.contract.state import layer_rows, module_rows
 
-DRAFTERS: dict[str, type[Drafter]] = {"mtp-eagle": Eagle, "mtp-vanilla": Vanilla, "none": Idle}
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
 # A program's weights are prepared on one core when an engine is loaded, so several load sooner.
 TRUNK_PROGRAMS = 4
@@ -62,7 +62,12 @@ def most_tokens(plan: Plan) -> int:
 
 
 def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
-    return None if plan.drafter is None else DRAFTERS[plan.drafter](nextn)
+    """The plan's drafter for steps of nextn drafts; it refuses states that it did not declare."""
+    if plan.drafter is None:
+        return None
+    record = find_drafter(plan.drafter)
+    rows = map(module_rows, range(record.modules(plan.nextn)))
+    return CheckedDrafter(record.name, record.make(nextn), nextn, rows, drafter_states(plan))
 
 
 # What the host and the step keep to themselves; prefill fills the rest of the state.
@@ -110,8 +115,8 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Pr
     drafter, style = make_drafter(plan, plan.nextn), plan.style
     filled = tuple(name for name in state if name not in OWN)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
-    if drafter is not None and drafter.lookahead:
-        prompt["ahead"] = _ints(1, drafter.lookahead)
+    if plan.lookahead:
+        prompt["ahead"] = _ints(1, plan.lookahead)
         if style.shared_trunk:
             prompt["hidden"] = torch.zeros(1, EXAMPLE_CHUNK, model.config.hidden_size)
     if filled:  # with a shared trunk and no drafts nothing is left to fill

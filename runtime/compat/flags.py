@@ -17,9 +17,9 @@ from mtpbuild.runtime.compat.parse import (
     parse_speculative_config,
     read_value,
 )
-from mtpbuild.runtime.compat.settings import DRAFTERS, Settings, Source, agreed, merge
+from mtpbuild.runtime.compat.settings import Settings, Source, agreed, merge
 from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM_METHODS, TRTLLM_SPECULATIVE
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.contract.drafters import check_offered
 from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.sampling import SETTINGS, SamplingParams
 
@@ -77,8 +77,7 @@ def read_flags(
     also, nextn, drafter: the settings that the command's own flags give. Raises UsageError for a
     value that is wrong, contradictory or not supported by this version.
     """
-    if drafter not in (None, *DRAFTERS):
-        raise UsageError(f"--drafter {drafter} is unknown; supported: {', '.join(DRAFTERS)}")
+    check_offered(drafter)
     if compat.spec_decode_algo is not None:
         TRTLLM_METHODS.check(compat.spec_decode_algo, ALGO_FLAG)
     sources = [Source("--drafter", Settings(drafter=drafter)), *also]

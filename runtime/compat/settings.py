@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, make_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM_SPECULATIVE
 from mtpbuild.runtime.compat.vllm import VLLM
@@ -14,10 +14,6 @@ from mtpbuild.runtime.sampling import SETTINGS
 if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import BuildInfo
 
-DrafterName: TypeAlias = Literal["mtp-eagle", "mtp-vanilla"]
-DRAFTERS = get_args(DrafterName)
-
-
 # The fields of SamplingParams that a configuration can give.
 _KEYS = {*VLLM.ours.values(), *TRTLLM_SPECULATIVE.ours.values()}
 ASKED = [name for name in SETTINGS if name in _KEYS]
@@ -28,7 +24,7 @@ class BuildSettings:
     """The settings of an engine, and relaxed acceptance's switch; None: not given."""
 
     nextn: int | None = None
-    drafter: DrafterName | None = None
+    drafter: str | None = None
     use_relaxed_acceptance_for_thinking: bool | None = None
     tp: int | None = None
     ep: int | None = None

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import ALLOWED
 from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.programs import MIXED
@@ -73,8 +74,8 @@ class ModelInfo(_Record):
 class BuildInfo(_Record):
     """The flags of `mtpbuild build` that it was compiled with."""
 
-    nextn: int = Field(ge=0, le=15)
-    drafter: Literal["mtp-eagle", "mtp-vanilla", "none"] | None
+    nextn: int = Field(ge=0, le=NEXTN_LIMIT)
+    drafter: str | None  # its name; its package need not be installed here
     adaptive: bool = False  # a step may draft fewer than nextn tokens
     max_batch: int = Field(ge=1, le=MAX_BATCH)
     max_seq_len: int = Field(ge=2, le=MAX_SEQ_LEN)

@@ -160,7 +160,7 @@ def plan(capability: str, **shape: int) -> Plan:
     sizes = 1, "mtp-eagle", 1, 64, 8
     return Plan(
         replace(config, **shape),  # type: ignore[arg-type]
-        *sizes,  # type: ignore[arg-type]
+        *sizes,
         ON_GPU,
         compute_capabilities=(capability,),
         options=ASKED,

@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 
-from mtpbuild.builder.plan import NEXTN_LIMIT as PLAN_LIMIT
-from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.compat.parse import parse_speculative_config
 from mtpbuild.runtime.compat.settings import (
     Settings,
@@ -154,7 +152,3 @@ def test_ranks_that_contradict() -> None:
         UsageError, match=r"asks for attention_dp true, .* with attention_dp false:"
     ):
         check_engine(Settings(attention_dp=True), build)
-
-
-def test_one_limit() -> None:
-    assert NEXTN_LIMIT == PLAN_LIMIT

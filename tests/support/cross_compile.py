@@ -107,7 +107,7 @@ def programs(model: str, parts: str, options: Any) -> Iterator[tuple[Any, Any]]:
     def plan_of(config: Any, ranks: Ranks) -> Plan:
         style, gpus = TARGET.style(options, config), TARGET.compute_capabilities(None, options)  # type: ignore[arg-type]
         sizes = 3, "mtp-eagle", 1, SEQUENCE, CHUNK
-        return Plan(config, *sizes, style, ranks, gpus, options)  # type: ignore[arg-type]
+        return Plan(config, *sizes, style, ranks, gpus, options)
 
     if model == "rank":
         whole = make_model(vocab_size=64, num_hidden_layers=1, num_nextn_predict_layers=1)
