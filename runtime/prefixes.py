@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Rows:
-    """The rows of a slot that nobody runs in: row p is that of token p, and what came before it."""
+class KeptRows:
+    """The rows of a slot that no request runs in: row p belongs to token p of `tokens`."""
 
     tokens: Sequence[int] = ()
     used: int = 0  # when, on a clock that ticks with each request
@@ -39,13 +39,13 @@ class Prefixes:
     spare: int = 0
     queries: int = 0  # tokens of all prompts that were looked up
     hits: int = 0  # of them, those whose rows were there
-    _rows: dict[int, Rows] = field(default_factory=dict)
+    _rows: dict[int, KeptRows] = field(default_factory=dict)
     _clock: int = 0
 
     def keep(self, slot: int, tokens: Sequence[int]) -> None:
         """The slot is free; its first rows are those of these tokens."""
         self._clock += 1
-        self._rows[slot] = Rows(tokens, self._clock)
+        self._rows[slot] = KeptRows(tokens, self._clock)
 
     def holds(self, slot: int) -> bool:
         return slot in self._rows
@@ -88,7 +88,7 @@ class Prefixes:
         self.hits += most
         if most == 0:
             return Placement(self._oldest(slot, free))
-        kept = self._rows[source] if source in free else Rows()
+        kept = self._rows[source] if source in free else KeptRows()
         if source in free and len(kept.tokens) - most <= self.lookahead + self.spare:
             return Placement(source=source, common=most, taken=True)
         self._clock += 1
@@ -98,7 +98,7 @@ class Prefixes:
 
     def _oldest(self, slot: int, free: Sequence[int]) -> int:
         """The free slot whose rows give way to those of `slot`; -1: its own do, or it has none."""
-        oldest = min(free, key=lambda s: (self._rows.get(s, Rows()).used, s), default=slot)
+        oldest = min(free, key=lambda s: (self._rows.get(s, KeptRows()).used, s), default=slot)
         return -1 if oldest == slot or slot not in self._rows else oldest
 
 
