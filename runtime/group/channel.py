@@ -196,18 +196,20 @@ def _store(listener: str, limit: timedelta) -> c10d.TCPStore:
 
 
 def _plain(value: Any) -> Any:
-    """An array or controls, as JSON can say them."""
+    """Says an array or controls in JSON."""
     if isinstance(value, Controls):
-        return asdict(value)
+        return {"controls": asdict(value)}
     return value.item() if value.ndim == 0 else {"array": value.tolist(), "dtype": str(value.dtype)}
 
 
 def _typed(said: dict[str, Any]) -> Any:
-    """What `_plain` made JSON of; JSON made lists of the controls' tuples."""
+    """Turns an object of JSON into what `_plain` said; controls' tuples have become lists."""
     if "array" in said:
         return np.array(said["array"], said["dtype"])
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in said.items()}
-    return Controls(**fields)
+    if "controls" in said:
+        fields = said["controls"].items()
+        return Controls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields})
+    return said
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mtpbuild.runtime.contract.controls import GREEDY, Controls
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, RankError
 from mtpbuild.runtime.group import communicator
+from mtpbuild.runtime.group.channel import _plain, _typed
 from mtpbuild.runtime.group.communicator import CAPSULE, Communicator, UniqueId, join
 from mtpbuild.runtime.group.nccl import watch
 from mtpbuild.runtime.programs.cuda import Device, visible_gpus
@@ -125,3 +128,18 @@ def test_waiting_for_a_gpu(gpu: FakeCuda) -> None:
     channel: Any = SimpleNamespace(failure="rank 1 is gone", patience=1)
     with pytest.raises(RankError, match="rank 1 is gone"):
         device.settle(watch(channel, SimpleNamespace(failed=lambda: False)))
+
+
+@pytest.mark.parametrize(
+    "controls",
+    [
+        GREEDY,
+        Controls(temperature=0.8, banned_ids=(3, 5), banned_until=9),
+        Controls(rule={"typical": True, "typical_epsilon": 0.3}),
+    ],
+)
+def test_controls_reach_other_ranks_as_they_are(controls: Controls) -> None:
+    said = json.dumps(["begin", 0, controls], default=_plain)
+    *_, received = json.loads(said, object_hook=_typed)
+    assert received == controls
+    assert received.plain == controls.plain
