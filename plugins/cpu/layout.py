@@ -1,0 +1,75 @@
+"""Packs integer weights as the CPU's kernels read them: panels of 32 outputs, block by block."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.matmul_nbits.op import bits_of
+
+PANEL = 32  # outputs that lie side by side; the last panel is filled up with zeros
+VECTOR = 16  # outputs of a line, which holds four bytes of each
+
+
+def panels(outputs: int) -> int:
+    return -(-outputs // PANEL)
+
+
+def packed_values(values: Tensor) -> Tensor:
+    """Pack uint8 [.., N, K / 32, bytes] into [.., panels, K / 32, 32 * bytes].
+
+    A line of 64 bytes has four inputs of 16 outputs; in 4 bits the next four are its high halves.
+    """
+    bits = bits_of(values.shape[-1])
+    if bits == 4:  # two inputs a byte, the even one low -> four low, four high
+        inputs = torch.stack([values & 0xF, values >> 4], dim=-1).flatten(-2)
+        groups = inputs.unflatten(-1, (4, 2, 4))  # pair of fours, low or high, input
+        values = (groups[..., 0, :] | groups[..., 1, :] << 4).flatten(-2)
+    filled = _fill(values, values.ndim - 3, 0x80 if bits == 8 else 0x88)
+    # .., panel, vector, output, block, line, input -> .., panel, block, line, vector, output, input
+    lines = filled.unflatten(-3, (-1, 2, VECTOR)).unflatten(-1, (-1, 4))
+    *_, panel, vector, output, block, line, four = range(lines.ndim)
+    order = [*range(panel), panel, block, line, vector, output, four]
+    return lines.permute(order).flatten(-4).contiguous()
+
+
+def packed_scales(scales: Tensor) -> Tensor:
+    """Pack [.., N, K / 32] into fp16 [.., panels, K / 32, 32]."""
+    filled = _fill(scales, scales.ndim - 2, 0)
+    return filled.unflatten(-2, (-1, PANEL)).transpose(-1, -2).contiguous()
+
+
+def gates_then_ups(rows: Tensor, axis: int = 1) -> Tensor:
+    """Order outputs gate, up, gate, .. [.., 2 I, ..] as 32 gates, their ups, the next 32 gates.
+
+    I is a multiple of 32.
+    """
+    pairs = rows.unflatten(axis, (-1, PANEL, 2)).transpose(axis + 1, axis + 2)
+    return pairs.flatten(axis, axis + 2)
+
+
+def unpacked_values(packed: Tensor, outputs: int) -> Tensor:
+    """Undo `packed_values` for a weight of so many outputs."""
+    bits = packed.shape[-1] // 128
+    lines = packed.unflatten(-1, (-1, 2, VECTOR, 4))
+    *_, panel, block, line, vector, output, four = range(lines.ndim)
+    order = [*range(panel), panel, vector, output, block, line, four]
+    values = lines.permute(order).flatten(-2).flatten(-5, -3).narrow(-3, 0, outputs)
+    if bits == 4:
+        lines = values.unflatten(-1, (4, 4))
+        inputs = torch.stack([lines & 0xF, lines >> 4], dim=-2).flatten(-3).unflatten(-1, (-1, 2))
+        values = inputs[..., 0] | inputs[..., 1] << 4
+    return values.contiguous()
+
+
+def unpacked_scales(packed: Tensor, outputs: int) -> Tensor:
+    """Undo `packed_scales`."""
+    return packed.transpose(-1, -2).flatten(-3, -2).narrow(-2, 0, outputs).contiguous()
+
+
+def _fill(rows: Tensor, axis: int, value: int) -> Tensor:
+    """Fill the outputs, which are that axis, up to whole panels."""
+    missing = -rows.shape[axis] % PANEL
+    if not missing:
+        return rows
+    shape = [*rows.shape]
+    shape[axis] = missing
+    return torch.cat([rows, rows.new_full(shape, value)], dim=axis)

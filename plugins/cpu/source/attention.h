@@ -1,0 +1,108 @@
+// Attention over cached rows, with 16 queries in the lanes: each cached number is read once for
+// all.
+//
+// Positions are cut at multiples of CHUNK and SPLIT from 0 on, whoever asks. Within a split the
+// softmax is rescaled chunk by chunk, splits are folded in ascending order. Scores and values are
+// chains of fma over a row's numbers, and over rows, in ascending order. Positions that a lane does
+// not see weigh 0, and so change nothing: a lane's result depends on its own query alone.
+#pragma once
+#include "kernels.h"
+#include "maths.h"
+
+namespace {
+
+constexpr float LOWEST = -3.0e38f;    // of no score yet; finite, so that it can be subtracted
+constexpr float FLOOR = -73.682724f;  // log(1e-32): no weight is a subnormal number
+
+template <int KEYS>
+void scores(const float* queries, int64_t width, const float* rows, float* out) {
+  Floats sums[KEYS];
+  for (int r = 0; r < KEYS; r++) sums[r] = same(0.0f);
+  for (int64_t k = 0; k < width; k++) {
+    Floats q = load(queries + 16 * k);
+#pragma GCC unroll 16
+    for (int r = 0; r < KEYS; r++) sums[r] = fma(q, same(rows[r * width + k]), sums[r]);
+  }
+  for (int r = 0; r < KEYS; r++) store(out + 16 * r, sums[r]);
+}
+
+// mixed[d] = mixed[d] * factor + sum of weights[r] * rows[r][d]
+template <int VALUES>
+void mix(const float* weights, Floats factor, const float* rows, int64_t width, int64_t count,
+         float* mixed) {
+  Floats sums[VALUES];
+  for (int d = 0; d < VALUES; d++) sums[d] = mul(load(mixed + 16 * d), factor);
+  for (int64_t r = 0; r < count; r++) {
+    Floats p = load(weights + 16 * r);
+#pragma GCC unroll 16
+    for (int d = 0; d < VALUES; d++) sums[d] = fma(p, same(rows[r * width + d]), sums[d]);
+  }
+  for (int d = 0; d < VALUES; d++) store(mixed + 16 * d, sums[d]);
+}
+
+// Positions of one chunk that lie beside each other: in the cache, among the fresh rows, or copied.
+inline const float* chunk_rows(const mtp::Attention& a, int64_t at, int64_t end, float* copy) {
+  if (end <= a.base) return a.cache + at * a.width;
+  if (at >= a.base) return a.fresh + (at - a.base) * a.width;
+  int64_t old = (a.base - at) * a.width;
+  std::memcpy(copy, a.cache + at * a.width, old * sizeof(float));
+  std::memcpy(copy + old, a.fresh, (end - a.base) * a.width * sizeof(float));
+  return copy;
+}
+
+// Scores of a chunk become weights; returns what the sums so far are to be multiplied by.
+inline Floats weigh(float* chunk, int64_t count, Floats visible, const mtp::Partial& out) {
+  Floats before = load(out.largest), top = before, lowest = same(LOWEST);
+  for (int64_t r = 0; r < count; r++) {
+    Floats place = same(static_cast<float>(r));
+    top = max(top, where_less(place, visible, load(chunk + 16 * r), lowest));
+  }
+  Floats sum = same(0.0f);
+  for (int64_t r = 0; r < count; r++) {
+    Floats place = same(static_cast<float>(r));
+    Floats weight = exp(max(sub(load(chunk + 16 * r), top), same(FLOOR)));
+    weight = where_less(place, visible, weight, same(0.0f));
+    sum = add(sum, weight);
+    store(chunk + 16 * r, weight);
+  }
+  Floats factor = exp(max(sub(before, top), same(FLOOR)));
+  store(out.largest, top);
+  store(out.total, fma(load(out.total), factor, sum));
+  return factor;
+}
+
+void attend(const mtp::Attention& a, int64_t begin, int64_t end, float* copy,
+            const mtp::Partial& out) {
+  alignas(64) float chunk[mtp::CHUNK * 16];
+  store(out.largest, same(LOWEST));
+  store(out.total, same(0.0f));
+  std::memset(out.mixed, 0, a.latent * 16 * sizeof(float));
+  for (int64_t at = begin; at < end; at += mtp::CHUNK) {
+    int64_t last = at + mtp::CHUNK < end ? at + mtp::CHUNK : end, count = last - at;
+    const float* rows = chunk_rows(a, at, last, copy);
+    int64_t r = 0;
+    for (; r + TILE_KEYS <= count; r += TILE_KEYS)
+      scores<TILE_KEYS>(a.queries, a.width, rows + r * a.width, chunk + 16 * r);
+    for (; r < count; r++) scores<1>(a.queries, a.width, rows + r * a.width, chunk + 16 * r);
+    float visible[16];
+    for (int i = 0; i < 16; i++) visible[i] = static_cast<float>(a.seen[i] - at);
+    Floats factor = weigh(chunk, count, load(visible), out);
+    int64_t d = 0;
+    for (; d + TILE_KEYS <= a.latent; d += TILE_KEYS)
+      mix<TILE_KEYS>(chunk, factor, rows + d, a.width, count, out.mixed + 16 * d);
+    for (; d < a.latent; d++) mix<1>(chunk, factor, rows + d, a.width, count, out.mixed + 16 * d);
+  }
+}
+
+void fold(const mtp::Partial& into, const mtp::Partial& later, int64_t latent) {
+  Floats one = load(into.largest), other = load(later.largest), top = max(one, other);
+  Floats keep = exp(max(sub(one, top), same(FLOOR))), take = exp(max(sub(other, top), same(FLOOR)));
+  store(into.largest, top);
+  store(into.total, fma(load(later.total), take, mul(load(into.total), keep)));
+  for (int64_t d = 0; d < latent; d++) {
+    Floats kept = mul(load(into.mixed + 16 * d), keep);
+    store(into.mixed + 16 * d, fma(load(later.mixed + 16 * d), take, kept));
+  }
+}
+
+}  // namespace

@@ -1,0 +1,121 @@
+// 16 lanes in two registers of AVX2, with FMA and F16C.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int WIDE = 1;
+constexpr int TILE_ROWS = 3;
+constexpr int TILE_KEYS = 4;
+
+struct Floats {
+  __m256 a, b;
+};
+struct Ints {
+  __m256i a, b;
+};
+struct Bytes {
+  __m256i a, b;
+};
+
+inline Floats same(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline __m256i first_lanes(int64_t count) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), lane);
+}
+inline Floats load_some(const float* p, int64_t count) {
+  return {_mm256_maskload_ps(p, first_lanes(count)),
+          count > 8 ? _mm256_maskload_ps(p + 8, first_lanes(count - 8)) : _mm256_setzero_ps()};
+}
+inline void store(float* p, Floats x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Floats sub(Floats x, Floats y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Floats div(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Floats fma(Floats x, Floats y, Floats z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline Floats max(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline Floats min(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline Floats absolute(Floats x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline Floats where_less(Floats x, Floats y, Floats yes, Floats no) {
+  return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+          _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+}
+inline float largest(Floats x) {
+  __m256 eight = _mm256_max_ps(x.a, x.b);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+
+inline Floats to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline Ints to_ints(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline __m256 exponent(__m256i n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+inline Floats power_of_two(Ints x) { return {exponent(x.a), exponent(x.b)}; }
+inline int32_t total(Ints x, Ints y) {
+  __m256i eight = _mm256_add_epi32(_mm256_add_epi32(x.a, x.b), _mm256_add_epi32(y.a, y.b));
+  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+}
+inline void store_bytes(int8_t* p, Ints x) {  // the values are bytes already: nothing saturates
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(low, high));
+}
+
+inline Bytes load_bytes(const uint8_t* p) {
+  auto at = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+}
+inline Bytes low_halves(Bytes x) {
+  const __m256i low = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low)};
+}
+inline Bytes high_halves(Bytes x) {
+  return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+inline Floats load_halves(const uint16_t* p) {
+  auto at = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
+}
+
+template <int BITS>
+inline Ints first_sum(int32_t inputs) {
+  const __m256i c = _mm256_set1_epi32(BITS == 4 ? -8 * inputs : 0);
+  return {c, c};
+}
+// A pair of products must fit 16 bits. With 4 bits it does, 15 * 127 * 2; with 8 bits it does
+// between -128 and 127, so the weight gives its sign to the input.
+template <int BITS>
+inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
+  if (BITS == 8) {
+    w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    x = _mm256_sign_epi8(x, w);
+    w = _mm256_abs_epi8(w);
+  }
+  __m256i pairs = _mm256_maddubs_epi16(w, x);
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+template <int BITS>
+inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
+  int32_t bits;
+  std::memcpy(&bits, four, 4);
+  const __m256i x = _mm256_set1_epi32(bits);
+  return {dot4<BITS>(sum.a, w.a, x), dot4<BITS>(sum.b, w.b, x)};
+}
+
+}  // namespace

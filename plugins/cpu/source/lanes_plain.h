@@ -1,0 +1,153 @@
+// 16 lanes in plain C++, for any machine: what the other lanes_*.h do, spelled out.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int WIDE = 1;       // vectors of a tile's columns
+constexpr int TILE_ROWS = 4;  // rows of the largest tile
+constexpr int TILE_KEYS = 4;  // cached rows, or values, of an attention's tile
+
+struct Floats {
+  float v[16];
+};
+struct Ints {
+  int32_t v[16];
+};
+struct Bytes {
+  uint8_t v[64];
+};
+
+template <class F>
+inline Floats each(F&& lane) {
+  Floats r;
+  for (int i = 0; i < 16; i++) r.v[i] = lane(i);
+  return r;
+}
+inline Floats same(float x) {
+  return each([&](int) { return x; });
+}
+inline Floats load(const float* p) {
+  Floats r;
+  std::memcpy(r.v, p, sizeof r.v);
+  return r;
+}
+inline Floats load_some(const float* p, int64_t count) {
+  Floats r{};
+  std::memcpy(r.v, p, count * sizeof(float));
+  return r;
+}
+inline void store(float* p, const Floats& a) { std::memcpy(p, a.v, sizeof a.v); }
+inline Floats add(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Floats sub(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Floats mul(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.v[i] * b.v[i]; });
+}
+inline Floats div(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.v[i] / b.v[i]; });
+}
+inline Floats fma(const Floats& a, const Floats& b, const Floats& c) {
+  return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+}
+inline Floats max(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats min(const Floats& a, const Floats& b) {
+  return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Floats absolute(const Floats& a) {
+  return each([&](int i) { return std::fabs(a.v[i]); });
+}
+inline Floats where_less(const Floats& a, const Floats& b, const Floats& yes, const Floats& no) {
+  return each([&](int i) { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
+}
+inline float largest(const Floats& a) {
+  float top = a.v[0];
+  for (int i = 1; i < 16; i++) top = a.v[i] > top ? a.v[i] : top;
+  return top;
+}
+
+inline Floats to_floats(const Ints& a) {
+  return each([&](int i) { return static_cast<float>(a.v[i]); });
+}
+// To the nearest, ties to even; what no int32 can hold becomes the least one, as x86 does.
+inline Ints to_ints(const Floats& a) {
+  Ints r;
+  for (int i = 0; i < 16; i++) {
+    bool fits = a.v[i] >= -2147483648.0f && a.v[i] < 2147483648.0f;
+    r.v[i] = fits ? static_cast<int32_t>(std::lrint(a.v[i])) : INT32_MIN;
+  }
+  return r;
+}
+inline Floats power_of_two(const Ints& a) {
+  Floats r;
+  for (int i = 0; i < 16; i++) {
+    uint32_t bits = static_cast<uint32_t>(a.v[i] + 127) << 23;
+    std::memcpy(&r.v[i], &bits, 4);
+  }
+  return r;
+}
+inline int32_t total(const Ints& a, const Ints& b) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) sum += a.v[i] + b.v[i];
+  return sum;
+}
+inline void store_bytes(int8_t* p, const Ints& a) {
+  for (int i = 0; i < 16; i++) p[i] = static_cast<int8_t>(a.v[i]);
+}
+
+inline Bytes load_bytes(const uint8_t* p) {
+  Bytes r;
+  std::memcpy(r.v, p, sizeof r.v);
+  return r;
+}
+inline Bytes low_halves(const Bytes& a) {
+  Bytes r;
+  for (int i = 0; i < 64; i++) r.v[i] = a.v[i] & 15;
+  return r;
+}
+inline Bytes high_halves(const Bytes& a) {
+  Bytes r;
+  for (int i = 0; i < 64; i++) r.v[i] = a.v[i] >> 4;
+  return r;
+}
+inline Floats load_halves(const uint16_t* p) {
+  return each([&](int i) {
+    uint32_t sign = static_cast<uint32_t>(p[i] & 0x8000) << 16, rest = p[i] & 0x7fff;
+    float value;
+    if (rest >= 0x0400) {  // normal; infinite and NaN have the largest exponent in either type
+      uint32_t bits = sign | ((rest << 13) + (rest >= 0x7c00 ? 0x70000000 : 0x38000000));
+      std::memcpy(&value, &bits, 4);
+    } else {
+      value = std::ldexp(static_cast<float>(rest), -24);
+      if (sign) value = -value;
+    }
+    return value;
+  });
+}
+
+// Sums of a block begin with it: what the unsigned weights are too large by.
+template <int BITS>
+inline Ints first_sum(int32_t) {
+  return Ints{};
+}
+// Add four inputs times 16 outputs' four weights each.
+template <int BITS>
+inline Ints dot4(const Ints& sum, const Bytes& w, const int8_t* four) {
+  constexpr int zero = 1 << (BITS - 1);
+  Ints r;
+  for (int n = 0; n < 16; n++) {
+    int32_t s = sum.v[n];
+    for (int i = 0; i < 4; i++) s += (w.v[4 * n + i] - zero) * four[i];
+    r.v[n] = s;
+  }
+  return r;
+}
+
+}  // namespace

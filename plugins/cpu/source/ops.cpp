@@ -1,0 +1,513 @@
+// The operators, domain `mtpbuild`: they check their operands, cut the work into tasks and leave
+// the arithmetic to the kernels of the machine's instruction set.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "kernels.h"
+#include "ort.h"
+
+const void* const* ort::api = nullptr;
+
+namespace {
+
+using mtp::BLOCK;
+using mtp::InputBlock;
+using mtp::Kernels;
+using mtp::LANES;
+using mtp::Panel;
+using mtp::PANEL;
+using ort::Bad;
+using ort::Tensor;
+using std::min;
+
+constexpr int64_t SMALL = 1 << 18;   // multiplications that are not worth a second thread
+constexpr int64_t CACHED = 1 << 19;  // bytes of rounded rows that stay in a core's own cache
+
+void need(bool holds, const char* op, const std::string& what) {
+  if (!holds) throw Bad(std::string("mtpbuild ") + op + ": " + what);
+}
+
+int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Memory that is not cleared first.
+template <class T>
+std::unique_ptr<T[]> scratch(int64_t count) {
+  return std::unique_ptr<T[]>(new T[static_cast<size_t>(std::max<int64_t>(count, 1))]);
+}
+
+// Tasks, on the session's threads if they are large enough together.
+template <class F>
+void tasks(ort::Context* context, int64_t count, int64_t multiplications, const F& task) {
+  if (multiplications < SMALL)
+    for (int64_t i = 0; i < count; i++) task(i);
+  else
+    ort::parallel(context, count, task);
+}
+
+// An integer weight as an operator is given it: values [.., panels, blocks, bytes] and scales
+// [.., panels, blocks, 32] fp16, for so many matrices of `outputs` outputs.
+struct Weight {
+  const uint8_t* values;
+  const uint16_t* scales;
+  int64_t matrices, panels, blocks, bits;
+
+  Weight(const char* op, const Tensor& v, const Tensor& s, size_t rank, int64_t outputs) {
+    need(v.rank() == rank && s.rank() == rank, op, "weight is " + v.text() + ", " + s.text());
+    bits = v.last() / 128;
+    bool alike = std::equal(v.shape.begin(), v.shape.end() - 1, s.shape.begin());
+    need(alike && s.last() == PANEL && (bits == 4 || bits == 8) && v.last() == 128 * bits, op,
+         "no packed weight has values " + v.text() + " and scales " + s.text());
+    values = v.data<uint8_t>();
+    scales = s.data<uint16_t>();
+    panels = v.shape[rank - 3];
+    blocks = v.shape[rank - 2];
+    matrices = v.count(0, rank - 3);
+    need(outputs > 0 && panels == up(outputs, PANEL), op,
+         std::to_string(outputs) + " outputs in " + std::to_string(panels) + " panels of 32");
+  }
+  Panel panel(int64_t matrix, int64_t number) const {
+    int64_t first = (matrix * panels + number) * blocks;
+    return {values + first * 128 * bits, scales + first * PANEL, blocks};
+  }
+  int64_t inputs() const { return blocks * BLOCK; }
+};
+
+// Rows times a panel; `columns` of its 32 outputs go to each of `out`.
+void multiply(const Kernels& k, const Weight& w, const Panel& panel, int64_t columns, int64_t rows,
+              const InputBlock* const* in, float* const* out) {
+  auto whole = w.bits == 4 ? k.panel4 : k.panel8;
+  if (columns == PANEL) return whole(panel, rows, in, out);
+  constexpr int64_t SOME = 16;
+  alignas(64) float buffer[SOME][PANEL];
+  float* to[SOME];
+  for (int64_t i = 0; i < SOME; i++) to[i] = buffer[i];
+  for (int64_t m = 0; m < rows; m += SOME) {
+    int64_t some = min(SOME, rows - m);
+    whole(panel, some, in + m, to);
+    for (int64_t i = 0; i < some; i++) std::memcpy(out[m + i], to[i], columns * sizeof(float));
+  }
+}
+
+std::unique_ptr<InputBlock[]> rounded(const Kernels& k, ort::Context* context, const float* x,
+                                      int64_t rows, int64_t blocks) {
+  auto blocks_of = scratch<InputBlock>(rows * blocks);
+  tasks(context, rows, rows * blocks * BLOCK * 4,
+        [&](int64_t m) { k.quantise(x + m * blocks * BLOCK, blocks, &blocks_of[m * blocks]); });
+  return blocks_of;
+}
+
+// x [.., K] times an integer weight -> [.., outputs].
+struct Product {
+  static constexpr const char* name = "Product";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16};
+  const Kernels& k;
+  int64_t outputs;
+
+  Product(const Kernels& k, const ort::Info* info) : k(k), outputs(attribute(info, "N")) {}
+
+  void compute(ort::Context* context) const {
+    Tensor x = ort::input(context, 0);
+    Weight w(name, ort::input(context, 1), ort::input(context, 2), 3, outputs);
+    need(x.rank() > 0 && x.last() == w.inputs(), name,
+         "rows " + x.text() + " times " + std::to_string(w.inputs()) + " inputs");
+    int64_t rows = x.count(0, x.rank() - 1);
+    std::vector<int64_t> shape = x.shape;
+    shape.back() = outputs;
+    float* y = ort::output(context, shape);
+    auto blocks = rounded(k, context, x.data<float>(), rows, w.blocks);
+    // A task takes some panels, and of many rows as many at a time as stay in its core's cache.
+    int64_t step = std::max<int64_t>(1, min<int64_t>(8, w.panels / 16));
+    int64_t most = std::max<int64_t>(48, CACHED / (w.blocks * int64_t{sizeof(InputBlock)}));
+    tasks(context, up(w.panels, step), rows * w.inputs() * outputs, [&](int64_t t) {
+      auto in = scratch<const InputBlock*>(min(rows, most));
+      auto out = scratch<float*>(min(rows, most));
+      for (int64_t first = 0; first < rows; first += most) {
+        int64_t some = min(most, rows - first);
+        for (int64_t i = 0; i < some; i++) in[i] = &blocks[(first + i) * w.blocks];
+        for (int64_t p = t * step; p < min(w.panels, (t + 1) * step); p++) {
+          for (int64_t i = 0; i < some; i++) out[i] = y + (first + i) * outputs + p * PANEL;
+          multiply(k, w, w.panel(0, p), min(PANEL, outputs - p * PANEL), some, in.get(), out.get());
+        }
+      }
+    });
+  }
+};
+
+// x [.., K] times fp32 [K, N] -> [.., N]; or x [B, H, T, K] times [H, K, N] -> [B, H, T, N].
+struct FloatProduct {
+  static constexpr const char* name = "FloatProduct";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
+  const Kernels& k;
+
+  FloatProduct(const Kernels& k, const ort::Info*) : k(k) {}
+
+  void compute(ort::Context* context) const {
+    Tensor x = ort::input(context, 0), w = ort::input(context, 1);
+    bool one = w.rank() == 2;
+    need(one || w.rank() == 3, name, "weight is " + w.text());
+    int64_t heads = one ? 1 : w.shape[0], K = w.shape[w.rank() - 2], N = w.last();
+    bool fits = one ? x.rank() > 0 : x.rank() == 4 && x.shape[1] == heads;
+    need(fits && x.last() == K, name, x.text() + " times " + w.text());
+    std::vector<int64_t> shape = x.shape;
+    shape.back() = N;
+    float* y = ort::output(context, shape);
+    int64_t slots = one ? 1 : x.shape[0];
+    int64_t rows = one ? x.count(0, x.rank() - 1) : x.shape[2];
+    constexpr int64_t SOME = 48, WIDTH = 64;
+    int64_t pieces = up(rows, SOME), columns = up(N, WIDTH);
+    tasks(context, slots * heads * columns * pieces, slots * heads * rows * K * N, [&](int64_t t) {
+      int64_t piece = t % pieces, column = t / pieces % columns * WIDTH;
+      int64_t matrix = t / pieces / columns, first = piece * SOME, some = min(SOME, rows - first);
+      const float* from[SOME];
+      float* to[SOME];
+      for (int64_t i = 0; i < some; i++) {
+        from[i] = x.data<float>() + (matrix * rows + first + i) * K;
+        to[i] = y + (matrix * rows + first + i) * N + column;
+      }
+      const float* weight = w.data<float>() + matrix % heads * K * N + column;
+      k.floats(weight, N, K, min(WIDTH, N - column), some, from, to);
+    });
+  }
+};
+
+// Rows x [N, E] through the expert that ids [N] say: down(silu(gate(x)) * up(x)) -> [N, E].
+//
+// Panels of gates and ups take turns. An expert's weights are read once for all of its rows.
+struct Experts {
+  static constexpr const char* name = "Experts";
+  static constexpr ort::Type inputs[] = {ort::FLOAT,   ort::INT64, ort::UINT8,
+                                         ort::FLOAT16, ort::UINT8, ort::FLOAT16};
+  const Kernels& k;
+
+  Experts(const Kernels& k, const ort::Info*) : k(k) {}
+
+  void compute(ort::Context* context) const {
+    Tensor x = ort::input(context, 0), ids = ort::input(context, 1);
+    need(x.rank() == 2 && ids.rank() == 1 && ids.shape[0] == x.shape[0], name,
+         "rows " + x.text() + " with experts " + ids.text());
+    int64_t rows = x.shape[0], width = x.shape[1];
+    Tensor downs = ort::input(context, 4);
+    int64_t inner = downs.rank() == 4 ? downs.shape[2] * BLOCK : 0;
+    Weight both(name, ort::input(context, 2), ort::input(context, 3), 4, 2 * inner);
+    Weight down(name, downs, ort::input(context, 5), 4, width);
+    need(both.inputs() == width && both.matrices == down.matrices && both.panels % 2 == 0, name,
+         "gates and ups do not fit " + downs.text());
+    auto order = by_expert(ids.data<int64_t>(), rows, down.matrices);
+    float* y = ort::output(context, x.shape);
+    auto in = rounded(k, context, x.data<float>(), rows, both.blocks);
+    auto hidden = scratch<InputBlock>(rows * down.blocks);
+    int64_t panels = inner / PANEL, runs = static_cast<int64_t>(order.runs.size());
+    tasks(context, runs * panels, rows * 2 * inner * width, [&](int64_t t) {
+      const Run& run = order.runs[t / panels];
+      gate_and_up(both, run, t % panels, order.rows.data(), in.get(), hidden.get(), down.blocks);
+    });
+    tasks(context, runs * down.panels, rows * inner * width, [&](int64_t t) {
+      const Run& run = order.runs[t / down.panels];
+      int64_t p = t % down.panels, columns = min(PANEL, width - p * PANEL);
+      const InputBlock* from[SOME];
+      float* to[SOME];
+      for (int64_t i = 0; i < run.count; i++) {
+        int64_t row = order.rows[run.first + i];
+        from[i] = &hidden[row * down.blocks];
+        to[i] = y + row * width + p * PANEL;
+      }
+      multiply(k, down, down.panel(run.expert, p), columns, run.count, from, to);
+    });
+  }
+
+ private:
+  static constexpr int64_t SOME = 48;  // rows of a run, at most
+  struct Run {
+    int64_t expert, first, count;
+  };
+  struct Order {
+    std::vector<int64_t> rows;  // of the first expert in use, of the next one, and so on
+    std::vector<Run> runs;
+  };
+
+  static Order by_expert(const int64_t* ids, int64_t rows, int64_t experts) {
+    std::vector<int64_t> ends(experts + 1);
+    for (int64_t m = 0; m < rows; m++) {
+      need(ids[m] >= 0 && ids[m] < experts, name,
+           "no expert " + std::to_string(ids[m]) + " of " + std::to_string(experts));
+      ends[ids[m] + 1]++;
+    }
+    Order order{std::vector<int64_t>(rows), {}};
+    for (int64_t e = 0; e < experts; e++) {
+      ends[e + 1] += ends[e];
+      for (int64_t first = ends[e]; first < ends[e + 1]; first += SOME)
+        order.runs.push_back({e, first, min(SOME, ends[e + 1] - first)});
+    }
+    for (int64_t m = 0; m < rows; m++) order.rows[ends[ids[m]]++] = m;
+    return order;
+  }
+
+  void gate_and_up(const Weight& both, const Run& run, int64_t p, const int64_t* rows,
+                   const InputBlock* in, InputBlock* hidden, int64_t blocks) const {
+    alignas(64) float gates[SOME][PANEL], ups[SOME][PANEL];
+    const InputBlock* from[SOME];
+    float *gate[SOME], *up[SOME];
+    for (int64_t i = 0; i < run.count; i++) {
+      from[i] = in + rows[run.first + i] * both.blocks;
+      gate[i] = gates[i];
+      up[i] = ups[i];
+    }
+    multiply(k, both, both.panel(run.expert, 2 * p), PANEL, run.count, from, gate);
+    multiply(k, both, both.panel(run.expert, 2 * p + 1), PANEL, run.count, from, up);
+    for (int64_t i = 0; i < run.count; i++) {
+      k.gated(gates[i], ups[i], PANEL);
+      k.quantise(gates[i], 1, hidden + rows[run.first + i] * blocks + p);
+    }
+  }
+};
+
+// x [.., N] / rms(x) * weight [N]
+struct Norm {
+  static constexpr const char* name = "Norm";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
+  const Kernels& k;
+  float epsilon;
+
+  Norm(const Kernels& k, const ort::Info* info)
+      : k(k), epsilon(ort::float_attribute(info, "epsilon")) {}
+
+  void compute(ort::Context* context) const {
+    Tensor x = ort::input(context, 0), w = ort::input(context, 1);
+    need(w.rank() == 1 && x.rank() > 0 && x.last() == w.shape[0], name, x.text() + ", " + w.text());
+    int64_t rows = x.count(0, x.rank() - 1), size = x.last();
+    float* y = ort::output(context, x.shape);
+    tasks(context, rows, 4 * rows * size, [&](int64_t m) {
+      k.norm(x.data<float>() + m * size, w.data<float>(), size, epsilon, y + m * size);
+    });
+  }
+};
+
+// Latent attention: q [B, H, T, C], cache [B, 1, S, C], fresh [B, 1, F, C], base [B], first [B].
+// Query t sees the cache's rows before base and the fresh rows up to first + t, whose positions
+// begin at base -> [B, H, T, latent]. `written`: the fresh rows lie in the cache from base on.
+struct LatentAttention {
+  static constexpr const char* name = "LatentAttention";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::INT64,
+                                         ort::INT64};
+  const Kernels& k;
+  float scale;
+  int64_t latent;
+  bool written;
+
+  LatentAttention(const Kernels& k, const ort::Info* info)
+      : k(k),
+        scale(ort::float_attribute(info, "scale")),
+        latent(attribute(info, "latent")),
+        written(attribute(info, "written") != 0) {}
+
+  struct Shape {
+    int64_t slots, heads, tokens, width, rows, fresh;
+    int64_t groups() const { return up(heads * tokens, LANES); }
+  };
+
+  void compute(ort::Context* context) const {
+    Tensor q = ort::input(context, 0), cache = ort::input(context, 1);
+    Tensor fresh = ort::input(context, 2), base = ort::input(context, 3);
+    Tensor first = ort::input(context, 4);
+    need(q.rank() == 4 && cache.rank() == 4 && fresh.rank() == 4, name, "operands have 4 axes");
+    Shape s{q.shape[0], q.shape[1], q.shape[2], q.shape[3], cache.shape[2], fresh.shape[2]};
+    auto rows_fit = [&](const Tensor& rows) {
+      return rows.shape[0] == s.slots && rows.shape[1] == 1 && rows.shape[3] == s.width;
+    };
+    need(rows_fit(cache) && rows_fit(fresh), name,
+         "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
+    need(latent > 0 && latent <= s.width, name, std::to_string(latent) + " values of a row");
+    std::vector<int64_t> slots{s.slots};
+    need(base.shape == slots && first.shape == slots, name, "no place for each slot");
+    float* y = ort::output(context, {s.slots, s.heads, s.tokens, latent});
+    int64_t most = 0;
+    std::vector<Lanes> lanes;
+    for (int64_t i = 0; i < s.slots * s.groups(); i++) {
+      lanes.push_back(look(s, i, base.data<int64_t>(), first.data<int64_t>()));
+      most = std::max(most, lanes.back().end);
+    }
+    int64_t work = s.slots * s.heads * s.tokens * most * (s.width + latent);
+    Job job{s, q.data<float>(), cache.data<float>(), fresh.data<float>(), y};
+    run(context, job, lanes, work);
+  }
+
+ private:
+  struct Job {
+    Shape s;
+    const float *q, *cache, *fresh;
+    float* y;
+  };
+  // 16 queries of a slot: query i of them is token i / heads, head i % heads.
+  struct Lanes {
+    int64_t slot, first, base, end;
+    int32_t seen[LANES];
+  };
+
+  // Where a group's queries look. A slot that idles may point anywhere: it is kept inside.
+  Lanes look(const Shape& s, int64_t group, const int64_t* base, const int64_t* first) const {
+    Lanes lanes{group / s.groups(), group % s.groups() * LANES, 0, 0, {}};
+    int64_t from = std::max<int64_t>(0, min(base[lanes.slot], s.rows));
+    lanes.base = written ? s.rows : from;
+    int64_t limit = written ? s.rows : from + s.fresh;
+    int64_t offset = std::max<int64_t>(0, min(first[lanes.slot], limit));
+    for (int64_t i = 0; i < LANES && lanes.first + i < s.heads * s.tokens; i++) {
+      int64_t seen = min(limit, from + offset + (lanes.first + i) / s.heads + 1);
+      lanes.seen[i] = static_cast<int32_t>(seen);
+      lanes.end = std::max(lanes.end, seen);
+    }
+    return lanes;
+  }
+
+  // Few groups share out their splits too, many do them one behind the other; the sums are the
+  // same.
+  void run(ort::Context* context, const Job& job, const std::vector<Lanes>& lanes,
+           int64_t work) const {
+    int64_t groups = static_cast<int64_t>(lanes.size()), splits = 1;
+    for (const Lanes& each : lanes) splits = std::max(splits, up(each.end, mtp::SPLIT));
+    int64_t size = (2 + latent) * LANES;
+    if (groups >= 16 || splits == 1) {
+      tasks(context, groups, work, [&](int64_t g) {
+        auto parts = scratch<float>(2 * size);
+        attend_all(job, lanes[g], partial(&parts[0]), partial(&parts[size]));
+        finish(job, lanes[g], partial(&parts[0]));
+      });
+      return;
+    }
+    auto parts = scratch<float>(groups * splits * size);
+    tasks(context, groups * splits, work, [&](int64_t t) {
+      if (t % splits * mtp::SPLIT < std::max<int64_t>(lanes[t / splits].end, 1))
+        attend(job, lanes[t / splits], t % splits, partial(&parts[t * size]));
+    });
+    tasks(context, groups, groups * splits * latent * LANES, [&](int64_t g) {
+      mtp::Partial into = partial(&parts[g * splits * size]);
+      for (int64_t i = 1; i * mtp::SPLIT < lanes[g].end; i++)
+        k.fold(into, partial(&parts[(g * splits + i) * size]), latent);
+      finish(job, lanes[g], into);
+    });
+  }
+
+  static mtp::Partial partial(float* memory) {
+    return {memory, memory + LANES, memory + 2 * LANES};
+  }
+
+  void attend_all(const Job& job, const Lanes& lanes, mtp::Partial into, mtp::Partial next) const {
+    attend(job, lanes, 0, into);
+    for (int64_t i = 1; i * mtp::SPLIT < lanes.end; i++) {
+      attend(job, lanes, i, next);
+      k.fold(into, next, latent);
+    }
+  }
+
+  void attend(const Job& job, const Lanes& lanes, int64_t split, const mtp::Partial& out) const {
+    const Shape& s = job.s;
+    auto queries = scratch<float>(s.width * LANES);
+    auto copy = scratch<float>(mtp::CHUNK * s.width);
+    for (int64_t i = 0; i < LANES; i++) {
+      int64_t query = lanes.first + i, token = query / s.heads, head = query % s.heads;
+      bool there = query < s.heads * s.tokens;
+      const float* row = job.q + ((lanes.slot * s.heads + head) * s.tokens + token) * s.width;
+      for (int64_t c = 0; c < s.width; c++) queries[c * LANES + i] = there ? row[c] * scale : 0.0f;
+    }
+    const float* cache = job.cache + lanes.slot * s.rows * s.width;
+    const float* fresh = job.fresh + lanes.slot * s.fresh * s.width;
+    mtp::Attention a{queries.get(), lanes.seen, cache, fresh, lanes.base, s.width, latent};
+    int64_t begin = split * mtp::SPLIT;
+    k.attend(a, begin, min(lanes.end, begin + mtp::SPLIT), copy.get(), out);
+  }
+
+  void finish(const Job& job, const Lanes& lanes, const mtp::Partial& done) const {
+    const Shape& s = job.s;
+    for (int64_t i = 0; i < LANES && lanes.first + i < s.heads * s.tokens; i++) {
+      int64_t token = (lanes.first + i) / s.heads, head = (lanes.first + i) % s.heads;
+      float* row = job.y + ((lanes.slot * s.heads + head) * s.tokens + token) * latent;
+      float total = done.total[i], factor = total > 0.0f ? 1.0f / total : 0.0f;
+      for (int64_t d = 0; d < latent; d++) row[d] = done.mixed[d * LANES + i] * factor;
+    }
+  }
+};
+
+// ---- what onnxruntime is told -------------------------------------------------------------------
+
+// The instruction set of new sessions: the best, or what MTPBUILD_CPU_ISA names.
+const Kernels& chosen() {
+  std::vector<const Kernels*> sets{&mtp::kPlain};
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c");
+  if (avx2) sets.push_back(&mtp::kAvx2);
+  if (avx2 && __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni"))
+    sets.push_back(&mtp::kAvx512);
+#endif
+  const char* asked = std::getenv("MTPBUILD_CPU_ISA");
+  if (!asked || !*asked) return *sets.back();
+  std::string known;
+  for (const Kernels* set : sets) {
+    if (std::strcmp(set->name, asked) == 0) return *set;
+    known += std::string(known.empty() ? "" : ", ") + set->name;
+  }
+  throw Bad(std::string("MTPBUILD_CPU_ISA is ") + asked + "; this machine has " + known);
+}
+
+// Runs what may throw; onnxruntime is C.
+template <class F>
+ort::Status* guarded(const F& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const std::exception& error) {
+    return ort::failed(error.what());
+  }
+}
+
+template <class Op>
+ort::CustomOp declared() {
+  using ort::Context;
+  using ort::CustomOp;
+  CustomOp op{};
+  op.version = ort::OP;
+  op.name = [](const CustomOp*) { return Op::name; };
+  op.provider = [](const CustomOp*) -> const char* { return nullptr; };
+  op.input_type = [](const CustomOp*, size_t i) -> int { return Op::inputs[i]; };
+  op.input_count = [](const CustomOp*) { return std::size(Op::inputs); };
+  op.output_type = [](const CustomOp*, size_t) -> int { return ort::FLOAT; };
+  op.output_count = [](const CustomOp*) -> size_t { return 1; };
+  op.destroy = [](void* kernel) { delete static_cast<Op*>(kernel); };
+  op.input_kind = [](const CustomOp*, size_t) -> int { return ort::REQUIRED; };
+  op.output_kind = op.input_kind;
+  op.input_memory = [](const CustomOp*, size_t) { return 0; };
+  op.create_v2 = [](const CustomOp*, const void*, const ort::Info* info, void** kernel) {
+    return guarded([&] { *kernel = new Op(chosen(), info); });
+  };
+  op.compute_v2 = [](void* kernel, Context* context) {
+    return guarded([&] { static_cast<const Op*>(kernel)->compute(context); });
+  };
+  return op;
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(
+    ort::SessionOptions* options, const ort::ApiBase* base) {
+  ort::api = base->get_api(ort::API);
+  if (!ort::api) {
+    ort::api = base->get_api(1);
+    return ort::failed(std::string("mtpbuild's kernels need onnxruntime 1.17, this is ") +
+                       base->version());
+  }
+  return guarded([&] {
+    static const ort::CustomOp ops[] = {declared<Product>(), declared<FloatProduct>(),
+                                        declared<Experts>(), declared<Norm>(),
+                                        declared<LatentAttention>()};
+    static ort::Domain* domain = [] {
+      ort::Domain* made = nullptr;
+      ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &made));
+      for (const ort::CustomOp& op : ops)
+        ort::check(ort::call<ort::Status*>(ort::DOMAIN_ADD, made, &op));
+      return made;
+    }();
+    ort::check(ort::call<ort::Status*>(ort::ADD_DOMAIN, options, domain));
+  });
+}

@@ -1,0 +1,196 @@
+// The part of onnxruntime's C ABI that operators need, declared by hand: none of its headers is
+// needed to compile. OrtApi is a table of functions that only ever grows, so a place in it is fixed
+// from the release on that brought it; OrtCustomOp grows likewise, and `version` says how far.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace ort {
+
+constexpr uint32_t API = 17;  // the release that brought KernelContext_ParallelFor
+constexpr uint32_t OP = 16;   // the version of OrtCustomOp that ends with KernelComputeV2
+
+// Opaque: onnxruntime's own.
+struct Status;
+struct Value;
+struct Shape;
+struct Domain;
+struct SessionOptions;
+struct Info;
+struct Context;
+
+struct ApiBase {
+  const void* const* (*get_api)(uint32_t version);
+  const char* (*version)();
+};
+
+struct CustomOp {
+  uint32_t version;
+  void* (*create)(const CustomOp*, const void* api, const Info*);
+  const char* (*name)(const CustomOp*);
+  const char* (*provider)(const CustomOp*);
+  int (*input_type)(const CustomOp*, size_t);
+  size_t (*input_count)(const CustomOp*);
+  int (*output_type)(const CustomOp*, size_t);
+  size_t (*output_count)(const CustomOp*);
+  void (*compute)(void*, Context*);
+  void (*destroy)(void*);
+  int (*input_kind)(const CustomOp*, size_t);
+  int (*output_kind)(const CustomOp*, size_t);
+  int (*input_memory)(const CustomOp*, size_t);
+  int (*variadic_input_least)(const CustomOp*);
+  int (*variadic_input_alike)(const CustomOp*);
+  int (*variadic_output_least)(const CustomOp*);
+  int (*variadic_output_alike)(const CustomOp*);
+  Status* (*create_v2)(const CustomOp*, const void* api, const Info*, void** kernel);
+  Status* (*compute_v2)(void*, Context*);
+};
+
+enum Type { FLOAT = 1, UINT8 = 2, INT32 = 6, INT64 = 7, FLOAT16 = 10 };
+enum Kind { REQUIRED = 0, OPTIONAL = 1 };
+
+// Places in OrtApi.
+enum Place {
+  CREATE_STATUS = 0,
+  GET_ERROR_MESSAGE = 2,
+  CREATE_DOMAIN = 26,
+  DOMAIN_ADD = 27,
+  ADD_DOMAIN = 28,
+  TENSOR_DATA = 51,
+  DIMENSION_COUNT = 61,
+  DIMENSIONS = 62,
+  TENSOR_SHAPE = 65,
+  ATTRIBUTE_FLOAT = 85,
+  ATTRIBUTE_INT = 86,
+  CONTEXT_INPUT = 90,
+  CONTEXT_OUTPUT = 91,
+  RELEASE_STATUS = 93,
+  RELEASE_SHAPE = 99,
+  PARALLEL_FOR = 274,
+};
+
+extern const void* const* api;
+
+template <class R, class... A>
+R call(Place place, A... arguments) {
+  return reinterpret_cast<R (*)(A...)>(const_cast<void*>(api[place]))(arguments...);
+}
+
+// An operand or attribute that can't be.
+struct Bad : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+inline Status* failed(const std::string& why) {
+  constexpr int invalid_argument = 2;
+  return call<Status*>(CREATE_STATUS, invalid_argument, why.c_str());
+}
+
+inline void check(Status* status) {
+  if (!status) return;
+  std::string why = call<const char*>(GET_ERROR_MESSAGE, static_cast<const Status*>(status));
+  call<void>(RELEASE_STATUS, status);
+  throw Bad(why);
+}
+
+inline int64_t attribute(const Info* info, const char* name) {
+  int64_t value;
+  check(call<Status*>(ATTRIBUTE_INT, info, name, &value));
+  return value;
+}
+
+inline float float_attribute(const Info* info, const char* name) {
+  float value;
+  check(call<Status*>(ATTRIBUTE_FLOAT, info, name, &value));
+  return value;
+}
+
+// An input: its shape, and its memory, which onnxruntime has checked to be as long. Its type is the
+// one that the operator declares.
+struct Tensor {
+  std::vector<int64_t> shape;
+  const void* memory = nullptr;
+
+  template <class T>
+  const T* data() const {
+    return static_cast<const T*>(memory);
+  }
+  size_t rank() const { return shape.size(); }
+  int64_t last() const { return shape.empty() ? 1 : shape.back(); }
+  // The product of sizes first .. end - 1.
+  int64_t count(size_t first, size_t end) const {
+    int64_t product = 1;
+    for (size_t i = first; i < end; i++) product *= shape[i];
+    return product;
+  }
+  std::string text() const {
+    std::string all = "[";
+    for (int64_t size : shape) all += (all.size() > 1 ? ", " : "") + std::to_string(size);
+    return all + "]";
+  }
+};
+
+inline Tensor input(Context* context, size_t place) {
+  const Value* value = nullptr;
+  check(call<Status*>(CONTEXT_INPUT, static_cast<const Context*>(context), place, &value));
+  if (!value) throw Bad("an operand is missing");
+  Shape* shape = nullptr;
+  check(call<Status*>(TENSOR_SHAPE, value, &shape));
+  Tensor tensor;
+  size_t rank = 0;
+  Status* status = call<Status*>(DIMENSION_COUNT, static_cast<const Shape*>(shape), &rank);
+  if (!status) {
+    tensor.shape.resize(rank);
+    status = call<Status*>(DIMENSIONS, static_cast<const Shape*>(shape), tensor.shape.data(), rank);
+  }
+  call<void>(RELEASE_SHAPE, shape);
+  check(status);
+  void* memory = nullptr;
+  check(call<Status*>(TENSOR_DATA, const_cast<Value*>(value), &memory));
+  tensor.memory = memory;
+  return tensor;
+}
+
+inline float* output(Context* context, const std::vector<int64_t>& shape, size_t place = 0) {
+  Value* value = nullptr;
+  check(call<Status*>(CONTEXT_OUTPUT, context, place, shape.data(), shape.size(), &value));
+  void* memory = nullptr;
+  check(call<Status*>(TENSOR_DATA, value, &memory));
+  return static_cast<float*>(memory);
+}
+
+// Do tasks 0 .. count - 1 on the session's threads. They are taken from a counter, so that a slow
+// core does fewer. An exception of a task is thrown here, behind all of them.
+template <class F>
+void parallel(Context* context, int64_t count, const F& task) {
+  struct Work {
+    const F& task;
+    int64_t count;
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+  } work{task, count};
+  auto run = [](void* given, size_t) {
+    Work& work = *static_cast<Work*>(given);
+    try {
+      for (int64_t i; (i = work.next.fetch_add(1)) < work.count;) work.task(i);
+    } catch (...) {
+      work.failed = true;
+    }
+  };
+  static const size_t most = std::max(1u, std::thread::hardware_concurrency());
+  size_t workers = std::min<size_t>(most, static_cast<size_t>(count));
+  if (workers <= 1) {
+    run(&work, 0);
+  } else {
+    void (*function)(void*, size_t) = run;
+    check(call<Status*>(PARALLEL_FOR, static_cast<const Context*>(context), function, workers,
+                        workers, static_cast<void*>(&work)));
+  }
+  if (work.failed) throw Bad("out of memory");
+}
+
+}  // namespace ort

@@ -1,0 +1,100 @@
+// Products with int4 and int8 weights in blocks of 32, for inputs rounded to int8 in blocks of 32.
+//
+// Integer sums of a block are exact. Blocks are added in ascending order, by
+// fma(float(sum), weight's scale * input's scale, total), with one total per output. A step's few
+// rows are bound by the weights' bytes, a prompt's by the multiplications.
+#pragma once
+#include "kernels.h"
+
+namespace {
+
+// A block whose largest input is not above it counts as zeros: 127 / largest would overflow.
+constexpr float LEAST = 1e-30f;
+
+void quantise(const float* x, int64_t blocks, mtp::InputBlock* out) {
+  for (int64_t b = 0; b < blocks; b++, x += mtp::BLOCK) {
+    Floats first = load(x), second = load(x + 16);
+    float top = largest(max(absolute(first), absolute(second)));
+    Floats inverse = same(top > LEAST ? 127.0f / top : 0.0f);
+    Ints low = to_ints(mul(first, inverse)), high = to_ints(mul(second, inverse));
+    out[b].scale = top > LEAST ? top / 127.0f : 0.0f;
+    out[b].sum = total(low, high);
+    store_bytes(out[b].values, low);
+    store_bytes(out[b].values + 16, high);
+  }
+}
+
+// Rows times WIDE vectors of a panel's outputs, from vector `first` on.
+template <int BITS, int ROWS>
+void tile(const mtp::Panel& panel, int first, const mtp::InputBlock* const* in, float* const* out) {
+  constexpr int INPUTS = BITS == 4 ? 8 : 4;  // that a line has of each output
+  Floats totals[ROWS][WIDE];
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < WIDE; v++) totals[m][v] = same(0.0f);
+  const uint8_t* values = panel.values + 64 * first;
+  const uint16_t* scales = panel.scales + 16 * first;
+  for (int64_t b = 0; b < panel.blocks; b++) {
+    Ints sums[ROWS][WIDE];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 2
+      for (int v = 0; v < WIDE; v++) sums[m][v] = first_sum<BITS>(in[m][b].sum);
+    if (ROWS <= 4)  // a page ahead, where the hardware does not look
+      for (int i = 0; i < 128 * BITS; i += 64 * (3 - WIDE)) __builtin_prefetch(values + 4096 + i);
+#pragma GCC unroll 8
+    for (int i = 0; i < 32; i += INPUTS)
+#pragma GCC unroll 2
+      for (int v = 0; v < WIDE; v++) {
+        Bytes line = load_bytes(values + 64 * (2 * (i / INPUTS) + v));
+        Bytes one = BITS == 4 ? low_halves(line) : line;
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++)
+          sums[m][v] = dot4<BITS>(sums[m][v], one, in[m][b].values + i);
+        if (BITS == 8) continue;
+        Bytes other = high_halves(line);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++)
+          sums[m][v] = dot4<BITS>(sums[m][v], other, in[m][b].values + i + 4);
+      }
+#pragma GCC unroll 2
+    for (int v = 0; v < WIDE; v++) {
+      Floats scale = load_halves(scales + 16 * v);
+#pragma GCC unroll 8
+      for (int m = 0; m < ROWS; m++)
+        totals[m][v] = fma(to_floats(sums[m][v]), mul(scale, same(in[m][b].scale)), totals[m][v]);
+    }
+    values += 128 * BITS;
+    scales += mtp::PANEL;
+  }
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < WIDE; v++) store(out[m] + 16 * (first + v), totals[m][v]);
+}
+
+// The tile for `rows`, which is at most ROWS.
+template <int BITS, int ROWS>
+void some_rows(const mtp::Panel& panel, int first, int64_t rows, const mtp::InputBlock* const* in,
+               float* const* out) {
+  if constexpr (ROWS > 1)
+    if (rows < ROWS) return some_rows<BITS, ROWS - 1>(panel, first, rows, in, out);
+  tile<BITS, ROWS>(panel, first, in, out);
+}
+
+// How many of the rows that are left the next tile takes. Tiles of one size share what is done for
+// each block best: 7 rows are 4 + 3, not 6 + 1.
+inline int64_t next_rows(int64_t left) {
+  if (left >= 2 * TILE_ROWS) return TILE_ROWS;
+  return left > TILE_ROWS ? (left + 1) / 2 : left;
+}
+
+template <int BITS>
+void multiply(const mtp::Panel& panel, int64_t rows, const mtp::InputBlock* const* in,
+              float* const* out) {
+  for (int64_t m = 0; m < rows;) {
+    int64_t some = next_rows(rows - m);
+    for (int first = 0; first < 2; first += WIDE)
+      some_rows<BITS, TILE_ROWS>(panel, first, some, in + m, out + m);
+    m += some;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,419 @@
+"""The CPU's kernels, through onnxruntime: their arithmetic to the bit, and what they refuse."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import helper
+
+from mtpbuild.plugins.cpu.layout import (
+    gates_then_ups,
+    packed_scales,
+    packed_values,
+    unpacked_scales,
+    unpacked_values,
+)
+from mtpbuild.plugins.cpu.library import DOMAIN, find_library
+from tests.support import exact
+
+LIBRARY = find_library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
+SOURCE = Path(__file__).parents[2] / "plugins/cpu/source"
+ISAS = ("plain", "avx2", "avx512")
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def session(op: str, given: Arrays, threads: int = 1, **attributes: Any) -> ort.InferenceSession:
+    """One node over operands of these types, whose shapes are open."""
+    inputs = [
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim
+        )
+        for name, array in given.items()
+    ]
+    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    node = helper.make_node(op, [*given], ["y"], domain=DOMAIN, **attributes)
+    graph = helper.make_graph([node], "one", inputs, [y])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.register_custom_ops_library(str(LIBRARY))
+    return ort.InferenceSession(model.SerializeToString(), options)
+
+
+def run(op: str, given: Arrays, threads: int = 1, **attributes: Any) -> NDArray[np.float32]:
+    [y] = session(op, given, threads, **attributes).run(None, dict(given))
+    return np.asarray(y)
+
+
+def isas() -> list[str]:
+    """Those that this machine has."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    known = {"plain": True, "avx2": " avx2 " in flags, "avx512": " avx512_vnni " in flags}
+    return [isa for isa, there in known.items() if there]
+
+
+def same_everywhere(
+    monkeypatch: pytest.MonkeyPatch, op: str, given: Arrays, **attributes: Any
+) -> NDArray[np.float32]:
+    """Run on every instruction set and with one thread and two; all must agree to the bit."""
+    results = []
+    for isa in isas():
+        monkeypatch.setenv("MTPBUILD_CPU_ISA", isa)
+        results += [run(op, given, threads, **attributes) for threads in (1, 2)]
+    monkeypatch.delenv("MTPBUILD_CPU_ISA")
+    results.append(run(op, given, **attributes))
+    for result in results[1:]:
+        np.testing.assert_array_equal(result.view(np.int32), results[0].view(np.int32))
+    return results[0]
+
+
+def random_weight(
+    rng: np.random.Generator, shape: tuple[int, ...], bits: int
+) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int32]]:
+    """Values and scales of a weight [.., N, K] as checkpoints store them, and its integers."""
+    *outer, K = shape
+    integers = rng.integers(0, 1 << bits, (*outer, K // 32, 32))
+    stored = integers.astype(np.uint8)
+    if bits == 4:
+        stored = stored[..., 0::2] | stored[..., 1::2] << 4
+    scales = (0.01 * rng.standard_normal((*outer, K // 32))).astype(np.float16)
+    zero = 1 << bits - 1
+    return torch.from_numpy(stored), torch.from_numpy(scales), (integers - zero).astype(np.int32)
+
+
+def product_operands(bits: int, M: int, N: int, K: int) -> tuple[Arrays, NDArray[np.float32]]:
+    rng = np.random.default_rng(M + N + K)
+    values, scales, integers = random_weight(rng, (N, K), bits)
+    x = rng.standard_normal((M, K), dtype=np.float32)
+    x[0, :32] = 0.0  # a block without a largest input
+    x[-1, -32:] *= 1e-35  # and one that is too small to be scaled
+    given = {"x": x, "values": packed_values(values).numpy()}
+    given["scales"] = packed_scales(scales).numpy()
+    return given, exact.product(x, integers, scales.numpy())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(1, 32, 32), (2, 33, 64), (3, 100, 96), (7, 64, 192), (13, 577, 320)]
+)
+def test_products(bits: int, M: int, N: int, K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, wanted = product_operands(bits, M, N, K)
+    got = same_everywhere(monkeypatch, "Product", given, N=N)
+    np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_extreme_integers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of the largest numbers are where 16 bits would not do."""
+    N, K = 64, 128
+    integers = np.where(np.arange(N * K).reshape(N, K // 32, 32) % 3, 0, (1 << bits) - 1)
+    stored = integers.astype(np.uint8)
+    if bits == 4:
+        stored = stored[..., 0::2] | stored[..., 1::2] << 4
+    x = np.where(np.arange(4 * K).reshape(4, K) % 2, np.float32(3), np.float32(-3))
+    scales = np.full((N, K // 32), 0.5, np.float16)
+    given = {"x": x, "values": packed_values(torch.from_numpy(stored)).numpy()}
+    given["scales"] = packed_scales(torch.from_numpy(scales)).numpy()
+    got = same_everywhere(monkeypatch, "Product", given, N=N)
+    wanted = exact.product(x, (integers - (1 << bits - 1)).astype(np.int32), scales)
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_alone(bits: int) -> None:
+    """A row's result is its own, however many rows are beside it."""
+    given, wanted = product_operands(bits, 25, 200, 256)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 12, 25):
+        some = dict(given, x=given["x"][25 - rows :].reshape(1, rows, -1))
+        got = run("Product", some, threads=2, N=200)
+        np.testing.assert_array_equal(got[0], wanted[25 - rows :])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows(bits: int) -> None:
+    """A prompt's rows go in several pieces."""
+    given, wanted = product_operands(bits, 600, 96, 1024)
+    np.testing.assert_array_equal(run("Product", given, threads=2, N=96), wanted)
+
+
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [
+        ((1, 40), (40, 7)),
+        ((5, 96), (96, 100)),
+        ((2, 3, 64), (64, 33)),
+        ((50, 17), (17, 130)),
+        ((2, 4, 3, 32), (4, 32, 64)),
+        ((1, 3, 7, 20), (3, 20, 19)),
+    ],
+)
+def test_float_products(
+    x: tuple[int, ...], w: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(len(x))
+    given = {"x": rng.standard_normal(x, np.float32), "w": rng.standard_normal(w, np.float32)}
+    got = same_everywhere(monkeypatch, "FloatProduct", given)
+    np.testing.assert_array_equal(got, exact.float_product(given["x"], given["w"]))
+    last = {"x": given["x"][..., -1:, :], "w": given["w"]}
+    np.testing.assert_array_equal(run("FloatProduct", last), got[..., -1:, :])
+
+
+@pytest.mark.parametrize("size", [16, 192, 100, 7])
+def test_norm(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(size)
+    given = {"x": rng.standard_normal((5, size), np.float32)}
+    given["w"] = rng.standard_normal(size, np.float32)
+    got = same_everywhere(monkeypatch, "Norm", given, epsilon=1e-6)
+    np.testing.assert_array_equal(got, exact.norm(given["x"], given["w"], 1e-6))
+    wanted = torch.nn.functional.rms_norm(
+        torch.from_numpy(given["x"]), (size,), torch.from_numpy(given["w"]), 1e-6
+    )
+    np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def attention_operands(
+    rng: np.random.Generator, B: int, H: int, T: int, C: int, S: int, fresh: int
+) -> dict[str, NDArray[Any]]:
+    return {
+        "q": rng.standard_normal((B, H, T, C), np.float32),
+        "cache": rng.standard_normal((B, 1, S, C), np.float32),
+        "fresh": rng.standard_normal((B, 1, fresh, C), np.float32),
+        "base": rng.integers(0, S - fresh, B),
+        "first": np.zeros(B, np.int64),
+    }
+
+
+def attended(given: Arrays, scale: float, latent: int) -> NDArray[np.float32]:
+    """What each token says, by itself, of the rows that it sees."""
+    B, H, T, _ = given["q"].shape
+    y = np.empty((B, H, T, latent), np.float32)
+    for b in range(B):
+        base, first = int(given["base"][b]), int(given["first"][b])
+        for t in range(T):
+            fresh = given["fresh"][b, 0, : first + t + 1]
+            rows = np.concatenate([given["cache"][b, 0, :base], fresh])
+            y[b, :, t] = exact.attention(given["q"][b, :, t], rows, scale, latent)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "T", "C", "latent", "S"),
+    [
+        (1, 8, 4, 80, 64, 200),
+        (2, 3, 2, 20, 13, 100),
+        (1, 16, 1, 24, 16, 1300),
+        (1, 4, 9, 12, 8, 70),
+    ],
+)
+def test_attention(
+    B: int, H: int, T: int, C: int, latent: int, S: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fresh rows beside the cache or in it, tokens together or each alone."""
+    given = attention_operands(np.random.default_rng(S), B, H, T, C, S, T)
+    given["base"][0] = S - T
+    attributes = {"scale": 0.3, "latent": latent, "written": 0}
+    got = same_everywhere(monkeypatch, "LatentAttention", given, **attributes)
+    np.testing.assert_array_equal(got, attended(given, 0.3, latent))
+
+    written = {name: array.copy() for name, array in given.items()}
+    for b, base in enumerate(given["base"]):
+        written["cache"][b, 0, base : base + T] = given["fresh"][b, 0]
+    in_cache = run("LatentAttention", written, **attributes | {"written": 1})
+    np.testing.assert_array_equal(in_cache, got)
+
+    for t in range(T):
+        alone = dict(written, q=given["q"][:, :, t : t + 1].copy(), base=given["base"] + t)
+        one = run("LatentAttention", alone, threads=2, **attributes | {"written": 1})
+        np.testing.assert_array_equal(one, got[:, :, t : t + 1])
+
+
+def test_attention_by_definition() -> None:
+    given = attention_operands(np.random.default_rng(1), 1, 8, 3, 80, 700, 3)
+    got = run("LatentAttention", given, scale=0.1, latent=64, written=0)
+    from mtpbuild.plugins import mla_attention
+
+    operands = [torch.from_numpy(given[name]) for name in ("q", "cache", "fresh", "base", "first")]
+    wanted = mla_attention(*operands, 0.1, 64)
+    np.testing.assert_allclose(got, wanted.numpy(), atol=2e-6)
+
+
+def test_an_idle_slot_reads_nothing_outside() -> None:
+    """Its base may be anything."""
+    given = attention_operands(np.random.default_rng(2), 3, 2, 2, 16, 40, 2)
+    given["base"][:] = 20, 1 << 40, -5
+    given["first"][:] = 0, 1 << 40, -(1 << 40)
+    for written in (0, 1):
+        got = run("LatentAttention", given, scale=1.0, latent=8, written=written)
+        assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(bits)
+    X, E, inner, rows = 5, 96, 64, 70
+    both, both_scales, gates_ups = random_weight(rng, (X, 2 * inner, E), bits)
+    down, down_scales, downs = random_weight(rng, (X, E, inner), bits)
+    given: dict[str, NDArray[Any]] = {
+        "x": rng.standard_normal((rows, E), np.float32),
+        "ids": np.where(np.arange(rows) < 60, 3, rng.integers(0, X, rows)),
+        "both": packed_values(gates_then_ups(both)).numpy(),
+        "both_scales": packed_scales(gates_then_ups(both_scales)).numpy(),
+        "down": packed_values(down).numpy(),
+        "down_scales": packed_scales(down_scales).numpy(),
+    }
+    got = same_everywhere(monkeypatch, "Experts", given)
+    for row in range(0, rows, 7):
+        e, x = given["ids"][row], given["x"][row : row + 1]
+        h = exact.product(x, gates_ups[e], both_scales[e].numpy())
+        inner_values = exact.gated(h[:, ::2], h[:, 1::2])
+        wanted = exact.product(inner_values, downs[e], down_scales[e].numpy())
+        np.testing.assert_array_equal(got[row : row + 1], wanted)
+        alone = dict(given, x=x, ids=given["ids"][row : row + 1])
+        np.testing.assert_array_equal(run("Experts", alone), wanted)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packing_is_undone(bits: int) -> None:
+    values, scales, _ = random_weight(np.random.default_rng(0), (3, 70, 96), bits)
+    packed, factors = packed_values(values), packed_scales(scales)
+    assert packed.shape == (3, 3, 3, 128 * bits)
+    assert factors.shape == (3, 3, 3, 32)
+    assert torch.equal(unpacked_values(packed, 70), values)
+    assert torch.equal(unpacked_scales(factors, 70), scales)
+
+
+def test_layout_in_8_bits() -> None:
+    """Output 41, the tenth of panel 1, has input 4 * 5 + 3 of a block in line 2 * 5 + 0."""
+    values, _, _ = random_weight(np.random.default_rng(0), (3, 70, 96), 8)
+    assert packed_values(values)[2, 1, 2, 64 * 10 + 4 * 9 + 3] == values[2, 41, 2, 23]
+
+
+def test_layout_in_4_bits() -> None:
+    """Output 51, the 20th of panel 1, has inputs 8 * 3 + 1 and 8 * 3 + 5 of a block in one byte."""
+    values, _, _ = random_weight(np.random.default_rng(0), (3, 70, 96), 4)
+    byte = packed_values(values)[2, 1, 2, 64 * 7 + 4 * 3 + 1]
+    assert byte & 0xF == values[2, 51, 2, 12] >> 4
+    assert byte >> 4 == values[2, 51, 2, 14] >> 4
+
+
+def test_many_scales_of_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subnormal and negative scales are what fp16 says."""
+    bits = np.array([0x0001, 0x03FF, 0x8001, 0x0400, 0x7BFF, 0xFBFF, 0x8000, 0x3C00], np.uint16)
+    scales = np.tile(bits, 4).view(np.float16).reshape(32, 1)
+    values, _, integers = random_weight(np.random.default_rng(3), (32, 32), 8)
+    x = np.random.default_rng(4).standard_normal((1, 32), np.float32)
+    given = {"x": x, "values": packed_values(values).numpy()}
+    given["scales"] = packed_scales(torch.from_numpy(scales)).numpy()
+    got = same_everywhere(monkeypatch, "Product", given, N=32)
+    np.testing.assert_array_equal(got, exact.product(x, integers, scales))
+
+
+def damaged(name: str, shape: tuple[int, ...], given: Arrays) -> Arrays:
+    return dict(given) | {name: np.zeros(shape, given[name].dtype)}
+
+
+PRODUCT = {
+    "x": ((3, 96), (3, 32), (0,), (3, 64, 32)),
+    "values": ((4, 2, 512), (3, 2, 500), (3, 2, 128), (3, 3, 512), (6, 512), (3, 0, 512)),
+    "scales": ((3, 2, 31), (2, 2, 32), (3, 32), (3, 1, 32)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, shape) for name, shapes in PRODUCT.items() for shape in shapes]
+)
+def test_damaged_products(name: str, shape: tuple[int, ...]) -> None:
+    given, _ = product_operands(4, 3, 70, 64)
+    with pytest.raises(Exception, match="mtpbuild Product: "):
+        run("Product", damaged(name, shape, given), N=70)
+
+
+@pytest.mark.parametrize("outputs", [0, -1, 64, 97, 1 << 40, -(1 << 63)])
+def test_outputs_beside_the_panels(outputs: int) -> None:
+    given, _ = product_operands(4, 3, 70, 64)
+    with pytest.raises(Exception, match="mtpbuild Product: "):
+        run("Product", given, N=outputs)
+
+
+def test_damaged_operands() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 32), np.float32)
+    for w in ((31, 8), (32,), (1, 32, 8), (2, 2, 32, 8)):
+        with pytest.raises(Exception, match="mtpbuild FloatProduct: "):
+            run("FloatProduct", {"x": x, "w": np.zeros(w, np.float32)})
+    with pytest.raises(Exception, match="mtpbuild Norm: "):
+        run("Norm", {"x": x, "w": np.zeros(31, np.float32)}, epsilon=1e-6)
+    given = attention_operands(rng, 2, 2, 1, 16, 40, 1)
+    shapes = {"q": (2, 2, 1, 15), "cache": (2, 2, 40, 16), "fresh": (1, 1, 1, 16)}
+    for name, shape in {**shapes, "base": (1,), "first": (2, 1)}.items():
+        with pytest.raises(Exception, match="mtpbuild LatentAttention: "):
+            run("LatentAttention", damaged(name, shape, given), scale=1.0, latent=8, written=0)
+    for latent in (0, 17, -1):
+        with pytest.raises(Exception, match="mtpbuild LatentAttention: "):
+            run("LatentAttention", given, scale=1.0, latent=latent, written=0)
+
+
+@pytest.mark.parametrize("expert", [-1, 5, 1 << 62])
+def test_an_expert_that_is_not_there(expert: int) -> None:
+    rng = np.random.default_rng(0)
+    both, both_scales, _ = random_weight(rng, (5, 64, 32), 4)
+    down, down_scales, _ = random_weight(rng, (5, 32, 32), 4)
+    weights = (packed_values(both), packed_scales(both_scales))
+    weights += (packed_values(down), packed_scales(down_scales))
+    names = ("both", "both_scales", "down", "down_scales")
+    given = {"x": np.zeros((1, 32), np.float32), "ids": np.array([expert])}
+    given |= {n: w.numpy() for n, w in zip(names, weights, strict=True)}
+    with pytest.raises(Exception, match="mtpbuild Experts: no expert"):
+        run("Experts", given)
+    with pytest.raises(Exception, match="mtpbuild Experts: "):
+        run("Experts", damaged("down", (4, 1, 1, 512), given))
+
+
+def test_a_missing_attribute() -> None:
+    given, _ = product_operands(4, 1, 32, 32)
+    with pytest.raises(Exception, match="attribute with name:'N'"):
+        run("Product", given)
+
+
+def test_an_unknown_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTPBUILD_CPU_ISA", "mmx")
+    given, _ = product_operands(4, 1, 32, 32)
+    with pytest.raises(Exception, match="MTPBUILD_CPU_ISA is mmx; this machine has plain"):
+        run("Product", given, N=32)
+
+
+def test_no_rows() -> None:
+    given, _ = product_operands(8, 1, 64, 32)
+    none = dict(given, x=np.zeros((0, 32), np.float32))
+    assert run("Product", none, N=64).shape == (0, 64)
+
+
+def test_sources_are_formatted() -> None:
+    tool = Path(sys.executable).with_name("clang-format")
+    if not tool.exists():
+        pytest.skip("clang-format is not installed")
+    files = [*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp")]
+    done = subprocess.run([tool, "--dry-run", "-Werror", *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
+def test_instruction_sets_share_no_function() -> None:
+    """The linker keeps one copy of a library's inline function, maybe one for AVX-512."""
+    for isa in ISAS:
+        files, seen = [f"{isa}.cpp"], set[str]()
+        while files:
+            text = (SOURCE / files.pop()).read_text()
+            seen |= set(re.findall(r"#include <(.*)>", text))
+            files += re.findall(r'#include "(.*)"', text)
+        assert seen <= {"cmath", "cstddef", "cstdint", "cstring", "immintrin.h"}
