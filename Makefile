@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 venv: .venv/.installed
 
-.venv/.installed: pyproject.toml
+.venv/.installed: pyproject.toml setup.py $(wildcard plugins/cpu/source/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[cpu,build,dev]'  # setuptools' of editables
@@ -19,6 +19,7 @@ run: venv  ## build engines/tiny_n3 and stream text through it
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror plugins/cpu/source/*.h plugins/cpu/source/*.cpp
 	$(BIN)/mypy .typing/mtpbuild tests examples tools/*.py
 	for scripts in benchmarks benchmarks/peer tools/train_tiny; do \
 	    (cd $$scripts && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml *.py) || exit 1; done
@@ -26,6 +27,7 @@ check: venv
 fix: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i plugins/cpu/source/*.h plugins/cpu/source/*.cpp
 
 test: venv  ## the suite, 8 to 9 minutes on 2 cores
 	$(BIN)/pytest -n 2 --dist loadgroup -m "not full"

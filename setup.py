@@ -36,7 +36,7 @@ class BuildLibrary(build_ext):
 
 
 library = Extension(
-    "mtpbuild.plugins.cpu.kernels",
+    "mtpbuild.runtime.cpu_library",
     sources=[str(SOURCE / name) for name in FLAGS],
     depends=sorted(map(str, SOURCE.glob("*.h"))),
     optional=True,

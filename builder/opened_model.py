@@ -52,6 +52,7 @@ class WeightStyle:
     expert_rows: bool = False  # experts in floats are stored by outputs, for the CPU's op
     join_shared: bool = False  # a shared expert becomes the last routed one if it fits
     for_gpu: bool = False  # a bfloat16 model has a bfloat16 head, too
+    cpu_kernels: bool = False  # integers are packed for the CPU's library
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,15 @@ class Held:
     formats: Mapping[str, Format]  # by name of a weight that stays quantised
     by_outputs: Set[str]  # names of experts' weights that are stored by outputs
     joined: Set[str]  # MoE modules whose shared expert is the last routed one
+    packed: Set[str]  # names of weights that are packed for the CPU's kernels
 
     def table(self, table: list[Weight]) -> list[Weight]:
         """Turns a family's table, of a rank or of all experts, into the engine's."""
         table = with_shared(table, self.joined)
-        found = (replace(weight, format=self.formats.get(weight.name)) for weight in table)
+        found = (
+            replace(weight, format=self.formats.get(weight.name), packed=weight.name in self.packed)
+            for weight in table
+        )
         return [by_outputs(w) if w.name in self.by_outputs else w for w in found]
 
 
@@ -138,6 +143,11 @@ class OpenedModel:
     def block_size(self) -> int | None:
         """Returns how many columns of an integer product share a scale."""
         return BLOCK if self.weights_type in ("int8", "int4") else None
+
+    @property
+    def by_cpu_kernels(self) -> bool:
+        """Whether the engine's operators are those of the CPU's library."""
+        return bool(self.held.packed)
 
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)
@@ -221,7 +231,8 @@ def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, rank
     if style.absorbed:
         formats |= dict.fromkeys(quantised_heads(own, formats), INT8)
     rows = plain_experts(own, formats) if style.expert_rows else set()
-    return Held(formats, rows, joined)
+    packed = packable(own, formats) if style.cpu_kernels else set()
+    return Held(formats, rows, joined, packed)
 
 
 def stored_formats(checkpoint: Checkpoint, weight: Weight) -> set[Format | None]:
@@ -277,6 +288,16 @@ def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterato
                 yield weight.name
 
 
+def packable(own: list[Weight], formats: Mapping[str, Format]) -> set[str]:
+    """Name the products that the CPU's kernels read: integers whose scales are fp16."""
+    found = ((weight, formats.get(weight.name)) for weight in own if not weight.looked_up)
+    return {
+        weight.name
+        for weight, format in found
+        if isinstance(format, Integers) and format.scales == torch.float16
+    }
+
+
 def plain_experts(own: list[Weight], formats: Mapping[str, Format]) -> set[str]:
     """Name the stacked weights of experts that stay in no format, neither product of them."""
     quantised = {name.rpartition(".")[0] for name in formats}
@@ -293,6 +314,7 @@ def make_model(
         model = family.make_model(config, ranks)
         hold_in(model, FLOATS[style.dtype], style.for_gpu)
         join_shared(model, held.joined)
+        model.cpu_kernels = bool(held.packed)
         hold(model, held.table(family.weight_table(config, share)), share)
         for name in held.by_outputs:
             put(model, name, ExpertRows(model.get_parameter(name)))

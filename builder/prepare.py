@@ -74,6 +74,7 @@ class Job:
             expert_rows=not plan.style.for_gpu,
             join_shared=plan.style.fused,
             for_gpu=plan.style.for_gpu,
+            cpu_kernels=plan.style.cpu_kernels,
         )
         return open_model(
             self.source,

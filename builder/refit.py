@@ -104,6 +104,7 @@ def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]
         expert_rows=not for_gpu,
         join_shared=not any(".shared_experts." in name for name in header(engine / WEIGHTS)),
         for_gpu=for_gpu,
+        cpu_kernels=old.build.cpu_layout is not None,
     )
     new = open_checked(
         found,

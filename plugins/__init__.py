@@ -15,6 +15,7 @@ from mtpbuild.plugins.accept_mixed.op import accept_mixed_op as accept_mixed_op
 from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
 from mtpbuild.plugins.experts.op import experts as experts
 from mtpbuild.plugins.experts_nbits.op import experts_nbits as experts_nbits
+from mtpbuild.plugins.experts_packed.op import experts_packed as experts_packed
 from mtpbuild.plugins.gated_product.op import gated_product as gated_product
 from mtpbuild.plugins.grouped_attention.op import grouped_attention as grouped_attention
 from mtpbuild.plugins.kv_write.op import kv_write as kv_write
@@ -33,6 +34,7 @@ from mtpbuild.plugins.mla_rows.op import mla_rows as mla_rows
 from mtpbuild.plugins.mla_rows.op import mla_rows_write as mla_rows_write
 from mtpbuild.plugins.moe.op import moe as moe
 from mtpbuild.plugins.moe.op import moe_route as moe_route
+from mtpbuild.plugins.product_packed.op import product_packed as product_packed
 from mtpbuild.plugins.rope.op import rope as rope
 from mtpbuild.plugins.rotary_rows.op import rotary_rows as rotary_rows
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op

@@ -30,7 +30,7 @@ MAY_IMPORT = {
 }
 CONTROLS = "mtpbuild.runtime.contract.controls"  # all that plugins may import of the run time
 # Files of a plugin that need more than torch.
-FACETS = {"onnx", "tensorrt", "triton"}
+FACETS = {"onnx", "cpu", "tensorrt", "triton"}
 OF_TRITON = {"codes", "tiles"}  # functions of kernels that Triton's facets share
 STDLIB = set(sys.stdlib_module_names)
 # At module level; in functions anything of the part's dependency group.
@@ -359,15 +359,23 @@ def test_the_command_is_installed() -> None:
     assert script.value == PYPROJECT["project"]["scripts"]["mtpbuild"]
 
 
-def test_a_wheel_holds_everything(tmp_path: Path) -> None:
-    """Built by the declared backend, offline: all modules, recipes and typing marks, no more."""
+@pytest.mark.parametrize("compiler", ["/nothing", pytest.param("g++", marks=pytest.mark.full)])
+def test_a_wheel_holds_everything(
+    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built by the declared backend, offline: all modules, recipes and typing marks, no more.
+
+    Without a C++ compiler it has no library of CPU kernels, and is complete otherwise.
+    """
     pytest.importorskip("setuptools.build_meta")
     copy = tmp_path / "source"  # setuptools writes build/ and *.egg-info beside pyproject.toml
     copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "mtpbuild", *PARTS):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "mtpbuild", *PARTS):
         (copy / name).symlink_to(ROOT / name)
     code = "from setuptools import build_meta; build_meta.build_wheel('..')"
     run = [sys.executable, "-c", code]
+    for variable in ("CC", "CXX"):
+        monkeypatch.setenv(variable, compiler)
     done = subprocess.run(run, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "absent from the `packages` configuration" not in done.stdout + done.stderr
@@ -381,6 +389,7 @@ def test_a_wheel_holds_everything(tmp_path: Path) -> None:
         shipped += folder.iterdir()
     shipped += [ROOT / part / "py.typed" for part in PARTS]
     wanted = {f"mtpbuild/{path.relative_to(ROOT).as_posix()}" for path in shipped}
+    wanted |= {"mtpbuild/runtime/libmtpbuild_cpu.so"} if compiler == "g++" else set()
     assert names == wanted | {"mtpbuild/__main__.py"}
     assert "mtpbuild/recipes/deepseek_tiny/tokenizer.json" in names
 

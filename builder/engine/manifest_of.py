@@ -18,6 +18,7 @@ from mtpbuild.runtime.contract.manifest import (
     hash_file,
 )
 from mtpbuild.runtime.contract.rules import BUILT_IN
+from mtpbuild.runtime.cpu_library import LAYOUT
 
 if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel
@@ -62,6 +63,7 @@ def build_info(job: Job, out: Path, model: "OpenedModel") -> BuildInfo:
         **vars(plan.ranks),
         weights=model.weights_type,
         block_size=model.block_size,
+        cpu_layout=LAYOUT if model.by_cpu_kernels else None,
         fingerprint=job.fingerprints[out],
         revision=job.request.revision,
         layers=None if layers is None else str(layers),

@@ -190,7 +190,8 @@ class PrefillProgram(nn.Module):
         hidden [1, T, E]: what the trunk's own program has made of the tokens. Then the state is
         without the main model's caches.
         """
-        rows = replace(self.model.rope(start, tokens.shape[1]), expand=hidden is None)
+        expand = hidden is None and not self.model.cpu_kernels
+        rows = replace(self.model.rope(start, tokens.shape[1]), expand=expand)
         chunk, passed = torch.full_like(start, tokens.shape[1]), Passed()
         if self.drafter is None or ahead is None:
             new = self.model.fill(tokens, state, rows).behind(chunk)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.export import Dim, ExportedProgram
 
+from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import EXAMPLE_BATCH, HIDDEN_OUT, Program, most_tokens
@@ -25,6 +26,7 @@ class Traced:
     outputs: Specs
     plan: Plan
     rank: int = 0  # that it is lowered for, by targets whose programs hold their weights
+    cpu_kernels: bool = False  # its operators are those of the CPU's library
 
     def spec(self, file: str) -> ProgramSpec:
         return ProgramSpec(file=file, inputs=self.inputs, outputs=self.outputs)
@@ -63,7 +65,9 @@ def trace(program: Program, plan: Plan) -> Traced:
     signature, names = exported.graph_signature, (*program.state, *program.arguments)
     inputs = tuple(map(_spec, names, (values[name] for name in signature.user_inputs)))
     outputs = tuple(map(_spec, program.outputs, (values[name] for name in signature.user_outputs)))
-    return Traced(program.name, exported, inputs, outputs, plan)
+    model = program.module.get_submodule("model")
+    kernels = isinstance(model, CausalLM) and model.cpu_kernels
+    return Traced(program.name, exported, inputs, outputs, plan, cpu_kernels=kernels)
 
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:

@@ -36,6 +36,10 @@ ONNX: plugins.FacetTable = dict.fromkeys(
     ),
     "onnx",
 )
+# Where a graph is for the CPU's library of kernels.
+CPU: plugins.FacetTable = dict.fromkeys(
+    (plugins.experts_packed, plugins.mla_attention, plugins.product_packed), "cpu"
+)
 
 
 class ShareSizes(ir.passes.InPlacePass):  # type: ignore[misc]
@@ -180,12 +184,21 @@ def _export(traced: Traced) -> ir.Model:
             opset_version=OPSET,
             optimize=False,
             verbose=False,
-            custom_translation_table=plugins.facets(ONNX),
+            custom_translation_table=_translations(traced),
             input_names=[spec.name for spec in traced.inputs],
             output_names=[spec.name for spec in traced.outputs],
         )
     assert program is not None
     return program.model
+
+
+def _translations(traced: Traced) -> dict[Any, Callable[..., Any]]:
+    """What each op becomes, and each of PyTorch's operators that is not as usual."""
+    if not traced.cpu_kernels:
+        return plugins.facets(ONNX)
+    from mtpbuild.plugins.cpu.onnx import PYTORCH
+
+    return plugins.facets({**ONNX, **CPU}) | PYTORCH
 
 
 def _detach_weights(model: ir.Model, weights: Mapping[str, Placed]) -> dict[str, ir.Value]:

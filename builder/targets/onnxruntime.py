@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
+from mtpbuild.runtime.cpu_library import REMEDY, find_library
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.ranks import Ranks
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.runtime.contract.manifest import TargetInfo
 
+KERNELS = ("auto", "own", "stock")
 TRUNKS = ("auto", "shared", "inline")
 # Layers times hidden size squared. In smaller models a step is short: another program to run, and
 # sizes that vary, would cost some percent of it, and there is little memory to save.
@@ -27,6 +29,10 @@ class OnnxOptions:
         "auto",
         "Main model in memory: shared: one copy; inline: one per program, faster for small models.",
     )
+    kernels: str = flag(
+        "auto",
+        "Kernels of int8 and int4 weights: own: ours; stock: onnxruntime's; auto: ours if built.",
+    )
 
 
 class OnnxRuntime(Target):
@@ -37,9 +43,11 @@ class OnnxRuntime(Target):
     formats = ("int8", "int4")
 
     def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
-        if options.trunk not in TRUNKS:
-            known = ", ".join(TRUNKS)
-            raise UsageError(f"--trunk {options.trunk} is unknown; supported: {known}")
+        for name, known in (("trunk", TRUNKS), ("kernels", KERNELS)):
+            if (said := getattr(options, name)) not in known:
+                raise UsageError(f"--{name} {said} is unknown; supported: {', '.join(known)}")
+        if options.kernels == "own" and find_library() is None:
+            raise UsageError(f"--kernels own: the library is not built here: {REMEDY}")
 
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
         """A session of onnxruntime packs weights of its own, so the main model gets one session."""
@@ -51,7 +59,8 @@ class OnnxRuntime(Target):
             if options.trunk == "shared":
                 raise UsageError("--trunk shared: a step's verdict advances this model's states")
             shared = False
-        return GraphStyle(shared_trunk=shared)
+        own = options.kernels != "stock" and find_library() is not None
+        return GraphStyle(shared_trunk=shared, cpu_kernels=own)
 
     def info(self, plan: "Plan") -> "TargetInfo":
         from mtpbuild.builder.targets.onnx_graph import OPSET

@@ -16,6 +16,7 @@ from torch import Tensor
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, Format, Integers, Nvfp4, spread
+from mtpbuild.plugins.cpu.layout import gates_then_ups, packed_scales, packed_values
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Weight:
     looked_up: bool = False  # an embedding: tokens choose its rows
     per_head: bool = False  # a stack of products [H, in, out]
     format: Format | None = None  # the format in which the engine holds it; None: floats
+    packed: bool = False  # in the layout of the CPU's kernels
 
     @property
     def groups(self) -> Iterator[tuple[Stored, ...]]:
@@ -138,7 +140,7 @@ class Weight:
         heads: fp32 [H, in, out].
         """
         encoded = (format.encode(head.T.contiguous()) for head in heads)
-        parts = chain.from_iterable(each.values() for each in encoded)
+        parts = (self._packed(*part) for each in encoded for part in each.items())
         return zip(self.tensors, parts, strict=True)
 
     def _joined(
@@ -147,10 +149,19 @@ class Weight:
         """Joins one part of each stored weight into a tensor of the engine, or a slice of it."""
         if isinstance(self.format, Integers):
             if self.rows is not None:
-                return self.rows(*parts)
+                return self._packed(suffix, self.rows(*parts))
+            if self.packed:
+                in_turn = torch.stack(parts, dim=1).flatten(0, 1)[None]
+                return self._packed(suffix, gates_then_ups(in_turn) if parts[1:] else in_turn)
             return torch.stack(parts, dim=1).reshape(1, -1, parts[0][0].numel())  # outputs in turn
         rows = (self._rows(suffix, *each, share) for each in zip(group, parts, strict=True))
         return self.transform(*rows)
+
+    def _packed(self, suffix: str, part: Tensor) -> Tensor:
+        """Pack integers' values or scales, if they are to be."""
+        if not self.packed:
+            return part
+        return packed_values(part) if suffix == "" else packed_scales(part)
 
     def _rows(self, suffix: str, stored: Stored, part: Tensor, share: Share) -> Tensor:
         """Returns a part as [out, ..], so that `transform` permutes and joins its outputs, too."""

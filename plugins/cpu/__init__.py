@@ -1,1 +1,1 @@
-"""Operators of ours for CPUs: a library that onnxruntime loads, and what the builder knows of it."""
+"""The CPU's kernels: their sources, the layout of their weights, and their operators in ONNX."""

@@ -12,12 +12,17 @@ from mtpbuild.plugins.matmul_nbits.op import BLOCK, bits_of
 
 DOMAIN = "com.microsoft"
 INT8 = 4  # accuracy level: rounds x to int8 per row and block; other levels are slow with 8 bits
-FLOATS, BYTES = "tensor(float)", "tensor(uint8)"
+FLOATS, BYTES, INTS = "tensor(float)", "tensor(uint8)", "tensor(int64)"
+HALVES = "tensor(float16)"
 KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
 
 
 def contrib(
-    name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any], optional: str = ""
+    name: str,
+    inputs: Mapping[str, str],
+    attributes: Mapping[str, Any],
+    optional: str = "",
+    domain: str = DOMAIN,
 ) -> Op:
     """Declares an operator of ONNX Runtime, which the onnx package does not know.
 
@@ -26,7 +31,7 @@ def contrib(
     options = OpSchema.FormalParameterOption
     schema = OpSchema(
         name,
-        DOMAIN,
+        domain,
         1,
         inputs=[
             OpSchema.FormalParameter(
@@ -37,7 +42,7 @@ def contrib(
         outputs=[OpSchema.FormalParameter("output", FLOATS)],
         attributes=[OpSchema.Attribute(a, KINDS[type(value)]) for a, value in attributes.items()],
     )
-    return Op(Opset(DOMAIN, 1), name, schema)
+    return Op(Opset(domain, 1), name, schema)
 
 
 SIZES = ("K", "N", "bits", "block_size", "accuracy_level")

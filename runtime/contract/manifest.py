@@ -84,6 +84,8 @@ class BuildInfo(_Record):
     weights: WeightsType
     # Columns of a product that share a scale, where `weights` are integers.
     block_size: int | None = Field(default=None, ge=16)
+    # How weights are packed for the CPU's library of kernels; None: its operators are not used.
+    cpu_layout: str | None = None
     # What the build quantised the checkpoint's weights to; None: they are in its own formats.
     quantised_to: QuantisedType | None = None
     head_weights: HeadType | None = None  # likewise embedding and head

@@ -58,6 +58,7 @@ def test_frozen_flags() -> None:
         "--fast-build",
         "--force",
         "--head-weights",
+        "--kernels",
         "--layers",
         "--max-batch",
         "--max-seq-len",

@@ -7,7 +7,13 @@ import torch
 from safetensors.torch import load_file
 
 from mtpbuild.builder.build import build
-from mtpbuild.builder.models.common.blocks import Blocks, EmbeddingBlocks, ExpertBlocks
+from mtpbuild.builder.models.common.blocks import (
+    Blocks,
+    EmbeddingBlocks,
+    ExpertBlocks,
+    PackedBlocks,
+    PackedExperts,
+)
 from mtpbuild.builder.opened_model import OpenedModel
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.verify.checks import ROUNDED
@@ -19,6 +25,7 @@ from mtpbuild.builder.weights.scheme import SCHEMES, Scheme, make_scheme
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.contract.state import layer_rows
+from mtpbuild.runtime.cpu_library import find_library
 from tests.support.checkpoints import QUANTIZABLE, load_config, make_predictable, save_checkpoint
 from tests.support.numbers import plain_with_rounding
 from tests.support.opened import load_model, opened
@@ -61,19 +68,24 @@ def folders(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {name: place / name for name in schemes}
 
 
-def source(folder: Path, formats: tuple[str, ...]) -> OpenedModel:
-    return opened(folder, formats=formats)
+def source(folder: Path, formats: tuple[str, ...], packed: bool = False) -> OpenedModel:
+    return opened(folder, formats=formats, cpu_kernels=packed)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", [*BOTH, "ends", "tied", "many", "many-int8"])
-def test_products_in_blocks(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Joined, permuted and split in blocks, the weights are those of the dequantised model."""
-    kept = source(folders[name], BOTH)
+def test_products_in_blocks(
+    name: str, packed: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Joined, permuted, split in blocks and packed, the weights are the dequantised model's."""
+    kept = source(folders[name], BOTH, packed)
+    assert kept.by_cpu_kernels == packed
     EngineWeights(kept).write(tmp_path, siblings=tmp_path / "none")
     stored = load_file(tmp_path / WEIGHTS)
     kept.model.load_state_dict(stored, assign=True)
     whole = load_model(folders[name], kept.config)
-    kinds = (Blocks, EmbeddingBlocks, ExpertBlocks)
+    products = (PackedBlocks, PackedExperts) if packed else (Blocks, ExpertBlocks)
+    kinds = (*products, EmbeddingBlocks)
     values = {n: m for n, m in kept.model.named_modules() if isinstance(m, kinds)}
     assert set(values) == set(kept.held.formats)
     # Per layer: from the input, q_b, o, gate and up, down; of shared experts too; both ends.
@@ -117,12 +129,26 @@ def test_what_stays(
     assert f"note: quantised weights ({count} in int4) are dequantised" in caplog.text
 
 
-@pytest.mark.parametrize("name", [pytest.param("int4", marks=pytest.mark.full), "many"])
-def test_an_engine(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        pytest.param("int4", "stock", marks=pytest.mark.full),
+        pytest.param("int4", "own", marks=pytest.mark.full),
+        ("many", "stock"),
+        ("many", "own"),
+    ],
+)
+def test_an_engine(name: str, kernels: str, folders: dict[str, Path], tmp_path: Path) -> None:
     """It says what the dequantised model says when its products' inputs are rounded to int8."""
-    request = BuildRequest(str(folders[name]), nextn=(1,), max_seq_len=64, out=tmp_path / "e")
+    if kernels == "own" and find_library() is None:
+        pytest.skip("there was no C++ compiler to build the library")
+    options = {"kernels": kernels}
+    request = BuildRequest(
+        str(folders[name]), nextn=(1,), max_seq_len=64, out=tmp_path / "e", options=options
+    )
     (built,) = build(request)
     manifest = read_manifest(tmp_path / "e")
+    assert (manifest.build.cpu_layout is None) == (kernels == "stock")
     assert manifest.build.weights == "int4"
     assert manifest.files[WEIGHTS].size < 0.35 * 4 * built.manifest.model.parameters
     params = [SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1)] * len(PROMPTS)

@@ -22,8 +22,9 @@ from mtpbuild.plugins.cpu.layout import (
     unpacked_scales,
     unpacked_values,
 )
-from mtpbuild.plugins.cpu.library import DOMAIN, find_library
+from mtpbuild.runtime.cpu_library import DOMAIN, find_library
 from tests.support import exact
+from tests.support.isas import isas
 
 LIBRARY = find_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
@@ -56,13 +57,6 @@ def run(op: str, given: Arrays, threads: int = 1, **attributes: Any) -> NDArray[
     return np.asarray(y)
 
 
-def isas() -> list[str]:
-    """Those that this machine has."""
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    known = {"plain": True, "avx2": " avx2 " in flags, "avx512": " avx512_vnni " in flags}
-    return [isa for isa, there in known.items() if there]
-
-
 def same_everywhere(
     monkeypatch: pytest.MonkeyPatch, op: str, given: Arrays, **attributes: Any
 ) -> NDArray[np.float32]:
@@ -84,7 +78,7 @@ def random_weight(
     """Values and scales of a weight [.., N, K] as checkpoints store them, and its integers."""
     *outer, K = shape
     integers = rng.integers(0, 1 << bits, (*outer, K // 32, 32))
-    stored = integers.astype(np.uint8)
+    stored: NDArray[Any] = integers.astype(np.uint8)
     if bits == 4:
         stored = stored[..., 0::2] | stored[..., 1::2] << 4
     scales = (0.01 * rng.standard_normal((*outer, K // 32))).astype(np.float16)
@@ -118,7 +112,7 @@ def test_extreme_integers(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of the largest numbers are where 16 bits would not do."""
     N, K = 64, 128
     integers = np.where(np.arange(N * K).reshape(N, K // 32, 32) % 3, 0, (1 << bits) - 1)
-    stored = integers.astype(np.uint8)
+    stored: NDArray[Any] = integers.astype(np.uint8)
     if bits == 4:
         stored = stored[..., 0::2] | stored[..., 1::2] << 4
     x = np.where(np.arange(4 * K).reshape(4, K) % 2, np.float32(3), np.float32(-3))
@@ -222,7 +216,7 @@ def test_attention(
     """Fresh rows beside the cache or in it, tokens together or each alone."""
     given = attention_operands(np.random.default_rng(S), B, H, T, C, S, T)
     given["base"][0] = S - T
-    attributes = {"scale": 0.3, "latent": latent, "written": 0}
+    attributes: dict[str, Any] = {"scale": 0.3, "latent": latent, "written": 0}
     got = same_everywhere(monkeypatch, "LatentAttention", given, **attributes)
     np.testing.assert_array_equal(got, attended(given, 0.3, latent))
 
@@ -256,6 +250,19 @@ def test_an_idle_slot_reads_nothing_outside() -> None:
     for written in (0, 1):
         got = run("LatentAttention", given, scale=1.0, latent=8, written=written)
         assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("name", ["Cos", "Sin"])
+def test_circle(name: str) -> None:
+    """Right to the last digit but one, wherever an angle stands."""
+    positions = np.arange(0, 5000, 7, dtype=np.float32)[:, None]
+    x = positions * np.array([1, 0.3, 1e-3, 1e-5, 200], np.float32)
+    x[0] = 0, -1.5, np.pi / 4, -np.pi / 2, np.pi
+    got = run(name, {"x": x})
+    wanted = (np.cos if name == "Cos" else np.sin)(x.astype(np.float64))
+    np.testing.assert_allclose(got, wanted, rtol=1.3e-7, atol=1e-9)
+    for i in (0, 5, 60):
+        np.testing.assert_array_equal(run(name, {"x": x[i : i + 1, :3]}), got[i : i + 1, :3])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -369,8 +376,8 @@ def test_an_expert_that_is_not_there(expert: int) -> None:
     rng = np.random.default_rng(0)
     both, both_scales, _ = random_weight(rng, (5, 64, 32), 4)
     down, down_scales, _ = random_weight(rng, (5, 32, 32), 4)
-    weights = (packed_values(both), packed_scales(both_scales))
-    weights += (packed_values(down), packed_scales(down_scales))
+    weights = [packed_values(both), packed_scales(both_scales)]
+    weights += [packed_values(down), packed_scales(down_scales)]
     names = ("both", "both_scales", "down", "down_scales")
     given = {"x": np.zeros((1, 32), np.float32), "ids": np.array([expert])}
     given |= {n: w.numpy() for n, w in zip(names, weights, strict=True)}

@@ -6,7 +6,15 @@ from torch import Tensor, nn
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.weights.formats import GROUP, Integers, Nvfp4
 from mtpbuild.builder.weights.made import Share, Weight
-from mtpbuild.plugins import dequantise_scaled, experts_nbits, matmul_nbits, matmul_scaled
+from mtpbuild.plugins import (
+    dequantise_scaled,
+    experts_nbits,
+    experts_packed,
+    matmul_nbits,
+    matmul_scaled,
+    product_packed,
+)
+from mtpbuild.plugins.cpu.layout import PANEL, panels
 from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
@@ -27,11 +35,21 @@ class Blocks(nn.Module):
         return matmul_nbits(x, self.values, self.scales)
 
 
+class PackedBlocks(nn.Module):
+    """An integer weight [in, out] in the layout of the CPU's kernels."""
+
+    def __init__(self, inputs: int, outputs: int, bits: int) -> None:
+        super().__init__()
+        self.outputs, blocks = outputs, (panels(outputs), inputs // BLOCK)
+        self.values = parameter(*blocks, PANEL * BLOCK * bits // 8, dtype=torch.uint8)
+        self.scales = parameter(*blocks, PANEL, dtype=torch.float16)
+
+    def __rmatmul__(self, x: Tensor) -> Tensor:
+        return product_packed(x, self.values, self.scales, self.outputs)
+
+
 class HeadBlocks(nn.ModuleList):
     """int8 weights [H, in, out], one for each head: no op takes a stack, so heads have products."""
-
-    def __init__(self, heads: int, inputs: int, outputs: int, scales: torch.dtype) -> None:
-        super().__init__(Blocks(inputs, outputs, 8, scales) for _ in range(heads))
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         """x [B, H, T, in] -> [B, H, T, out], by one Split and one Concat."""
@@ -80,6 +98,23 @@ class ExpertBlocks(nn.Module):
         return experts_nbits(x, ids, self.values, self.scales, down.values, down.scales)
 
 
+class PackedExperts(nn.Module):
+    """Integer weights [X, in, out] of experts, in the layout of the CPU's kernels."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, bits: int) -> None:
+        super().__init__()
+        blocks = experts, panels(outputs), inputs // BLOCK
+        self.values = parameter(*blocks, PANEL * BLOCK * bits // 8, dtype=torch.uint8)
+        self.scales = parameter(*blocks, PANEL, dtype=torch.float16)
+
+    def through(self, down: "PackedExperts", x: Tensor, ids: Tensor) -> Tensor:
+        """x [N, E] -> [N, E]: each row through the expert that `ids` [N] names.
+
+        These are the experts' gates and ups, `down` their other product.
+        """
+        return experts_packed(x, ids, self.values, self.scales, down.values, down.scales)
+
+
 class Scaled(nn.Module):
     """An fp8 or nvfp4 weight [in, out], or experts [X, in, out], as `matmul_scaled` takes it.
 
@@ -122,11 +157,17 @@ def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
     *stack, inputs, outputs = shape
     if weight.looked_up:  # its rows are those of the vocabulary
         return EmbeddingBlocks(inputs, outputs, format.scales)
-    if weight.per_head:
-        return HeadBlocks(stack[0], inputs, outputs, format.scales)
-    if stack:
+    if stack and not weight.per_head:
+        if weight.packed:
+            return PackedExperts(stack[0], inputs, outputs, format.bits)
         return ExpertBlocks(stack[0], inputs, outputs, format.bits, format.scales)
-    return Blocks(inputs, outputs, format.bits, format.scales)
+
+    def product() -> nn.Module:
+        if weight.packed:
+            return PackedBlocks(inputs, outputs, format.bits)
+        return Blocks(inputs, outputs, format.bits, format.scales)
+
+    return HeadBlocks(product() for _ in range(stack[0])) if stack else product()
 
 
 def parts_of(weight: Tensor | Scaled) -> Parts:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtpbuild.builder.models.common.blocks import ExpertBlocks, parts_of
+from mtpbuild.builder.models.common.blocks import ExpertBlocks, PackedExperts, parts_of
 from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
 from mtpbuild.builder.models.common.layers import MLP, Kernels
 from mtpbuild.builder.models.common.precision import cast, parameter
@@ -197,7 +197,7 @@ class GatheredMoE(MoE):
 
     def each(self, x: Tensor, ids: Tensor) -> Tensor:
         """Every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
-        if isinstance(self.gate_up_proj, ExpertBlocks | ExpertRows):
+        if isinstance(self.gate_up_proj, ExpertBlocks | ExpertRows | PackedExperts):
             return self.gate_up_proj.through(self.down_proj, x.flatten(0, 1), ids)[:, None]
         gate_up = cast(self.gate_up_proj.index_select(0, ids), x.dtype)
         gate, up = (x @ gate_up).chunk(2, dim=-1)

@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "ort.h"
+#include "trigonometry.h"
 
 const void* const* ort::api = nullptr;
 
@@ -284,6 +285,25 @@ struct Norm {
   }
 };
 
+// Cosines of x, or sines: of the angles that queries and keys are rotated by.
+template <bool COSINE>
+struct Circle {
+  static constexpr const char* name = COSINE ? "Cos" : "Sin";
+  static constexpr ort::Type inputs[] = {ort::FLOAT};
+
+  Circle(const Kernels&, const ort::Info*) {}
+
+  void compute(ort::Context* context) const {
+    Tensor x = ort::input(context, 0);
+    float* y = ort::output(context, x.shape);
+    for (int64_t i = 0; i < x.count(0, x.rank()); i++) {
+      float sine, cosine;
+      mtp::sine_and_cosine(x.data<float>()[i], &sine, &cosine);
+      y[i] = COSINE ? cosine : sine;
+    }
+  }
+};
+
 // Latent attention: q [B, H, T, C], cache [B, 1, S, C], fresh [B, 1, F, C], base [B], first [B].
 // Query t sees the cache's rows before base and the fresh rows up to first + t, whose positions
 // begin at base -> [B, H, T, latent]. `written`: the fresh rows lie in the cache from base on.
@@ -498,9 +518,10 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
                        base->version());
   }
   return guarded([&] {
-    static const ort::CustomOp ops[] = {declared<Product>(), declared<FloatProduct>(),
-                                        declared<Experts>(), declared<Norm>(),
-                                        declared<LatentAttention>()};
+    static const ort::CustomOp ops[] = {declared<Product>(),         declared<FloatProduct>(),
+                                        declared<Experts>(),         declared<Norm>(),
+                                        declared<LatentAttention>(), declared<Circle<true>>(),
+                                        declared<Circle<false>>()};
     static ort::Domain* domain = [] {
       ort::Domain* made = nullptr;
       ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &made));

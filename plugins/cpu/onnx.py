@@ -1,0 +1,51 @@
+"""Operators of the CPU's library in ONNX, and PyTorch's operators that become some of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from onnxscript.onnx_opset import opset24 as op
+from onnxscript.values import Op
+
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, contrib
+
+DOMAIN = "mtpbuild"
+aten = torch.ops.aten
+
+
+def operator(name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any] = {}) -> Op:
+    """Declare an operator of the library; an attribute's type is that of its value."""
+    return contrib(name, inputs, attributes, domain=DOMAIN)
+
+
+FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS})
+Norm = operator("Norm", {"x": FLOATS, "weight": FLOATS}, {"epsilon": 0.0})
+
+
+Cos, Sin = (operator(name, {"x": FLOATS}) for name in ("Cos", "Sin"))
+
+
+def matmul(x: Any, w: Any) -> Any:
+    """Make a product with a weight the library's; others are between values that nodes compute."""
+    return FloatProduct(x, w) if is_weight(w) else op.MatMul(x, w)
+
+
+def is_weight(w: Any) -> bool:
+    """Tell whether no node computes it, but a cast to the type that it has; a pass drops that."""
+    node = w.producer()
+    return node is None or (node.op_type in ("Cast", "Identity") and is_weight(node.inputs[0]))
+
+
+def rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    assert weight is not None
+    assert eps is not None
+    return Norm(x, weight, epsilon=eps)
+
+
+# What takes the place of torch.onnx's own translation where the kernels are ours.
+PYTORCH: dict[Any, Callable[..., Any]] = {
+    aten.matmul.default: matmul,
+    aten.cos.default: lambda x: Cos(x),  # onnxruntime's depend on the place, where 4 do not divide
+    aten.sin.default: lambda x: Sin(x),
+    aten.rms_norm.default: rms_norm,
+}

@@ -1,0 +1,26 @@
+"""product_packed: `matmul_nbits`, with a weight in the layout of the CPU's kernels."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.cpu.layout import unpacked_scales, unpacked_values
+from mtpbuild.plugins.matmul_nbits.op import dequantise
+
+
+@torch.library.custom_op("mtpbuild::product_packed", mutates_args=())
+def product_packed(x: Tensor, values: Tensor, scales: Tensor, outputs: int) -> Tensor:
+    """Multiply x [.., K] by a weight of `outputs` outputs -> fp32 [.., outputs].
+
+    values uint8 [panels, K / 32, 128 * bits] and scales fp16 [panels, K / 32, 32], as
+    `plugins/cpu/layout.py` packs them. The kernels round x to int8 per row and block.
+    """
+    return x @ unpacked(values, scales, outputs).T
+
+
+def unpacked(values: Tensor, scales: Tensor, outputs: int) -> Tensor:
+    """Dequantise packed weights [.., panels, K / 32, ..] to [.., outputs, K]."""
+    bits = values.shape[-1] // 128
+    return dequantise(unpacked_values(values, outputs), unpacked_scales(scales, outputs), bits)
+
+
+product_packed.register_fake(lambda x, values, scales, outputs: x.new_empty(*x.shape[:-1], outputs))

@@ -1,0 +1,36 @@
+"""The library of the CPU's kernels, which onnxruntime loads, and which engines need it.
+
+The installation builds it from plugins/cpu/source if there is a C++ compiler.
+"""
+
+from pathlib import Path
+
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+
+FILE = "libmtpbuild_cpu.so"
+LAYOUT = "panels32"  # how its weights lie: docs/cpu-kernels.md
+DOMAIN = "mtpbuild"  # of its operators
+REMEDY = "install g++, then install mtpbuild again, or build with --kernels stock"
+
+
+def find_library() -> Path | None:
+    """Return the library's file; None if the installation had no C++ compiler."""
+    path = Path(__file__).with_name(FILE)
+    return path if path.is_file() else None
+
+
+def library_for(layout: str, engine: Path) -> Path:
+    """Return the library for an engine whose weights are packed in this layout.
+
+    Raises EngineError if another version packed them, MissingDependencyError without a library.
+    """
+    if layout != LAYOUT:
+        raise EngineError(
+            f"{engine}: its weights are packed as {layout}, this mtpbuild reads {LAYOUT}; "
+            "rebuild the engine"
+        )
+    if (path := find_library()) is None:
+        raise MissingDependencyError(
+            f"{engine}: needs the library of CPU kernels, which is not built here: {REMEDY}"
+        )
+    return path

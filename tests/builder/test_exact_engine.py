@@ -1,0 +1,129 @@
+"""Engines of integer weights with our kernels: a result depends on tokens and weights alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mtpbuild.builder.build import build
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.targets.onnxruntime import OnnxOptions
+from mtpbuild.builder.weights.scheme import SCHEMES
+from mtpbuild.runtime import Engine, SamplingParams, cpu_library
+from mtpbuild.runtime.contract.manifest import read_manifest
+from mtpbuild.runtime.cpu_library import LAYOUT, find_library
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
+from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.isas import isas
+
+needs_library = pytest.mark.skipif(
+    find_library() is None, reason="there was no C++ compiler to build it"
+)
+MODELS = {"few": QUANTIZABLE, "many": QUANTIZABLE | {"n_routed_experts": 24}}
+KINDS = ["many-int4", pytest.param("few-int8", marks=pytest.mark.full)]
+LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
+Said = list[tuple[list[int], list[float]]]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Alone and without drafts; three at once with drafts, prompts in small pieces."""
+    torch.set_num_threads(1)
+    name, _, weights = request.param.partition("-")
+    place = tmp_path_factory.mktemp("exact")
+    folder = save_checkpoint(place / "model", make_predictable(**MODELS[name]), **MODELS[name])
+    scheme = SCHEMES[weights]
+    whole = BuildRequest(str(folder), max_seq_len=160, scheme=scheme, out=place / "alone")
+    requests = (
+        replace(whole, nextn=(0,), prefill_chunk=64),
+        replace(whole, nextn=(1,), prefill_chunk=5, max_batch=3, out=place / "many"),
+    )
+    return [built.folder for each in requests for built in build(each)]
+
+
+def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 61, LENGTHS[i % len(LENGTHS)]).tolist() for i in range(count)]
+    params = [
+        SamplingParams(
+            max_tokens=30 + i, ignore_eos=True, temperature=0.9 * (i % 2), seed=i, logprobs=1
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def said(engine: Path, count: int, at_once: bool, threads: int = 1) -> Said:
+    """Tokens and log-probabilities of each request."""
+    prompts, params = requests(count)
+    with Engine.load(engine, threads=threads) as loaded:
+        if at_once:
+            results = loaded.generate(prompts, params)
+        else:
+            results = [loaded.generate(*each) for each in zip(prompts, params, strict=True)]
+    return [
+        (list(result.token_ids), [token.logprob for token in result.logprobs or ()])
+        for result in results
+    ]
+
+
+def same(one: Said, other: Said) -> bool:
+    return all(a == b for a, b in zip(one, other, strict=True))
+
+
+@needs_library
+def test_alone_or_beside_others(engines: Sequence[Path]) -> None:
+    """Drafts, neighbours, pieces of a prompt and threads change no bit."""
+    alone, many = engines
+    wanted = said(alone, 12, at_once=False)
+    assert same(said(many, 12, at_once=True), wanted)
+    assert same(said(many, 12, at_once=False, threads=2), wanted)
+
+
+@needs_library
+def test_prefixes(engines: Sequence[Path]) -> None:
+    """A prompt that goes on from rows of another one says what it says from a cold start."""
+    _, many = engines
+    params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=1)
+    prompt = [5, 9, 40, 11, 3]
+    with (
+        Engine.load(many, threads=1, prefix_cache=True) as warm,
+        Engine.load(many, threads=1) as cold,
+    ):
+        for _ in range(5):
+            one, other = (engine.generate(prompt, params) for engine in (warm, cold))
+            assert one.token_ids == other.token_ids
+            assert one.logprobs == other.logprobs
+            prompt = [*prompt, *one.token_ids, 7]
+
+
+@needs_library
+def test_instruction_sets(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits by plain C++, AVX2 and AVX-512, as far as this machine has them."""
+    found = []
+    for isa in isas():
+        monkeypatch.setenv("MTPBUILD_CPU_ISA", isa)
+        found.append(said(engines[1], 4, at_once=True))
+    assert all(same(each, found[0]) for each in found[1:])
+
+
+@needs_library
+def test_the_manifest_names_the_layout(engines: Sequence[Path]) -> None:
+    assert {read_manifest(engine).build.cpu_layout for engine in engines} == {LAYOUT}
+
+
+@needs_library
+def test_refusals(engines: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_library, "LAYOUT", "panels64")
+    with pytest.raises(EngineError, match="packed as panels32, this mtpbuild reads panels64"):
+        Engine.load(engines[0])
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu_library, "FILE", "nothing.so")
+    with pytest.raises(MissingDependencyError, match="not built here: install g"):
+        Engine.load(engines[0])
+    with pytest.raises(UsageError, match="--kernels own: the library is not built here"):
+        load_target("onnxruntime").check(BuildRequest("x"), OnnxOptions(kernels="own"))
