@@ -38,7 +38,13 @@ ONNX: plugins.FacetTable = dict.fromkeys(
 )
 # Where a graph is for the CPU's library of kernels.
 CPU: plugins.FacetTable = dict.fromkeys(
-    (plugins.experts_packed, plugins.mla_attention, plugins.product_packed), "cpu"
+    (
+        plugins.experts_packed,
+        plugins.grouped_attention,
+        plugins.mla_attention,
+        plugins.product_packed,
+    ),
+    "cpu",
 )
 
 

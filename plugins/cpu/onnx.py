@@ -7,7 +7,7 @@ import torch
 from onnxscript.onnx_opset import opset24 as op
 from onnxscript.values import Op
 
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, contrib
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS, contrib
 
 DOMAIN = "mtpbuild"
 aten = torch.ops.aten
@@ -19,6 +19,11 @@ def operator(name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any]
 
 
 FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS})
+Attention = operator(
+    "Attention",
+    {"q": FLOATS, "cache": FLOATS, "fresh": FLOATS, "base": INTS, "first": INTS},
+    {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0},
+)
 Norm = operator("Norm", {"x": FLOATS, "weight": FLOATS}, {"epsilon": 0.0})
 
 
@@ -30,10 +35,12 @@ def matmul(x: Any, w: Any) -> Any:
     return FloatProduct(x, w) if is_weight(w) else op.MatMul(x, w)
 
 
-def is_weight(w: Any) -> bool:
-    """Tell whether no node computes it, but a cast to the type that it has; a pass drops that."""
-    node = w.producer()
-    return node is None or (node.op_type in ("Cast", "Identity") and is_weight(node.inputs[0]))
+def is_weight(value: Any) -> bool:
+    """Tell whether it is a parameter, maybe cast to the type that it has; a pass drops that."""
+    node = value.producer()
+    if node is None:
+        return value.name is not None and value.name.startswith("p_")  # as torch.export names them
+    return node.op_type in ("Cast", "Identity") and is_weight(node.inputs[0])
 
 
 def rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:

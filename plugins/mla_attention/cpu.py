@@ -2,20 +2,13 @@
 
 from typing import Any
 
-from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS
+from mtpbuild.plugins.cpu.onnx import Attention
 from mtpbuild.plugins.mla_attention.onnx import holds
-
-LatentAttention = operator(
-    "LatentAttention",
-    {"q": FLOATS, "cache": FLOATS, "fresh": FLOATS, "base": INTS, "first": INTS},
-    {"scale": 0.0, "latent": 0, "written": 0},
-)
 
 
 def mla_attention_cpu(
     q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, kv_lora_rank: int
 ) -> Any:
     """Write one node. It sees by itself which rows count, so no mask is made."""
-    sizes = {"scale": scale, "latent": kv_lora_rank, "written": int(holds(cache, fresh))}
-    return LatentAttention(q, cache, fresh, base, first, **sizes)
+    sizes = {"groups": 1, "values": 0, "latent": kv_lora_rank, "written": int(holds(cache, fresh))}
+    return Attention(q, cache, fresh, base, first, scale=scale, **sizes)

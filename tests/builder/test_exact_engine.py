@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,25 +19,38 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT, find_library
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.families import make_family, save_family
 from tests.support.isas import isas
 
 needs_library = pytest.mark.skipif(
     find_library() is None, reason="there was no C++ compiler to build it"
 )
-MODELS = {"few": QUANTIZABLE, "many": QUANTIZABLE | {"n_routed_experts": 24}}
-KINDS = ["many-int4", pytest.param("few-int8", marks=pytest.mark.full)]
+DEEPSEEK = {"few": QUANTIZABLE, "many": QUANTIZABLE | {"n_routed_experts": 24}}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+FAMILIES = {"glm-4.6": SIZES | {"moe_intermediate_size": 32}, "mimo": SIZES}
+KINDS: list[Any] = [
+    ("many", "int4"),
+    ("glm-4.6", "int8"),
+    pytest.param(("few", "int8"), marks=pytest.mark.full),
+    pytest.param(("mimo", "int4"), marks=pytest.mark.full),
+]
 LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
 Said = list[tuple[list[int], list[float]]]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+def save(folder: Path, name: str) -> Path:
+    if name in DEEPSEEK:
+        return save_checkpoint(folder, make_predictable(**DEEPSEEK[name]), **DEEPSEEK[name])
+    sizes = FAMILIES[name]
+    return save_family(folder, name, make_family(name, **sizes), **sizes)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Alone and without drafts; three at once with drafts, prompts in small pieces."""
     torch.set_num_threads(1)
-    name, _, weights = request.param.partition("-")
-    place = tmp_path_factory.mktemp("exact")
-    folder = save_checkpoint(place / "model", make_predictable(**MODELS[name]), **MODELS[name])
-    scheme = SCHEMES[weights]
+    (name, weights), place = request.param, tmp_path_factory.mktemp("exact")
+    folder, scheme = save(place / "model", name), SCHEMES[weights]
     whole = BuildRequest(str(folder), max_seq_len=160, scheme=scheme, out=place / "alone")
     requests = (
         replace(whole, nextn=(0,), prefill_chunk=64),

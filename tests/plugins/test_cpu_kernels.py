@@ -176,6 +176,9 @@ def test_norm(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-5, atol=1e-6)
 
 
+LATENT = {"groups": 1, "values": 0, "latent": 8, "written": 0}
+
+
 def attention_operands(
     rng: np.random.Generator, B: int, H: int, T: int, C: int, S: int, fresh: int
 ) -> dict[str, NDArray[Any]]:
@@ -216,30 +219,54 @@ def test_attention(
     """Fresh rows beside the cache or in it, tokens together or each alone."""
     given = attention_operands(np.random.default_rng(S), B, H, T, C, S, T)
     given["base"][0] = S - T
-    attributes: dict[str, Any] = {"scale": 0.3, "latent": latent, "written": 0}
-    got = same_everywhere(monkeypatch, "LatentAttention", given, **attributes)
+    attributes: dict[str, Any] = {"scale": 0.3, **LATENT, "latent": latent}
+    got = same_everywhere(monkeypatch, "Attention", given, **attributes)
     np.testing.assert_array_equal(got, attended(given, 0.3, latent))
 
     written = {name: array.copy() for name, array in given.items()}
     for b, base in enumerate(given["base"]):
         written["cache"][b, 0, base : base + T] = given["fresh"][b, 0]
-    in_cache = run("LatentAttention", written, **attributes | {"written": 1})
+    in_cache = run("Attention", written, **attributes | {"written": 1})
     np.testing.assert_array_equal(in_cache, got)
 
     for t in range(T):
         alone = dict(written, q=given["q"][:, :, t : t + 1].copy(), base=given["base"] + t)
-        one = run("LatentAttention", alone, threads=2, **attributes | {"written": 1})
+        one = run("Attention", alone, threads=2, **attributes | {"written": 1})
         np.testing.assert_array_equal(one, got[:, :, t : t + 1])
 
 
 def test_attention_by_definition() -> None:
     given = attention_operands(np.random.default_rng(1), 1, 8, 3, 80, 700, 3)
-    got = run("LatentAttention", given, scale=0.1, latent=64, written=0)
+    got = run("Attention", given, scale=0.1, **LATENT | {"latent": 64})
     from mtpbuild.plugins import mla_attention
 
     operands = [torch.from_numpy(given[name]) for name in ("q", "cache", "fresh", "base", "first")]
     wanted = mla_attention(*operands, 0.1, 64)
     np.testing.assert_allclose(got, wanted.numpy(), atol=2e-6)
+
+
+@pytest.mark.parametrize(("H", "G", "T", "S"), [(8, 2, 3, 90), (6, 6, 1, 40), (32, 4, 2, 600)])
+def test_grouped_attention(H: int, G: int, T: int, S: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group's heads attend to its own keys and values."""
+    D, rng = 12, np.random.default_rng(S)
+    given = attention_operands(rng, 2, H, T, 2 * G * D, S, T)
+    given["q"] = given["q"][..., :D].copy()
+    given["base"][0] = S - T
+    sizes = {"groups": G, "values": G * D, "latent": D, "written": 0}
+    got = same_everywhere(monkeypatch, "Attention", given, scale=0.4, **sizes)
+    per_group = H // G
+    for g in range(G):  # as latent attention over the group's values, then its keys
+        heads = slice(g * per_group, (g + 1) * per_group)
+        own = [*range((G + g) * D, (G + g + 1) * D), *range(g * D, (g + 1) * D)]
+        rows = {name: given[name][..., own].copy() for name in ("cache", "fresh")}
+        queries = np.concatenate([np.zeros_like(given["q"]), given["q"]], axis=-1)[:, heads]
+        wanted = attended(dict(given, q=queries, **rows), 0.4, D)
+        np.testing.assert_array_equal(got[:, heads], wanted)
+    from mtpbuild.plugins import grouped_attention
+
+    operands = [torch.from_numpy(given[name]) for name in ("q", "cache", "fresh", "base", "first")]
+    by_definition = grouped_attention(*operands, 0.4, G).numpy()
+    np.testing.assert_allclose(got, by_definition, atol=2e-6)
 
 
 def test_an_idle_slot_reads_nothing_outside() -> None:
@@ -248,7 +275,7 @@ def test_an_idle_slot_reads_nothing_outside() -> None:
     given["base"][:] = 20, 1 << 40, -5
     given["first"][:] = 0, 1 << 40, -(1 << 40)
     for written in (0, 1):
-        got = run("LatentAttention", given, scale=1.0, latent=8, written=written)
+        got = run("Attention", given, scale=1.0, **LATENT | {"written": written})
         assert np.isfinite(got).all()
 
 
@@ -362,13 +389,15 @@ def test_damaged_operands() -> None:
     with pytest.raises(Exception, match="mtpbuild Norm: "):
         run("Norm", {"x": x, "w": np.zeros(31, np.float32)}, epsilon=1e-6)
     given = attention_operands(rng, 2, 2, 1, 16, 40, 1)
-    shapes = {"q": (2, 2, 1, 15), "cache": (2, 2, 40, 16), "fresh": (1, 1, 1, 16)}
+    shapes = {"q": (2, 2, 1, 17), "cache": (2, 2, 40, 16), "fresh": (1, 1, 1, 16)}
     for name, shape in {**shapes, "base": (1,), "first": (2, 1)}.items():
-        with pytest.raises(Exception, match="mtpbuild LatentAttention: "):
-            run("LatentAttention", damaged(name, shape, given), scale=1.0, latent=8, written=0)
-    for latent in (0, 17, -1):
-        with pytest.raises(Exception, match="mtpbuild LatentAttention: "):
-            run("LatentAttention", given, scale=1.0, latent=latent, written=0)
+        with pytest.raises(Exception, match="mtpbuild Attention: "):
+            run("Attention", damaged(name, shape, given), scale=1.0, **LATENT)
+    wrong = [("latent", 0), ("latent", 17), ("latent", -1), ("latent", 1 << 62), ("groups", 0)]
+    wrong += [("groups", 2), ("groups", -1), ("values", -1), ("values", 9), ("values", 1 << 62)]
+    for name, value in wrong:
+        with pytest.raises(Exception, match="mtpbuild Attention: "):
+            run("Attention", given, scale=1.0, **LATENT | {name: value})
 
 
 @pytest.mark.parametrize("expert", [-1, 5, 1 << 62])

@@ -15,38 +15,38 @@ constexpr float LOWEST = -3.0e38f;    // of no score yet; finite, so that it can
 constexpr float FLOOR = -73.682724f;  // log(1e-32): no weight is a subnormal number
 
 template <int KEYS>
-void scores(const float* queries, int64_t width, const float* rows, float* out) {
+void scores(const mtp::Attention& a, const float* rows, float* out) {
   Floats sums[KEYS];
   for (int r = 0; r < KEYS; r++) sums[r] = same(0.0f);
-  for (int64_t k = 0; k < width; k++) {
-    Floats q = load(queries + 16 * k);
+  for (int64_t k = 0; k < a.width; k++) {
+    Floats q = load(a.queries + 16 * k);
 #pragma GCC unroll 16
-    for (int r = 0; r < KEYS; r++) sums[r] = fma(q, same(rows[r * width + k]), sums[r]);
+    for (int r = 0; r < KEYS; r++) sums[r] = fma(q, same(rows[r * a.stride + k]), sums[r]);
   }
   for (int r = 0; r < KEYS; r++) store(out + 16 * r, sums[r]);
 }
 
 // mixed[d] = mixed[d] * factor + sum of weights[r] * rows[r][d]
 template <int VALUES>
-void mix(const float* weights, Floats factor, const float* rows, int64_t width, int64_t count,
+void mix(const float* weights, Floats factor, const float* rows, int64_t stride, int64_t count,
          float* mixed) {
   Floats sums[VALUES];
   for (int d = 0; d < VALUES; d++) sums[d] = mul(load(mixed + 16 * d), factor);
   for (int64_t r = 0; r < count; r++) {
     Floats p = load(weights + 16 * r);
 #pragma GCC unroll 16
-    for (int d = 0; d < VALUES; d++) sums[d] = fma(p, same(rows[r * width + d]), sums[d]);
+    for (int d = 0; d < VALUES; d++) sums[d] = fma(p, same(rows[r * stride + d]), sums[d]);
   }
   for (int d = 0; d < VALUES; d++) store(mixed + 16 * d, sums[d]);
 }
 
 // Positions of one chunk that lie beside each other: in the cache, among the fresh rows, or copied.
 inline const float* chunk_rows(const mtp::Attention& a, int64_t at, int64_t end, float* copy) {
-  if (end <= a.base) return a.cache + at * a.width;
-  if (at >= a.base) return a.fresh + (at - a.base) * a.width;
-  int64_t old = (a.base - at) * a.width;
-  std::memcpy(copy, a.cache + at * a.width, old * sizeof(float));
-  std::memcpy(copy + old, a.fresh, (end - a.base) * a.width * sizeof(float));
+  if (end <= a.base) return a.cache + at * a.stride;
+  if (at >= a.base) return a.fresh + (at - a.base) * a.stride;
+  int64_t old = (a.base - at) * a.stride;
+  std::memcpy(copy, a.cache + at * a.stride, old * sizeof(float));
+  std::memcpy(copy + old, a.fresh, (end - a.base) * a.stride * sizeof(float));
   return copy;
 }
 
@@ -80,17 +80,19 @@ void attend(const mtp::Attention& a, int64_t begin, int64_t end, float* copy,
   for (int64_t at = begin; at < end; at += mtp::CHUNK) {
     int64_t last = at + mtp::CHUNK < end ? at + mtp::CHUNK : end, count = last - at;
     const float* rows = chunk_rows(a, at, last, copy);
+    const float *keys = rows + a.keys, *values = rows + a.values;
     int64_t r = 0;
     for (; r + TILE_KEYS <= count; r += TILE_KEYS)
-      scores<TILE_KEYS>(a.queries, a.width, rows + r * a.width, chunk + 16 * r);
-    for (; r < count; r++) scores<1>(a.queries, a.width, rows + r * a.width, chunk + 16 * r);
+      scores<TILE_KEYS>(a, keys + r * a.stride, chunk + 16 * r);
+    for (; r < count; r++) scores<1>(a, keys + r * a.stride, chunk + 16 * r);
     float visible[16];
     for (int i = 0; i < 16; i++) visible[i] = static_cast<float>(a.seen[i] - at);
     Floats factor = weigh(chunk, count, load(visible), out);
     int64_t d = 0;
     for (; d + TILE_KEYS <= a.latent; d += TILE_KEYS)
-      mix<TILE_KEYS>(chunk, factor, rows + d, a.width, count, out.mixed + 16 * d);
-    for (; d < a.latent; d++) mix<1>(chunk, factor, rows + d, a.width, count, out.mixed + 16 * d);
+      mix<TILE_KEYS>(chunk, factor, values + d, a.stride, count, out.mixed + 16 * d);
+    for (; d < a.latent; d++)
+      mix<1>(chunk, factor, values + d, a.stride, count, out.mixed + 16 * d);
   }
 }
 

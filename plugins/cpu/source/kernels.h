@@ -39,11 +39,12 @@ struct Panel {
 struct Attention {
   const float* queries;  // [width][LANES], scaled
   const int32_t* seen;   // [LANES]: the lane sees positions before it
-  const float* cache;    // [.., width]: positions before `base`
-  const float* fresh;    // [.., width]: positions from `base` on; may be null if none is seen
+  const float* cache;    // [.., stride]: positions before `base`
+  const float* fresh;    // [.., stride]: positions from `base` on; may be null if none is seen
   int64_t base;
-  int64_t width;   // of a row
-  int64_t latent;  // the first so many numbers of a row are its values
+  int64_t stride;          // of a row
+  int64_t keys, width;     // where its key is, and how wide
+  int64_t values, latent;  // where its values are, and how many
 };
 
 // A softmax under way: largest score, sum of weights and weighted sum of values, by lane.
@@ -68,7 +69,7 @@ struct Kernels {
   // x [count] -> x / rms(x) * weight
   void (*norm)(const float* x, const float* weight, int64_t count, float epsilon, float* out);
   // Attend to positions begin .. end - 1, at most SPLIT from a multiple of SPLIT on.
-  // `rows` is scratch for CHUNK * width floats.
+  // `rows` is scratch for CHUNK * stride floats, where old and fresh rows meet.
   void (*attend)(const Attention&, int64_t begin, int64_t end, float* rows, const Partial& out);
   // Fold a later partial into an earlier one.
   void (*fold)(const Partial& into, const Partial& later, int64_t latent);

@@ -304,107 +304,126 @@ struct Circle {
   }
 };
 
-// Latent attention: q [B, H, T, C], cache [B, 1, S, C], fresh [B, 1, F, C], base [B], first [B].
+// q [B, H, T, C], cache [B, 1, S, R], fresh [B, 1, F, R], base [B], first [B] -> [B, H, T, latent].
+//
 // Query t sees the cache's rows before base and the fresh rows up to first + t, whose positions
-// begin at base -> [B, H, T, latent]. `written`: the fresh rows lie in the cache from base on.
-struct LatentAttention {
-  static constexpr const char* name = "LatentAttention";
+// begin at base. `written`: the fresh rows lie in the cache from base on. A row has a key of C
+// numbers for each of `groups` heads, then or among them, from number `values` on, `latent` values
+// for each. H / groups query heads beside each other share one.
+struct Attention {
+  static constexpr const char* name = "Attention";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::INT64,
                                          ort::INT64};
   const Kernels& k;
   float scale;
-  int64_t latent;
+  int64_t groups, values, latent;
   bool written;
 
-  LatentAttention(const Kernels& k, const ort::Info* info)
+  Attention(const Kernels& k, const ort::Info* info)
       : k(k),
         scale(ort::float_attribute(info, "scale")),
+        groups(attribute(info, "groups")),
+        values(attribute(info, "values")),
         latent(attribute(info, "latent")),
         written(attribute(info, "written") != 0) {}
-
-  struct Shape {
-    int64_t slots, heads, tokens, width, rows, fresh;
-    int64_t groups() const { return up(heads * tokens, LANES); }
-  };
 
   void compute(ort::Context* context) const {
     Tensor q = ort::input(context, 0), cache = ort::input(context, 1);
     Tensor fresh = ort::input(context, 2), base = ort::input(context, 3);
     Tensor first = ort::input(context, 4);
-    need(q.rank() == 4 && cache.rank() == 4 && fresh.rank() == 4, name, "operands have 4 axes");
-    Shape s{q.shape[0], q.shape[1], q.shape[2], q.shape[3], cache.shape[2], fresh.shape[2]};
-    auto rows_fit = [&](const Tensor& rows) {
-      return rows.shape[0] == s.slots && rows.shape[1] == 1 && rows.shape[3] == s.width;
-    };
-    need(rows_fit(cache) && rows_fit(fresh), name,
-         "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
-    need(latent > 0 && latent <= s.width, name, std::to_string(latent) + " values of a row");
-    std::vector<int64_t> slots{s.slots};
+    Job job = checked(q, cache, fresh);
+    std::vector<int64_t> slots{job.slots};
     need(base.shape == slots && first.shape == slots, name, "no place for each slot");
-    float* y = ort::output(context, {s.slots, s.heads, s.tokens, latent});
-    int64_t most = 0;
+    job.y = ort::output(context, {job.slots, job.heads, job.tokens, latent});
     std::vector<Lanes> lanes;
-    for (int64_t i = 0; i < s.slots * s.groups(); i++) {
-      lanes.push_back(look(s, i, base.data<int64_t>(), first.data<int64_t>()));
+    int64_t most = 0, sixteens = up(job.queries(), LANES);
+    for (int64_t i = 0; i < job.slots * groups * sixteens; i++) {
+      lanes.push_back(look(job, i, base.data<int64_t>(), first.data<int64_t>()));
       most = std::max(most, lanes.back().end);
     }
-    int64_t work = s.slots * s.heads * s.tokens * most * (s.width + latent);
-    Job job{s, q.data<float>(), cache.data<float>(), fresh.data<float>(), y};
-    run(context, job, lanes, work);
+    int64_t width = job.width + latent;
+    run(context, job, lanes, job.slots * job.heads * job.tokens * most * width);
   }
 
  private:
   struct Job {
-    Shape s;
+    int64_t slots, heads, tokens, width, stride, rows, fresh_rows, per_group;
     const float *q, *cache, *fresh;
     float* y;
+    // Of a slot and a group: query i is token i / per_group.
+    int64_t queries() const { return per_group * tokens; }
+    int64_t place(int64_t slot, int64_t group, int64_t query) const {
+      int64_t head = group * per_group + query % per_group;
+      return (slot * heads + head) * tokens + query / per_group;
+    }
   };
-  // 16 queries of a slot: query i of them is token i / heads, head i % heads.
+  // 16 queries of a slot and a group.
   struct Lanes {
-    int64_t slot, first, base, end;
+    int64_t slot, group, first, base, end;
     int32_t seen[LANES];
   };
 
-  // Where a group's queries look. A slot that idles may point anywhere: it is kept inside.
-  Lanes look(const Shape& s, int64_t group, const int64_t* base, const int64_t* first) const {
-    Lanes lanes{group / s.groups(), group % s.groups() * LANES, 0, 0, {}};
-    int64_t from = std::max<int64_t>(0, min(base[lanes.slot], s.rows));
-    lanes.base = written ? s.rows : from;
-    int64_t limit = written ? s.rows : from + s.fresh;
+  Job checked(const Tensor& q, const Tensor& cache, const Tensor& fresh) const {
+    need(q.rank() == 4 && cache.rank() == 4 && fresh.rank() == 4, name, "operands have 4 axes");
+    Job job{};
+    job.slots = q.shape[0], job.heads = q.shape[1], job.tokens = q.shape[2];
+    job.width = q.shape[3], job.stride = cache.shape[3];
+    job.rows = cache.shape[2], job.fresh_rows = fresh.shape[2];
+    auto fit = [&](const Tensor& rows) {
+      return rows.shape[0] == job.slots && rows.shape[1] == 1 && rows.shape[3] == job.stride;
+    };
+    int64_t most = job.stride;  // so that no product below overflows
+    bool inside = groups > 0 && groups <= most && latent > 0 && latent <= most && values >= 0 &&
+                  values <= most && job.width <= most && job.heads % groups == 0 &&
+                  groups * job.width <= most && values + groups * latent <= most;
+    need(fit(cache) && fit(fresh) && inside, name,
+         "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
+    need(job.rows <= INT32_MAX && job.fresh_rows <= INT32_MAX, name, "too many rows");
+    job.per_group = job.heads / groups;
+    job.q = q.data<float>(), job.cache = cache.data<float>(), job.fresh = fresh.data<float>();
+    return job;
+  }
+
+  // Where 16 queries look. A slot that idles may point anywhere: it is kept inside.
+  Lanes look(const Job& job, int64_t number, const int64_t* base, const int64_t* first) const {
+    int64_t sixteens = up(job.queries(), LANES), group = number / sixteens;
+    Lanes lanes{group / groups, group % groups, number % sixteens * LANES, 0, 0, {}};
+    int64_t from = std::max<int64_t>(0, min(base[lanes.slot], job.rows));
+    lanes.base = written ? job.rows : from;
+    int64_t limit = written ? job.rows : min<int64_t>(from + job.fresh_rows, INT32_MAX);
     int64_t offset = std::max<int64_t>(0, min(first[lanes.slot], limit));
-    for (int64_t i = 0; i < LANES && lanes.first + i < s.heads * s.tokens; i++) {
-      int64_t seen = min(limit, from + offset + (lanes.first + i) / s.heads + 1);
+    for (int64_t i = 0; i < LANES && lanes.first + i < job.queries(); i++) {
+      int64_t seen = min(limit, from + offset + (lanes.first + i) / job.per_group + 1);
       lanes.seen[i] = static_cast<int32_t>(seen);
       lanes.end = std::max(lanes.end, seen);
     }
     return lanes;
   }
 
-  // Few groups share out their splits too, many do them one behind the other; the sums are the
-  // same.
+  // Few lanes share out their splits too, many do them one behind the other; sums are the same.
   void run(ort::Context* context, const Job& job, const std::vector<Lanes>& lanes,
            int64_t work) const {
-    int64_t groups = static_cast<int64_t>(lanes.size()), splits = 1;
+    int64_t count = static_cast<int64_t>(lanes.size()), splits = 1;
     for (const Lanes& each : lanes) splits = std::max(splits, up(each.end, mtp::SPLIT));
     int64_t size = (2 + latent) * LANES;
-    if (groups >= 16 || splits == 1) {
-      tasks(context, groups, work, [&](int64_t g) {
+    if (count >= 16 || splits == 1) {
+      tasks(context, count, work, [&](int64_t i) {
         auto parts = scratch<float>(2 * size);
-        attend_all(job, lanes[g], partial(&parts[0]), partial(&parts[size]));
-        finish(job, lanes[g], partial(&parts[0]));
+        attend_all(job, lanes[i], partial(&parts[0]), partial(&parts[size]));
+        finish(job, lanes[i], partial(&parts[0]));
       });
       return;
     }
-    auto parts = scratch<float>(groups * splits * size);
-    tasks(context, groups * splits, work, [&](int64_t t) {
-      if (t % splits * mtp::SPLIT < std::max<int64_t>(lanes[t / splits].end, 1))
+    auto parts = scratch<float>(count * splits * size);
+    tasks(context, count * splits, work, [&](int64_t t) {
+      if (t % splits == 0 || t % splits * mtp::SPLIT < lanes[t / splits].end)
         attend(job, lanes[t / splits], t % splits, partial(&parts[t * size]));
     });
-    tasks(context, groups, groups * splits * latent * LANES, [&](int64_t g) {
-      mtp::Partial into = partial(&parts[g * splits * size]);
-      for (int64_t i = 1; i * mtp::SPLIT < lanes[g].end; i++)
-        k.fold(into, partial(&parts[(g * splits + i) * size]), latent);
-      finish(job, lanes[g], into);
+    tasks(context, count, count * splits * latent * LANES, [&](int64_t i) {
+      mtp::Partial into = partial(&parts[i * splits * size]);
+      for (int64_t n = 1; n * mtp::SPLIT < lanes[i].end; n++)
+        k.fold(into, partial(&parts[(i * splits + n) * size]), latent);
+      finish(job, lanes[i], into);
     });
   }
 
@@ -414,34 +433,40 @@ struct LatentAttention {
 
   void attend_all(const Job& job, const Lanes& lanes, mtp::Partial into, mtp::Partial next) const {
     attend(job, lanes, 0, into);
-    for (int64_t i = 1; i * mtp::SPLIT < lanes.end; i++) {
-      attend(job, lanes, i, next);
+    for (int64_t n = 1; n * mtp::SPLIT < lanes.end; n++) {
+      attend(job, lanes, n, next);
       k.fold(into, next, latent);
     }
   }
 
   void attend(const Job& job, const Lanes& lanes, int64_t split, const mtp::Partial& out) const {
-    const Shape& s = job.s;
-    auto queries = scratch<float>(s.width * LANES);
-    auto copy = scratch<float>(mtp::CHUNK * s.width);
+    auto queries = scratch<float>(job.width * LANES);
     for (int64_t i = 0; i < LANES; i++) {
-      int64_t query = lanes.first + i, token = query / s.heads, head = query % s.heads;
-      bool there = query < s.heads * s.tokens;
-      const float* row = job.q + ((lanes.slot * s.heads + head) * s.tokens + token) * s.width;
-      for (int64_t c = 0; c < s.width; c++) queries[c * LANES + i] = there ? row[c] * scale : 0.0f;
+      bool there = lanes.first + i < job.queries();
+      int64_t place = there ? job.place(lanes.slot, lanes.group, lanes.first + i) : 0;
+      const float* row = job.q + place * job.width;
+      for (int64_t c = 0; c < job.width; c++)
+        queries[c * LANES + i] = there ? row[c] * scale : 0.0f;
     }
-    const float* cache = job.cache + lanes.slot * s.rows * s.width;
-    const float* fresh = job.fresh + lanes.slot * s.fresh * s.width;
-    mtp::Attention a{queries.get(), lanes.seen, cache, fresh, lanes.base, s.width, latent};
-    int64_t begin = split * mtp::SPLIT;
-    k.attend(a, begin, min(lanes.end, begin + mtp::SPLIT), copy.get(), out);
+    int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
+    bool meet = begin < lanes.base && lanes.base < end;
+    auto copy = scratch<float>(meet ? mtp::CHUNK * job.stride : 0);
+    mtp::Attention a{queries.get(),
+                     lanes.seen,
+                     job.cache + lanes.slot * job.rows * job.stride,
+                     job.fresh + lanes.slot * job.fresh_rows * job.stride,
+                     lanes.base,
+                     job.stride,
+                     lanes.group * job.width,
+                     job.width,
+                     values + lanes.group * latent,
+                     latent};
+    k.attend(a, begin, end, copy.get(), out);
   }
 
   void finish(const Job& job, const Lanes& lanes, const mtp::Partial& done) const {
-    const Shape& s = job.s;
-    for (int64_t i = 0; i < LANES && lanes.first + i < s.heads * s.tokens; i++) {
-      int64_t token = (lanes.first + i) / s.heads, head = (lanes.first + i) % s.heads;
-      float* row = job.y + ((lanes.slot * s.heads + head) * s.tokens + token) * latent;
+    for (int64_t i = 0; i < LANES && lanes.first + i < job.queries(); i++) {
+      float* row = job.y + job.place(lanes.slot, lanes.group, lanes.first + i) * latent;
       float total = done.total[i], factor = total > 0.0f ? 1.0f / total : 0.0f;
       for (int64_t d = 0; d < latent; d++) row[d] = done.mixed[d * LANES + i] * factor;
     }
@@ -518,10 +543,9 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
                        base->version());
   }
   return guarded([&] {
-    static const ort::CustomOp ops[] = {declared<Product>(),         declared<FloatProduct>(),
-                                        declared<Experts>(),         declared<Norm>(),
-                                        declared<LatentAttention>(), declared<Circle<true>>(),
-                                        declared<Circle<false>>()};
+    static const ort::CustomOp ops[] = {
+        declared<Product>(),   declared<FloatProduct>(), declared<Experts>(),      declared<Norm>(),
+        declared<Attention>(), declared<Circle<true>>(), declared<Circle<false>>()};
     static ort::Domain* domain = [] {
       ort::Domain* made = nullptr;
       ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &made));
