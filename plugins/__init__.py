@@ -16,6 +16,7 @@ from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
 from mtpbuild.plugins.experts.op import experts as experts
 from mtpbuild.plugins.experts_nbits.op import experts_nbits as experts_nbits
 from mtpbuild.plugins.experts_packed.op import experts_packed as experts_packed
+from mtpbuild.plugins.gated_packed.op import gated_packed as gated_packed
 from mtpbuild.plugins.gated_product.op import gated_product as gated_product
 from mtpbuild.plugins.grouped_attention.op import grouped_attention as grouped_attention
 from mtpbuild.plugins.kv_write.op import kv_write as kv_write

@@ -40,6 +40,7 @@ ONNX: plugins.FacetTable = dict.fromkeys(
 CPU: plugins.FacetTable = dict.fromkeys(
     (
         plugins.experts_packed,
+        plugins.gated_packed,
         plugins.grouped_attention,
         plugins.mla_attention,
         plugins.product_packed,

@@ -1,5 +1,6 @@
 """The CPU's kernels, through onnxruntime: their arithmetic to the bit, and what they refuse."""
 
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from mtpbuild.runtime.cpu_library import DOMAIN, find_library
 from tests.support import exact
 from tests.support.isas import isas
 
-LIBRARY = find_library()
+SANITIZED = os.environ.get("SANITIZED_CPU_LIBRARY")  # `test_sanitizers` sets it
+LIBRARY = Path(SANITIZED) if SANITIZED else find_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 SOURCE = Path(__file__).parents[2] / "plugins/cpu/source"
 ISAS = ("plain", "avx2", "avx512")
@@ -48,6 +50,7 @@ def session(op: str, given: Arrays, threads: int = 1, **attributes: Any) -> ort.
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.enable_cpu_mem_arena = False  # so that a sanitizer sees where a result ends
     options.register_custom_ops_library(str(LIBRARY))
     return ort.InferenceSession(model.SerializeToString(), options)
 
@@ -139,6 +142,18 @@ def test_many_rows(bits: int) -> None:
     """A prompt's rows go in several pieces."""
     given, wanted = product_operands(bits, 600, 96, 1024)
     np.testing.assert_array_equal(run("Product", given, threads=2, N=96), wanted)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("M", "inner", "K"), [(1, 32, 64), (7, 96, 192), (100, 64, 96)])
+def test_gated_products(
+    bits: int, M: int, inner: int, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, both = product_operands(bits, M, 2 * inner, K)
+    got = same_everywhere(monkeypatch, "GatedProduct", given, N=2 * inner)
+    np.testing.assert_array_equal(got, exact.gated(both[:, :inner], both[:, inner:]))
+    with pytest.raises(Exception, match="mtpbuild GatedProduct: "):
+        run("GatedProduct", given, N=2 * inner - 1)
 
 
 @pytest.mark.parametrize(
@@ -453,3 +468,42 @@ def test_instruction_sets_share_no_function() -> None:
             seen |= set(re.findall(r"#include <(.*)>", text))
             files += re.findall(r'#include "(.*)"', text)
         assert seen <= {"cmath", "cstddef", "cstdint", "cstring", "immintrin.h"}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(SANITIZED is not None, reason="it is this test that runs the others")
+def test_sanitizers(tmp_path: Path) -> None:
+    """All of these tests, with every access and every operation of integers looked at."""
+    objects, flags = [], ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
+    for name, own in setup_flags().items():
+        objects.append(tmp_path / f"{name}.o")
+        command = ["g++", "-std=c++17", "-fPIC", "-ffp-contract=off", *own, *flags, "-O1"]
+        subprocess.run([*command, "-c", SOURCE / name, "-o", objects[-1]], check=True)
+    library = tmp_path / "sanitized.so"
+    subprocess.run(["g++", "-shared", *flags, *objects, "-o", library], check=True)
+    runtimes = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True)
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    preload = " ".join(each.stdout.strip() for each in runtimes)
+    environment = os.environ | {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        command,
+        env=environment | {"SANITIZED_CPU_LIBRARY": str(library)},
+        capture_output=True,
+        text=True,
+        cwd=SOURCE.parents[2],
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def setup_flags() -> dict[str, list[str]]:
+    """What setup.py compiles each file with."""
+    text = (SOURCE.parents[2] / "setup.py").read_text()
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("setuptools.setup", lambda **_: None)
+        patch.chdir(SOURCE.parents[2])
+        exec(compile(text, "setup.py", "exec"), names)
+    return dict(names["FLAGS"])

@@ -10,6 +10,7 @@ from mtpbuild.plugins import (
     dequantise_scaled,
     experts_nbits,
     experts_packed,
+    gated_packed,
     matmul_nbits,
     matmul_scaled,
     product_packed,
@@ -46,6 +47,12 @@ class PackedBlocks(nn.Module):
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return product_packed(x, self.values, self.scales, self.outputs)
+
+    def gated(self, x: Tensor) -> Tensor | None:
+        """Return silu(gate) * up of gates, then ups; None: these are no whole panels."""
+        if self.outputs % (2 * PANEL):
+            return None
+        return gated_packed(x, self.values, self.scales, self.outputs)
 
 
 class HeadBlocks(nn.ModuleList):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtpbuild.builder.models.common.blocks import PackedBlocks
 from mtpbuild.builder.models.common.collectives import all_reduce, own_part, rank_constant
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
@@ -127,11 +128,15 @@ class MLP(Kernels):
         return self.inner(x) @ self.down_proj
 
     def inner(self, x: Tensor) -> Tensor:
-        """x [.., E] -> [.., I]; for a step's few tokens and a plain weight an op does it."""
+        """x [.., E] -> [.., I]; an op does it for a packed weight, or few tokens."""
         if self.fused and isinstance(self.gate_up_proj, Tensor):
             tokens = math.prod(x.shape[:-1])  # a symbol where slots or a prompt's chunk are open
             if isinstance(tokens, int) and tokens <= MAX_TOKENS:
                 return gated_product(x, self.gate_up_proj)
+        if isinstance(self.gate_up_proj, PackedBlocks):
+            gated = self.gate_up_proj.gated(x)
+            if gated is not None:
+                return gated
         gate, up = (x @ self.gate_up_proj).chunk(2, dim=-1)
         return F.silu(gate) * up
 

@@ -136,6 +136,54 @@ struct Product {
   }
 };
 
+// silu(x @ gates) * (x @ ups): x [.., K], a weight of N outputs, gates first -> [.., N / 2].
+struct GatedProduct {
+  static constexpr const char* name = "GatedProduct";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16};
+  const Kernels& k;
+  int64_t outputs;
+
+  GatedProduct(const Kernels& k, const ort::Info* info) : k(k), outputs(attribute(info, "N")) {}
+
+  void compute(ort::Context* context) const {
+    Tensor x = ort::input(context, 0);
+    Weight w(name, ort::input(context, 1), ort::input(context, 2), 3, outputs);
+    need(x.rank() > 0 && x.last() == w.inputs() && outputs % (2 * PANEL) == 0, name,
+         "rows " + x.text() + " times " + std::to_string(w.inputs()) + " inputs, " +
+             std::to_string(outputs) + " outputs");
+    int64_t rows = x.count(0, x.rank() - 1), inner = outputs / 2, panels = w.panels / 2;
+    std::vector<int64_t> shape = x.shape;
+    shape.back() = inner;
+    float* y = ort::output(context, shape);
+    auto blocks = rounded(k, context, x.data<float>(), rows, w.blocks);
+    int64_t step = std::max<int64_t>(1, min<int64_t>(4, panels / 16));
+    tasks(context, up(panels, step), rows * w.inputs() * outputs, [&](int64_t t) {
+      for (int64_t first = 0; first < rows; first += SOME)
+        for (int64_t p = t * step; p < min(panels, (t + 1) * step); p++)
+          panel(w, p, panels, min(SOME, rows - first), &blocks[first * w.blocks],
+                y + first * inner + p * PANEL);
+    });
+  }
+
+ private:
+  static constexpr int64_t SOME = 48;
+
+  void panel(const Weight& w, int64_t p, int64_t panels, int64_t rows, const InputBlock* blocks,
+             float* y) const {
+    alignas(64) float ups[SOME][PANEL];
+    const InputBlock* in[SOME];
+    float *gate[SOME], *up[SOME];
+    for (int64_t i = 0; i < rows; i++) {
+      in[i] = blocks + i * w.blocks;
+      gate[i] = y + i * panels * PANEL;
+      up[i] = ups[i];
+    }
+    multiply(k, w, w.panel(0, p), PANEL, rows, in, gate);
+    multiply(k, w, w.panel(0, panels + p), PANEL, rows, in, up);
+    for (int64_t i = 0; i < rows; i++) k.gated(gate[i], up[i], PANEL);
+  }
+};
+
 // x [.., K] times fp32 [K, N] -> [.., N]; or x [B, H, T, K] times [H, K, N] -> [B, H, T, N].
 struct FloatProduct {
   static constexpr const char* name = "FloatProduct";
@@ -543,9 +591,10 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
                        base->version());
   }
   return guarded([&] {
-    static const ort::CustomOp ops[] = {
-        declared<Product>(),   declared<FloatProduct>(), declared<Experts>(),      declared<Norm>(),
-        declared<Attention>(), declared<Circle<true>>(), declared<Circle<false>>()};
+    static const ort::CustomOp ops[] = {declared<Product>(),      declared<GatedProduct>(),
+                                        declared<FloatProduct>(), declared<Experts>(),
+                                        declared<Norm>(),         declared<Attention>(),
+                                        declared<Circle<true>>(), declared<Circle<false>>()};
     static ort::Domain* domain = [] {
       ort::Domain* made = nullptr;
       ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &made));

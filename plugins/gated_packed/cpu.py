@@ -1,0 +1,12 @@
+"""gated_packed as an operator of the CPU's library."""
+
+from typing import Any
+
+from mtpbuild.plugins.cpu.onnx import operator
+from mtpbuild.plugins.matmul_nbits.onnx import BYTES, FLOATS, HALVES
+
+GatedProduct = operator("GatedProduct", {"x": FLOATS, "values": BYTES, "scales": HALVES}, {"N": 0})
+
+
+def gated_packed_cpu(x: Any, values: Any, scales: Any, outputs: int) -> Any:
+    return GatedProduct(x, values, scales, N=outputs)

@@ -1,0 +1,22 @@
+"""gated_packed: silu(gate) * up of an MLP, with a weight in the layout of the CPU's kernels."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpbuild.plugins.product_packed.op import unpacked
+
+
+@torch.library.custom_op("mtpbuild::gated_packed", mutates_args=())
+def gated_packed(x: Tensor, values: Tensor, scales: Tensor, outputs: int) -> Tensor:
+    """Compute silu(gate(x)) * up(x) of x [.., K] -> fp32 [.., outputs / 2].
+
+    The weight is `product_packed`'s, its first half the gates; outputs is a multiple of 64.
+    """
+    gate, up = (x @ unpacked(values, scales, outputs).T).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+gated_packed.register_fake(
+    lambda x, values, scales, outputs: x.new_empty(*x.shape[:-1], outputs // 2)
+)
