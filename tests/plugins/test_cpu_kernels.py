@@ -487,7 +487,7 @@ def test_sanitizers(tmp_path: Path) -> None:
     ]
     preload = " ".join(each.stdout.strip() for each in runtimes)
     environment = os.environ | {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-xsq", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(
         command,
         env=environment | {"SANITIZED_CPU_LIBRARY": str(library)},
