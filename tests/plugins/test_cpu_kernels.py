@@ -471,13 +471,25 @@ def test_instruction_sets_share_no_function() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.skipif(SANITIZED is not None, reason="it is about the sources")
+@pytest.mark.parametrize("name", ["ops.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp"])
+def test_warnings_are_errors(name: str, tmp_path: Path) -> None:
+    common, own = setup_flags()
+    source, to = str(SOURCE / name), str(tmp_path / "o")
+    command = ["g++", *common, *own[name], "-Werror", "-c", source, "-o", to]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:3000]
+
+
+@pytest.mark.full
 @pytest.mark.skipif(SANITIZED is not None, reason="it is this test that runs the others")
 def test_sanitizers(tmp_path: Path) -> None:
     """All of these tests, with every access and every operation of integers looked at."""
     objects, flags = [], ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
-    for name, own in setup_flags().items():
+    common, files = setup_flags()
+    for name, own in files.items():
         objects.append(tmp_path / f"{name}.o")
-        command = ["g++", "-std=c++17", "-fPIC", "-ffp-contract=off", *own, *flags, "-O1"]
+        command = ["g++", *common, *own, *flags, "-O1"]
         subprocess.run([*command, "-c", SOURCE / name, "-o", objects[-1]], check=True)
     library = tmp_path / "sanitized.so"
     subprocess.run(["g++", "-shared", *flags, *objects, "-o", library], check=True)
@@ -498,12 +510,12 @@ def test_sanitizers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-def setup_flags() -> dict[str, list[str]]:
-    """What setup.py compiles each file with."""
+def setup_flags() -> tuple[list[str], dict[str, list[str]]]:
+    """What setup.py compiles all files with, and each."""
     text = (SOURCE.parents[2] / "setup.py").read_text()
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("setuptools.setup", lambda **_: None)
         patch.chdir(SOURCE.parents[2])
         exec(compile(text, "setup.py", "exec"), names)
-    return dict(names["FLAGS"])
+    return names["COMMON"], names["FLAGS"]
