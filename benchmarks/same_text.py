@@ -2,12 +2,14 @@
 
     python benchmarks/same_text.py [--work runs/same_text] [--texts 12] [--tokens 70]
 
-For fp32, int8 and int4 it builds nextn 0 and 3 and continues the same prompts with both. Every
-third request is greedy; the others are sampled at temperature 0.8 with a seed. Besides equal texts
-it counts texts whose log-probabilities are all equal to the bit.
+For fp32, and for int8 and int4 with our kernels and with onnxruntime's, it builds nextn 0 and 3 and
+continues the same prompts with both. Every third request is greedy; the others are sampled at
+temperature 0.8 with a seed. Besides equal texts it counts texts whose log-probabilities are all
+equal to the bit.
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +22,9 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, Result, SamplingParams
 
-FORMATS, NEXTN = (None, "int8", "int4"), 3
+NEXTN = 3
+# Weights, and the kernels that fp32 has no choice of.
+FORMATS = ((None, None), ("int8", "own"), ("int4", "own"), ("int8", "stock"), ("int4", "stock"))
 
 
 def results(folder: Path, texts: int, tokens: int) -> list[Result]:
@@ -37,16 +41,18 @@ def results(folder: Path, texts: int, tokens: int) -> list[Result]:
 
 def compare(work: Path, texts: int, tokens: int) -> Table:
     """Builds both engines of each format and compares them; returns a row for each format."""
-    table = Table("weights", "same tokens", "same log-probabilities")
-    for weights in FORMATS:
-        out = work / (weights or "fp32")
-        build(BuildRequest("deepseek-tiny", (0, NEXTN), out=out, scheme=build_scheme(weights)))
+    table = Table("weights", "kernels", "same tokens", "same log-probabilities")
+    for weights, kernels in FORMATS:
+        out = work / f"{weights or 'fp32'}_{kernels or 'stock'}"
+        request = BuildRequest("deepseek-tiny", (0, NEXTN), out=out, scheme=build_scheme(weights))
+        build(replace(request, options={"kernels": kernels} if kernels else {}))
         engines = sorted(path.parent for path in out.glob("*/engine.json"))
         plain, drafted = (results(folder, texts, tokens) for folder in engines)
         pairs = list(zip(plain, drafted, strict=True))
         same = sum(a.token_ids == b.token_ids for a, b in pairs)
         bits = sum(a.logprobs == b.logprobs for a, b in pairs)
-        table.add_row(weights or "fp32", f"{same} of {texts}", f"{bits} of {texts}")
+        found = f"{same} of {texts}", f"{bits} of {texts}"
+        table.add_row(weights or "fp32", kernels or "stock", *found)
     return table
 
 

@@ -72,7 +72,7 @@ class Bench:
         style = target.style(options, config)
         return Plan(
             config,
-            *(nextn, drafter, 1, length, 8),  # type: ignore[arg-type]
+            *(nextn, drafter, 1, length, 8),
             style,
             self.case.ranks,
             compute_capabilities=gpus,

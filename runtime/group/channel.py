@@ -207,8 +207,9 @@ def _typed(said: dict[str, Any]) -> Any:
     if "array" in said:
         return np.array(said["array"], said["dtype"])
     if "controls" in said:
-        fields = said["controls"].items()
-        return Controls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields})
+        items = said["controls"].items()
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in items}
+        return Controls(**fields)
     return said
 
 

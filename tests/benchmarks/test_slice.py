@@ -104,8 +104,8 @@ def test_weights_of_a_published_checkpoint(
 ) -> None:
     """Experts and MLPs stay in its format, as in an engine, and the parts make up a step."""
     case = replace(on_gpu("slices").small((2,)), weights=weights)
-    kept = on_gpu("random_model").kept_weights(case)
-    assert {f"layers.{i}.mlp.{p}" for i in (0, 1) for p in ("gate_up_proj", "down_proj")} <= {*kept}
+    kept = {weight.name for weight in on_gpu("random_model").quantised_weights(case)}
+    assert {f"layers.{i}.mlp.{p}" for i in (0, 1) for p in ("gate_up_proj", "down_proj")} <= kept
     assert ("mtp.0.mlp.down_proj" in kept) == module
     bench = on_gpu("slice_bench").Bench(case, on_gpu("machine").Machine("cpu"), False, tmp_path)
     assert section.composition_error(bench, 2) < 1e-4

@@ -264,7 +264,7 @@ def test_above_temperature_0(here: Path) -> None:
             2,
             "--relaxed-topk 'x' is not a list of numbers such as 2,5,10",
         ),
-        ("--engine engine --spec-decode-nextn 2", 2, "asks for nextn 2, the engine was built for"),
+        ("--engine engine --spec-decode-nextn 2", 2, "asks for nextn 2, the engine was built with"),
         ("--engine engine --out task.jsonl", 2, "--out task.jsonl: can't write there"),
         (
             "--engine engine --temperature 1 --rejection-sample-method synthetic "

@@ -53,7 +53,7 @@ def test_steps_are_the_same(nextn: int, drafter: DrafterName | None) -> None:
     plan = Plan(reference.config, nextn, drafter, SLOTS, 100, 4, FIXED)
     plain, own = (
         make_programs(p, lower(reference))[2]
-        for p in (plan, replace(plan, style=style_of("tensorrt")))
+        for p in (plan, replace(plan, style=style_of("tensorrt", dtype="float32")))
     )
     torch.manual_seed(1)
     state = {s.name: torch.zeros(s.shape, dtype=getattr(torch, s.dtype)) for s in state_specs(plan)}

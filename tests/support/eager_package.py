@@ -90,6 +90,6 @@ def manifest_of(plan: Plan, programs: tuple[Program, ...]) -> Manifest:
         compute_capabilities=("9.0",),
     )
     files = {"weights.safetensors": FileSpec(size=5 * 10**9, sha256="")}
-    return manifest.model_copy(
-        update={"programs": specs, "state": tuple(state.values()), "target": target, "files": files}
-    )
+    build = manifest.build.model_copy(update={"capacity": plan.capacity})
+    found = {"build": build, "programs": specs, "state": tuple(state.values())}
+    return manifest.model_copy(update=found | {"target": target, "files": files})
