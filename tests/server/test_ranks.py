@@ -15,6 +15,8 @@ import pytest
 
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.runtime import Engine
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import RankError
 from mtpbuild.runtime.group.start import TIMEOUT
 from mtpbuild.runtime.server.service import Service, Settings
@@ -33,6 +35,13 @@ class Abandoned(FakePrograms):
     """Programs that another rank runs too, until it is gone."""
 
     failure: str | None = None
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
+        self.features |= {Feature.SHARE}
+
+    def close(self) -> None:
+        """There is no other process to be told."""
 
 
 def test_a_rank_is_missed_though_nobody_asks() -> None:
