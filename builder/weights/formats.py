@@ -28,7 +28,7 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """Is a tensor's entry in a safetensors header: the name of its dtype there, and its shape."""
+    """Holds an entry of a safetensors header: the name of a tensor's dtype there, and its shape."""
 
     dtype: str
     shape: Shape
