@@ -46,9 +46,6 @@ class WeightStyle:
 
     formats: tuple[str, ...] = ()  # number formats that graphs compute with as they are
     dtype: FloatType = "float32"  # the type of all other weights
-    absorbed: bool = (
-        False  # attention never expands its cache, so it reads its projections by head only
-    )
     expert_rows: bool = False  # experts in floats are stored by outputs, for the CPU's op
     join_shared: bool = False  # a shared expert becomes the last routed one if it fits
     for_gpu: bool = False  # a bfloat16 model has a bfloat16 head, too
@@ -149,6 +146,21 @@ class OpenedModel:
         """Whether the engine's operators are those of the CPU's library."""
         return bool(self.held.packed)
 
+    @property
+    def stock_bytes(self) -> int:
+        """Counts the bytes of weights that onnxruntime's own products read, and so pack.
+
+        It packs neither embeddings nor experts in fp32; the CPU's library packs nothing.
+        """
+        weights = (weight for weight in self.weight_table() if not weight.looked_up)
+        if self.by_cpu_kernels:
+            packed = [w for w in weights if w.format is not None and not w.packed]
+        else:
+            packed = [w for w in weights if w.format is not None or w.slices == 1]
+        names = (name for weight in packed for name in weight.tensors)
+        matrices = {n: p for n, p in self.model.named_parameters() if p.dim() > 1}
+        return sum(matrices[name].nbytes for name in names if name in matrices)
+
     def programs(self, plan: Plan) -> tuple[Program, ...]:
         return make_programs(plan, self.model)
 
@@ -228,7 +240,7 @@ def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, rank
         if can_stay(replace(weight, format=format), share):
             formats[weight.name] = format
     formats = in_pairs(own, formats)
-    if style.absorbed:
+    if style.cpu_kernels:  # attention never expands its cache, so products by head are all it reads
         formats |= dict.fromkeys(quantised_heads(own, formats), INT8)
     rows = plain_experts(own, formats) if style.expert_rows else set()
     packed = packable(own, formats) if style.cpu_kernels else set()
@@ -282,7 +294,7 @@ def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterato
     """
     for weight in own:
         beside = formats.get(f"{weight.name.rpartition('.')[0]}.o_proj")
-        if weight.per_head and isinstance(beside, Integers):
+        if weight.wide_heads and isinstance(beside, Integers):
             _, inputs, outputs = weight.slice_shape
             if INT8.fits((outputs, inputs)):
                 yield weight.name

@@ -62,7 +62,8 @@ class Job:
     def open_model(self, device: str = "cpu") -> "OpenedModel":
         """Opens the model, once every tensor of its checkpoint has the right name, shape and dtype.
 
-        device: "meta" if nobody needs values. Raises CheckpointError.
+        device: "meta" if nobody needs values. Raises CheckpointError, and UsageError if the
+        target's engines can't hold the model.
         """
         from mtpbuild.builder.opened_model import WeightStyle, open_model
 
@@ -70,13 +71,12 @@ class Job:
         style = WeightStyle(
             formats=self.target.formats,
             dtype=plan.dtype,
-            absorbed=plan.style.shared_trunk,
             expert_rows=not plan.style.for_gpu,
             join_shared=plan.style.fused,
             for_gpu=plan.style.for_gpu,
             cpu_kernels=plan.style.cpu_kernels,
         )
-        return open_model(
+        model = open_model(
             self.source,
             self.config,
             self.ids,
@@ -88,6 +88,9 @@ class Job:
             scheme=plan.scheme,
             device=device,
         )
+        for plan in self.plans.values():
+            self.target.check_model(model, plan)
+        return model
 
 
 def prepare(request: BuildRequest) -> Job:

@@ -32,7 +32,6 @@ from mtpbuild.runtime.contract.manifest import (
     check_files,
     read_manifest,
 )
-from mtpbuild.runtime.contract.programs import is_trunk
 from mtpbuild.runtime.errors import BuildError, UsageError
 
 SHOWN = 6  # differences in one line
@@ -100,7 +99,6 @@ def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]
     style = WeightStyle(
         formats=formats,
         dtype=old.build.dtype,
-        absorbed=any(map(is_trunk, old.programs)),
         expert_rows=not for_gpu,
         join_shared=not any(".shared_experts." in name for name in header(engine / WEIGHTS)),
         for_gpu=for_gpu,

@@ -10,7 +10,8 @@ from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 FILE = "libmtpbuild_cpu.so"
 LAYOUT = "panels32"  # how its weights lie: docs/cpu-kernels.md
 DOMAIN = "mtpbuild"  # of its operators
-REMEDY = "install g++, then install mtpbuild again, or build with --kernels stock"
+COMPILE = "install g++, then install mtpbuild again with pip"
+REMEDY = f"{COMPILE}, or build with --kernels stock"
 
 
 def find_library() -> Path | None:

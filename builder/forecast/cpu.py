@@ -13,26 +13,24 @@ from mtpbuild.builder.forecast.weights import TIED, Layout, Portion, classes, fi
 from mtpbuild.builder.host import Machine, this_machine
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
-from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.builder.recipe import name_model
-from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.weights.formats import INT8, Format, Integers
 from mtpbuild.builder.weights.made import WHOLE, Stored
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.runtime.cpu_library import find_library
 from mtpbuild.runtime.ranks import ALONE
 
 ASKED = (None, "int8", "int4")  # of --weights; None: integers as the checkpoint has them, or fp32
 
-# Resident bytes at run time for each byte of the weights file, where the trunk is a program of its
-# own. ONNX Runtime packs a copy of most products, of int4 in 6 bits and with scales beside it: an
-# engine of 6.53 GB was measured at 9.56 GB with nextn 0 (1.46) and at 9.95 GB with nextn 1
-# (1.52); this is above both.
-RESIDENT = 1.55
-# Where each program has all of it: each session (prefill, decode) packs a copy, and an engine of
-# 8.76 GB was measured at 19.0 GB (2.17) and 20.4 GB (2.33).
-RESIDENT_INLINE = 2.4
+# Bytes of memory at run time for each byte of the weights file. Our kernels read it where it is
+# mapped, once for all sessions: with a file of 1.41 GB, nextn 1 and requests that sample, an engine
+# took 1.33 GB (its share of the pages), 0.11 GB of it its own.
+MAPPED = 1.1
+# Each session of onnxruntime's own operators (prefill, decode) packs a copy: engines of 8.76 GB
+# were measured at 19.0 GB (2.17) and 20.4 GB (2.33), one of 1.49 GB at 3.51 GB (2.36).
+PACKED = 2.4
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,10 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     fetched = must_be_fetched(request)
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
     models = {weights: engine_model(layout, weights) for weights in ASKED}
-    engines = [foresee(request, *asked, download, machine) for asked in models.items()]
+    engines = [
+        foresee(request, weights, model, factor(layout, weights), download, machine)
+        for weights, model in models.items()
+    ]
     return CpuForecast(request, layout.name, models[None], sizes, download, machine, engines)
 
 
@@ -117,23 +118,19 @@ def engine_model(layout: Layout, weights: str | None) -> Model:
 
 
 def weights_by_head(layout: Layout, weights: str | None) -> set[str]:
-    """The checkpoint's weights that an engine holds in int8 by head: those of a shared trunk."""
-    table = family_of(layout.config).weight_table(layout.config, WHOLE)
-    every = [stored for weight in table for stored in weight.stored]
-    integers = weights is not None or any(isinstance(layout.format(s), Integers) for s in every)
-    if not integers or not shares_trunk(layout.config):
+    """Returns the checkpoint's weights that an engine holds in int8 by head, for our kernels."""
+    if factor(layout, weights) == PACKED:
         return set()
-    return {stored.name for weight in table if weight.per_head for stored in weight.stored}
+    table = family_of(layout.config).weight_table(layout.config, WHOLE)
+    return {stored.name for weight in table if weight.wide_heads for stored in weight.stored}
 
 
-def shares_trunk(config: ModelConfig) -> bool:
-    target = load_target("onnxruntime")
-    return target.style(target.Options(), config).shared_trunk
-
-
-def resident(config: ModelConfig) -> float:
-    """How many bytes of memory each byte of the engine takes."""
-    return RESIDENT if shares_trunk(config) else RESIDENT_INLINE
+def factor(layout: Layout, weights: str | None) -> float:
+    """Returns how many bytes of memory each byte of an engine takes that is built here."""
+    table = family_of(layout.config).weight_table(layout.config, WHOLE)
+    every = (stored for weight in table for stored in weight.stored)
+    integers = weights is not None or any(isinstance(layout.format(s), Integers) for s in every)
+    return MAPPED if integers and find_library() is not None else PACKED
 
 
 def engine_format(layout: Layout, stored: Stored, weights: str | None) -> Format | None:
@@ -145,11 +142,16 @@ def engine_format(layout: Layout, stored: Stored, weights: str | None) -> Format
 
 
 def foresee(
-    request: ForecastRequest, weights: str | None, model: Model, download: int, machine: Machine
+    request: ForecastRequest,
+    weights: str | None,
+    model: Model,
+    factor: float,
+    download: int,
+    machine: Machine,
 ) -> CpuEngine:
     file = engine_bytes(model)
     caches = [cached_bytes(request, model, nextn) for nextn in request.nextn]
-    memory = [round(resident(model.config) * file) + cache for cache in caches]
+    memory = [round(factor * file) + cache for cache in caches]
     load = Load(request.max_batch, request.context_len, "fp32")
     reads = [sum(part.bytes for part in model.step(nextn, load)) for nextn in request.nextn]
     too_much = max(0, max(memory) - machine.available)

@@ -12,12 +12,7 @@ from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, drafter_states, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import CheckedDrafter, Drafter
-from mtpbuild.builder.program.step import (
-    MixedStepProgram,
-    PrefillProgram,
-    StepProgram,
-    TrunkProgram,
-)
+from mtpbuild.builder.program.step import MixedStepProgram, PrefillProgram, StepProgram
 from mtpbuild.builder.targets.style import Kernels
 from mtpbuild.runtime.contract.controls import (
     CONSTRAINTS,
@@ -28,14 +23,11 @@ from mtpbuild.runtime.contract.controls import (
     control_shapes,
 )
 from mtpbuild.runtime.contract.drafters import find_drafter
-from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, program_name, trunk_name
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, program_name
 from mtpbuild.runtime.contract.rules import find_rule
-from mtpbuild.runtime.contract.state import layer_rows, module_rows
+from mtpbuild.runtime.contract.state import module_rows
 
 EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
-# A program's weights are prepared on one core when an engine is loaded, so several load sooner.
-TRUNK_PROGRAMS = 4
-HIDDEN_OUT = "hidden.out"
 
 
 @dataclass(frozen=True)
@@ -79,50 +71,26 @@ MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """Prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
 
-    An adaptive engine has both of the latter for each number of drafts up to nextn. A shared trunk
-    is a program before them, which takes the main model's caches away from them.
+    An adaptive engine has both of the latter for each number of drafts up to nextn.
     """
     style = plan.style
     if style.kernels:
         use_kernels(model, fused=style.fused)
     B = plan.max_batch if style.fixed or plan.max_batch == 1 else EXAMPLE_BATCH
-    specs = state_specs(plan)
-    main = {layer_rows(i) for i in range(len(model.layers))} if style.shared_trunk else set()
-    rest = tuple(s.name for s in specs if s.name not in main)
+    state = tuple(spec.name for spec in state_specs(plan))
     counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
-    return (
-        *_trunk(plan, model, B),
-        *_prefill(plan, model, rest),
-        *chain.from_iterable(_steps(plan, model, rest, nextn, B) for nextn in counts),
-    )
+    steps = (_steps(plan, model, state, nextn, B) for nextn in counts)
+    return _prefill(plan, model, state), *chain.from_iterable(steps)
 
 
-def _trunk(plan: Plan, model: CausalLM, B: int) -> Iterator[Program]:
-    """The main model in a few programs, of about as many layers each."""
-    count = len(model.layers)
-    programs = min(TRUNK_PROGRAMS, count) if plan.style.shared_trunk else 0
-    for i in range(programs):
-        layers = range(count * i // programs, count * (i + 1) // programs)
-        hidden = torch.zeros(B, EXAMPLE_CHUNK, model.config.hidden_size)
-        given = {"hidden": hidden} if i else {"tokens": _ints(B, EXAMPLE_CHUNK)}
-        state = tuple(map(layer_rows, layers))
-        module = TrunkProgram(model, layers).eval()
-        arguments = given | {"start": _ints(B)}
-        yield Program(trunk_name(i), module, state, arguments, (HIDDEN_OUT,), B)
-
-
-def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Program]:
-    drafter, style = make_drafter(plan, plan.nextn), plan.style
+def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Program:
     filled = tuple(name for name in state if name not in OWN)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
     if plan.lookahead:
         prompt["ahead"] = _ints(1, plan.lookahead)
-        if style.shared_trunk:
-            prompt["hidden"] = torch.zeros(1, EXAMPLE_CHUNK, model.config.hidden_size)
-    if filled:  # with a shared trunk and no drafts nothing is left to fill
-        module = PrefillProgram(model, drafter).eval()
-        most = most_tokens(plan)
-        yield Program(PREFILL, module, filled, prompt, whole=style.fixed, most=most)
+    module = PrefillProgram(model, make_drafter(plan, plan.nextn)).eval()
+    whole, most = plan.style.fixed, most_tokens(plan)
+    return Program(PREFILL, module, filled, prompt, whole=whole, most=most)
 
 
 def _steps(
@@ -132,10 +100,6 @@ def _steps(
     style, drafter = plan.style, make_drafter(plan, nextn)
     active = {"active": torch.ones(B, dtype=torch.bool)}
     B_most = max(B, plan.max_batch)
-    verified = dict[str, Tensor]()
-    if style.shared_trunk:
-        hidden = torch.zeros(B, nextn + 1, model.config.hidden_size)
-        verified = {"hidden": hidden, "start": _ints(B)}
     acceptance = KernelAcceptance if style.kernels >= Kernels.ACCEPTANCE else MixedAcceptance
     step = StepProgram(model, drafter, nextn)
     rules = tuple(map(find_rule, plan.rules))
@@ -148,10 +112,8 @@ def _steps(
         (PLAIN, step, active, OUTPUTS),
         (MIXED, mixed, active | wishes, MIXED_OUTPUTS),
     ):
-        name, given = program_name(kind, nextn, plan.nextn), asked | verified
-        yield Program(
-            name, module.eval(), state, given, outputs, B, style.whole_caches, B_most * (nextn + 1)
-        )
+        name, most = program_name(kind, nextn, plan.nextn), B_most * (nextn + 1)
+        yield Program(name, module.eval(), state, asked, outputs, B, style.whole_caches, most)
 
 
 def _wishes(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Passed, State
+from mtpbuild.builder.models.common.layers import State
 from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
 from mtpbuild.builder.program.window import Window
@@ -23,10 +23,8 @@ from mtpbuild.runtime.contract.rules import Rule
 
 def signature(*controls: Control) -> Signature:
     """A mixed step's parameters, after which torch.export names a graph's inputs."""
-    kind, verified = Parameter.POSITIONAL_OR_KEYWORD, ("hidden", "start")
-    asked = (control.name for control in controls)
-    needed = [Parameter(name, kind) for name in ("state", "active", *asked)]
-    return Signature([*needed, *(Parameter(name, kind, default=None) for name in verified)])
+    names = ("state", "active", *(control.name for control in controls))
+    return Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
 class StepProgram(nn.Module):
@@ -39,36 +37,18 @@ class StepProgram(nn.Module):
         super().__init__()
         self.model, self.drafter, self.nextn = model, drafter, nextn
 
-    def forward(
-        self,
-        state: State,
-        active: Tensor,
-        hidden: Tensor | None = None,
-        start: Tensor | None = None,
-    ) -> tuple[State, State]:
-        """state: the tensors of `state_specs`; active [B] bool. Returns new state, and outputs.
+    def forward(self, state: State, active: Tensor) -> tuple[State, State]:
+        """Runs a greedy step; state: the tensors of `state_specs`, active [B] bool.
 
-        hidden [B, T, E]: what the trunk's own program has made of the window, whose first token is
-        at position start [B]. Then the state is without the main model's caches. None: the trunk
-        runs here.
+        Returns the new state and the outputs, by their names.
         """
-        return self.step(state, active, Acceptance(), hidden, start)
+        return self.step(state, active, Acceptance())
 
-    def step(
-        self,
-        state: State,
-        active: Tensor,
-        acceptance: Acceptance,
-        hidden: Tensor | None = None,
-        start: Tensor | None = None,
-    ) -> tuple[State, State]:
+    def step(self, state: State, active: Tensor, acceptance: Acceptance) -> tuple[State, State]:
         # 1. Verify: the main model over the newest token and its drafts.
         window = Window.of(state, self.nextn)
-        if hidden is None or start is None:
-            rows = window.rows(self.model, active)
-            hidden, passed = self.model(window.tokens, state, rows)
-        else:
-            rows, passed = self.model.rope(start, window.size), Passed()
+        rows = window.rows(self.model, active)
+        hidden, passed = self.model(window.tokens, state, rows)
 
         # 2. Accept, 3. rewind: n tokens come out, n rows are committed, the rest is garbage, and
         # recurrent states are advanced by these n tokens.
@@ -133,41 +113,15 @@ class MixedStepProgram(StepProgram):
         self.forward = forward  # type: ignore[assignment]
 
     def mixed(self, state: State, active: Tensor, *given: Tensor) -> tuple[State, State]:
-        """given: a tensor for each of `controls` and `constraints`, then `hidden` and `start`."""
+        """Takes a tensor for each of `controls`, then for each of `constraints`."""
         table = (*self.controls, *self.constraints)
-        inputs = named(given[: len(table)], table)
+        inputs = named(given, table)
         for control in table:  # the state has places for more
             if "window" in control.shape and inputs[control.name].shape[1] > self.nextn + 1:
                 inputs[control.name] = inputs[control.name][:, : self.nextn + 1]
         grammar = {control.name: inputs.pop(control.name) for control in self.constraints}
         acceptance = self.acceptance(inputs, grammar, self.rules)
-        return self.step(state, active, acceptance, *given[len(table) :])
-
-
-class TrunkProgram(nn.Module):
-    """Some of the main model's layers over a chunk of a prompt or the windows of a step.
-
-    Both share its weights. Attention takes the absorbed form for both, as it does in llama.cpp:
-    keys and values that are expanded would pay in a long prompt, but then its weights would have to
-    be there in fp32.
-    """
-
-    def __init__(self, model: CausalLM, layers: range) -> None:
-        super().__init__()
-        self.model, self.layers = model, layers
-
-    def forward(self, state: State, given: Tensor, start: Tensor) -> tuple[State, Tensor]:
-        """given: tokens [B, T] for the first layers, else the hidden states [B, T, E] before these.
-
-        start [B]: the position of each slot's first token. Returns the layers' new caches, and
-        hidden states [B, T, E].
-        """
-        rows = self.model.rope(start, given.shape[1])
-        x = given if self.layers.start else self.model.embed(given)
-        x, passed = self.model.through(self.layers, x, state, rows)
-        if self.layers.stop == len(self.model.layers):
-            x = self.model.handed_on(x)
-        return passed.written, x
+        return self.step(state, active, acceptance)
 
 
 class PrefillProgram(nn.Module):
@@ -183,21 +137,18 @@ class PrefillProgram(nn.Module):
         tokens: Tensor,
         start: Tensor,
         ahead: Tensor | None = None,
-        hidden: Tensor | None = None,
     ) -> State:
-        """tokens [1, T] at positions start [1] ..; ahead [1, lookahead]: the tokens behind them.
+        """Returns the new state behind tokens [1, T] at positions start [1] and on.
 
-        hidden [1, T, E]: what the trunk's own program has made of the tokens. Then the state is
-        without the main model's caches.
+        ahead [1, lookahead]: the tokens behind these, where a drafter reads them.
         """
-        expand = hidden is None and not self.model.cpu_kernels
-        rows = replace(self.model.rope(start, tokens.shape[1]), expand=expand)
-        chunk, passed = torch.full_like(start, tokens.shape[1]), Passed()
+        rows = self.model.rope(start, tokens.shape[1])
+        rows = replace(rows, expand=not self.model.cpu_kernels)
+        chunk = torch.full_like(start, tokens.shape[1])
         if self.drafter is None or ahead is None:
             new = self.model.fill(tokens, state, rows).behind(chunk)
             return {name: new[name] for name in state}
-        if hidden is None:
-            hidden, passed = self.model(tokens, state, rows)
+        hidden, passed = self.model(tokens, state, rows)
         tokens = torch.cat([tokens, ahead], dim=1)
         updates = self.drafter.prefill(self.model, state, tokens, hidden, rows)
         new = passed.behind(chunk) | updates

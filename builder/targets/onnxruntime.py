@@ -1,34 +1,27 @@
 """Target onnxruntime, the embedded default: ONNX graphs for any CPU, without torch at run time."""
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
-from mtpbuild.runtime.cpu_library import REMEDY, find_library
+from mtpbuild.runtime.cpu_library import COMPILE, REMEDY, find_library
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
-from mtpbuild.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
+    from mtpbuild.builder.opened_model import OpenedModel
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.runtime.contract.manifest import TargetInfo
 
 KERNELS = ("auto", "own", "stock")
-TRUNKS = ("auto", "shared", "inline")
-# Layers times hidden size squared. In smaller models a step is short: another program to run, and
-# sizes that vary, would cost some percent of it, and there is little memory to save.
-SHARED_FROM = 1 << 22
 
 
 @dataclass(frozen=True)
 class OnnxOptions:
-    trunk: str = flag(
-        "auto",
-        "Main model in memory: shared: one copy; inline: one per program, faster for small models.",
-    )
     kernels: str = flag(
         "auto",
         "Kernels of int8 and int4 weights: own: ours; stock: onnxruntime's; auto: ours if built.",
@@ -43,24 +36,17 @@ class OnnxRuntime(Target):
     formats = ("int8", "int4")
 
     def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
-        for name, known in (("trunk", TRUNKS), ("kernels", KERNELS)):
-            if (said := getattr(options, name)) not in known:
-                raise UsageError(f"--{name} {said} is unknown; supported: {', '.join(known)}")
+        if (said := options.kernels) not in KERNELS:
+            raise UsageError(f"--kernels {said} is unknown; supported: {', '.join(KERNELS)}")
         if options.kernels == "own" and find_library() is None:
             raise UsageError(f"--kernels own: the library is not built here: {REMEDY}")
 
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
-        """A session of onnxruntime packs weights of its own, so the main model gets one session."""
-        from mtpbuild.builder.models import family_of
+        return GraphStyle(cpu_kernels=options.kernels != "stock" and find_library() is not None)
 
-        large = config.num_hidden_layers * config.hidden_size**2 >= SHARED_FROM
-        shared = large if options.trunk == "auto" else options.trunk == "shared"
-        if shared and family_of(config).recurrent(config, Ranks()):
-            if options.trunk == "shared":
-                raise UsageError("--trunk shared: a step's verdict advances this model's states")
-            shared = False
-        own = options.kernels != "stock" and find_library() is not None
-        return GraphStyle(shared_trunk=shared, cpu_kernels=own)
+    def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
+        """Refuse a model of which onnxruntime would pack more than this machine's memory holds."""
+        refuse_copies(model, plan, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
     def info(self, plan: "Plan") -> "TargetInfo":
         from mtpbuild.builder.targets.onnx_graph import OPSET
@@ -68,6 +54,30 @@ class OnnxRuntime(Target):
 
         versions = {"opset": str(OPSET), "onnxruntime": ">=1.31"}
         return TargetInfo(name=self.name, hardware="any CPU", versions=versions)
+
+
+def refuse_copies(model: "OpenedModel", plan: "Plan", memory: int) -> None:
+    """Raise UsageError if the copies of weights that onnxruntime packs exceed `memory` bytes.
+
+    Each program's session packs the products' weights in a layout of its own; what our kernels read
+    is mapped instead.
+    """
+    programs = 1 + 2 * (plan.nextn + 1 if plan.adaptive else 1)
+    each = model.stock_bytes
+    if programs * each <= memory:
+        return
+    remedy = []
+    if find_library() is None:
+        remedy.append(COMPILE)
+    elif plan.options.kernels == "stock":
+        remedy.append("leave out --kernels stock")
+    if model.block_size is None:
+        remedy.append("say --weights int4 or int8")
+    raise UsageError(
+        f"{model.source.name}: onnxruntime would pack {each / 1e9:.1f} GB of weights for each of "
+        f"{programs} programs, and this machine's memory is {memory / 1e9:.1f} GB; kernels of ours "
+        f"pack none: {', '.join(remedy)}"
+    )
 
 
 TARGET = OnnxRuntime()

@@ -32,9 +32,6 @@ class GraphStyle:
     for_gpu: bool = False
     sizes: Sizes = Sizes.IN_USE
     kernels: Kernels = Kernels.NONE
-    shared_trunk: bool = (
-        False  # the main model is a program of its own, which prompts and all steps run
-    )
     cpu_kernels: bool = False  # integer weights are multiplied by the CPU's library of kernels
     overlap: bool = False  # a step is launched before the last one's tokens are read
     dtype: "FloatType" = "float32"  # of weights, caches and hidden states

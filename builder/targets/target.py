@@ -13,6 +13,7 @@ from mtpbuild.runtime.targets import NoOptions
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
+    from mtpbuild.builder.opened_model import OpenedModel
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
@@ -61,6 +62,9 @@ class Target:
         """Raise BuildError for what the target, or this machine, can't compile."""
         if check := getattr(import_module(self.lowering), "check", None):
             check(plan)
+
+    def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
+        """Raise UsageError for a checked model that engines of this target can't hold."""
 
     def importing(self) -> AbstractContextManager[None]:
         """Turns an import error in the block into one line that names the missing package."""

@@ -7,7 +7,7 @@ the end make the rows that all families have: vectors, products, MLPs, embedding
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
-from math import gcd
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 Transform = Callable[..., Tensor]
 PARTS = ("values", "scales", "scales_2")  # what an engine calls a format's parts, in their order
+
+
+# Elements of a stack of products by head. In a smaller one an operator for each head would take
+# longer than reading the stack in fp32.
+WIDE = 1 << 20
 
 
 def stack_rows(*w: Tensor) -> Tensor:
@@ -103,6 +108,11 @@ class Weight:
         """Returns the shape of one slice in floats, before ranks split it."""
         stored = (torch.empty(each.shape, device="meta") for each in next(self.groups))
         return self.transform(*stored).shape
+
+    @property
+    def wide_heads(self) -> bool:
+        """Tells whether it is a stack of products large enough to be worth an operator each."""
+        return self.per_head and prod(self.slice_shape) >= WIDE
 
     @property
     def tensors(self) -> dict[str, str]:

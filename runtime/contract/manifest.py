@@ -158,6 +158,13 @@ class Manifest(_Record):
     files: dict[str, FileSpec]
     rank: int | None = None  # of a rank's folder in an engine of several
 
+    @field_validator("programs")
+    @classmethod
+    def hold_the_whole_model(cls, programs: dict[str, ProgramSpec]) -> dict[str, ProgramSpec]:
+        if "trunk" in programs:
+            raise ValueError("its main model is apart from its steps, which no version runs now")
+        return programs
+
     @property
     def whole_model(self) -> str:
         """Name of the model, also if the engine is some of its layers."""

@@ -19,15 +19,6 @@ PREFILL = "prefill"  # the program of a prompt's chunk
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
 
 
-def trunk_name(index: int) -> str:
-    """The main model's programs, where it has its own, which prompts and steps run one by one."""
-    return f"trunk_{index}" if index else "trunk"
-
-
-def is_trunk(program: str) -> bool:
-    return program.partition("_")[0] == "trunk"
-
-
 def host_type(dtype: str) -> np.dtype[Any]:
     """NumPy's type for a manifest's tensor. It has no bfloat16, which is held as bits."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)

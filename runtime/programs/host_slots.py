@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import ALLOWED
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.contract.programs import PREFILL, Bools, Constraint, host_type, is_trunk
+from mtpbuild.runtime.contract.programs import PREFILL, Bools, Constraint, host_type
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
 
@@ -43,7 +43,7 @@ class HostSlots(Slots):
         self._outputs = {
             name: self._zeros(own_outputs(program))
             for name, program in manifest.programs.items()
-            if name != PREFILL and not is_trunk(name)
+            if name != PREFILL
         }
 
     def drafts(self, slot: int) -> list[int]:

@@ -17,15 +17,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.contract.programs import (
-    MIXED,
-    PREFILL,
-    Bools,
-    Ints,
-    StepOutput,
-    host_type,
-    is_trunk,
-)
+from mtpbuild.runtime.contract.programs import MIXED, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.cpu_library import library_for
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
@@ -100,27 +92,13 @@ class OnnxPrograms(HostSlots):
         packed = manifest.build.cpu_layout
         self._library = None if packed is None else library_for(packed, folder)
         names = [name for name in self._programs if not name.startswith(MIXED)]
-        self._trunk = [name for name in names if is_trunk(name)]
-        # Heads take twice their memory while they are packed: they go before the main model, so
-        # that this is no peak on top of everything.
-        first = [name for name in names if name not in self._trunk]
-        self._sessions = dict[str, Any]()
         with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
-            for some in (first, self._trunk):
-                self._sessions |= zip(some, pool.map(self._session, some), strict=True)
+            self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
         self._slots = 0  # of the last step; from there on both copies are equal
-        self._start = np.zeros(self._batch, np.int64)  # of each slot's window in a step
-        self._windows = dict[int, NDArray[Any]]()  # of a step, as the trunk takes them, by T
 
     def prefill(self, slot: int, start: int, tokens: Ints) -> None:
         self._caches.park(slot, start + len(tokens) - self.lookahead)
         given = self._prompt_inputs(start, tokens)
-        if self._trunk:
-            bindings, hidden = self._bind_trunk(slot, 1, given)
-            self._run_trunk(bindings)
-            given["hidden"] = hidden
-        if PREFILL not in self._programs:
-            return
         names = {t.name for t in self._programs[PREFILL].inputs} & self._carries[0].keys()
         before, after = (
             {name: self._carries[i][name][slot : slot + 1] for name in names}
@@ -141,47 +119,15 @@ class OnnxPrograms(HostSlots):
         self._slots = slots
         outputs = self._outputs[program]
         T = outputs["tokens"].shape[1]
-        verified = self._verify(before, T, slots) if self._trunk else {}
         key = program, self._now, slots
         if key not in self._bindings:
-            given = before | self._controls | {"active": self._active} | verified
+            given = before | self._controls | {"active": self._active}
             results = new_state(after) | outputs
             self._bindings[key] = self._bind(program, 0, slots, given, results)
         self._run(self._bindings[key], program)
         self._now = 1 - self._now
         judged = {"num_drafts": np.minimum(before["num_drafts"], T - 1)}
         return reported(judged | {"window": before["window"][:, :T]} | outputs, slots)
-
-    def _verify(self, before: Carries, T: int, slots: int) -> Carries:
-        """Run the trunk over the windows; returns what the step's program reads of it."""
-        end = self._caches.rows - T  # an inactive slot's rows go there
-        self._start[:] = np.where(self._active, before["lengths"], end)
-        if T not in self._windows:
-            self._windows[T] = np.zeros((self._batch, T), np.int64)
-        tokens = self._windows[T]
-        tokens[:] = before["window"][:, :T]
-        key = "trunk", T, slots
-        if key not in self._bindings:
-            given = {"tokens": tokens, "start": self._start}
-            self._bindings[key] = self._bind_trunk(0, slots, given)
-        bindings, hidden = self._bindings[key]
-        self._run_trunk(bindings)
-        return {"start": self._start, "hidden": hidden}
-
-    def _bind_trunk(self, first: int, count: int, given: Carries) -> tuple[list[Any], NDArray[Any]]:
-        """The main model's programs one behind the other; returns where the last one writes to."""
-        bindings = []
-        for program in self._trunk:
-            spec = self._programs[program].outputs[-1]
-            shape = (*given["tokens"].shape, int(spec.shape[2]))
-            hidden = np.empty(shape, host_type(spec.dtype))
-            bindings.append(self._bind(program, first, count, given, {spec.name: hidden}))
-            given = given | {"hidden": hidden}
-        return bindings, hidden
-
-    def _run_trunk(self, bindings: Sequence[Any]) -> None:
-        for binding, program in zip(bindings, self._trunk, strict=True):
-            self._run(binding, program)
 
     def _run(self, binding: Any, program: str) -> None:
         self._sessions[program].run_with_iobinding(binding)

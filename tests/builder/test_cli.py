@@ -75,7 +75,6 @@ def test_frozen_flags() -> None:
         "--strip-weights",
         "--target",
         "--tp",
-        "--trunk",
         "--weights",
     ]
     assert options("diff") == ["--engine", "--json"]

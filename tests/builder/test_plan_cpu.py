@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from mtpbuild.builder.dry_run import dry_run
-from mtpbuild.builder.forecast.cpu import RESIDENT, CpuForecast, forecast_cpu
+from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuForecast, forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
 from mtpbuild.builder.host import Disk, Machine, find_disk, this_machine
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import make_scheme
+from mtpbuild.runtime import cpu_library
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.ranks import ALONE
 from tests.support.checkpoints import BASE, SMALLEST, random_checkpoint
@@ -86,9 +87,7 @@ def test_gigachat_by_hand() -> None:
         "int8": (products + by_head + ends) * 17 // 16 + 4 * rest,
         "int4": products * 9 // 16 + (by_head + ends) * 17 // 16 + 4 * rest,
     }
-    # The engine whose memory RESIDENT was taken of.
     assert sizes["int4"] / 1e9 == pytest.approx(6.53, abs=0.005)
-    assert max(9.56, 9.95) < RESIDENT * 6.53 < 1.05 * 9.95
 
 
 def test_a_step_by_hand() -> None:
@@ -121,7 +120,19 @@ def test_memory_and_caches() -> None:
     found = foretold(GIGACHAT, 0, 1, 3, max_seq_len=1000, max_batch=2)
     for engine in found.engines:
         caches = [2 * 4 * 576 * n for n in (26 * 1001, 27 * 1002, 27 * 1004)]
-        assert engine.memory == [round(RESIDENT * engine.bytes) + cache for cache in caches]
+        factor = PACKED if engine.weights is None else MAPPED
+        assert engine.memory == [round(factor * engine.bytes) + cache for cache in caches]
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine is packed then, and `kv_b_proj` stays in fp32."""
+    found = engine_sizes(foretold(GIGACHAT, 0))
+    monkeypatch.setattr(cpu_library, "FILE", "nothing.so")
+    packed = foretold(GIGACHAT, 0, max_seq_len=1)
+    assert all(e.memory == [round(PACKED * e.bytes) + 2 * 26 * 576 * 4] for e in packed.engines)
+    heads = 27 * 512 * 32 * 320
+    wider = heads * 4 - heads * 17 // 16
+    assert engine_sizes(packed) == found | {n: found[n] + wider for n in ("int8", "int4")}
 
 
 def test_what_fits() -> None:

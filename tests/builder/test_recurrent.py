@@ -15,12 +15,10 @@ from mtpbuild.builder.models import register
 from mtpbuild.builder.models.common import causal_lm
 from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
-from mtpbuild.builder.targets.onnxruntime import OnnxOptions, OnnxRuntime
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.contract.programs import Programs
-from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from tests.reference.recompute import greedy
@@ -192,14 +190,6 @@ def test_no_prefix_is_kept(plain: PlainSumming) -> None:
         assert engine.stats.prefix_hits == 0
     for result in results:
         assert list(result.token_ids) == greedy(plain, prompt, 8)
-
-
-def test_the_trunk_is_no_program_of_its_own(plain: PlainSumming) -> None:
-    """It would have to advance states before a step's verdict."""
-    config = parse_config(CONFIG | {"hidden_size": 4096})
-    assert not OnnxRuntime().style(OnnxOptions(), config).shared_trunk
-    with pytest.raises(UsageError, match="--trunk shared"):
-        OnnxRuntime().style(OnnxOptions(trunk="shared"), config)
 
 
 @pytest.fixture

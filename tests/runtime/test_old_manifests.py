@@ -61,6 +61,18 @@ def test_damaged_ones_are_refused(tmp_path: Path, damage: dict[str, Any]) -> Non
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_main_model_of_its_own_is_refused(version: int, tmp_path: Path) -> None:
+    """Programs that shared one were built for a while, in both formats."""
+    raw = json.loads(OLD.read_text(encoding="utf-8"))
+    if version == 3:
+        raw = json.loads(read_manifest(written(tmp_path, raw)).to_json())
+    raw["programs"]["trunk"] = raw["programs"]["prefill"]
+    with pytest.raises(EngineFormatError, match=r"programs: .*; rebuild the engine") as caught:
+        Engine.load(written(tmp_path, raw))
+    assert "\n" not in str(caught.value)
+
+
 def test_an_old_engine_runs(tiny_engine: Callable[[int], Path], tmp_path: Path) -> None:
     engine, params = tiny_engine(3), SamplingParams(max_tokens=24)
     raw = json.loads((engine / MANIFEST).read_text(encoding="utf-8"))

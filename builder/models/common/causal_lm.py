@@ -85,11 +85,7 @@ class CausalLM(nn.Module):
     def forward(self, tokens: Tensor, state: State, rows: Rows) -> tuple[Tensor, Passed]:
         """tokens [B, T] -> hidden states as modules are given them [B, T, E], and new states."""
         x, passed = self.through(range(len(self.layers)), self.embed(tokens), state, rows)
-        return self.handed_on(x), passed
-
-    def handed_on(self, x: Tensor) -> Tensor:
-        """What the last layer returned, as modules and `logits` take it."""
-        return self.norm(x) if self.config.mtp.trunk_normed else x
+        return self.norm(x) if self.config.mtp.trunk_normed else x, passed
 
     def fill(self, tokens: Tensor, state: State, rows: Rows) -> Passed:
         """Compute only the states, for an engine without drafts."""
