@@ -102,9 +102,9 @@ def test_wide_heads(folder: Path, tmp_path: Path) -> None:
     assert sum(a == b for a, b in zip(*texts, strict=True)) >= 18  # of a random model's tokens
     forecast = forecast_cpu(ForecastRequest(str(folder), (1,)))
     sizes = {engine.weights: engine.bytes for engine in forecast.engines}
-    (found,) = dry_run(asked(folder, tmp_path / "dry"), Stages()).engines
-    assert sizes["int4"] == found.weights
-    assert own.manifest.files[WEIGHTS].size - found.weights < 1 << 16  # its header
+    (foreseen,) = dry_run(asked(folder, tmp_path / "dry"), Stages()).engines
+    assert sizes["int4"] == foreseen.weights
+    assert own.manifest.files[WEIGHTS].size - foreseen.weights < 1 << 16  # its header
 
 
 @pytest.mark.parametrize(
