@@ -1,4 +1,4 @@
-"""`mtpbuild build --dry-run`: a build's checks, graphs and sizes; writes nothing."""
+"""Checks and sizes what `mtpbuild build` would make, for `--dry-run`; it writes nothing."""
 
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -23,7 +23,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One engine that a build would make; bytes are those of each rank."""
+    """Describes one engine that a build would make; bytes are those of each rank."""
 
     folder: Path
     plan: Plan
@@ -36,15 +36,19 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class DryRun:
-    """A checkpoint that was checked, and the engines that a build would make of it."""
+    """Holds a checkpoint that was checked, and the engines that a build would make of it."""
 
     model: "OpenedModel"  # whose tensors have shapes alone
     engines: list[Foreseen]
-    lacking: list[str]  # for a build on this machine
+    lacking: list[str]  # lines on what this machine lacks to build them
 
 
 def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
-    """Raises what `build` would before it writes, but for what only this machine lacks."""
+    """Makes a build's checks and exports its graphs without weights; returns what it found.
+
+    Raises the errors that `build` would raise before it writes, except for what only this machine
+    lacks: that is listed in `lacking`.
+    """
     job = prepare(replace(request, dry_run=True))
     with stages("load compiler"), job.target.importing():
         from mtpbuild.builder import weightless
@@ -68,11 +72,12 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
 
 
 def size_of(spec: StateSpec) -> int:
+    """Returns the bytes of a state tensor."""
     return ITEM_BYTES[spec.dtype] * prod(spec.shape)
 
 
 def print_dry_run(done: DryRun) -> None:
-    """What was read, then a line per engine."""
+    """Prints what was read, then a line per engine."""
     from rich.console import Console
     from rich.table import Table
 

@@ -13,7 +13,7 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class Disk:
-    """Is the disk of a folder; `device` tells disks apart, `free` is in bytes."""
+    """Describes the disk of a folder; `device` tells disks apart, `free` is in bytes."""
 
     device: int
     free: int
@@ -21,7 +21,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Machine:
-    """Is a machine; sizes are in bytes, `available` is the memory that programs can still take."""
+    """Describes a machine in bytes; `available` is the memory that programs can still take."""
 
     memory: int
     available: int
@@ -29,7 +29,7 @@ class Machine:
     engines: Disk
 
     def lacking(self, download: int, engine: int) -> int:
-        """Returns how many bytes its disks have too few for both sizes; 0 if there is room."""
+        """Returns how many bytes its disks lack for download and engine; 0 if there is room."""
         if self.downloads.device == self.engines.device:
             return max(0, download + engine - self.engines.free)
         return max(0, download - self.downloads.free) + max(0, engine - self.engines.free)

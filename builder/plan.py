@@ -1,4 +1,4 @@
-"""What one engine is built for: decided from the request and the configuration, without torch."""
+"""Defines what one engine is built for, from the request and the configuration, without torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ from mtpbuild.runtime.ranks import Ranks
 Nextn = int | Literal["auto"]  # as said on the command line
 ADAPTIVE_NEXTN = 4  # drafts of a step, at most, where nextn is "auto"
 DrafterName = str  # of a record that `find_drafter` finds
-INPUTS = ("active", "tokens", "start", "ahead", "hidden")  # of programs, beside state and controls
+INPUTS = ("active", "tokens", "start", "ahead")  # of programs, beside state and controls
 ALIGNED_ROWS = 64  # of 4 bytes: every slot of a fixed cache begins at a multiple of 256 bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The parameters of one engine's graphs."""
+    """Holds the parameters of one engine's graphs."""
 
     config: ModelConfig
     nextn: int
@@ -54,12 +54,12 @@ class Plan:
 
     @property
     def quantised_to(self) -> str | None:
-        """The format that the build quantises products to."""
+        """Returns the format that the build quantises products to; None: it quantises none."""
         return None if self.scheme is None else self.scheme.main
 
     @property
     def head_weights(self) -> str | None:
-        """The format that the build quantises embedding and head to."""
+        """Returns the format that the build quantises embedding and head to; None: neither."""
         return None if self.scheme is None else self.scheme.head
 
     @property
@@ -68,14 +68,15 @@ class Plan:
 
     @property
     def window(self) -> int:
-        """T: tokens of a step, the newest and nextn drafts."""
+        """Returns T, the tokens of a step's window: the newest and nextn drafts."""
         return self.nextn + 1
 
     @property
     def capacity(self) -> int:
-        """S: cache rows per slot. A live slot's window starts below max_seq_len; T rows more.
+        """Returns S, the cache rows per slot.
 
-        Where steps overlap a slot may have ended in the step before, and moves T rows on.
+        A live slot's window starts below max_seq_len and takes T rows. Where steps overlap, a slot
+        that has ended in the step before may move T rows on.
         """
         rows = self.max_seq_len + self.window * (2 if self.style.overlap else 1)
         return -(-rows // ALIGNED_ROWS) * ALIGNED_ROWS if self.style.whole_caches else rows
@@ -91,24 +92,24 @@ class Plan:
 
     @property
     def positions(self) -> int:
-        """Places of a slot's tokens, drafts included, and of the numbers that draw them."""
+        """Counts the places for a slot's tokens with drafts, and for the numbers that draw them."""
         return self.capacity + self.window
 
     @property
     def lookahead(self) -> int:
-        """Tokens behind a prompt's chunk that the drafter reads: module k reads t_{p+k}."""
+        """Counts the tokens behind a chunk that the drafter reads: module k reads t_{p+k}."""
         return 0 if self.drafter is None else find_drafter(self.drafter).lookahead(self.nextn)
 
 
 def in_order(nextns: Iterable[Nextn]) -> tuple[Nextn, ...]:
-    """Each once, numbers first."""
+    """Returns each value once: the numbers in rising order, then "auto"."""
     return tuple(sorted(set(nextns), key=lambda nextn: (nextn == "auto", nextn)))
 
 
 def choose_drafter(
     config: ModelConfig, nextn: Nextn, asked: DrafterName | None
 ) -> DrafterName | None:
-    """Return the drafter that was asked for, else vanilla if each draft has a module, else Eagle.
+    """Returns the drafter that was asked for, else vanilla if each draft has a module, else Eagle.
 
     Raises UsageError or BuildError if the checkpoint lacks modules for it.
     """
@@ -140,12 +141,12 @@ def choose_drafter(
 
 
 def modules_in_use(drafter: DrafterName | None, nextn: int) -> int:
-    """Count the MTP modules that a drafter runs: Eagle runs the first one again and again."""
+    """Counts the MTP modules that a drafter runs: Eagle runs the first one again and again."""
     return 0 if drafter is None else find_drafter(drafter).modules(nextn)
 
 
 def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
-    """Every state tensor of an engine, in the order of the programs' inputs."""
+    """Returns the specs of an engine's states, in the order of the programs' inputs."""
     c, B, T, K = plan.config, plan.max_batch, plan.window, plan.nextn
     family, L = family_of(c), c.num_hidden_layers
     owners = [(layer_rows(i), f"layers.{i}") for i in range(L)]
@@ -171,9 +172,10 @@ def state_specs(plan: Plan) -> tuple[StateSpec, ...]:
 
 
 def drafter_states(plan: Plan, others: Iterable[str] = ()) -> tuple[StateSpec, ...]:
-    """What the drafter carries beside its modules' rows; others: names of the other states.
+    """Returns the states that the drafter carries beside the rows of its modules.
 
-    Raises BuildError if its record declares what can't be.
+    others: the names of the engine's other states. Raises BuildError if the drafter's record
+    declares a state that is no carry with the batch first, or whose name is taken.
     """
     if plan.drafter is None:
         return ()

@@ -1,4 +1,4 @@
-"""What a step costs in calls, counted in its exported graph as a compiler for a GPU fuses it."""
+"""Counts a step's calls in its exported graph, as a compiler for a GPU would fuse them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -28,11 +28,11 @@ REDUCED = {"rms_norm", "sum", "mean", "amax", "argmax", "logsumexp", "softmax", 
 
 @dataclass(frozen=True)
 class Counts:
-    """The nodes of one program's graph, and how many of them are calls.
+    """Holds the number of nodes of one program's graph, and how many of them are calls.
 
-    Views and sizes are none. An op of ours counts as many as it has kernels, FlashInfer's as one.
-    Other operators of PyTorch that stand together between products, kernels and collectives count
-    as one (`groups`).
+    Views and sizes are not calls. An op of ours counts once for each of its kernels, FlashInfer's
+    counts once. Other operators of PyTorch that stand together between products, kernels and
+    collectives count as one (`groups`).
     """
 
     nodes: int
@@ -44,12 +44,12 @@ class Counts:
 
     @property
     def launches(self) -> int:
-        """All calls of one GPU, the collectives apart."""
+        """Counts the calls of one GPU without its collectives."""
         return self.products + self.kernels + self.others
 
 
 def counted(traced: Traced) -> Counts:
-    """Count the calls of an exported program."""
+    """Counts the calls of an exported program."""
     nodes = list(traced.exported.graph.nodes)
     kinds, counts, summed = dict[Node, str](), Counter[str](), 0
     for node in nodes:
@@ -64,11 +64,12 @@ def counted(traced: Traced) -> Counts:
 
 
 def groups(nodes: Iterable[Node], kinds: dict[Node, str]) -> int:
-    """Count what PyTorch's other operators become: AOTInductor's rules, as far as they matter here.
+    """Counts the kernels that PyTorch's other operators become.
 
-    Two operators are one kernel if one reads the other, through views too, and equally many calls
-    stand before both. Operators without a reduction that only others read are computed there again,
-    and are none. `tests/builder/test_cross_cuda.py` holds the sum beside compiled programs.
+    These are AOTInductor's rules, as far as they matter here. Two operators are one kernel if one
+    reads the other, also through views, and equally many calls come before both. Operators without
+    a reduction that only other operators read are computed again by these, and do not count.
+    `tests/builder/test_cross_cuda.py` compares the sum with compiled programs.
     """
     read: dict[Node, list[Node]] = {}  # what a node reads, without the views between
     before: dict[Node, int] = {}  # so many calls, one behind the other
@@ -128,7 +129,7 @@ def _name(node: Node) -> str:
 
 
 def kind_of(node: Node) -> str | None:
-    """The field of `Counts` that a call belongs to; None: it launches nothing."""
+    """Returns the field of `Counts` to which a call belongs; None if it launches nothing."""
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):
         return None
@@ -148,7 +149,7 @@ def kind_of(node: Node) -> str | None:
 
 
 def launches_of(node: Node) -> int:
-    """How many kernels one of our ops is, where Triton is here to tell; else one."""
+    """Returns how many kernels an op of ours launches; 1 if Triton is not here to tell."""
     assert isinstance(node.target, torch._ops.OpOverload)
     if node.target.namespace == CALLED:
         return 1
@@ -163,19 +164,19 @@ def launches_of(node: Node) -> int:
 
 
 def _is_open(operand: Node) -> bool:
-    """Tell whether a tensor has an open size: then a kernel's grid is not known either."""
+    """Tells whether a tensor has an open size, so that no kernel's grid is known."""
     value = operand.meta["val"]
     return isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape)
 
 
 def nbytes(given: Any) -> int:
-    """Count a tensor's bytes, where each open size counts as one."""
+    """Counts a tensor's bytes; each open size counts as 1."""
     value = given.meta["val"]
     return prod(n for n in value.shape if isinstance(n, int)) * int(value.element_size())
 
 
 def _stand_in(arg: Any) -> Any:
-    """A tensor of that shape without values; int32 for bool, as kernels take flags."""
+    """Returns a tensor of that shape without values, in int32 for bool, as kernels take flags."""
     if not isinstance(arg, Node):
         return arg
     value = arg.meta["val"]
@@ -186,14 +187,14 @@ def _stand_in(arg: Any) -> Any:
 
 
 def in_bytes(size: int) -> str:
-    """A number of bytes in the largest unit that it has one of."""
+    """Writes a number of bytes in the largest unit of which it has one or more."""
     units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
     name, unit = next((u for u in units if size >= u[1]), ("bytes", 1))
     return f"{size:,} bytes" if unit == 1 else f"{size / unit:,.2f} {name}"
 
 
 def in_words(counts: Counts) -> str:
-    """A step's calls, for a dry run."""
+    """Describes a step's calls for a dry run."""
     said = (
         f"about {counts.launches:,} launches ({counts.products:,} products, {counts.kernels:,} "
         f"kernels of ours, {counts.others:,} of other operators, fused)"

@@ -6,6 +6,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from mtpbuild.builder.checks import in_range
+from mtpbuild.builder.flags import AskedFlags
 from mtpbuild.builder.recipe import recipe_folder
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import RequestError, UsageError
@@ -17,14 +18,10 @@ OUTPUT_LEN = 256
 NUM_REQUESTS = 20  # of the built-in prompts
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Holds the flags that choose the requests."""
+@dataclass(frozen=True)
+class Asked(AskedFlags):
+    """Says which requests are asked."""
 
-    dataset: str | None = None  # built-in name or a file; None: all that are built in
-    num_requests: int | None = None
-    input_len: int | None = None
-    output_len: int | None = None
     # Defaults for what a line and the flags do not set.
     params: SamplingParams = field(default_factory=lambda: SamplingParams(OUTPUT_LEN))
 

@@ -7,6 +7,7 @@ import typer
 from typer import Option
 
 from mtpbuild.builder.cli.shared import RankFlags, TargetFlags, parse_nextn, progress
+from mtpbuild.builder.flags import BuildFlags
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, read_flags
 from mtpbuild.runtime.contract.drafters import offered
@@ -23,41 +24,29 @@ def build(
     compat: CompatFlags,
     target_flags: TargetFlags,
     ranks: RankFlags,
+    flags: BuildFlags,
     nextn: str | None = flag(
         None,
         "Draft tokens per step, 0..15; several: 0,1,2,3; auto: 0..4, chosen step by step. "
         "Default: the model's.",
     ),
     drafter: str | None = flag(None, f"{' or '.join(offered())}."),
-    max_batch: int = flag(1, "Requests that run at once."),
-    max_seq_len: int | None = flag(None, "Prompt and output tokens of a request together."),
-    prefill_chunk: int = flag(256, "Prompt tokens per prefill call."),
     target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
-    rank: int | None = flag(None, "Build this rank alone, from 0; default: all that lack."),
-    out: Path | None = flag(None, "Engine directory; with several nextn, their parent."),
-    force: bool = flag(False, "Rebuild, and replace another model's engine."),
-    checkpoint: Path | None = flag(None, "Folder with the recipe's or repository's weights."),
-    revision: str | None = flag(None, "Branch, tag or commit of the repository. Default: main."),
     layers: str | None = flag(None, "Build only these main layers, 0-3, and the modules."),
     weights: str | None = flag(None, "Quantise to int8, int4, fp8 or nvfp4. Default: as stored."),
     head_weights: str | None = flag(
         None, "With --weights, embedding and head: int8 or none. Default: int8 for int8 and int4."
     ),
-    draft_vocab: str | None = flag(
-        None, "Draft only from this many frequent tokens, or a file's ids; the text is the same."
-    ),
     acceptance_rule: list[str] | None = flag(
         None, "Rule of acceptance of another package that requests may choose; may be repeated."
     ),
-    dry_run: bool = flag(False, "Check all, say what it would be, write nothing."),
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.build import build
     from mtpbuild.builder.checkpoint.layers_slice import parse_layers
     from mtpbuild.builder.cli.tables import print_engines, print_stages
     from mtpbuild.builder.download import download
-    from mtpbuild.builder.dry_run import dry_run as run_dry
-    from mtpbuild.builder.dry_run import print_dry_run
+    from mtpbuild.builder.dry_run import dry_run, print_dry_run
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.stages import Stages
@@ -74,28 +63,19 @@ def build(
         model=model,
         nextn=numbers,
         drafter=settings.drafter,
-        max_batch=max_batch,
-        max_seq_len=max_seq_len,
-        prefill_chunk=prefill_chunk,
         target=target or default_target(model),
-        out=out,
-        force=force,
-        checkpoint=checkpoint,
         ranks=asked_ranks(settings),
-        rank=rank,
         layers=None if layers is None else parse_layers(layers),
         scheme=build_scheme(weights, head_weights),
-        draft_vocab=draft_vocab,
         acceptance_rules=tuple(acceptance_rule or ()),
-        dry_run=dry_run,
         options=changed(target_flags),
-        revision=revision,
+        **vars(flags),
     )
-    if not dry_run:
+    if not request.dry_run:
         download(request)  # it shows bars of its own, so before the stages are shown
     with progress("reading the checkpoint") as watch:
         stages = Stages(watch)
-        foreseen = run_dry(request, stages) if dry_run else None
+        foreseen = dry_run(request, stages) if request.dry_run else None
         engines = build(request, stages) if foreseen is None else []
     if foreseen is None:
         print_engines(engines)

@@ -8,6 +8,7 @@ import typer
 from typer import Option
 
 from mtpbuild.builder.cli.shared import TargetFlags, parse_nextn, progress, show, show_results
+from mtpbuild.builder.flags import AskedFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import LoadFlags, error_line
 from mtpbuild.runtime.compat.flags import CompatFlags, RelaxedFlags, read_flags
@@ -32,6 +33,7 @@ def bench(
     sampling: SamplingFlags,
     compat: CompatFlags,
     relaxing: RelaxedFlags,
+    asked: AskedFlags,
     target_flags: TargetFlags,
     load_flags: LoadFlags,
     nextn: str | None = flag(
@@ -40,10 +42,6 @@ def bench(
     concurrency: str = flag("1", "Requests that run at once; several to compare: 1,2,4,8."),
     drafter: str | None = flag(None, f"{' or '.join(offered())}."),
     target: str | None = flag(None, "What to compile for. Default: the recipe's, onnxruntime."),
-    dataset: str | None = flag(None, "code, reasoning, or JSONL (docs/bench.md). Default: both."),
-    num_requests: int | None = flag(None, "Default: 20 of the built-in ones, all of a file's."),
-    input_len: int | None = flag(None, "Cut or extend every prompt to so many tokens."),
-    output_len: int | None = flag(None, "Most output tokens; default: the dataset's, or 256."),
     relaxed: bool = flag(False, "Relaxed acceptance as in TensorRT-LLM's blog: 10, 0.6."),
     threads: int | None = flag(None, "CPU threads; default: all cores."),
     out: Path = flag(Path("bench_results"), "Folder for bench.json and bench.png."),
@@ -71,8 +69,8 @@ def bench(
     sizes = parse_list("--concurrency", concurrency, int, "1,2,4,8")
     options = changed(target_flags)
     wanted = Wanted(model, numbers, settings.drafter, sizes, target=target, options=options)
-    asked = Asked(dataset, num_requests, input_len, output_len, params)
-    request = BenchRequest(wanted, asked, threads, out, changed(load_flags))
+    requests = Asked(**vars(asked), params=params)
+    request = BenchRequest(wanted, requests, threads, out, changed(load_flags))
     with progress("reading the checkpoint") as watch:
         reports = bench(request, watch)
     if len(reports) > 1:

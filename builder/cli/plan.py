@@ -7,6 +7,7 @@ import typer
 from typer import Option
 
 from mtpbuild.builder.cli.shared import RankFlags, parse_range, show
+from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import error_line
 from mtpbuild.runtime.errors import UsageError
@@ -26,19 +27,13 @@ def plan(
         str, Option(help="Recipe name (needs no weights), checkpoint, or OWNER/NAME.")
     ],
     ranks: RankFlags,
+    flags: PlanFlags,
     nextn: str | None = flag(
         None, "Draft tokens per step: a number, 0,1,3 or 0..5. Default: 0..5, or 0 without modules."
     ),
     cpu: bool = flag(False, "For the CPU here: download, disk, memory, bytes that a step reads."),
-    gpu: str = flag("b200", "h100, h200 or b200."),
-    max_seq_len: int = flag(4096, "Prompt and output tokens of a request together."),
-    max_batch: int = flag(1, "Requests that run at once."),
-    context_len: int = flag(2048, "Cached tokens that a step reads per request."),
-    kv_cache: str = flag("bf16", "Number format of the caches: bf16 or fp8."),
-    prefill_chunk: int = flag(256, "Prompt tokens per prefill call."),
     acceptance: str | None = flag(None, "Acceptance length for each nextn: 1,1.92. Default: R1's."),
     calibrate: str | None = flag(None, "Your tokens/s of one user at two nextn: 0=111,1=198."),
-    checkpoint: Path | None = flag(None, "Folder with the recipe's weights."),
     picture: Path | None = flag(None, "Write the figures as a PNG too."),
     json: bool = flag(False, "As one JSON object."),
 ) -> None:
@@ -66,16 +61,10 @@ def plan(
     request = ForecastRequest(
         model=model,
         nextn=() if nextn is None else parse_range(nextn),
-        gpu=gpu,
         ranks=ranks.ranks(),
-        max_seq_len=max_seq_len,
-        max_batch=max_batch,
-        context_len=context_len,
-        kv_cache=kv_cache,
-        prefill_chunk=prefill_chunk,
         acceptance=lengths,
         measured=None if calibrate is None else parse_measured(calibrate),
-        checkpoint=checkpoint,
+        **vars(flags),
     )
     if cpu:
         local = forecast_cpu(request)

@@ -3,8 +3,8 @@
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
+from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.builder.forecast import latency
 from mtpbuild.builder.forecast.latency import Latency
 from mtpbuild.builder.forecast.machines import find_gpu
@@ -22,21 +22,14 @@ RESERVED = 0.08  # of a GPU's memory: driver, kernels, communication buffers, gr
 
 
 @dataclass(frozen=True)
-class ForecastRequest:
-    """Holds the flags of `mtpbuild plan`."""
+class ForecastRequest(PlanFlags):
+    """Holds what `mtpbuild plan` asks for."""
 
     model: str
     nextn: tuple[int, ...]  # none: 0 to 5, or 0 alone where there is no MTP module
-    gpu: str = "b200"
     ranks: Ranks = field(default_factory=Ranks)
-    max_seq_len: int = 4096
-    max_batch: int = 1
-    context_len: int = 2048
-    kv_cache: str = "bf16"
-    prefill_chunk: int = 256
     acceptance: tuple[float, ...] | None = None
     measured: ByNextn | None = None  # tokens/s of one user at two nextn
-    checkpoint: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a step asks of its acceptance, and the kinds: greedy alone, and every mode mixed."""
+"""Defines what a step asks of its acceptance, and its kinds: greedy alone, and all modes mixed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,36 +25,36 @@ from mtpbuild.runtime.contract.rules import Rule
 
 
 class Acceptance:
-    """What a step asks. Here all slots are strict and greedy: nothing is paid for sampling.
+    """Judges and drafts strictly and greedily in all slots, so that no step pays for sampling.
 
-    State that it only passes on is cloned: one tensor can't be a graph's input and output.
+    State that it only passes on is cloned, as one tensor can't be both input and output of a graph.
     """
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
-        """Which of the window's tokens are emitted; logits [B, T, V]."""
+        """Decides which of the window's tokens are emitted; logits [B, T, V], active [B] bool."""
         *slots, thinking = slots_of(state, active)
         tokens, n, lengths, logprobs, margins = accept_rewind(logits, *slots)
         return Verdict(tokens, n, lengths, logprobs, margins, thinking.clone())
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
-        """Draft k (from 1) behind the newest token: logits [B, 1, V] -> [B, 1]."""
+        """Chooses draft k (from 1) behind the newest token: logits [B, 1, V] -> int64 [B, 1]."""
         return logits.argmax(-1)
 
     def draft_probs(self, state: State) -> State:
-        """What the drafts were drawn from, if the state has a place for it."""
+        """Returns the distributions [B, K, V] of the drafts, if the state has a place for them."""
         return {name: state[name].clone() for name in ("draft_probs",) if name in state}
 
     def history(self, state: State) -> State:
-        """The tokens that later steps' penalties count, if the state has a place for them."""
+        """Returns the tokens that later penalties count, if the state has a place for them."""
         return {name: state[name].clone() for name in (HISTORY,) if name in state}
 
 
 class MixedAcceptance(Acceptance):
-    """Judge and draft in each slot as its request asks.
+    """Judges and drafts in each slot as its request asks.
 
-    Drafts are drawn from their distribution where `sampled_drafts` says so and the target is drawn.
-    They are made without a grammar, which the host corrects before the next step. Penalties are of
-    the state that has a history.
+    Drafts are drawn from their distribution where `sampled_drafts` says so and the target's tokens
+    are drawn as well. Drafts know no grammar; the host corrects them before the next step.
+    Penalties apply if the state has a history.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class MixedAcceptance(Acceptance):
         grammar: Mapping[str, Tensor] | None = None,
         rules: Sequence[Rule] = (),
     ) -> None:
-        """grammar: the inputs of `CONSTRAINTS` by name; nothing if the program has none.
+        """asked: the values [B, ..] of the controls. grammar: the inputs of `CONSTRAINTS`, if any.
 
-        rules: those that other packages bring, whose controls are among what is asked.
+        rules: those that other packages bring, whose controls are among `asked`.
         """
         self.asked, self.grammar, self.rules = asked, grammar or {}, rules
         self.lengths: Tensor | None = None
@@ -85,10 +85,11 @@ class MixedAcceptance(Acceptance):
         return verdict
 
     def choose(self, logits: Tensor, k: int) -> Tensor:
-        """Draw by the inverse CDF at the number that strict acceptance will use for that position.
+        """Draws by the inverse CDF at the number that strict acceptance will use for that position.
 
         So a draft that the target agrees with in distribution is mostly the target's token, and
         accepted more often than an argmax, or than one drawn at a number of its own.
+
         Penalties edit drafts as they will edit the target: any drafts give a correct text, but a
         drafter that does not know them goes on proposing what they forbid.
         """
@@ -118,9 +119,9 @@ class MixedAcceptance(Acceptance):
 
 
 class KernelAcceptance(MixedAcceptance):
-    """The same verdicts and drafts without branches, by ops that a target has kernels for.
+    """Makes the same verdicts and drafts without branches, by ops that a target has kernels for.
 
-    A kernel asks slot by slot, and nothing sorts the vocabulary.
+    A kernel decides slot by slot what is asked, and nothing sorts the vocabulary.
     """
 
     def judge(self, logits: Tensor, state: State, active: Tensor) -> Verdict:
@@ -172,7 +173,7 @@ def slots_of(state: State, active: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 def _sampled_draft(
     logits: Tensor, number: Tensor, drawn: Tensor, shaping: Asked, *counted: Any
 ) -> tuple[Tensor, ...]:
-    """A draft [B, 1] and what it was drawn from [B, 1, V]: a point mass if it is an argmax.
+    """Returns a draft [B, 1] and its distribution [B, 1, V], a point mass if it is an argmax.
 
     counted: what `penalised` takes beside the logits, if there are penalties.
     """
@@ -186,5 +187,5 @@ def _sampled_draft(
 
 
 def _greedy_draft(logits: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """The argmax; nobody asks for what it was drawn from."""
+    """Returns the argmax [B, 1]; nobody reads its distribution, which is all zeros."""
     return logits.argmax(-1), torch.zeros_like(logits)

@@ -1,4 +1,4 @@
-"""What drafters do in a step, and the built-in ones: MTP Eagle, one module K times, and vanilla.
+"""Defines what drafters do, and the built-in ones: MTP Eagle runs one module K times, vanilla K.
 
 docs/architecture.md has the derivation. A module's input at slot p joins Emb(t_{p+k}) and the
 hidden state of slot p; the family says whether hidden states come normed (`MTPRules`).
@@ -20,10 +20,10 @@ from mtpbuild.runtime.errors import BuildError
 
 @dataclass(frozen=True)
 class Accepted:
-    """A step has decided this before it drafts. T = K + 1."""
+    """Holds what a step has decided before it drafts; T = K + 1."""
 
-    hidden: Tensor  # [B, T, E] main model's, one per window token; real up to n
-    tokens: Tensor  # [B, T] emitted; real up to n, valid ids beyond
+    hidden: Tensor  # [B, T, E] of the main model, one per window token; valid up to n
+    tokens: Tensor  # [B, T] that are emitted; up to n, and any ids of the vocabulary beyond
     n: Tensor  # [B] how many were emitted; 0 in an inactive slot
     lengths: Tensor  # [B] M, after this step: t_M is the newest token
     active: Tensor  # [B] bool
@@ -32,33 +32,34 @@ class Accepted:
 
 
 class Drafter:
-    """One way to draft K = nextn tokens per step; runtime/contract/drafters.py says what it needs.
+    """Drafts K = nextn tokens per step in one way; its record says what it needs.
 
-    `state` holds the states of the engine by name. The new states that are returned are those of
-    the modules and those that the record declares, all of them.
+    Records are in runtime/contract/drafters.py. `state` holds the engine's states by name. A
+    drafter returns all new states of its modules and all those that its record declares.
     """
 
     def __init__(self, nextn: int) -> None:
         self.nextn = nextn
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
-        """Draft K tokens behind the newest: int64 [B, K], and the drafter's new states.
+        """Drafts K tokens behind the newest one: returns int64 [B, K] and the new states.
 
-        Each draft is what `step.choose` makes of its logits, so that a sampled one has its law.
+        Each draft is chosen by `step.choose` from its logits, so that sampled drafts follow the
+        request's distribution.
         """
         raise NotImplementedError
 
     def prefill(
         self, model: CausalLM, state: State, tokens: Tensor, hidden: Tensor, rows: Rows
     ) -> State:
-        """The drafter's state after a chunk; tokens [1, T + lookahead], hidden [1, T, E]."""
+        """Returns the new states after a chunk: tokens [1, T + lookahead], hidden [1, T, E]."""
         return {}
 
 
 class Eagle(Drafter):
-    """MTP Eagle: module 0 over the window, then one slot per further draft from its own hidden.
+    """Runs module 0 over the window, then once for each further draft, on its own hidden state.
 
-    With nextn 0 it only fills its cache, for a step that drafts again.
+    This is MTP Eagle. With nextn 0 it only fills its cache, for a later step that drafts again.
     """
 
     def __call__(self, model: CausalLM, state: State, step: Accepted) -> tuple[Tensor, State]:
@@ -95,11 +96,12 @@ class Eagle(Drafter):
 
 
 class Vanilla(Drafter):
-    """MTP vanilla: module k drafts token k; each recomputes the newest T = K + 1 slots.
+    """Lets module k draft token k (MTP vanilla); each recomputes the newest T = K + 1 slots.
 
-    T slots are exact and K are not: after a step that accepted all drafts, slots from M - (K + 1)
-    on were last computed with drafts or not at all (docs/architecture.md). The hidden states and
-    tokens of the K slots before the main model's window are `past_hidden` and `past_tokens`.
+    With T slots the drafts are exact, with K they are not: after a step that accepted all drafts,
+    slots from M - (K + 1) on were last computed with drafts or not at all (docs/architecture.md).
+    The hidden states and tokens of the K slots before the main model's window are `past_hidden` and
+    `past_tokens`.
     """
 
     def __init__(self, nextn: int) -> None:
@@ -226,6 +228,6 @@ class CheckedDrafter(Drafter):
 
 
 def take(x: Tensor, start: Tensor, count: int) -> Tensor:
-    """x [B, N, ..] -> rows start[b] .. start[b] + count - 1 of each slot: [B, count, ..]."""
+    """Takes `count` rows of each slot from start [B] on: x [B, N, E] -> [B, count, E]."""
     index = start[:, None] + torch.arange(count, device=x.device)
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))

@@ -32,7 +32,7 @@ EXAMPLE_CHUNK, EXAMPLE_BATCH = 7, 17  # any sizes that no other dimension has
 
 @dataclass(frozen=True)
 class Program:
-    """One graph to trace: its module, and example arguments whose named sizes vary at run time."""
+    """Is a graph to trace: its module, and example arguments whose named sizes vary at run time."""
 
     name: str
     module: nn.Module
@@ -49,12 +49,15 @@ class Program:
 
 
 def most_tokens(plan: Plan) -> int:
-    """How many tokens the traced chunk of a prompt may have."""
+    """Returns how many tokens the traced chunk of a prompt may have."""
     return max(plan.prefill_chunk, EXAMPLE_CHUNK)
 
 
 def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
-    """The plan's drafter for steps of nextn drafts; it refuses states that it did not declare."""
+    """Makes the plan's drafter for steps of nextn drafts; None if the plan does not draft.
+
+    The drafter raises BuildError for states that its record does not declare.
+    """
     if plan.drafter is None:
         return None
     record = find_drafter(plan.drafter)
@@ -69,9 +72,9 @@ MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
 
 def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
-    """Prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
+    """Makes prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
 
-    An adaptive engine has both of the latter for each number of drafts up to nextn.
+    An adaptive engine has decode and decode_mixed for each number of drafts up to nextn.
     """
     style = plan.style
     if style.kernels:
@@ -96,7 +99,7 @@ def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Program:
 def _steps(
     plan: Plan, model: CausalLM, state: tuple[str, ...], nextn: int, B: int
 ) -> Iterator[Program]:
-    """The two programs of a step that makes so many drafts."""
+    """Yields the two programs of a step that makes nextn drafts; B is the batch of the example."""
     style, drafter = plan.style, make_drafter(plan, nextn)
     active = {"active": torch.ones(B, dtype=torch.bool)}
     B_most = max(B, plan.max_batch)
@@ -117,7 +120,7 @@ def _steps(
 
 
 def _wishes(plan: Plan, table: Sequence[Control], B: int) -> dict[str, Tensor]:
-    """Example values of what requests ask for, in the order of the table."""
+    """Makes example values [B, ..] of what requests ask for, in the order of the table."""
     shapes = control_shapes(plan.nextn, plan.positions, plan.config.vocab_size, table)
     return {c.name: torch.zeros((B, *shapes[c.name]), dtype=getattr(torch, c.dtype)) for c in table}
 

@@ -22,15 +22,16 @@ from mtpbuild.runtime.contract.rules import Rule
 
 
 def signature(*controls: Control) -> Signature:
-    """A mixed step's parameters, after which torch.export names a graph's inputs."""
+    """Returns the parameters of a mixed step: torch.export names a graph's inputs after them."""
     names = ("state", "active", *(control.name for control in controls))
     return Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
 
 
 class StepProgram(nn.Module):
-    """One decode step of all active slots. State in, state out: in place is the target's duty.
+    """Computes one decode step of all active slots: it judges nextn drafts and makes as many.
 
-    It judges and makes nextn drafts. The state may have places for more (`window.py`).
+    It takes the state and returns a new one; writing it in place is the target's business. The
+    state may have places for more drafts (`window.py`).
     """
 
     def __init__(self, model: CausalLM, drafter: Drafter | None, nextn: int) -> None:
@@ -86,10 +87,11 @@ class StepProgram(nn.Module):
 
 
 class MixedStepProgram(StepProgram):
-    """The same step for slots that sample, reject or relax; the host picks the program per step.
+    """Computes the same step for slots that sample, reject or relax.
 
-    controls: what requests may ask of it. constraints: the inputs behind them, if slots may be held
-    to a grammar. rules: those of other packages, whose controls are among the others.
+    The host picks one of the two programs for each step. controls: what requests may ask of the
+    step. constraints: the inputs that follow the controls, if slots may be held to a grammar.
+    rules: the rules of other packages, whose controls are among `controls`.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class MixedStepProgram(StepProgram):
 
 
 class PrefillProgram(nn.Module):
-    """Fills one slot's caches with a chunk of the prompt; no head, no sampling, no drafting."""
+    """Fills one slot's caches with a chunk of the prompt; it neither samples nor drafts."""
 
     def __init__(self, model: CausalLM, drafter: Drafter | None) -> None:
         super().__init__()

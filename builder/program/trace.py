@@ -1,4 +1,4 @@
-"""torch.export of a program, with the sizes that vary between calls left open."""
+"""Exports programs by torch.export; the sizes that vary between calls stay open."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ CHUNKED = "tokens"  # what prefill takes for each token of a prompt's chunk
 
 @dataclass(frozen=True)
 class Traced:
-    """An exported program and the names of its inputs and outputs, in order."""
+    """Holds an exported program and the specs of its inputs and outputs, in order."""
 
     name: str
     exported: ExportedProgram
@@ -33,10 +33,11 @@ class Traced:
 
 
 def trace(program: Program, plan: Plan) -> Traced:
-    """One ExportedProgram. `rows` (cache rows in use) varies, the `chunk` of a prefill, and the
-    `batch` of a decode step where there is more than one slot (with one, all stays static).
+    """Exports a program as one graph.
 
-    In a fixed style nothing but the chunk varies; a GPU's decode steps take the caches whole.
+    The sizes that vary are `rows` (the cache rows in use), the `chunk` of a prefill, and the
+    `batch` of a decode step if there is more than one slot. In a fixed style only the chunk varies,
+    and a GPU's decode steps take the caches whole.
     """
     least = 2 * plan.window + 2
     rows = Dim("rows", min=least, max=plan.capacity)

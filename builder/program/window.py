@@ -1,4 +1,4 @@
-"""The tokens of each slot that one step verifies: a chain, and what follows from its being one.
+"""Defines the tokens of each slot that one step verifies: they are a chain.
 
 Here, and only here, the step program assumes that each token of the window follows the one before
 it. A tree of drafts would bring its own positions and mask in `rows`, the accepted path in place of
@@ -16,10 +16,10 @@ from mtpbuild.builder.models.common.layers import Rows, State
 
 
 def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: int) -> Rows:
-    """Place so many tokens of each active slot from position start [B] on.
+    """Places `tokens` tokens of each active slot at the positions from start [B] on.
 
-    An inactive slot computes too: its rows go to the end of the `bound` ones, which no occupied
-    slot has reached, and it reads none.
+    An inactive slot computes too: it reads no rows, and its own go to the end of the `bound` rows,
+    which no occupied slot has reached. active [B] bool.
     """
     if model.rope.fused:
         return model.rope.placed(start, tokens, active, bound - tokens)
@@ -30,10 +30,10 @@ def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: 
 
 @dataclass(frozen=True)
 class Window:
-    """The newest token of each slot and the nextn drafts behind it; T = nextn + 1.
+    """Holds the newest token of each slot and the nextn drafts behind it; T = nextn + 1.
 
-    An adaptive engine's state has places for more drafts than a program of a smaller nextn judges:
-    what stands in them is passed on, and never looked at, as `num_drafts` says.
+    An adaptive engine's state has places for more drafts than a program of a smaller nextn judges.
+    What stands in these is passed on unread, as `num_drafts` does not count it.
     """
 
     state: State  # what judging them reads, without the places that this program doesn't judge
@@ -60,15 +60,15 @@ class Window:
         return self.tokens.shape[1]
 
     def rows(self, model: CausalLM, active: Tensor) -> Rows:
-        """Positions M .. M + nextn, each of which attends to those up to itself."""
+        """Places the window at positions M .. M + nextn; each attends to those up to itself."""
         bound = model.bound_rows(self.state)
         return rows_of(model, self.state["lengths"], self.size, active, bound)
 
     @staticmethod
     def newest(tokens: Tensor, n: Tensor) -> Tensor:
-        """The last of the n emitted tokens: [B, T], [B] -> [B, 1]. The first n rows are kept."""
+        """Returns the last of n [B] emitted tokens [B, T] as [B, 1]; the first n rows are kept."""
         return tokens.gather(1, (n - 1).clamp(min=0)[:, None])
 
     def followed_by(self, newest: Tensor, drafts: Tensor) -> Tensor:
-        """What the state keeps for the next step: newest [B, 1] and drafts [B, nextn]."""
+        """Returns the next step's window from newest [B, 1] and drafts [B, nextn]."""
         return torch.cat([newest, drafts, *self.unused], 1)

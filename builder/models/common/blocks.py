@@ -1,4 +1,4 @@
-"""Quantised weights inside the model: `x @ weight` as with a plain parameter."""
+"""Defines the modules that hold quantised weights: `x @ weight` works as with a parameter."""
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Blocks(nn.Module):
-    """An integer weight [in, out], stored as [out, in / 32] blocks of 32 inputs.
+    """Holds an integer weight [in, out] as [out, in / 32] blocks of 32 inputs.
 
     scales: the type of the blocks' scales.
     """
@@ -37,7 +37,7 @@ class Blocks(nn.Module):
 
 
 class PackedBlocks(nn.Module):
-    """An integer weight [in, out] in the layout of the CPU's kernels."""
+    """Holds an integer weight [in, out] in the layout of the CPU's kernels."""
 
     def __init__(self, inputs: int, outputs: int, bits: int) -> None:
         super().__init__()
@@ -49,24 +49,24 @@ class PackedBlocks(nn.Module):
         return product_packed(x, self.values, self.scales, self.outputs)
 
     def gated(self, x: Tensor) -> Tensor | None:
-        """Return silu(gate) * up of gates, then ups; None: these are no whole panels."""
+        """Returns silu(gate) * up [.., out / 2] of x [.., in]; None if gates fill no whole panels."""
         if self.outputs % (2 * PANEL):
             return None
         return gated_packed(x, self.values, self.scales, self.outputs)
 
 
 class HeadBlocks(nn.ModuleList):
-    """int8 weights [H, in, out], one for each head: no op takes a stack, so heads have products."""
+    """Holds int8 weights [H, in, out] as a product for each head, as no op takes a stack."""
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        """x [B, H, T, in] -> [B, H, T, out], by one Split and one Concat."""
+        """Multiplies x [B, H, T, in] head by head, by one Split and one Concat: [B, H, T, out]."""
         rows = x.transpose(1, 2).flatten(2).split(x.shape[-1], dim=-1)
         products = [row @ head for row, head in zip(rows, self, strict=True)]
         return torch.cat(products, dim=-1).unflatten(-1, (len(self), -1)).transpose(1, 2)
 
 
 class EmbeddingBlocks(nn.Module):
-    """An int8 embedding [V, E] in blocks of 32; only rows that are looked up are dequantised."""
+    """Holds an int8 embedding [V, E] in blocks of 32; it dequantises the rows that it looks up."""
 
     def __init__(self, vocabulary: int, width: int, scales: torch.dtype) -> None:
         super().__init__()
@@ -74,21 +74,21 @@ class EmbeddingBlocks(nn.Module):
         self.scales = parameter(vocabulary, width // BLOCK, dtype=scales)
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """tokens [..] -> fp32 [.., E]."""
+        """Returns the rows of tokens [..] in fp32 [.., E]."""
         ids = tokens.flatten()  # index_select is one Gather in ONNX
         values, scales = (part.index_select(0, ids) for part in (self.values, self.scales))
         return dequantise(values, scales, bits=8).unflatten(0, tokens.shape)
 
 
 def look_up(weight: Tensor | EmbeddingBlocks, tokens: Tensor) -> Tensor:
-    """The rows of an embedding, plain or in blocks."""
+    """Returns the rows [.., E] of tokens [..] in an embedding, plain or in blocks."""
     if isinstance(weight, EmbeddingBlocks):
         return weight.rows(tokens)
     return nn.functional.embedding(tokens, weight)
 
 
 class ExpertBlocks(nn.Module):
-    """Integer weights [X, in, out] of experts, in blocks as `experts_nbits` takes them."""
+    """Holds integer weights [X, in, out] of experts, in blocks as `experts_nbits` takes them."""
 
     def __init__(
         self, experts: int, inputs: int, outputs: int, bits: int, scales: torch.dtype
@@ -98,15 +98,15 @@ class ExpertBlocks(nn.Module):
         self.scales = parameter(experts, outputs, inputs // BLOCK, dtype=scales)
 
     def through(self, down: "ExpertBlocks", x: Tensor, ids: Tensor) -> Tensor:
-        """x [N, E] -> [N, E]: each row through the expert that `ids` [N] names.
+        """Puts each row of x [N, E] through the expert that `ids` [N] names; returns [N, E].
 
-        These are the experts' gates and ups, `down` their other product.
+        This module holds the experts' gates and ups, `down` their other product.
         """
         return experts_nbits(x, ids, self.values, self.scales, down.values, down.scales)
 
 
 class PackedExperts(nn.Module):
-    """Integer weights [X, in, out] of experts, in the layout of the CPU's kernels."""
+    """Holds integer weights [X, in, out] of experts, in the layout of the CPU's kernels."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, bits: int) -> None:
         super().__init__()
@@ -115,17 +115,18 @@ class PackedExperts(nn.Module):
         self.scales = parameter(*blocks, PANEL, dtype=torch.float16)
 
     def through(self, down: "PackedExperts", x: Tensor, ids: Tensor) -> Tensor:
-        """x [N, E] -> [N, E]: each row through the expert that `ids` [N] names.
+        """Puts each row of x [N, E] through the expert that `ids` [N] names; returns [N, E].
 
-        These are the experts' gates and ups, `down` their other product.
+        This module holds the experts' gates and ups, `down` their other product.
         """
         return experts_packed(x, ids, self.values, self.scales, down.values, down.scales)
 
 
 class Scaled(nn.Module):
-    """An fp8 or nvfp4 weight [in, out], or experts [X, in, out], as `matmul_scaled` takes it.
+    """Holds an fp8 or nvfp4 weight [in, out], or experts [X, in, out], for `matmul_scaled`.
 
-    group: inputs that share a scale. scales_2 is nvfp4's alone; its shape without the experts.
+    group: how many inputs share a scale. scales_2: the shape of nvfp4's second scales without the
+    experts; None for fp8.
     """
 
     def __init__(
@@ -148,13 +149,13 @@ class Scaled(nn.Module):
         return self.values, self.scales, self.scales_2
 
     def index_select(self, axis: int, ids: Tensor) -> Tensor:
-        """The chosen experts in fp32."""
+        """Returns the chosen experts in fp32: ids [N] -> [N, in, out]."""
         chosen = (part if part is None else part.index_select(axis, ids) for part in self.parts)
         return dequantise_scaled(*chosen)
 
 
 def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
-    """Make the module that holds a weight in its format, in place of a parameter of this shape."""
+    """Makes the module that holds a weight in its format, in place of a parameter of this shape."""
     format = weight.format
     if not isinstance(format, Integers):
         second = (shape[-2] // GROUP, 1) if weight.joined == 1 else (1, shape[-1])
@@ -182,7 +183,7 @@ def parts_of(weight: Tensor | Scaled) -> Parts:
 
 
 def put(model: nn.Module, name: str, weight: nn.Module) -> None:
-    """Put a module in the place of the parameter of that name."""
+    """Puts a module in the place of the parameter of that name."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     delattr(module, leaf)

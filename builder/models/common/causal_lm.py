@@ -1,4 +1,4 @@
-"""A whole model with its MTP modules, as the step program calls it."""
+"""Defines a whole model with its MTP modules, as the step program calls it."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -30,10 +30,10 @@ NEVER = -1e30  # a logit; finite, as it is divided by temperatures
 
 
 class CausalLM(nn.Module):
-    """Trunk and MTP modules. The trunk's embedding and head are every module's that has no own.
+    """Holds the trunk and the MTP modules; modules without embedding or head use the trunk's.
 
-    A rank of several holds its share: of a vocabulary that is split, the rows that begin at its
-    number.
+    One of several ranks holds its share; where the vocabulary is split, rank r holds part r of its
+    rows.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CausalLM(nn.Module):
         return module
 
     def embed(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
-        """Rows of the trunk's embedding, or of another table."""
+        """Returns the rows [.., E] of tokens [..] in the trunk's embedding, or in another table."""
         table = self.embed_tokens if table is None else table
         if self.ranks.parts == 1:
             return look_up(table, tokens)
@@ -83,12 +83,12 @@ class CausalLM(nn.Module):
         return all_reduce(torch.where(own, x, 0.0))
 
     def forward(self, tokens: Tensor, state: State, rows: Rows) -> tuple[Tensor, Passed]:
-        """tokens [B, T] -> hidden states as modules are given them [B, T, E], and new states."""
+        """Computes the hidden states [B, T, E] that modules get, and new states; tokens [B, T]."""
         x, passed = self.through(range(len(self.layers)), self.embed(tokens), state, rows)
         return self.norm(x) if self.config.mtp.trunk_normed else x, passed
 
     def fill(self, tokens: Tensor, state: State, rows: Rows) -> Passed:
-        """Compute only the states, for an engine without drafts."""
+        """Computes only the new states, for an engine without drafts; tokens [B, T]."""
         last = len(self.layers) - 1
         layer, name = self.layers[last], layer_rows(last)
         if not isinstance(layer, DecoderLayer):
@@ -98,7 +98,7 @@ class CausalLM(nn.Module):
         return passed
 
     def through(self, layers: range, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, Passed]:
-        """Run some layers on hidden states x [B, T, E]: what they make of it, and of states."""
+        """Runs some layers on hidden states x [B, T, E]; returns theirs, and the new states."""
         passed = Passed()
         for i in layers:
             layer, name = self.layers[i], layer_rows(i)
@@ -111,25 +111,25 @@ class CausalLM(nn.Module):
         return x, passed
 
     def bound_rows(self, state: State) -> int:
-        """How many rows the caches have, as they are bound; some layer keeps rows."""
+        """Returns how many rows the bound caches have; at least one layer has a cache."""
         names = map(layer_rows, range(len(self.layers)))
         return next(state[name].shape[2] for name in names if name in state)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `forward` returned -> the trunk's logits."""
+        """Returns the trunk's logits [B, T, V] of what `forward` returned."""
         if not self.config.mtp.trunk_normed:
             hidden = self.norm(hidden)
         return self.head(hidden, self.lm_head)
 
     def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
-        """The input of module j: tokens [B, T], hidden states [B, T, E] and where they stand."""
+        """Returns the input [B, T, E] of module j for tokens [B, T] and hidden states [B, T, E]."""
         module = self.module(j)
         return module.join(self.embed(tokens, module.embed_tokens), hidden, rows)
 
     def draft_logits(self, j: int, hidden: Tensor) -> Tensor:
-        """What module j has handed on -> its logits over the whole vocabulary.
+        """Returns the logits [B, T, V] of what module j has handed on.
 
-        Of a reduced draft vocabulary the head has those rows alone; other tokens are never drafted.
+        With a reduced draft vocabulary the head has only its rows; other tokens are never drafted.
         """
         module = self.module(j)
         shared = self.lm_head if self.draft_head is None else self.draft_head
@@ -141,7 +141,7 @@ class CausalLM(nn.Module):
         return every.scatter(-1, self.draft_ids.expand_as(logits), logits)
 
     def head(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Logits are fp32, of a head in bf16 too: rounded to bf16 they tie."""
+        """Returns logits in fp32, also of a head in bf16: rounded to bf16 they would tie."""
         if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
             logits = matmul_wide(cast(hidden, torch.bfloat16), weight)
         else:
@@ -150,7 +150,7 @@ class CausalLM(nn.Module):
 
 
 class UniformLM(CausalLM):
-    """A model whose layers all have attention; block(i) makes the parts of layer i.
+    """Is a model whose layers all have attention; block(i) makes the parts of layer i.
 
     MTP module j is layer num_hidden_layers + j.
     """
@@ -165,9 +165,9 @@ class UniformLM(CausalLM):
 
 
 def begun(state: Tensor, rows: Rows) -> Tensor:
-    """A recurrent state [B, ..] in front of a pass: zeros for a slot whose first token is in it.
+    """Returns a recurrent state [B, ..] before a pass, with zeros for slots that begin in it.
 
-    A slot that idles does not begin, wherever its request stands: its rows go to the end.
+    An idle slot does not begin, wherever its request stands, as its rows go to the end.
     """
     first = (rows.start == 0).reshape(-1, *[1] * (state.dim() - 1))
     return torch.where(first, torch.zeros_like(state), state)

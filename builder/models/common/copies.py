@@ -1,4 +1,4 @@
-"""Copies of embedding and head in a checkpoint's MTP layers; most often they equal the trunk's."""
+"""Lists copies of embedding and head in a checkpoint's MTP layers; most equal the trunk's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Config = TypeVar("Config", bound=ModelConfig)
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor that repeats another one, unless its module has one of its own."""
+    """Names a tensor that repeats another one, unless its module has one of its own."""
 
     name: str
     original: str
@@ -21,12 +21,12 @@ class Copy:
 
 
 def tied_head(c: ModelConfig) -> list[Copy]:
-    """A head that is the embedding may be stored all the same."""
+    """Lists the head if it is tied to the embedding: it may be stored all the same."""
     return [Copy(HEAD, EMBEDDING)] if c.tie_word_embeddings else []
 
 
 def copies_in_layers(c: ModelConfig) -> list[Copy]:
-    """List where DeepSeek's and GLM's checkpoints may hold copies: in the MTP layers themselves."""
+    """Lists the copies that DeepSeek's and GLM's checkpoints may hold in their MTP layers."""
     head = EMBEDDING if c.tie_word_embeddings else HEAD
     found = tied_head(c)
     for j in range(c.num_nextn_predict_layers):
@@ -37,7 +37,7 @@ def copies_in_layers(c: ModelConfig) -> list[Copy]:
 
 
 def is_own(c: ModelConfig, copy: Copy) -> bool:
-    """Whether the checkpoint's copy differs from the original, so that a module has its own."""
+    """Tells whether the copy differs from the original, so that the module has its own."""
     return copy.module in (c.own_heads if copy.head else c.own_embeddings)
 
 

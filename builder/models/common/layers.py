@@ -25,14 +25,14 @@ State = dict[str, Tensor]  # tensors by name
 
 @dataclass(frozen=True)
 class Rows:
-    """A pass's tokens have a place: angles, and the cache rows that they see and fill."""
+    """Holds the place of a pass's tokens: angles, and the cache rows that they see and fill."""
 
     cos: Tensor  # [B, T, rotary dim / 2]
     sin: Tensor
-    base: Tensor  # [B] rows before it are seen by all tokens
-    start: Tensor  # [B] fresh rows are written from it on: the base, but for a slot that idles
+    base: Tensor  # [B] all tokens see the rows before it
+    start: Tensor  # [B] where fresh rows are written: at the base, unless the slot idles
     positions: Tensor  # [B, T]
-    first: Tensor | None = None  # [B] the last fresh row that the first token sees; nothing: 0
+    first: Tensor | None = None  # [B] the last fresh row that the first token sees; None: row 0
     expand: bool = False  # many tokens: attention may make keys and values of all rows at once
 
 
@@ -43,22 +43,26 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Kernels(nn.Module):
-    """A module that computes otherwise on a GPU, if `use_kernels` said so."""
+    """Is a module that computes with kernels of ours once `use_kernels` has said so."""
 
     kernels = False
-    fused = False  # also what stands between products is ops that have kernels
+    fused = False  # ops with kernels also do what stands between products
     most: int | None = None  # tokens of a pass, where their number varies
 
 
 def use_kernels(model: nn.Module, most: int | None = None, fused: bool = False) -> None:
-    """Let a model compute as a GPU wants it. most: tokens of a pass whose number is a symbol."""
+    """Lets a model compute with kernels.
+
+    most: how many tokens a pass may have whose number is a symbol. fused: ops with kernels also do
+    what stands between products.
+    """
     for module in model.modules():
         if isinstance(module, Kernels):
             module.kernels, module.most, module.fused = True, most, fused
 
 
 class Rope(Kernels):
-    """Angles from positions; computed, not looked up, so no table bounds the sequence."""
+    """Computes angles from positions; no table of them bounds the length of a sequence."""
 
     def __init__(self, rope: RopeConfig, dim: int) -> None:
         super().__init__()
@@ -67,7 +71,7 @@ class Rope(Kernels):
         self.inv_freq: Tensor
 
     def forward(self, start: Tensor, tokens: int, base: Tensor | None = None) -> Rows:
-        """Tokens at positions start .. start + tokens - 1 of each slot; base defaults to start."""
+        """Places tokens at positions start [B] .. start + tokens - 1; base [B]: start if None."""
         if self.fused and base is None:
             return self.placed(start, tokens)
         positions = start[:, None] + torch.arange(tokens, device=start.device)
@@ -85,10 +89,10 @@ class Rope(Kernels):
         end: int = 0,
         offset: int = 0,
     ) -> Rows:
-        """The same by one op; tokens are `offset` behind the start, inactive slots at `end`.
+        """Does the same by one op; tokens stand `offset` behind start [B], inactive slots at `end`.
 
-        Every layer's kernels read its results. What PyTorch's operators give them instead, the
-        compiler would make anew for each kernel.
+        The kernels of all layers read its results; the compiler would compute what PyTorch's
+        operators return anew for each kernel.
         """
         operands = (start, active, self.inv_freq, tokens, offset, end, self.scale)
         cos, sin, base, place, first = rotary_rows(*operands)
@@ -97,23 +101,26 @@ class Rope(Kernels):
 
 
 class Attention(Kernels):
-    """A decoder layer asks this of its attention."""
+    """Defines what a decoder layer asks of its attention."""
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """x [B, T, E] -> query input [B, T, ..], and the tokens' cache rows [B, 1, T, C]."""
+        """Projects x [B, T, E] to query input [B, T, ..] and to cache rows [B, 1, T, C]."""
         raise NotImplementedError
 
     def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Do what `project` does, and write these rows into the cache, from rows.start on."""
+        """Does what `project` does, and writes the rows into cache [B, 1, S, C] at rows.start.
+
+        Returns the query input, the fresh rows and the new cache.
+        """
         q, fresh = self.project(x, rows)
         return q, fresh, kv_write(cache, fresh, rows.start)
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
-        """Query input [B, T, ..] -> [B, T, E].
+        """Attends with query input [B, T, ..]; returns [B, T, E].
 
-        Query t sees the cache's rows before rows.base [B], and the fresh rows up to first [B] + t,
-        which may be written at the base already; with `rows.expand` they are, and first is 0. What
-        it returns for a slot that idles is of no use, but finite.
+        Query t sees the rows of the cache before rows.base [B] and the fresh rows up to first [B] +
+        t. The fresh rows may stand in the cache already, at the base; with `rows.expand` they do,
+        and first is 0. The result for an idle slot is finite, and nobody uses it.
         """
         raise NotImplementedError
 
@@ -128,7 +135,10 @@ class MLP(Kernels):
         return self.inner(x) @ self.down_proj
 
     def inner(self, x: Tensor) -> Tensor:
-        """x [.., E] -> [.., I]; an op does it for a packed weight, or few tokens."""
+        """Computes silu(gate) * up: x [.., E] -> [.., I].
+
+        An op does it for packed weights, and for few tokens on a GPU.
+        """
         if self.fused and isinstance(self.gate_up_proj, Tensor):
             tokens = math.prod(x.shape[:-1])  # a symbol where slots or a prompt's chunk are open
             if isinstance(tokens, int) and tokens <= MAX_TOKENS:
@@ -142,10 +152,10 @@ class MLP(Kernels):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block: x += attention(norm(x)); x += feed_forward(norm(x)).
+    """Is a pre-norm block: x += attention(norm(x)); x += feed_forward(norm(x)).
 
-    A rank of several computes a part of both terms, and what is added is the ranks' sum; with
-    attention-DP it computes both, and `MoE` meets the others.
+    One of several ranks computes a part of both terms, and the sum over all ranks is added. With
+    attention-DP a rank computes both terms, and only `MoE` involves the others.
     """
 
     def __init__(self, c: ModelConfig, attention: Attention, mlp: nn.Module, ranks: Ranks) -> None:
@@ -157,17 +167,17 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, cache: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        """All T tokens attend; their rows are written from rows.start on. x [B, T, E]."""
+        """Computes all T tokens and writes their rows: x [B, T, E] -> [B, T, E], and the cache."""
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         first = torch.zeros_like(rows.base) if rows.first is None else rows.first
         return self.finish(x, q, rows, cache, fresh, first), cache
 
     def fill(self, x: Tensor, cache: Tensor, rows: Rows) -> Tensor:
-        """Write only the cache rows: nobody reads the last layer's output in a prompt."""
+        """Writes only the cache rows, as nobody reads the last layer's output in a prompt."""
         return self.self_attn.write(self.input_layernorm(x), rows, cache)[-1]
 
     def last(self, x: Tensor, cache: Tensor, rows: Rows, at: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute as forward does, but only token at[b] of each slot: [B, 1, E], and the cache."""
+        """Computes only token at[b] of each slot, but writes all rows: [B, 1, E], and the cache."""
         q, fresh, cache = self.self_attn.write(self.input_layernorm(x), rows, cache)
         position = rows.positions.gather(1, at[:, None])
         own = Rows(pick(rows.cos, at), pick(rows.sin, at), rows.base, rows.start, position)
@@ -176,9 +186,10 @@ class DecoderLayer(nn.Module):
     def ahead(
         self, x: Tensor, cache: Tensor, side: Tensor | None, rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """One more token that the cache does not keep: its row goes beside those of `side`.
+        """Computes one more token, x [B, 1, E], whose row the cache does not keep.
 
-        x [B, 1, E]; side [B, 1, k, C]: the rows of such tokens before it -> [B, 1, E], new side.
+        side: the rows [B, 1, k, C] of such tokens before it. Returns [B, 1, E] and the new side, to
+        which the token's row is added.
         """
         q, row = self.self_attn.project(self.input_layernorm(x), rows)
         side = row if side is None else torch.cat([side, row], dim=2)
@@ -198,35 +209,36 @@ class DecoderLayer(nn.Module):
 
 
 class RecurrentLayer(nn.Module):
-    """A layer of the main model whose states have no rows: tokens advance them for good.
+    """Is a layer of the main model whose states have no rows, so that no token can be taken back.
 
-    A pass computes the window from the states before it; only when it is known how many of its
-    tokens stay are the states advanced, by these tokens alone.
+    A pass computes the window from the states before it. The states are advanced when it is known
+    how many of the window's tokens stay, and by these tokens alone.
     """
 
     states: tuple[str, ...]  # their names in the family's `recurrent`
 
     def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
-        """x [B, T, E] and the states before the first token -> x behind the layer, and `tokens`.
+        """Computes x [B, T, E] from the states before the first token.
 
-        tokens: whatever `advance` needs of each token, under names of the layer's own.
+        Returns the layer's output [B, T, E], and what `advance` needs of each token, under names of
+        the layer's own.
         """
         raise NotImplementedError
 
     def advance(self, state: State, tokens: State, n: Tensor) -> State:
-        """The states behind the first n [B] tokens of the pass; n 0 leaves them to the bit."""
+        """Returns the states after the first n [B] tokens; n 0 leaves them the same to the bit."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What a pass makes of the layers' states."""
+    """Holds what a pass makes of the layers' states."""
 
     written: State = field(default_factory=dict)  # rows, whose garbage a length hides
     waiting: list[Callable[[Tensor], State]] = field(default_factory=list)
 
     def behind(self, n: Tensor) -> State:
-        """The layers' new states, if the first n [B] tokens of the pass stay."""
+        """Returns the layers' new states if the first n [B] tokens of the pass stay."""
         new = dict(self.written)
         for advance in self.waiting:
             new |= advance(n)
@@ -234,7 +246,7 @@ class Passed:
 
 
 class MTPModule(DecoderLayer):
-    """One MTP module: a decoder layer behind what joins a token's embedding and a hidden state.
+    """Is an MTP module: it joins a token's embedding and a hidden state for a decoder layer.
 
     Its embedding and head are the trunk's, unless the checkpoint holds some of its own.
     """
@@ -252,7 +264,7 @@ class MTPModule(DecoderLayer):
         self.lm_head: nn.Parameter | None = None
 
     def join(self, embedding: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
-        """Emb(t_{p+k}) and the hidden of slot p, both normed, make the input of slot p."""
+        """Joins Emb(t_{p+k}) and the hidden state of slot p, both normed; all are [B, T, E]."""
         halves = [self.enorm(embedding), self.hnorm(hidden)]
         both = torch.cat(halves[::-1] if self.rules.hidden_first else halves, dim=-1)
         if self.ranks.parts == 1:
@@ -260,7 +272,7 @@ class MTPModule(DecoderLayer):
         return all_reduce(own_part(both, self.rank, self.ranks.parts) @ self.eh_proj)
 
     def hand_on(self, x: Tensor) -> Tensor:
-        """What the next module or draft is given of its output, and `read_by_head` of that."""
+        """Returns what the next module, the next draft and `read_by_head` get of its output x."""
         return self.norm(x) if self.rules.recycles_normed else x
 
     def read_by_head(self, hidden: Tensor) -> Tensor:
@@ -271,5 +283,5 @@ class MTPModule(DecoderLayer):
 
 
 def pick(x: Tensor, at: Tensor) -> Tensor:
-    """x [B, T, ..] -> [B, 1, ..]: row at[b] of each slot."""
+    """Picks row at[b] of each slot: x [B, T, E] -> [B, 1, E]."""
     return x.gather(1, at[:, None, None].expand(-1, 1, x.shape[-1]))

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the router, few experts computed densely, many by the chosen ones.
+"""Defines mixtures of experts: all of few experts are computed, of many only the chosen ones.
 
 Shapes: E hidden size, k chosen experts of a token, N tokens.
 """
@@ -22,7 +22,7 @@ DENSE_EXPERTS = 16  # up to here all experts are computed, chosen or not
 
 
 class Gate(Kernels):
-    """Sigmoid scores in fp32; the bias selects, the unbiased scores weigh."""
+    """Scores experts by a sigmoid in fp32; the biased scores select, the unbiased ones weigh."""
 
     def __init__(self, c: MoEConfig) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class Gate(Kernels):
         self.e_score_correction_bias = parameter(c.n_routed_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [.., E] -> weights and ids of a token's experts, both [.., num_experts_per_tok].
+        """Returns the weights and ids of a token's experts, both [.., k], for x [.., E].
 
-        With shared experts among them they are the last ones.
+        Shared experts among them, which `always` counts, are the last ones and not part of k.
         """
         c, logits = self.config, x.float() @ self.weight.float()
         if self.fused:
@@ -59,10 +59,10 @@ class Gate(Kernels):
 
 
 class MoE(Kernels):
-    """A rank of several computes a part of the sum.
+    """Sums the outputs of a token's experts; one of several ranks computes a part of the sum.
 
-    With attention-DP it computes all of it for its own tokens. Routed experts see the tokens of all
-    ranks, so ranks must have equally many.
+    With attention-DP a rank gets the whole sum for its own tokens. Routed experts see the tokens of
+    all ranks, so all ranks must have equally many.
     """
 
     def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
@@ -81,12 +81,12 @@ class MoE(Kernels):
         return y if self.shared_experts is None else y + self.shared_experts(x)
 
     def routed(self, x: Tensor) -> Tensor:
-        """x [.., E] -> [.., E]."""
+        """Sums the chosen experts: x [.., E] -> [.., E]."""
         raise NotImplementedError
 
 
 class DenseMoE(MoE):
-    """Few experts: all are computed in two products, the unchosen weigh 0, shared ones weigh 1."""
+    """Computes all of few experts in two products; unchosen ones weigh 0, shared ones 1."""
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
         super().__init__(c, ranks)
@@ -115,7 +115,7 @@ class DenseMoE(MoE):
 
 
 class ExpertRows(nn.Module):
-    """Plain weights of experts [X, in, out], stored by outputs as `experts` takes them."""
+    """Holds experts' float weights [X, in, out] by outputs, as the op `experts` takes them."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -123,19 +123,19 @@ class ExpertRows(nn.Module):
         self.rows = parameter(experts, outputs, inputs, dtype=weight.dtype)
 
     def through(self, down: "ExpertRows", x: Tensor, ids: Tensor) -> Tensor:
-        """x [N, E] -> [N, E]: each row through the expert that `ids` [N] names.
+        """Puts each row of x [N, E] through the expert that `ids` [N] names; returns [N, E].
 
-        These are the experts' gates and ups, `down` their other product.
+        This module holds the experts' gates and ups, `down` their other product.
         """
         return experts(x, ids, self.rows, down.rows)
 
 
 class GatheredMoE(MoE):
-    """Many experts: only the chosen ones' weights are read.
+    """Reads only the chosen ones of many experts.
 
-    For a CPU an op reads them (`ExpertRows`, or `ExpertBlocks` if they are integers). For a GPU one
-    does if `use_kernels` said so, but for a number of tokens that varies without a bound; else the
-    weights are gathered for each token.
+    For a CPU an op reads them (`ExpertRows`, or `ExpertBlocks` if they are integers). For a GPU an
+    op does so after `use_kernels`, unless the number of tokens varies without a bound. Otherwise
+    the weights are gathered for each token.
     """
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
@@ -147,7 +147,7 @@ class GatheredMoE(MoE):
         self.shared_experts = shared_experts(c, ranks)
 
     def join_shared(self) -> None:
-        """Make the shared expert the last one of the stack, which every token chooses."""
+        """Makes the shared expert the last one of the stack, which every token chooses."""
         for name in ("gate_up_proj", "down_proj"):
             experts, *shape = self.get_parameter(name).shape
             held = parameter(experts + 1, *shape, dtype=self.get_parameter(name).dtype)
@@ -169,7 +169,7 @@ class GatheredMoE(MoE):
         return (self.chosen(*flat) if few else self.in_pieces(*flat)).reshape(x.shape)
 
     def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """The op itself, for as many tokens as it takes: x [N, E] -> [N, E]."""
+        """Calls the op for as many tokens as it takes: x [N, E], weights, ids [N, k] -> [N, E]."""
         (gate_up, *scales), (down, *others) = map(parts_of, (self.gate_up_proj, self.down_proj))
         return moe(x, weights, ids, gate_up, down, *scales, *others)
 
@@ -196,7 +196,7 @@ class GatheredMoE(MoE):
         return cast((y * weights[..., None]).sum(-2), x.dtype)
 
     def each(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
+        """Puts every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
         if isinstance(self.gate_up_proj, ExpertBlocks | ExpertRows | PackedExperts):
             return self.gate_up_proj.through(self.down_proj, x.flatten(0, 1), ids)[:, None]
         gate_up = cast(self.gate_up_proj.index_select(0, ids), x.dtype)

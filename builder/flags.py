@@ -1,0 +1,50 @@
+"""The flags that a command hands on as they are: each group is the base of the command's request.
+
+A command's line reads these groups, so this module imports nothing heavy.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtpbuild.runtime.flag_groups import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildFlags:
+    """Flags of `build`."""
+
+    max_batch: int = flag(1, "Requests that run at once.")
+    max_seq_len: int | None = flag(None, "Prompt and output tokens of a request together.")
+    prefill_chunk: int = flag(256, "Prompt tokens per prefill call.")
+    rank: int | None = flag(None, "Build this rank alone, from 0; default: all that lack.")
+    out: Path | None = flag(None, "Engine directory; with several nextn, their parent.")
+    force: bool = flag(False, "Rebuild, and replace another model's engine.")
+    checkpoint: Path | None = flag(None, "Folder with the recipe's or repository's weights.")
+    revision: str | None = flag(None, "Branch, tag or commit of the repository. Default: main.")
+    draft_vocab: str | None = flag(
+        None, "Draft only from this many frequent tokens, or a file's ids; the text is the same."
+    )
+    dry_run: bool = flag(False, "Check all, say what it would be, write nothing.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """Flags of `plan`."""
+
+    gpu: str = flag("b200", "h100, h200 or b200.")
+    max_seq_len: int = flag(4096, "Prompt and output tokens of a request together.")
+    max_batch: int = flag(1, "Requests that run at once.")
+    context_len: int = flag(2048, "Cached tokens that a step reads per request.")
+    kv_cache: str = flag("bf16", "Number format of the caches: bf16 or fp8.")
+    prefill_chunk: int = flag(256, "Prompt tokens per prefill call.")
+    checkpoint: Path | None = flag(None, "Folder with the recipe's weights.")
+
+
+@dataclass(frozen=True)
+class AskedFlags:
+    """Flags of `bench` that choose the requests."""
+
+    dataset: str | None = flag(None, "code, reasoning, or JSONL (docs/bench.md). Default: both.")
+    num_requests: int | None = flag(None, "Default: 20 of the built-in ones, all of a file's.")
+    input_len: int | None = flag(None, "Cut or extend every prompt to so many tokens.")
+    output_len: int | None = flag(None, "Most output tokens; default: the dataset's, or 256.")
