@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -102,7 +103,7 @@ def test_flags_become_the_request(tmp_path: Path) -> None:
         flags = "--model x --nextn 3,0 --drafter mtp-vanilla --max-batch 2 --max-seq-len 99"
         more = f"--prefill-chunk 8 --target onnxruntime --out {tmp_path} --force"
         assert invoke("build", *flags.split(), *more.split())[0] == 0
-        sizes = {"max_batch": 2, "max_seq_len": 99, "prefill_chunk": 8}
+        sizes: dict[str, Any] = {"max_batch": 2, "max_seq_len": 99, "prefill_chunk": 8}
         full = BuildRequest("x", (3, 0), "mtp-vanilla", out=tmp_path, force=True, **sizes)
         gpus = ("--compute-capability", "sm89,sm120", "--fast-build")
         assert invoke("build", "--model", "x", *gpus)[0] == 0

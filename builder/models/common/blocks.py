@@ -49,7 +49,7 @@ class PackedBlocks(nn.Module):
         return product_packed(x, self.values, self.scales, self.outputs)
 
     def gated(self, x: Tensor) -> Tensor | None:
-        """Returns silu(gate) * up [.., out / 2] of x [.., in]; None if gates fill no whole panels."""
+        """Returns silu(gate) * up [.., out / 2] of x [.., in]; None unless gates fill panels."""
         if self.outputs % (2 * PANEL):
             return None
         return gated_packed(x, self.values, self.scales, self.outputs)
