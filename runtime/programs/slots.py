@@ -18,7 +18,6 @@ from mtpbuild.runtime.contract.programs import MIXED, PLAIN, Bools, Ints, StepOu
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
-NO_CONTROLS = ("active", "hidden", "start")  # inputs of a step that are neither state nor controls
 MASKS = (CONSTRAINED, ALLOWED)
 JUDGED = ("window", "num_drafts")  # of the state that a step was given, what it reports
 Array: TypeAlias = Any  # of NumPy, of torch, or a `DeviceArray`: `array[first:last]` is a view
@@ -98,7 +97,7 @@ class Slots:
         ]
         self._now = 0  # the copy that is read next
         # An engine may lack some of our controls, and may have a rule that is not installed here.
-        others = {s.name for s in manifest.state}.union(NO_CONTROLS)
+        others = {"active", *(s.name for s in manifest.state)}
         asked = [t for t in manifest.programs[MIXED].inputs if t.name not in others]
         self._controls = self._zeros(asked)
         self._places = {
