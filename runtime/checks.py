@@ -50,14 +50,16 @@ def choice(*names: str) -> Check:
     return read
 
 
-def list_of(kind: type) -> Check:
-    """Makes a tuple of values of one type; a single text is a list of one."""
+def list_of(kind: type, most: float = math.inf) -> Check:
+    """Makes a tuple of at most so many values of a type; a single text is a list of one."""
 
     def read(values: Any) -> tuple[object, ...]:
         items = (values,) if isinstance(values, str) else values
         listed = isinstance(items, list | tuple | set | frozenset)
         if not listed or not all(type(item) is kind for item in items):
             raise ValueError(f"must be a list of {kind.__name__}, not {reprlib.repr(values)}")
+        if len(items) > most:
+            raise ValueError(f"must be a list of {most} at most, not of {len(items)}")
         return tuple(items)
 
     return read

@@ -50,6 +50,12 @@ class Driver:
             if not self._stepping:  # nor need anybody ever step again
                 self._loop.scheduler.end_cancelled()
 
+    def between_steps(self, act: Callable[[], None]) -> None:
+        """Call `act` while no thread steps the loop."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._stepping)
+            act()
+
     def step_until(self, done: Callable[[], bool]) -> None:
         """Step the loop, or sleep while another thread does, until `done()`.
 

@@ -207,6 +207,7 @@ class Engine:
             prefix_hits=prefixes.hits if prefixes else 0,
             num_drafts=acceptance.drafts,
             cache_usage=sum(request.length for request in admitted) / rows,
+            step_tokens=dict(self._loop.step_tokens),
         )
 
     @property
@@ -215,6 +216,10 @@ class Engine:
         programs = self._loop.programs
         shared = Feature.SHARE in programs.features
         return cast(Shared, programs).failure if shared else None
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what earlier prompts left: the next ones are filled in from their beginning."""
+        self._driver.between_steps(self._loop.forget)
 
     def close(self) -> None:
         """End all requests (who waits for one gets an EngineError); drop programs and weights."""

@@ -1,5 +1,6 @@
 """The loop: fill in, step, hand out tokens. Speculative decoding is all inside the step program."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import cast
 
@@ -55,6 +56,8 @@ class Loop:
             self.prefixes = Prefixes(programs.lookahead, spare=build.prefill_chunk)
         self.acceptance = Acceptance(build.nextn)
         self.requests = self.prompt_tokens = 0
+        self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' too -> steps
+        self._tokens_now = 0  # of the step that runs
         self._watch = AcceptanceWatch(0 if build.drafter == "none" else build.nextn)
         self._pace = AdaptiveNextn(build.nextn) if build.adaptive else Pace()
         if overlap and Feature.OVERLAP in programs.features:
@@ -64,9 +67,7 @@ class Loop:
 
     def step(self) -> None:
         """A chunk of a prompt, if one waits, and a decode step of all requests that run."""
-        for slot, request, rows in self.scheduler.release():
-            if self.prefixes:
-                self.prefixes.keep(slot, (request.prompt + request.token_ids)[:rows])
+        self._release()
         self._close_gaps()
         for filling in self.scheduler.turns():
             self._fill(filling)
@@ -79,6 +80,15 @@ class Loop:
         if self._flight and not self._pace.ahead:
             self._hand_out(self._flight)
             self._flight = None
+        if self._tokens_now:
+            self.step_tokens[self._tokens_now] += 1
+            self._tokens_now = 0
+
+    def forget(self) -> None:
+        """Forget the rows of all slots that nobody runs in."""
+        self._release()
+        if self.prefixes:
+            self.prefixes.clear()
 
     def fail(self, error: EngineError) -> None:
         """End all requests with an error; a step in flight is forgotten."""
@@ -86,6 +96,11 @@ class Loop:
         if self.prefixes:
             self.prefixes.clear()
         self.scheduler.fail(error)
+
+    def _release(self) -> None:
+        for slot, request, rows in self.scheduler.release():
+            if self.prefixes:
+                self.prefixes.keep(slot, (request.prompt + request.token_ids)[:rows])
 
     def _launch(self, running: Running, last: Flight | None) -> Flight:
         """Begin a step. `last` is the step before it, if its tokens are still unknown."""
@@ -119,6 +134,7 @@ class Loop:
             logprobs = request.params.logprobs
             found = () if logprobs is None else _alternatives(output, slot, logprobs)
             request.receive(tokens[slot][: counts[slot]], drafts[slot], found)
+            self._tokens_now += counts[slot]
             judged = counts[slot] - 1, drafts[slot]
             self.acceptance.add(*judged)
             self._watch.add(*judged)
@@ -135,6 +151,7 @@ class Loop:
         if not filling.done:
             end = min(filling.at + self._chunk, filling.end)
             self.programs.prefill(slot, filling.at, self._tokens(request.prompt, filling.at, end))
+            self._tokens_now += end - filling.at
             filling.at = end
         if filling.done:
             self.programs.begin(slot, filling.end, request.prompt[-1], request.controls)

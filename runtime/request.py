@@ -35,7 +35,8 @@ class Chunk:
     spans: tuple[Span, ...]  # the new text, in pieces, each with the origin of its token
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...]  # per token: an accepted draft (True) or the model's own (False)
-    finish_reason: FinishReason | None = None  # in the last chunk, as are the metrics
+    finish_reason: FinishReason | None = None  # in the last chunk, as are the next two
+    stop_reason: str | int | None = None  # which of the request's stop strings or tokens ended it
     metrics: RequestMetrics | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # per token, if asked for
 
@@ -101,7 +102,12 @@ class Request:
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
         self._limit = min(params.max_tokens, manifest.build.max_seq_len - len(prompt))
         self._end_ids = end_ids(params, manifest)
-        self._text = TextStream(tokenizer, params.stop, params.shown_tokens)
+        self._text = TextStream(
+            tokenizer,
+            params.stop,
+            params.shown_tokens,
+            with_stop=params.include_stop_str_in_output,
+        )
         self._pieces: list[str] = []
         self.cached_tokens = 0  # of the prompt: their cache rows were there already
         self._submitted = time.perf_counter()
@@ -201,6 +207,10 @@ class Request:
             return "stop"
         return "length" if count >= self._limit else None
 
+    def _stop_reason(self) -> str | int | None:
+        newest = self.token_ids[-1]
+        return self._text.stopped_by or (newest if newest in self.params.stop_token_ids else None)
+
     def _publish(self, had: int, reason: FinishReason | None) -> None:
         """Adds a chunk: the tokens behind the first `had`, and the text that is certain."""
         spans = self._text.take(everything=reason is not None)
@@ -213,6 +223,7 @@ class Request:
                 tuple(self.token_ids[had:]),
                 tuple(self.from_draft[had:]),
                 reason,
+                self._stop_reason() if reason == "stop" else None,
                 self.metrics() if reason else None,
                 None if self.params.logprobs is None else tuple(self.logprobs[had:]),
             )

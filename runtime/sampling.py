@@ -23,6 +23,7 @@ from mtpbuild.runtime.contract.rules import all_rules, find_rule, names
 from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
+    MAX_STOPS,
     Setting,
     Wishes,
     annotations,
@@ -76,10 +77,11 @@ class SamplingParams(Wishes):
     each token as if those before it had been decoded one by one, whatever nextn is.
 
     A stop token or end of sequence is part of the result's token ids but not of its text; a stop
-    string is cut off the text. Before `min_tokens` tokens the former are not emitted and the latter
-    do not end the request. `logprobs` N reports each token's log-probability, before temperature
-    and filters, and the N most probable tokens (0: none of them). A special token adds nothing to
-    the text, unless it is one of `shown_tokens`: then its name is text.
+    string is cut off the text, unless `include_stop_str_in_output`. Before `min_tokens` tokens the
+    former are not emitted and the latter do not end the request. `logprobs` N reports each token's
+    log-probability, before temperature and filters, and the N most probable tokens (0: none of
+    them). A special token adds nothing to the text, unless it is one of `shown_tokens`: then its
+    name is text.
 
     `structured_outputs` holds the answer to a form. If the prompt has opened a thought, the form
     begins at the thought's end.
@@ -88,8 +90,9 @@ class SamplingParams(Wishes):
     max_tokens: Annotated[int, private(whole_number(1), "End after so many tokens.")] = 256
     min_tokens: Annotated[int, noted(whole_number(0), "Don't end before so many tokens.")] = 0
     stop: Annotated[
-        Sequence[str], Setting(list_of(str), "End before this text; may be repeated.")
+        Sequence[str], Setting(list_of(str, MAX_STOPS), "End before this text; may be repeated.")
     ] = ()
+    include_stop_str_in_output: Annotated[bool, Setting(switch)] = False
     stop_token_ids: Annotated[Sequence[int], Setting(list_of(int))] = ()
     ignore_eos: Annotated[bool, Setting(switch, "Go on behind the end of sequence.")] = False
     logit_bias: Annotated[

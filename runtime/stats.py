@@ -7,7 +7,7 @@ which a request may keep only a part.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 WATCHED_STEPS = 200
 COLLAPSED = 0.01  # acceptance rate under which drafting is broken rather than bad
@@ -66,6 +66,8 @@ class EngineStats:
     prefix_hits: int = 0  # of those, the ones that were there
     num_drafts: int = 0  # times that a request's drafts were judged
     cache_usage: float = 0.0  # of the cache rows of all slots, the share that requests have
+    # How many steps filled in and emitted so many tokens: tokens -> steps.
+    step_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class Acceptance:

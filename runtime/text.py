@@ -25,22 +25,33 @@ def held_back(text: str, *markers: str) -> int:
 class TextStream:
     """The text of one request; the work per token does not grow with its length.
 
+    `stopped_by` is the stop string that has ended it.
+
     Tokens are bytes, and a character may be spread over several: the decoder holds its beginning
     until the rest is there. The possible beginning of a stop string is held back too.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stop: Sequence[str], shown: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str],
+        shown: Sequence[int] = (),
+        *,
+        with_stop: bool = False,
     ) -> None:
-        """shown: special tokens whose names become part of the text."""
+        """shown: special tokens whose names become part of the text.
+
+        with_stop: whether the stop string that ends the text is a part of it.
+        """
         self._tokenizer, self._shown = tokenizer, frozenset(shown)
-        self._stop = stop
+        self._stop, self._with_stop = stop, with_stop
+        self.stopped_by: str | None = None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held: list[Span] = []  # may begin a stop string
         self._ready: list[Span] = []
 
     def push(self, token: int, from_draft: bool, *, may_stop: bool = True) -> bool:
-        """Append a token; returns True if it completes a stop string, which is then dropped."""
+        """Append a token; returns True if it completes a stop string."""
         if self._tokenizer is None:
             return False
         raw = self._tokenizer.token_bytes(token)
@@ -67,8 +78,9 @@ class TextStream:
 
     def _scan(self) -> bool:
         tail = "".join(span.text for span in self._held)
-        if found := [at for stop in self._stop if (at := tail.find(stop)) >= 0]:
-            self._release(min(found))
+        if found := [(at, stop) for stop in self._stop if (at := tail.find(stop)) >= 0]:
+            at, self.stopped_by = min(found)
+            self._release(at + (len(self.stopped_by) if self._with_stop else 0))
             self._held.clear()
             self._utf8.reset()
             return True

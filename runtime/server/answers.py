@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.sampling import SamplingParams
-from mtpbuild.runtime.server.reasoning import Piece, ThinkingSplitter
 from mtpbuild.runtime.server.tools import ToolCalls
 from mtpbuild.runtime.stats import RequestMetrics
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics | None = None
     reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: str | int | None = None
     reasoning_tokens: int = 0
 
     def take(self, chunk: Chunk) -> list[Piece]:
@@ -56,10 +56,9 @@ class Choice:
             self._keep(piece)
         if last:
             self.metrics, self.reason = chunk.metrics, chunk.finish_reason
-            if self.reason == "stop":
-                newest = self.token_ids[-1] if self.token_ids else -1
-                self.stop_reason = newest if newest in self.params.stop_token_ids else None
-                self.reason = "tool_calls" if self.names else "stop"
+            self.stop_reason = chunk.stop_reason
+            if self.reason == "stop" and self.names:
+                self.reason = "tool_calls"
         return pieces
 
     @property
@@ -157,13 +156,17 @@ class Answer:
         """Return the fields that say what the request used."""
         return {"usage": self.usage(), "metrics": self.metrics()}
 
-    def usage(self) -> dict[str, Any]:
-        """Count the tokens so far; a prompt counts once, however many choices it has."""
-        firsts = self.choices[:: self.n]
+    def usage(self, choice: Choice | None = None) -> dict[str, Any]:
+        """Count the tokens so far, of all choices or of one.
+
+        A prompt counts once, however many choices it has.
+        """
+        choices = [choice] if choice else self.choices
+        firsts = choices[:: self.n]
         prompt = sum(len(choice.ids) for choice in firsts)
-        given = sum(len(choice.token_ids) for choice in self.choices)
+        given = sum(len(choice.token_ids) for choice in choices)
         cached = sum(c.metrics.cached_tokens for c in firsts if c.metrics)
-        thought = sum(choice.reasoning_tokens for choice in self.choices)
+        thought = sum(choice.reasoning_tokens for choice in choices)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": given,

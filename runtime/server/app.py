@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,15 +17,23 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.server.answers import merged
+from mtpbuild.runtime.server.answers import Choice, merged
 from mtpbuild.runtime.server.chat import ChatAnswer, read_chat
 from mtpbuild.runtime.server.completions import CompletionAnswer, read_completion
 from mtpbuild.runtime.server.errors import ApiError, Told, as_json
 from mtpbuild.runtime.server.gate import Gate
-from mtpbuild.runtime.server.protocol import ChatBody, CompletionBody
+from mtpbuild.runtime.server.protocol import (
+    ChatBody,
+    ChatTokensBody,
+    CompletionBody,
+    TextTokensBody,
+    TokensBody,
+)
 from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.server.tokens import text_of, tokens_of
 
 Reply = ChatAnswer | CompletionAnswer
+Usage = Literal["never", "last", "always"]  # which of a stream's events have it
 PAGE = Path(__file__).with_name("page.html")
 LONG = 16 * 1024  # bytes of a body that is read in a thread, for its prompt takes time
 NOT_KEPT = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -47,6 +55,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+FEW: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 503)}
+
+
 def make_app(service: Service) -> FastAPI:
     """Make the server's application, which answers 503 until the service has an engine."""
     app = FastAPI(
@@ -60,6 +71,7 @@ def make_app(service: Service) -> FastAPI:
     )
     _add_generation(app, service)
     _add_state(app, service)
+    _add_tokens(app, service)
     app.add_middleware(Gate, settings=service.settings)
     if service.settings.cors:
         app.add_middleware(
@@ -86,30 +98,53 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models", responses={401: ERRORS[401], 503: ERRORS[503]})
-    async def models() -> dict[str, Any]:
-        """List the one model."""
+    def card() -> dict[str, Any]:
         if service.engine is None:
             raise ApiError(503, "the engine is being loaded")
-        card = {
+        return {
             "id": service.model,
             "object": "model",
             "created": 0,
             "owned_by": "mtpbuild",
             "max_model_len": service.engine.manifest.build.max_seq_len,
         }
-        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models", responses=FEW)
+    async def models() -> dict[str, Any]:
+        """List the one model."""
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{name:path}", responses={404: ERRORS[404], **FEW})
+    async def model(name: str) -> dict[str, Any]:
+        """Describe the one model."""
+        found = card()
+        service.check_model(name)
+        return found
 
     @app.get("/health", responses={503: ERRORS[503]})
     async def health() -> Response:
         """Answer 200 if the server takes requests."""
         return Response(status_code=200 if service.ready else 503)
 
+    app.head("/health", include_in_schema=False)(health)
+    app.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)(health)
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        """Count the answers that are under way or wait."""
+        return {"server_load": service.open}
+
+    @app.post("/reset_prefix_cache", responses=FEW)
+    async def reset_prefix_cache() -> Response:
+        """Let the next prompts be filled in from their beginning."""
+        await asyncio.to_thread(service.admit(0).reset_prefix_cache)
+        return Response()
+
     @app.get("/version")
     async def told_version() -> dict[str, str]:
         return {"version": version("mtpbuild")}
 
-    @app.get("/metrics", responses={401: ERRORS[401], 503: ERRORS[503]})
+    @app.get("/metrics", responses=FEW)
     async def metrics() -> Response:
         """Answer with Prometheus's text, under vLLM's names."""
         if service.engine is None:
@@ -120,6 +155,18 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TextTokensBody | ChatTokensBody) -> Response:
+        """Turn a text, or a conversation as its prompt, into token ids."""
+        return Told(await asyncio.to_thread(tokens_of, service, body))
+
+    @app.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: TokensBody) -> Response:
+        """Turn token ids into text."""
+        return Told(await asyncio.to_thread(text_of, service, body))
 
 
 def _takes_long(body: ChatBody | CompletionBody, request: Request) -> bool:
@@ -140,33 +187,41 @@ async def _answer(
     else:
         answer = read(service, engine, body)
     service.admit(len(answer.choices))  # nothing else runs until the response holds its places
+    for choice in answer.choices:
+        service.metrics.asked_tokens.observe(choice.params.max_tokens)
+    service.metrics.asked_choices.observe(body.n or 1)
     if service.settings.log_requests:
         log.info("%s", json.dumps({"id": answer.id} | body.model_dump(exclude_none=True)))
     chunks = merged([service.stream(engine, c.ids, c.params) for c in answer.choices])
     if not body.stream:
         return Held(service, answer, chunks)
     events = Events(service, answer, chunks, **NOT_KEPT)
-    events.usage = bool(body.stream_options and body.stream_options.include_usage)
+    if body.stream_options and body.stream_options.include_usage:
+        events.usage = "always" if body.stream_options.continuous_usage_stats else "last"
     return events
 
 
 async def _events(
-    answer: Reply, chunks: AsyncGenerator[Any, None], usage: bool
+    answer: Reply, chunks: AsyncGenerator[Any, None], usage: Usage
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield a stream's events as objects."""
+
+    def used(choice: Choice) -> dict[str, Any]:
+        if usage == "never":
+            return {}
+        return {"usage": answer.usage(choice) if usage == "always" else None}
+
     for choice in answer.choices:
         if opening := answer.opening(choice):
-            yield opening | ({"usage": None} if usage else {})
+            yield opening | used(choice)
     async with contextlib.aclosing(chunks):
         async for number, chunk in chunks:
             choice = answer.choices[number]
             if event := answer.event(choice, chunk, choice.take(chunk)):
-                if usage:
-                    event["usage"] = None
-                elif chunk.finish_reason:
+                if usage == "never" and chunk.finish_reason:
                     event["metrics"] = answer.metrics()
-                yield event
-    if usage:
+                yield event | used(choice)
+    if usage != "never":
         yield answer.trailer()
 
 
@@ -193,10 +248,10 @@ class Held(Response):
 
 
 class Events(Held):
-    """The answer as server-sent events; an error is the last event, and the status stays 200."""
+    """The answer as server-sent events; an error is the last one before [DONE], the status 200."""
 
     media_type = "text/event-stream"
-    usage = False  # whether the last event has it
+    usage: Usage = "never"
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def say(data: bytes) -> None:
@@ -208,9 +263,9 @@ class Events(Held):
             try:
                 async for event in events:
                     await say(as_json(event))
-                await say(b"[DONE]")
             except ApiError as error:
                 await say(as_json(error.body()))
+            await say(b"[DONE]")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -250,7 +305,8 @@ def _invalid(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     # A part of the place may be the kind of value that was tried: str, list[int].
     parts = [str(part) for part in first["loc"][1:]]
-    place = ".".join(p for p in parts if "[" not in p and p not in ("str", "int", "bool"))
+    kinds = ("str", "int", "bool")
+    place = ".".join(p for p in parts if not ("[" in p or p in kinds or p.endswith("Body")))
     if first["type"] == "json_invalid" or not place:
         return ApiError(400, f"the body is not JSON: {first['msg']}")
     return ApiError(400, f"{place}: {first['msg']}", place)

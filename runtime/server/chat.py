@@ -7,11 +7,11 @@ from typing import Any
 from mtpbuild.runtime.chat_template import ChatOptions
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MtpbuildError, RequestError
+from mtpbuild.runtime.reasoning import BEGIN, END, Piece, ThinkingSplitter
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, Choice, seeded
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody
-from mtpbuild.runtime.server.reasoning import BEGIN, END, Piece, ThinkingSplitter
 from mtpbuild.runtime.server.sampled import read_sampled
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.structured import forced_calls
@@ -24,7 +24,7 @@ CHUNK = "chat.completion.chunk"
 def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
     """Makes the choices that a body asks for; an ApiError names the field that is wrong."""
     form = _form(service, engine, body)
-    ids = _prompt(engine, body)
+    ids = prompt_ids(engine, body)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if body.top_logprobs is not None and not body.logprobs:
@@ -63,21 +63,36 @@ def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
         return None
     if body.tool_choice == "none" or service.settings.tool_parser == "none":
         return None
-    templates = engine.tokenizer.chat_template if engine.tokenizer else None
-    name = service.settings.tool_parser or form_of(templates.text if templates else "")
+    name = service.settings.tool_parser or form_of(_template(engine))
     if name is None:
-        message = "this model's chat template shows no form of tool calls: --tool-call-parser"
+        message = (
+            "this model's chat template shows no form of tool calls: start the server with "
+            f"--tool-call-parser hermes, or one of {', '.join(FORMS)}"
+        )
         raise ApiError(400, message, "tools")
     return FORMS[name]
 
 
-def _prompt(engine: Engine, body: ChatBody) -> list[int]:
+def _template(engine: Engine) -> str:
+    """Returns the text of the model's chat templates."""
+    templates = engine.tokenizer.chat_template if engine.tokenizer else None
+    return templates.text if templates else ""
+
+
+def prompt_ids(engine: Engine, body: ChatBody) -> list[int]:
+    """Returns the token ids of a conversation; raises ApiError."""
     options: ChatOptions = {
         "documents": body.documents,
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": body.continue_final_message,
         "chat_template_kwargs": body.chat_template_kwargs,
     }
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in _template(engine):
+            message = "reasoning_effort is not supported: this model's chat template does not ask"
+            raise ApiError(400, message, "reasoning_effort")
+        kwargs = {"reasoning_effort": body.reasoning_effort} | (body.chat_template_kwargs or {})
+        options["chat_template_kwargs"] = kwargs
     if body.tools and body.tool_choice != "none":
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     messages = [_message(number, message) for number, message in enumerate(body.messages)]
@@ -93,9 +108,11 @@ def _prompt(engine: Engine, body: ChatBody) -> list[int]:
 
 
 def _message(number: int, message: Json) -> Json:
-    """Returns the message with its content as one text, as templates want it."""
+    """Returns the message with its content as one text, as vLLM gives it to templates."""
     content = message.get("content")
-    if content is None or isinstance(content, str):
+    if content is None:
+        return message | {"content": ""}
+    if isinstance(content, str):
         return message
     where = f"messages.{number}.content"
     if not isinstance(content, list):
@@ -120,10 +137,13 @@ def _with_objects(message: Json) -> Json:
 
 def _object_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments") or "{}"
+    if not isinstance(arguments, str):
         return call
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = json.loads(arguments)
     except (ValueError, RecursionError):
         return call
     return call | {"function": function | {"arguments": arguments}}
@@ -137,7 +157,11 @@ class ChatAnswer(Answer):
     def whole(self) -> Json:
         """Returns the answer as one object."""
         choices = [self._choice(choice) for choice in self.choices]
-        return self.said("chat.completion", choices) | self.used()
+        return self.said("chat.completion", choices) | self.prompt() | self.used()
+
+    def prompt(self) -> Json:
+        """Returns the prompt's token ids, if they are asked for."""
+        return {"prompt_token_ids": self.choices[0].ids} if self.with_ids else {}
 
     def _choice(self, choice: Choice) -> Json:
         content = choice.said["content"]
@@ -162,7 +186,8 @@ class ChatAnswer(Answer):
 
     def opening(self, choice: Choice) -> Json:
         """Returns the event that opens a choice."""
-        return self._event(choice, {"role": "assistant", "content": ""})
+        opening = self._event(choice, {"role": "assistant", "content": ""})
+        return opening | (self.prompt() if choice.index == 0 else {})
 
     def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
         """Returns a step's event; None if nothing of the step is certain yet."""

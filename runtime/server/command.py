@@ -28,6 +28,9 @@ class ReplicaFlags:
     request_timeout: float | None = flag(None, "Seconds that a request may take.")
     max_body: int = flag(8 * 1024 * 1024, "Bytes that a request's body may have.")
     allow_origin: list[str] | None = flag(None, "Let pages of this origin ask (CORS).")
+    allowed_hosts: list[str] | None = flag(
+        None, "Name by which clients may call the server; *: any. Addresses and localhost may."
+    )
     no_prefix_cache: bool = flag(False, "Fill in every prompt from its beginning.")
     no_thinking_split: bool = flag(False, "Leave thoughts in the text.")
     tool_call_parser: str | None = flag(
@@ -47,6 +50,7 @@ class ReplicaFlags:
             request_timeout=self.request_timeout or None,
             max_body=self.max_body,
             cors=tuple(self.allow_origin or ()),
+            hosts=tuple(self.allowed_hosts or ()),
             thinking=not self.no_thinking_split,
             tool_parser=self.tool_call_parser,
             **others,

@@ -5,11 +5,11 @@ from typing import Any
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MtpbuildError
+from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, Choice, seeded
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import CompletionBody
-from mtpbuild.runtime.server.reasoning import Piece
 from mtpbuild.runtime.server.sampled import read_sampled
 from mtpbuild.runtime.server.service import Service
 
@@ -76,14 +76,15 @@ class CompletionAnswer(Answer):
         for choice in self.choices:
             text = choice.echo + choice.said["content"]
             logprobs = self._logprobs(choice.logprobs, 0) if self.with_logprobs else None
-            told.append(self._told(choice, text, logprobs, choice.token_ids) | choice.end)
+            own = self._told(choice, text, logprobs, choice.token_ids, first=True)
+            told.append(own | choice.end)
         return self.said(KIND, told) | self.used()
 
     def opening(self, choice: Choice) -> Json | None:
         """Returns the prompt, if it is to be repeated; else the first text opens the stream."""
         if not choice.echo:
             return None
-        return self.said(KIND, [self._told(choice, choice.echo, None, [])])
+        return self.said(KIND, [self._told(choice, choice.echo, None, [], first=True)])
 
     def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
         """Returns a step's event; None if nothing of the step is certain yet."""
@@ -95,7 +96,8 @@ class CompletionAnswer(Answer):
             logprobs = self._logprobs(chunk.logprobs, before)
         if not (text or chunk.finish_reason or logprobs or self.with_ids):
             return None
-        told = self._told(choice, text, logprobs, list(chunk.token_ids))
+        first = not choice.echo and len(choice.token_ids) == len(chunk.token_ids)
+        told = self._told(choice, text, logprobs, list(chunk.token_ids), first=first)
         if chunk.finish_reason is not None:
             told |= choice.end
         return self.said(KIND, [told])
@@ -104,9 +106,14 @@ class CompletionAnswer(Answer):
         """Returns the event behind the last one, with the tokens and times of the request."""
         return self.said(KIND, []) | self.used()
 
-    def _told(self, choice: Choice, text: str, logprobs: Json | None, ids: list[int]) -> Json:
+    def _told(
+        self, choice: Choice, text: str, logprobs: Json | None, ids: list[int], *, first: bool
+    ) -> Json:
+        """Returns a choice; the `first` event of one also has the prompt's ids."""
         told = {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": None}
-        return told | ({"token_ids": ids} if self.with_ids else {})
+        if not self.with_ids:
+            return told
+        return told | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> Json:
         """Returns four lists with an entry per token; offsets count the text's characters."""

@@ -2,20 +2,27 @@
 
 import asyncio
 import hmac
+import ipaddress
+import socket
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.service import Settings
 
-FREE = {"/", "/health", "/version"}  # without a key
+FREE = {"/", "/health", "/ping", "/version"}  # without a key
 
 
 class Gate:
-    """Refuses a request that lacks the key, is too long, or does not arrive."""
+    """Refuses a request that lacks the key, is too long, or does not arrive.
+
+    Every body is read as JSON, whatever its client calls it: curl calls it a form.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
+        self._names = {"localhost", socket.gethostname().lower(), *map(str.lower, settings.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -31,6 +38,8 @@ class Gate:
 
         try:
             self._check(scope, headers)
+            headers[b"content-type"] = b"application/json"
+            scope = {**scope, "headers": [*headers.items()]}
             await self._app(scope, self._limited(receive, refusals), unless_refused)
         except ApiError as error:
             refusals = refusals or [error]
@@ -38,6 +47,7 @@ class Gate:
             await refusals[0].response()(scope, receive, send)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        self._check_host(headers.get(b"host", b"").decode("latin-1"))
         key = self._settings.api_key
         if key is not None and scope["path"] not in FREE and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -49,10 +59,22 @@ class Gate:
         if not size.isdigit() or int(size) > self._settings.max_body:
             raise self._too_large()
 
+    def _check_host(self, host: str) -> None:
+        """Refuse a name that is not ours: a page could have let its own name point to us."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            raise ApiError(400, "the header Host is no name with a port") from None
+        if name and not _is_address(name) and not {name, "*"} & self._names:
+            raise ApiError(403, f"this server is not called {name:.60} (--allowed-hosts)")
+
     def _check_page(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Refuse pages of other origins: CORS alone keeps them from reading, not from asking."""
         origin = headers.get(b"origin", b"").decode("latin-1")
-        foreign = headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+        site = headers.get(b"sec-fetch-site")
+        foreign = site in (b"cross-site", b"same-site")
+        if site is None and origin:  # an old browser, or a program that says what it is
+            foreign = origin.partition("://")[2] != headers.get(b"host", b"").decode("latin-1")
         foreign = foreign and scope["method"] == "POST"
         if foreign and not {origin, "*"} & set(self._settings.cors):
             raise ApiError(403, "a page of another origin asks (--allow-origin)")
@@ -87,3 +109,11 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is longer than {self._settings.max_body} bytes")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,13 +1,26 @@
 """Makes the text of `/metrics`, under vLLM's names, so that dashboards for vLLM work."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from mtpbuild.runtime.contract.manifest import BuildInfo
 from mtpbuild.runtime.stats import EngineStats
 
 FIRST = (
@@ -22,34 +35,67 @@ WHOLE = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+STEPS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 LABELS = ("model_name", "engine")
 
 
 class Metrics:
     """Counts requests and their times; the engine's own counts are read on demand."""
 
-    def __init__(self, model: str, max_model_len: int, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, model: str, build: BuildInfo, stats: Callable[[], EngineStats]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": "0"}
         self._registry.register(EngineCollector(stats, [model, "0"]))
-        sizes = _sizes(max_model_len)
-        self.first_token = self._histogram("time_to_first_token_seconds", FIRST)
-        self.between = self._histogram("inter_token_latency_seconds", BETWEEN)
-        self.per_token = self._histogram("request_time_per_output_token_seconds", BETWEEN)
-        self.whole = self._histogram("e2e_request_latency_seconds", WHOLE)
-        self.queued = self._histogram("request_queue_time_seconds", WHOLE)
-        self.prefill = self._histogram("request_prefill_time_seconds", WHOLE)
-        self.decode = self._histogram("request_decode_time_seconds", WHOLE)
-        self.inference = self._histogram("request_inference_time_seconds", WHOLE)
-        self.prompt = self._histogram("request_prompt_tokens", sizes)
-        self.generated = self._histogram("request_generation_tokens", sizes)
+        ProcessCollector(registry=self._registry)
+        sizes = _sizes(build.max_seq_len)
+        made = self._histogram
+        self.first_token = made(
+            "time_to_first_token_seconds", "Seconds from a request to its first token.", FIRST
+        )
+        self.between = made(
+            "inter_token_latency_seconds", "Seconds from one step's tokens to the next.", BETWEEN
+        )
+        self.per_token = made(
+            "request_time_per_output_token_seconds",
+            "Seconds per token of a request behind its first one.",
+            BETWEEN,
+        )
+        self.whole = made(
+            "e2e_request_latency_seconds", "Seconds from a request to its last token.", WHOLE
+        )
+        self.queued = made(
+            "request_queue_time_seconds", "Seconds in which a request waited for a slot.", WHOLE
+        )
+        self.prefill = made(
+            "request_prefill_time_seconds", "Seconds from the slot to the first token.", WHOLE
+        )
+        self.decode = made(
+            "request_decode_time_seconds", "Seconds from the first token to the last.", WHOLE
+        )
+        self.inference = made(
+            "request_inference_time_seconds", "Seconds from the slot to the last token.", WHOLE
+        )
+        self.prompt = made("request_prompt_tokens", "Tokens of a prompt.", sizes)
+        self.generated = made("request_generation_tokens", "Tokens of an answer.", sizes)
+        self.asked_choices = made("request_params_n", "Choices that a request asks for.", CHOICES)
+        self.asked_tokens = made(
+            "request_params_max_tokens", "Tokens that an answer may have at most.", sizes
+        )
         self._ended = Counter(
             "vllm:request_success",
             "Requests that ended, by finish reason.",
             (*LABELS, "finished_reason"),
             registry=self._registry,
         )
+        capacity = {"block_size": str(build.max_seq_len), "num_gpu_blocks": str(build.slots)}
+        Gauge(
+            "vllm:cache_config_info",
+            "The caches: a slot is what vLLM calls a block, with so many tokens.",
+            ("engine", *capacity),
+            registry=self._registry,
+        ).labels(engine="0", **capacity).set(1)
 
     def ended(self, reason: str) -> None:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
@@ -58,8 +104,7 @@ class Metrics:
         """Give the exposition and its media type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
-    def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
-        about = name.replace("_", " ")
+    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
         made = Histogram(f"vllm:{name}", about, LABELS, registry=self._registry, buckets=buckets)
         return made.labels(**self._labels)
 
@@ -73,35 +118,51 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Any]:
         s = self._stats()
         drafting = s.speculative_decoding
+        cached = "Tokens of prompts whose cache rows were there already."
         gauges = {
-            "num_requests_running": s.requests_running,
-            "num_requests_waiting": s.requests_waiting,
-            "kv_cache_usage_perc": s.cache_usage,
+            "num_requests_running": ("Requests in slots.", s.requests_running),
+            "num_requests_waiting": ("Requests that wait for a slot.", s.requests_waiting),
+            "kv_cache_usage_perc": ("Share of all cache rows that are in use.", s.cache_usage),
         }
         counters = {
-            "prompt_tokens": s.prompt_tokens,
-            "generation_tokens": s.output_tokens,
-            "prompt_tokens_cached": s.prefix_hits,
-            "prefix_cache_queries": s.prefix_queries,
-            "prefix_cache_hits": s.prefix_hits,
-            "num_preemptions": 0,
-            "spec_decode_num_drafts": s.num_drafts,
-            "spec_decode_num_draft_tokens": drafting.num_draft_tokens,
-            "spec_decode_num_accepted_tokens": drafting.num_accepted_draft_tokens,
+            "prompt_tokens": ("Tokens of prompts.", s.prompt_tokens),
+            "generation_tokens": ("Tokens that steps emitted.", s.output_tokens),
+            "prompt_tokens_cached": (cached, s.prefix_hits),
+            "prefix_cache_queries": ("Tokens of prompts that were looked up.", s.prefix_queries),
+            "prefix_cache_hits": (cached, s.prefix_hits),
+            "num_preemptions": ("Always 0: a request keeps its slot.", 0),
+            "spec_decode_num_drafts": ("Times that a request's drafts were judged.", s.num_drafts),
+            "spec_decode_num_draft_tokens": ("Tokens drafted.", drafting.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": (
+                "Drafts accepted.",
+                drafting.num_accepted_draft_tokens,
+            ),
         }
         for kind, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, value in values.items():
-                family = kind(f"vllm:{name}", name.replace("_", " "), labels=LABELS)
+            for name, (about, value) in values.items():
+                family = kind(f"vllm:{name}", about, labels=LABELS)
                 family.add_metric(self._labels, value)
                 yield family
         yield self._per_position(drafting.acceptance_histogram)
+        yield self._per_step(s.step_tokens)
 
     def _per_position(self, histogram: Sequence[int]) -> CounterMetricFamily:
-        name = "spec_decode_num_accepted_tokens_per_pos"
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         labels = (*LABELS, "position")
-        family = CounterMetricFamily(f"vllm:{name}", name.replace("_", " "), labels=labels)
+        family = CounterMetricFamily(name, "Drafts accepted, by position.", labels=labels)
         for position in range(len(histogram) - 1):
             family.add_metric([*self._labels, str(position)], sum(histogram[position + 1 :]))
+        return family
+
+    def _per_step(self, steps: Mapping[int, int]) -> HistogramMetricFamily:
+        about = "Tokens that a step filled in and emitted."
+        family = HistogramMetricFamily("vllm:iteration_tokens_total", about, labels=LABELS)
+        buckets = [
+            (str(float(most)), sum(count for tokens, count in steps.items() if tokens <= most))
+            for most in (*STEPS, inf)
+        ]
+        buckets[-1] = ("+Inf", buckets[-1][1])
+        family.add_metric(self._labels, buckets, sum(t * count for t, count in steps.items()))
         return family
 
 

@@ -1,4 +1,7 @@
-"""Defines the bodies of requests as OpenAI and vLLM name their fields; others are ignored."""
+"""Defines the bodies of requests as OpenAI and vLLM name their fields.
+
+A field that nobody knows is ignored; one that would change the answer elsewhere is refused.
+"""
 
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -7,6 +10,27 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from mtpbuild.runtime.sampling import SamplingParams, http_settings
 
 Id = Annotated[int, Field(ge=0)]
+FORM = "structured_outputs has it as `{}`"
+REFUSED = {  # what a client means who sends it, or what does it here
+    "allowed_token_ids": "structured_outputs and logit_bias limit what an answer has",
+    "bad_words": "logit_bias forbids tokens",
+    "chat_template": "an engine has its model's own template",
+    "function_call": "tool_choice takes its place",
+    "functions": "tools take their place",
+    "grammar": FORM.format("grammar"),
+    "guided_choice": FORM.format("choice"),
+    "guided_grammar": FORM.format("grammar"),
+    "guided_json": FORM.format("json"),
+    "guided_regex": FORM.format("regex"),
+    "json_schema": FORM.format("json"),
+    "length_penalty": "it belongs to beam search, which is not there",
+    "logits_processors": "a server runs no code of its clients",
+    "n_predict": "max_tokens takes its place",
+    "prompt_logprobs": "a prompt's tokens have no log-probabilities here",
+    "repeat_penalty": "repetition_penalty takes its place",
+    "truncate_prompt_tokens": "a prompt is taken whole or not at all",
+    "use_beam_search": "beam search is not there",
+}
 
 
 class Body(BaseModel):
@@ -49,6 +73,12 @@ class Sampled(Body):
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
 
     @property
+    def refused(self) -> tuple[str, str] | None:
+        """A field that the server refuses and that asks for something, with the reason."""
+        given = (self.model_extra or {}).items()
+        return next(((n, REFUSED[n]) for n, value in given if n in REFUSED and value), None)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The settings that the body gives, not yet checked."""
         return {n: value for n, value in (self.model_extra or {}).items() if n in http_settings()}
@@ -82,6 +112,29 @@ class ChatBody(Sampled):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+
+
+class ChatTokensBody(ChatBody):
+    """The body of POST /tokenize for a conversation."""
+
+    return_token_strs: bool | None = None
+
+
+class TextTokensBody(Body):
+    """The body of POST /tokenize for a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokensBody(Body):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Id]
 
 
 class CompletionBody(Sampled):

@@ -32,10 +32,12 @@ def read_sampled(
     the engine has room for. calls: the form of an answer that must be tool calls. markers: texts
     that the answer must show, even where they are special tokens.
     """
-    if body.model is not None and body.model != service.model:
-        raise ApiError(404, f"The model `{body.model}` does not exist.", "model")
+    service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    if refused := body.refused:
+        name, reason = refused
+        raise ApiError(400, f"{name} is not supported: {reason}", name)
     room = engine.manifest.build.max_seq_len - prompt
     if most is not None and most > room:
         message = (

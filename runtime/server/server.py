@@ -48,6 +48,11 @@ class Listener(uvicorn.Server):
         """Stops listening, and lets `serve` return."""
         self.should_exit = True
 
+    def drop(self) -> None:
+        """Ends the connections of clients that do not read their answers."""
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()
+
 
 def listen(address: Address) -> socket.socket:
     """Opens the socket; raises UsageError if the address can't be had."""
@@ -92,7 +97,9 @@ def engine_defaults(folder: Path) -> dict[str, float | int]:
 
 def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address: Address) -> None:
     """Serves until a signal comes. Raises the loading error, or EngineError if the engine fails."""
-    settings, own = replace(settings, defaults=engine_defaults(folder)), listen(address)
+    hosts = (*settings.hosts, address.host)
+    settings = replace(settings, defaults=engine_defaults(folder), hosts=hosts)
+    own = listen(address)
     if settings.log_requests:
         log = logging.getLogger("mtpbuild")
         log.addHandler(logging.StreamHandler())
@@ -114,7 +121,7 @@ def configuration(service: Service) -> uvicorn.Config:
         access_log=False,
         h11_max_incomplete_event_size=HEADERS,
         timeout_keep_alive=5,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=1,
         server_header=False,
     )
 
@@ -127,7 +134,8 @@ async def _serve(
     endings: list[asyncio.Task[None]] = []
 
     async def end() -> None:
-        await service.drained(address.drain)
+        if not await service.drained(address.drain):
+            listener.drop()
         listener.stop()
 
     def signalled() -> None:

@@ -15,6 +15,8 @@ from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.metrics import Metrics
 
 log = logging.getLogger("mtpbuild")
+SHUTTING_DOWN = "the server is shutting down"
+CUT = 0.5  # seconds in which clients may read that their requests were cut off
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Settings:
     body_timeout: float = 60.0
     send_timeout: float = 60.0
     cors: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # names that requests may give the server; "*": any
     thinking: bool = True  # thoughts are a field of their own
     tool_parser: str | None = None  # None: the chat template decides; "none": calls stay text
     log_requests: bool = False
@@ -49,13 +52,14 @@ class Service:
         self.failed: EngineError | None = None  # why the engine can't go on
         self.on_failure: Callable[[], None] = lambda: None
         self.open = 0  # choices that were let in and have not been answered
+        self._limits: set[asyncio.Timeout] = set()  # of the chunks that are waited for
+        self._cut = False  # requests are over, however far they have come
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, engine: Engine) -> None:
         """Take the engine, now that it is loaded."""
         self.model = self.settings.model or engine.manifest.model.name
-        build = engine.manifest.build
-        self.metrics = Metrics(self.model, build.max_seq_len, lambda: engine.stats)
+        self.metrics = Metrics(self.model, engine.manifest.build, lambda: engine.stats)
         self.engine = engine
 
     @property
@@ -69,12 +73,17 @@ class Service:
         if self.failed is not None:
             raise ApiError(503, f"the engine has failed: {self.failed}")
         if self.draining:
-            raise ApiError(503, "the server is shutting down")
+            raise ApiError(503, SHUTTING_DOWN)
         slots = self.engine.manifest.build.slots
         if self.open + count > slots + self.settings.max_queue:
             waiting = max(0, self.open - slots)
             raise ApiError(429, f"{waiting} requests wait already (--max-queue)")
         return self.engine
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request is for another model."""
+        if name not in (None, self.model):
+            raise ApiError(404, f"The model `{name}` does not exist.", "model")
 
     @contextlib.contextmanager
     def held(self, count: int) -> Iterator[None]:
@@ -104,6 +113,8 @@ class Service:
                         self._observe(chunk)
                     yield chunk
         except TimeoutError:
+            if self._cut:
+                raise ApiError(503, SHUTTING_DOWN) from None
             late = "the request took too long (--request-timeout)"
             raise ApiError(408, late, retry=False) from None
         except RequestError as error:
@@ -119,17 +130,34 @@ class Service:
         """Get the next chunk, or None after the last; TimeoutError once the time is over."""
         most = self.settings.request_timeout
         left = None if most is None else began + most - time.perf_counter()
-        async with asyncio.timeout(left):
-            return await anext(chunks, None)
+        async with asyncio.timeout(0 if self._cut else left) as limit:
+            self._limits.add(limit)
+            try:
+                return await anext(chunks, None)
+            finally:
+                self._limits.discard(limit)
 
     async def drained(self, timeout: float) -> bool:
-        """Admit nobody; returns True once all requests are answered, False if time runs out."""
+        """Admit nobody, and wait until all requests are answered, those too late by an error.
+
+        Returns at the latest `CUT` seconds after the time is over, and whether all are answered.
+        """
         self.draining = True
+        await self._answered(timeout)
+        if self.open:
+            log.warning("%d requests were cut off after %g s (--drain-timeout)", self.open, timeout)
+            self._cut, now = True, asyncio.get_running_loop().time()
+            for limit in self._limits:
+                if not limit.expired():
+                    limit.reschedule(now)
+            await self._answered(CUT)
+        return not self.open
+
+    async def _answered(self, within: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(within):
                 while self.open:
                     await asyncio.sleep(0.02)
-        return not self.open
 
     def _observe(self, chunk: Chunk) -> None:
         m, told = self.metrics, chunk.metrics

@@ -18,14 +18,13 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 def read_structured(body: Sampled) -> tuple[str, StructuredOutputs] | None:
     """Returns the form and the field that asks for it, or None; raises ApiError."""
-    asked = {
-        "response_format": _response_format(body.response_format or {}),
-        "structured_outputs": body.structured_outputs or {},
-    }
-    given = {name: form for name, form in asked.items() if form}
-    if len(given) > 1:
+    given = {"structured_outputs": body.structured_outputs}
+    if body.response_format is not None:
+        given["response_format"] = _response_format(body.response_format)
+    forms = {name: form for name, form in given.items() if form is not None}
+    if len(forms) > 1:
         raise ApiError(400, "response_format can't go with structured_outputs", "response_format")
-    for field, form in given.items():
+    for field, form in forms.items():
         if unknown := sorted(form.keys() - {*KINDS, "disable_any_whitespace"}):
             message = f"{field}: {unknown[0]} is not supported; known: {', '.join(KINDS)}"
             raise ApiError(400, message, field)
@@ -36,11 +35,11 @@ def read_structured(body: Sampled) -> tuple[str, StructuredOutputs] | None:
     return None
 
 
-def _response_format(given: dict[str, Any]) -> dict[str, Any]:
+def _response_format(given: dict[str, Any]) -> dict[str, Any] | None:
     """Translates OpenAI's response_format into vLLM's structured_outputs."""
     kind, field = given.get("type"), "response_format"
-    if not given or kind == "text":
-        return {}
+    if kind == "text":
+        return None
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtpbuild.runtime.server.reasoning import Piece
+from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.text import held_back
 
 SEPARATOR = "<｜tool▁sep｜>"

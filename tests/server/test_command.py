@@ -39,6 +39,7 @@ def test_flags() -> None:
     assert serve.__doc__
     assert options("serve") == [
         "--allow-origin",
+        "--allowed-hosts",
         "--api-key",
         "--drain-timeout",
         "--engine",

@@ -94,11 +94,16 @@ def check(response: Any) -> None:
 def test_the_schema_names_what_is_there(server: Live) -> None:
     paths = make_app(server.service).openapi()["paths"]
     assert sorted(paths) == [
+        "/detokenize",
         "/health",
+        "/load",
         "/metrics",
+        "/reset_prefix_cache",
+        "/tokenize",
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
+        "/v1/models/{name}",
         "/version",
     ]
     body = paths["/v1/chat/completions"]["post"]

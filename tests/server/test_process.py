@@ -1,9 +1,11 @@
 """The server's process: what it logs, and how it ends when it has not begun."""
 
+import json
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
@@ -11,8 +13,9 @@ import httpx2
 ROOT = Path(__file__).parents[2]
 
 
-def started(seconds: float) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.support.fake_server", str(seconds)]
+def started(loading: float, step: float = 0, drain: float = 5) -> subprocess.Popen[str]:
+    times = map(str, (loading, step, drain))
+    command = [sys.executable, "-m", "tests.support.fake_server", *times]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -36,3 +39,31 @@ def test_requests_are_logged_if_asked_for() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
         assert process.stderr.read() == ""
+
+
+def test_requests_that_are_cut_off_hear_of_it() -> None:
+    """A stream ends with an error and [DONE], others get an error, and one line is logged."""
+    with started(0, step=0.02, drain=0.5) as process, ThreadPoolExecutor() as pool:
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[-1]
+        body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True}
+
+        def ask(**more: object) -> httpx2.Response:
+            asked = body | more
+            return httpx2.post(f"{url}/v1/completions", json=asked, timeout=20, trust_env=False)
+
+        asked = [pool.submit(ask, **more) for more in ({"stream": True}, {"n": 2}, {})]
+        for _ in asked:
+            process.stderr.readline()  # each is logged once it is let in
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert process.wait(10) == 0
+        assert time.monotonic() - began < 4, "half a second, and what a process takes to end"
+        stream, *others = (each.result() for each in asked)
+        *_, error, done = [line for line in stream.text.splitlines() if line]
+        assert done == "data: [DONE]"
+        told = [json.loads(error.removeprefix("data: ")), *(each.json() for each in others)]
+        assert [each.status_code for each in others] == [503, 503]
+        assert {each["error"]["message"] for each in told} == {"the server is shutting down"}
+        line = "4 requests were cut off after 0.5 s (--drain-timeout)\n"
+        assert process.stderr.read() == line

@@ -11,64 +11,25 @@ from typing import Any
 
 import httpx2
 import pytest
-import tokenizers
 
-from mtpbuild.runtime import Engine
-from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.server.answers import merged
 from mtpbuild.runtime.server.service import Settings
-from mtpbuild.runtime.tokenizer import Tokenizer
 from tests.support.fakes import (
-    TEMPLATE,
-    FakePrograms,
-    NextToken,
     backend_tokenizer,
-    fake_manifest,
     fake_tokenizer,
-    mixed,
-    scripted,
 )
-from tests.support.live_server import Live, live, until
-
-ASK = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
-LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
-HELLO = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
-
-
-def fake_engine(
-    next_token: NextToken = mixed,
-    *,
-    tokenizer: Tokenizer | None = None,
-    step_s: float = 0.0,
-    max_batch: int = 2,
-    max_seq_len: int = 5000,
-) -> tuple[Engine, FakePrograms]:
-    manifest = fake_manifest(max_batch=max_batch, max_seq_len=max_seq_len, prefill_chunk=64)
-    programs = FakePrograms(manifest, next_token=next_token, step_s=step_s)
-    return Engine(programs, manifest, tokenizer or fake_tokenizer(), prefix_cache=True), programs
-
-
-@contextlib.contextmanager
-def served(
-    next_token: NextToken = mixed, settings: Settings | None = None, **flags: Any
-) -> Iterator[tuple[Live, FakePrograms]]:
-    engine, programs = fake_engine(next_token, **flags)
-    with engine, live(engine, settings) as server:
-        yield server, programs
-
-
-def events(response: httpx2.Response) -> list[Any]:
-    """Return what a stream said, [DONE] as a text."""
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
-
-
-def fails(response: httpx2.Response, status: int, says: str, param: str | None = None) -> None:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert says in error["message"], error
-    assert (error["code"], error["param"]) == (status, param)
-    assert error["type"].endswith("Error")
+from tests.support.live_server import live, until
+from tests.support.served import (
+    ASK,
+    HELLO,
+    LONG,
+    TOOL_TEMPLATE,
+    TOOLS,
+    events,
+    fails,
+    saying,
+    served,
+)
 
 
 def test_it_loads_serves_and_drains() -> None:
@@ -344,7 +305,8 @@ def test_a_request_that_takes_too_long() -> None:
         fails(late, 408, "took too long")
         assert late.headers["x-should-retry"] == "false", "clients would ask twice more"
         told = events(client.post("/v1/completions", json=LONG | {"stream": True}))
-        assert "took too long" in told[-1]["error"]["message"]
+        assert "took too long" in told[-2]["error"]["message"]
+        assert told[-1] == "[DONE]"
         until(lambda: server.service.open == 0)
         steps = programs.steps
         time.sleep(0.1)
@@ -385,7 +347,8 @@ def test_a_step_that_fails_and_an_engine_that_can_not_go_on() -> None:
             next(lines)
             programs.fail = RuntimeError("device lost")
             rest = [line for line in lines if line]
-        assert "device lost" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+        assert "device lost" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+        assert rest[-1] == "data: [DONE]"
         assert gone.wait(10), "the probe fails too"
         assert client.get("/health").status_code == 503
         fails(client.post("/v1/completions", json=ASK), 503, "device lost")
@@ -403,23 +366,6 @@ def test_a_step_that_fails_once() -> None:
         fails(client.post("/v1/completions", json=ASK), 500, "a hiccup")
         assert client.post("/v1/completions", json=ASK).status_code == 200
         assert client.get("/health").status_code == 200
-
-
-def saying(
-    text: str, template: str = TEMPLATE, backend: tokenizers.Tokenizer | None = None
-) -> dict[str, Any]:
-    """An engine whose answer to HELLO is this text, over and over."""
-    tokenizer = Tokenizer(
-        backend or backend_tokenizer(),
-        chat_template=ChatTemplates({"default": TemplateText("x", template)}, {"bos_token": "<s>"}),
-        bos_token="<s>",
-    )
-    prompt = tokenizer.encode(
-        tokenizer.chat_prompt(HELLO["messages"], tools=None),  # type: ignore[arg-type]
-        add_special_tokens=False,
-    )
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    return {"next_token": scripted(len(prompt), tokens), "tokenizer": tokenizer}
 
 
 def test_thoughts_are_apart_at_every_cut() -> None:
@@ -485,10 +431,6 @@ def test_a_prompt_that_is_repeated() -> None:
             for event in streamed:
                 said[event["choices"][0]["index"]] += event["choices"][0]["text"]
             assert said == texts
-
-
-TOOL_TEMPLATE = TEMPLATE + "{# <tool_call> #}"
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
 def test_tools() -> None:

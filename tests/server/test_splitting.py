@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtpbuild.runtime.server.reasoning import Piece, ThinkingSplitter
+from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
 from mtpbuild.runtime.server.tools import FORMS, ToolCalls, form_of
 
 V3 = (

@@ -1,6 +1,6 @@
-"""Runs `mtpbuild serve` over fake programs: `python -m tests.support.fake_server SECONDS`.
+"""Runs a server over fake programs: `python -m tests.support.fake_server LOADING STEP DRAIN`.
 
-The engine takes that many seconds to load; requests are logged.
+These are the seconds that loading, a step and `--drain-timeout` take; requests are logged.
 """
 
 import sys
@@ -12,12 +12,14 @@ from mtpbuild.runtime.server.server import Address, serve
 from mtpbuild.runtime.server.service import Settings
 from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
 
+LOADING, STEP, DRAIN = map(float, sys.argv[1:])
+
 
 def load() -> Engine:
-    time.sleep(float(sys.argv[1]))
-    manifest = fake_manifest()
-    return Engine(FakePrograms(manifest), manifest, fake_tokenizer())
+    time.sleep(LOADING)
+    manifest = fake_manifest(max_seq_len=5000)
+    return Engine(FakePrograms(manifest, step_s=STEP), manifest, fake_tokenizer())
 
 
 if __name__ == "__main__":
-    serve(Path("nowhere"), load, Settings(log_requests=True), Address("127.0.0.1", 0, 5.0))
+    serve(Path("nowhere"), load, Settings(log_requests=True), Address("127.0.0.1", 0, DRAIN))

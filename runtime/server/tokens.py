@@ -1,0 +1,43 @@
+"""Serves POST /tokenize and /detokenize: token ids of texts and conversations, and back."""
+
+from typing import Any
+
+from mtpbuild.runtime.errors import MtpbuildError
+from mtpbuild.runtime.server.chat import prompt_ids
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.protocol import ChatTokensBody, TextTokensBody, TokensBody
+from mtpbuild.runtime.server.service import Service
+from mtpbuild.runtime.tokenizer import Tokenizer
+
+
+def tokens_of(service: Service, body: TextTokensBody | ChatTokensBody) -> dict[str, Any]:
+    """Returns the ids and their number, as vLLM does; raises ApiError."""
+    tokenizer, engine = _tokenizer(service, body.model), service.admit(0)
+    if isinstance(body, ChatTokensBody):
+        ids = prompt_ids(engine, body)
+    else:
+        special = body.add_special_tokens is not False
+        try:
+            ids = tokenizer.encode(body.prompt, add_special_tokens=special)
+        except MtpbuildError as error:
+            raise ApiError(400, str(error), "prompt") from None
+    names = [tokenizer.text([id], [id]) for id in ids] if body.return_token_strs else None
+    capacity = engine.manifest.build.max_seq_len
+    return {"count": len(ids), "max_model_len": capacity, "tokens": ids, "token_strs": names}
+
+
+def text_of(service: Service, body: TokensBody) -> dict[str, Any]:
+    """Returns the text of token ids, with the names of special tokens; raises ApiError."""
+    tokenizer = _tokenizer(service, body.model)
+    last = service.admit(0).manifest.model.vocab_size - 1
+    if max(body.tokens, default=0) > last:
+        raise ApiError(400, f"a token id is outside the vocabulary 0..{last}", "tokens")
+    return {"prompt": tokenizer.text(body.tokens, body.tokens)}
+
+
+def _tokenizer(service: Service, model: str | None) -> Tokenizer:
+    engine = service.admit(0)
+    service.check_model(model)
+    if engine.tokenizer is None:
+        raise ApiError(400, "this engine was built without a tokenizer")
+    return engine.tokenizer

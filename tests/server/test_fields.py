@@ -1,0 +1,244 @@
+"""What requests ask for in vLLM's words: done as vLLM does it, or refused by name."""
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.server.protocol import REFUSED
+from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.tokenizer import Tokenizer
+from tests.support.fakes import backend_tokenizer
+from tests.support.model_tokenizers import TEMPLATES
+from tests.support.served import (
+    ASK,
+    HELLO,
+    TOOL_TEMPLATE,
+    TOOLS,
+    events,
+    fails,
+    saying,
+    served,
+)
+
+FORM = {"Content-Type": "application/x-www-form-urlencoded"}
+TEMPLATE_FILES = sorted(path.name for path in TEMPLATES.glob("*_like.jinja"))
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("name", TEMPLATE_FILES)
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}])
+@pytest.mark.parametrize("calls", [[CALL], None])
+def test_a_message_without_content(name: str, content: dict[str, Any], calls: Any) -> None:
+    """Absent and null are an empty text to templates, as vLLM has it."""
+    text = (TEMPLATES / name).read_text(encoding="utf-8")
+    message = {"role": "assistant", "reasoning_content": "so", "tool_calls": calls}
+    answer = {"role": "tool", "tool_call_id": "a", "content": "20"} if calls else {}
+    messages = [USER, message | content, *([answer] if answer else [])]
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    templates = ChatTemplates({"default": TemplateText("x", text)}, special)
+    tokenizer = Tokenizer(backend_tokenizer(), chat_template=templates, bos_token="<s>")
+    with served(tokenizer=tokenizer) as (server, _), server.client() as client:
+        asked = client.post("/tokenize", json={"messages": messages})
+        assert asked.status_code == 200, asked.text
+        said = client.post("/detokenize", json={"tokens": asked.json()["tokens"]}).json()["prompt"]
+        wanted = [messages[0], message | {"content": ""}, *messages[2:]]
+        same = client.post("/tokenize", json={"messages": wanted}).json()["tokens"]
+        assert asked.json()["tokens"] == same
+        assert "None" not in said
+
+
+def test_an_answer_that_was_cut_comes_back() -> None:
+    """Inside its thought an answer has no content: the server takes what it has said."""
+    template = TOOL_TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
+    answer = saying("<think>I look and look", template)
+    with served(**answer) as (server, _), server.client() as client:
+        (choice,) = client.post("/v1/chat/completions", json=HELLO).json()["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (None, "length")
+        again = [USER, choice["message"], USER]
+        response = client.post("/v1/chat/completions", json=HELLO | {"messages": again})
+        assert response.status_code == 200, response.text
+
+
+def test_the_stop_reason_is_the_stop_string() -> None:
+    with served(**saying("one two three")) as (server, _), server.client() as client:
+        for stop in ("two", ["three", "two"]):
+            for body in (HELLO, HELLO | {"stream": True}):
+                response = client.post(
+                    "/v1/chat/completions", json=body | {"stop": stop, "max_tokens": 60}
+                )
+                told = events(response)[-2] if "stream" in body else response.json()
+                (choice,) = told["choices"]
+                assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "two")
+        kept = HELLO | {"stop": "two", "include_stop_str_in_output": True, "max_tokens": 60}
+        (choice,) = client.post("/v1/chat/completions", json=kept).json()["choices"]
+        assert choice["message"]["content"] == "one two"
+        short = client.post("/v1/chat/completions", json=HELLO | {"max_tokens": 2}).json()
+        assert short["choices"][0]["stop_reason"] is None
+    with served() as (server, _), server.client() as client:
+        plain = client.post("/v1/completions", json=ASK | {"return_token_ids": True}).json()
+        token = plain["choices"][0]["token_ids"][2]
+        (choice,) = client.post("/v1/completions", json=ASK | {"stop_token_ids": [token]}).json()[
+            "choices"
+        ]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
+
+
+def test_usage_in_every_event() -> None:
+    with served() as (server, _), server.client() as client:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        for route, body in (("completions", ASK), ("chat/completions", HELLO)):
+            asked = body | {"stream": True, "stream_options": options, "max_tokens": 9}
+            *told, last, _ = events(client.post(f"/v1/{route}", json=asked))
+            counts = [event["usage"]["completion_tokens"] for event in told]
+            assert counts == sorted(counts)
+            assert counts[0] < counts[-1] == last["usage"]["completion_tokens"] == 9
+            prompts = {event["usage"]["prompt_tokens"] for event in (*told, last)}
+            assert prompts == {last["usage"]["prompt_tokens"]}
+            alone = asked | {"stream_options": {"continuous_usage_stats": True}}
+            *told, _ = events(client.post(f"/v1/{route}", json=alone))
+            assert not any("usage" in event for event in told), "as vLLM: only with include_usage"
+
+
+def test_the_ids_of_the_prompt() -> None:
+    ids = {"return_token_ids": True}
+    with served() as (server, _), server.client() as client:
+        prompt = client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
+        (choice,) = client.post("/v1/completions", json=ASK | ids).json()["choices"]
+        assert (choice["prompt_token_ids"], len(choice["token_ids"])) == (prompt, 5)
+        for more in ({"stream": True}, {"stream": True, "echo": True}):
+            *told, _ = events(client.post("/v1/completions", json=ASK | ids | more))
+            firsts = [event["choices"][0].get("prompt_token_ids") for event in told]
+            assert firsts == [prompt] + [None] * (len(told) - 1)
+        chat = {"messages": HELLO["messages"]}
+        prompt = client.post("/tokenize", json=chat).json()["tokens"]
+        assert client.post("/v1/chat/completions", json=HELLO | ids).json()["prompt_token_ids"] == (
+            prompt
+        )
+        *told, _ = events(client.post("/v1/chat/completions", json=HELLO | ids | {"stream": True}))
+        assert [e.get("prompt_token_ids") for e in told] == [prompt] + [None] * (len(told) - 1)
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "reasoning_effort"])
+def test_a_field_that_would_change_the_answer_is_refused(name: str) -> None:
+    with served() as (server, programs), server.client() as client:
+        value: Any = "low" if name == "reasoning_effort" else ["x"]
+        response = client.post("/v1/chat/completions", json=HELLO | {name: value})
+        fails(response, 400, f"{name} is not supported: ", name)
+        assert programs.steps == 0
+        nothing = client.post("/v1/chat/completions", json=HELLO | {name: None})
+        assert nothing.status_code == 200
+
+
+def test_a_template_that_asks_for_the_effort_gets_it() -> None:
+    template = TOOL_TEMPLATE + "{% if reasoning_effort == 'low' %}be brief{% endif %}"
+    with served(**saying("x", template)) as (server, _), server.client() as client:
+        chat = {"messages": HELLO["messages"]}
+        one, two = (
+            client.post("/tokenize", json=chat | more).json()["count"]
+            for more in ({}, {"reasoning_effort": "low"})
+        )
+        assert one < two
+
+
+@pytest.mark.parametrize("field", ["structured_outputs", "response_format"])
+def test_an_empty_form_is_refused(field: str) -> None:
+    with served() as (server, _), server.client() as client:
+        response = client.post("/v1/completions", json=ASK | {field: {}})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
+
+
+def test_stop_lists_have_an_end() -> None:
+    with served() as (server, _), server.client() as client:
+        stops = [f"word {number}" for number in range(65)]
+        fails(client.post("/v1/completions", json=ASK | {"stop": stops}), 400, "of 64 at", "stop")
+        assert client.post("/v1/completions", json=ASK | {"stop": stops[:64]}).status_code == 200
+
+
+def test_tools_without_a_parser() -> None:
+    with served() as (server, _), server.client() as client:
+        response = client.post("/v1/chat/completions", json=HELLO | {"tools": TOOLS})
+        fails(response, 400, "start the server with --tool-call-parser hermes", "tools")
+
+
+def test_curl_needs_no_header() -> None:
+    with served() as (server, _), server.client() as client:
+        for headers in (FORM, {"Content-Type": "text/plain"}, {}):
+            body = json.dumps(ASK).encode()
+            assert client.post("/v1/completions", content=body, headers=headers).status_code == 200
+
+
+def test_who_may_call_the_server_what() -> None:
+    """A page that lets its own name point here is of the same origin to browsers."""
+    settings = Settings(hosts=("Box.example",))
+    with served(settings=settings) as (server, _), server.client() as client:
+
+        def ask(host: str, **headers: str) -> httpx2.Response:
+            return client.post("/v1/completions", json=ASK, headers={"Host": host} | headers)
+
+        for host in ("localhost:8000", "127.0.0.1", "[::1]:80", "box.EXAMPLE", "192.0.2.7:8000"):
+            assert ask(host).status_code == 200, host
+        for host in ("evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"):
+            fails(ask(host), 403, "--allowed-hosts")
+            assert client.get("/", headers={"Host": host}).status_code == 403
+        fails(ask("[::1"), 400, "Host")
+        # A browser that does not send Sec-Fetch-Site:
+        fails(ask("127.0.0.1", Origin="http://evil.example"), 403, "another origin")
+        assert ask("127.0.0.1:80", Origin="http://127.0.0.1:80").status_code == 200
+    with served(settings=Settings(hosts=("*",))) as (server, _), server.client() as client:
+        assert ask("any.example").status_code == 200
+
+
+def test_small_routes() -> None:
+    with served() as (server, _), server.client() as client:
+        assert client.head("/health").status_code == client.head("/ping").status_code == 200
+        assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+        assert client.get("/load").json() == {"server_load": 0}
+        (card,) = client.get("/v1/models").json()["data"]
+        assert client.get("/v1/models/fake").json() == card
+        fails(client.get("/v1/models/some/one"), 404, "`some/one`", "model")
+
+        def cached() -> int:
+            body = ASK | {"prompt": "a prompt of some tokens"}
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert (cached(), cached() > 0) == (0, True)
+        assert client.post("/reset_prefix_cache").status_code == 200
+        assert cached() == 0
+
+
+def test_tokens_of_a_text_and_back() -> None:
+    with served() as (server, _), server.client() as client:
+        told = client.post("/tokenize", json={"prompt": "größer", "return_token_strs": True}).json()
+        assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+        assert (told["token_strs"][0], told["max_model_len"]) == ("<s>", 5000)
+        bare = {"prompt": "größer", "add_special_tokens": False}
+        assert client.post("/tokenize", json=bare).json()["tokens"] == told["tokens"][1:]
+        back = client.post("/detokenize", json={"tokens": told["tokens"]}).json()
+        assert back == {"prompt": "<s>größer"}
+        fails(client.post("/detokenize", json={"tokens": [320]}), 400, "outside", "tokens")
+        fails(client.post("/tokenize", json={"prompt": "x", "model": "y"}), 404, "`y`", "model")
+        assert client.post("/tokenize", json={}).status_code == 400
+
+
+def test_metrics_of_requests_and_steps() -> None:
+    with served() as (server, _), server.client() as client:
+        client.post("/v1/completions", json=ASK | {"n": 2, "max_tokens": 9})
+        text = client.get("/metrics").text
+    labels = 'engine="0",model_name="fake"'
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert found[f"vllm:request_params_n_sum{{{labels}}}"] == "2.0"
+    assert found[f"vllm:request_params_max_tokens_sum{{{labels}}}"] == "18.0"
+    emitted = float(found[f"vllm:generation_tokens_total{{{labels}}}"])
+    filled = found[f"vllm:iteration_tokens_total_sum{{{labels}}}"]
+    assert float(filled) > emitted, "prompts' tokens are filled in too"
+    info = 'vllm:cache_config_info{block_size="5000",engine="0",num_gpu_blocks="2"}'
+    assert found[info] == "1.0"
+    assert float(found["process_resident_memory_bytes"]) > 0
+    helps = [line.split(" ", 3) for line in text.splitlines() if line.startswith("# HELP")]
+    assert not [name for _, _, name, about in helps if not about.endswith(".")]

@@ -1,0 +1,84 @@
+"""A server over fake programs, and what tests ask it: requests, events and errors."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import tokenizers
+
+from mtpbuild.runtime import Engine
+from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
+from mtpbuild.runtime.server.service import Settings
+from mtpbuild.runtime.tokenizer import Tokenizer
+from tests.support.fakes import (
+    TEMPLATE,
+    FakePrograms,
+    NextToken,
+    backend_tokenizer,
+    fake_manifest,
+    fake_tokenizer,
+    mixed,
+    scripted,
+)
+from tests.support.live_server import Live, live
+
+TOOL_TEMPLATE = TEMPLATE + "{# <tool_call> #}"
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+ASK = {"prompt": "hello", "max_tokens": 5, "temperature": 0}
+LONG = {"prompt": "hello", "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
+HELLO = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
+
+
+def fake_engine(
+    next_token: NextToken = mixed,
+    *,
+    tokenizer: Tokenizer | None = None,
+    step_s: float = 0.0,
+    max_batch: int = 2,
+    max_seq_len: int = 5000,
+) -> tuple[Engine, FakePrograms]:
+    manifest = fake_manifest(max_batch=max_batch, max_seq_len=max_seq_len, prefill_chunk=64)
+    programs = FakePrograms(manifest, next_token=next_token, step_s=step_s)
+    return Engine(programs, manifest, tokenizer or fake_tokenizer(), prefix_cache=True), programs
+
+
+@contextlib.contextmanager
+def served(
+    next_token: NextToken = mixed, settings: Settings | None = None, **flags: Any
+) -> Iterator[tuple[Live, FakePrograms]]:
+    engine, programs = fake_engine(next_token, **flags)
+    with engine, live(engine, settings) as server:
+        yield server, programs
+
+
+def events(response: httpx2.Response) -> list[Any]:
+    """Return what a stream said, [DONE] as a text."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def fails(response: httpx2.Response, status: int, says: str, param: str | None = None) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert says in error["message"], error
+    assert (error["code"], error["param"]) == (status, param)
+    assert error["type"].endswith("Error")
+
+
+def saying(
+    text: str, template: str = TEMPLATE, backend: tokenizers.Tokenizer | None = None
+) -> dict[str, Any]:
+    """An engine whose answer to HELLO is this text, over and over."""
+    tokenizer = Tokenizer(
+        backend or backend_tokenizer(),
+        chat_template=ChatTemplates({"default": TemplateText("x", template)}, {"bos_token": "<s>"}),
+        bos_token="<s>",
+    )
+    prompt = tokenizer.encode(
+        tokenizer.chat_prompt(HELLO["messages"], tools=None),  # type: ignore[arg-type]
+        add_special_tokens=False,
+    )
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    return {"next_token": scripted(len(prompt), tokens), "tokenizer": tokenizer}
