@@ -2,7 +2,7 @@
 
     python benchmarks/same_text.py [--work runs/same_text] [--texts 12] [--tokens 70]
 
-For fp32, and for int8 and int4 with our kernels and with onnxruntime's, it builds nextn 0 and 3 and
+For fp32, int8 and int4, with our kernels and with onnxruntime's, it builds nextn 0 and 3 and
 continues the same prompts with both. Every third request is greedy; the others are sampled at
 temperature 0.8 with a seed. Besides equal texts it counts texts whose log-probabilities are all
 equal to the bit.
@@ -23,8 +23,8 @@ from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, Result, SamplingParams
 
 NEXTN = 3
-# Weights, and the kernels that fp32 has no choice of.
-FORMATS = ((None, None), ("int8", "own"), ("int4", "own"), ("int8", "stock"), ("int4", "stock"))
+WEIGHTS = (None, "int8", "int4")
+FORMATS = [(weights, kernels) for kernels in ("own", "stock") for weights in WEIGHTS]
 
 
 def results(folder: Path, texts: int, tokens: int) -> list[Result]:
@@ -43,16 +43,16 @@ def compare(work: Path, texts: int, tokens: int) -> Table:
     """Builds both engines of each format and compares them; returns a row for each format."""
     table = Table("weights", "kernels", "same tokens", "same log-probabilities")
     for weights, kernels in FORMATS:
-        out = work / f"{weights or 'fp32'}_{kernels or 'stock'}"
+        out = work / f"{weights or 'fp32'}_{kernels}"
         request = BuildRequest("deepseek-tiny", (0, NEXTN), out=out, scheme=build_scheme(weights))
-        build(replace(request, options={"kernels": kernels} if kernels else {}))
+        build(replace(request, options={"kernels": kernels}))
         engines = sorted(path.parent for path in out.glob("*/engine.json"))
         plain, drafted = (results(folder, texts, tokens) for folder in engines)
         pairs = list(zip(plain, drafted, strict=True))
         same = sum(a.token_ids == b.token_ids for a, b in pairs)
         bits = sum(a.logprobs == b.logprobs for a, b in pairs)
         found = f"{same} of {texts}", f"{bits} of {texts}"
-        table.add_row(weights or "fp32", kernels or "stock", *found)
+        table.add_row(weights or "fp32", kernels, *found)
     return table
 
 

@@ -49,7 +49,7 @@ class WeightStyle:
     expert_rows: bool = False  # experts in floats are stored by outputs, for the CPU's op
     join_shared: bool = False  # a shared expert becomes the last routed one if it fits
     for_gpu: bool = False  # a bfloat16 model has a bfloat16 head, too
-    cpu_kernels: bool = False  # integers are packed for the CPU's library
+    cpu_kernels: bool = False  # products are packed for the CPU's library
 
 
 @dataclass(frozen=True)
@@ -242,8 +242,8 @@ def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, rank
     formats = in_pairs(own, formats)
     if style.cpu_kernels:  # attention never expands its cache, so products by head are all it reads
         formats |= dict.fromkeys(quantised_heads(own, formats), INT8)
-    rows = plain_experts(own, formats) if style.expert_rows else set()
-    packed = packable(own, formats) if style.cpu_kernels else set()
+    packed = packable(own, formats, style.dtype) if style.cpu_kernels else set()
+    rows = plain_experts(own, formats) - packed if style.expert_rows else set[str]()
     return Held(formats, rows, joined, packed)
 
 
@@ -300,13 +300,14 @@ def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterato
                 yield weight.name
 
 
-def packable(own: list[Weight], formats: Mapping[str, Format]) -> set[str]:
-    """Name the products that the CPU's kernels read: integers whose scales are fp16."""
-    found = ((weight, formats.get(weight.name)) for weight in own if not weight.looked_up)
+def packable(own: list[Weight], formats: Mapping[str, Format], dtype: FloatType) -> set[str]:
+    """Name the products that the CPU's kernels read: fp32, and integers whose scales are fp16."""
+    found = ((weight.name, formats.get(weight.name)) for weight in own if weight.multiplied)
     return {
-        weight.name
-        for weight, format in found
-        if isinstance(format, Integers) and format.scales == torch.float16
+        name
+        for name, format in found
+        if (format is None and dtype == "float32")
+        or (isinstance(format, Integers) and format.scales == torch.float16)
     }
 
 
@@ -342,8 +343,8 @@ def join_shared(model: CausalLM, modules: Set[str]) -> None:
 
 
 def hold(model: CausalLM, table: Iterable[Weight], share: Share) -> None:
-    """Replace the weights that stay quantised by parameters of their format."""
+    """Replace the weights that stay quantised, or are packed, by parameters of their own form."""
     for weight in table:
-        if weight.format is not None:
+        if weight.format is not None or weight.packed:
             shape = model.get_parameter(weight.name).shape
             put(model, weight.name, holder(weight, shape, share))

@@ -8,7 +8,7 @@ from pathlib import Path
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 
 FILE = "libmtpbuild_cpu.so"
-LAYOUT = "panels32"  # how its weights lie: docs/cpu-kernels.md
+LAYOUT = "panels32"  # how weights lie: docs/cpu-kernels.md
 DOMAIN = "mtpbuild"  # of its operators
 COMPILE = "install g++, then install mtpbuild again with pip"
 REMEDY = f"{COMPILE}, or build with --kernels stock"

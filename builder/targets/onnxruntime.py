@@ -24,7 +24,7 @@ KERNELS = ("auto", "own", "stock")
 class OnnxOptions:
     kernels: str = flag(
         "auto",
-        "Kernels of int8 and int4 weights: own: ours; stock: onnxruntime's; auto: ours if built.",
+        "Kernels of products and attention: own: ours; stock: onnxruntime's; auto: ours if built.",
     )
 
 

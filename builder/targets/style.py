@@ -32,7 +32,7 @@ class GraphStyle:
     for_gpu: bool = False
     sizes: Sizes = Sizes.IN_USE
     kernels: Kernels = Kernels.NONE
-    cpu_kernels: bool = False  # integer weights are multiplied by the CPU's library of kernels
+    cpu_kernels: bool = False  # weights are multiplied by the CPU's library of kernels
     overlap: bool = False  # a step is launched before the last one's tokens are read
     dtype: "FloatType" = "float32"  # of weights, caches and hidden states
 

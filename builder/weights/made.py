@@ -16,7 +16,13 @@ from torch import Tensor
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, Format, Integers, Nvfp4, spread
-from mtpbuild.plugins.cpu.layout import gates_then_ups, packed_scales, packed_values
+from mtpbuild.plugins.cpu.layout import (
+    gates_then_ups,
+    packed_floats,
+    packed_scales,
+    packed_values,
+    pairs_of_floats,
+)
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
@@ -94,6 +100,7 @@ class Weight:
     joined: int | None = None  # for products: the axis along which stored tensors are joined
     looked_up: bool = False  # an embedding: tokens choose its rows
     per_head: bool = False  # a stack of products [H, in, out]
+    router: bool = False  # a product whose numbers are fp32, whatever the others are
     format: Format | None = None  # the format in which the engine holds it; None: floats
     packed: bool = False  # in the layout of the CPU's kernels
 
@@ -102,6 +109,16 @@ class Weight:
         """Yields the stored tensors of each slice."""
         size = len(self.stored) // self.slices
         return (self.stored[i : i + size] for i in range(0, len(self.stored), size))
+
+    @property
+    def paired(self) -> bool:
+        """Whether each slice is an expert's gate and up."""
+        return self.slices > 1 and len(self.stored) > self.slices
+
+    @property
+    def multiplied(self) -> bool:
+        """Whether it is a product's, or a stack of them."""
+        return self.joined is not None or self.per_head or self.router
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
@@ -118,7 +135,7 @@ class Weight:
     def tensors(self) -> dict[str, str]:
         """Maps the name of each of its tensors in the engine to the suffix of that format part."""
         if self.format is None:
-            return {self.name: ""}
+            return {f"{self.name}.{PARTS[0]}" if self.packed else self.name: ""}
         heads = range(self.slice_shape[0]) if self.per_head else ()
         names = [f"{self.name}.{h}" for h in heads] or [self.name]
         parts = [*zip(PARTS, self.format.suffixes, strict=False)]
@@ -140,9 +157,16 @@ class Weight:
                 continue
             floats = [share.cut(stored, checkpoint.read(stored.name)) for stored in group]
             if self.format is None:
-                yield self.name, self.transform(*floats).contiguous()
+                (name,) = self.tensors
+                yield name, self._floats(self.transform(*floats)).contiguous()
             else:
                 yield from self._by_head(self.format, self.transform(*floats))
+
+    def _floats(self, slice: Tensor) -> Tensor:
+        """Pack a slice that is in no format, if it is to be."""
+        if not self.packed:
+            return slice
+        return packed_floats(pairs_of_floats(slice) if self.paired else slice)
 
     def _by_head(self, format: Format, heads: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Encodes the product of each head anew, as its inputs cross the checkpoint's blocks.

@@ -1,4 +1,4 @@
-"""Packs integer weights as the CPU's kernels read them: panels of 32 outputs, block by block."""
+"""Packs weights as the CPU's kernels read them: panels of 32 outputs, side by side."""
 
 import torch
 from torch import Tensor
@@ -37,6 +37,19 @@ def packed_scales(scales: Tensor) -> Tensor:
     return filled.unflatten(-2, (-1, PANEL)).transpose(-1, -2).contiguous()
 
 
+def packed_floats(weight: Tensor) -> Tensor:
+    """Pack fp32 [.., K, N] into [.., panels, K, 32]."""
+    filled = _fill(weight, weight.ndim - 1, 0)
+    return filled.unflatten(-1, (-1, PANEL)).transpose(-2, -3).contiguous()
+
+
+def pairs_of_floats(weight: Tensor) -> Tensor:
+    """Fill gates, then ups [.., K, 2 I], up to whole panels, and let their panels take turns."""
+    gates, ups = (_fill(half, half.ndim - 1, 0) for half in weight.chunk(2, dim=-1))
+    panels = (half.unflatten(-1, (-1, PANEL)) for half in (gates, ups))
+    return torch.stack([*panels], dim=-2).flatten(-3)
+
+
 def gates_then_ups(rows: Tensor, axis: int = 1) -> Tensor:
     """Order outputs gate, up, gate, .. [.., 2 I, ..] as 32 gates, their ups, the next 32 gates.
 
@@ -63,6 +76,11 @@ def unpacked_values(packed: Tensor, outputs: int) -> Tensor:
 def unpacked_scales(packed: Tensor, outputs: int) -> Tensor:
     """Undo `packed_scales`."""
     return packed.transpose(-1, -2).flatten(-3, -2).narrow(-2, 0, outputs).contiguous()
+
+
+def unpacked_floats(packed: Tensor, outputs: int) -> Tensor:
+    """Undo `packed_floats`."""
+    return packed.transpose(-2, -3).flatten(-2).narrow(-1, 0, outputs).contiguous()
 
 
 def _fill(rows: Tensor, axis: int, value: int) -> Tensor:

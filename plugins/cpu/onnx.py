@@ -18,7 +18,8 @@ def operator(name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any]
     return contrib(name, inputs, attributes, domain=DOMAIN)
 
 
-FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS})
+# Without N the weight is no packed one, but [.., K, N].
+FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS}, {"N": 0})
 Attention = operator(
     "Attention",
     {"q": FLOATS, "cache": FLOATS, "fresh": FLOATS, "base": INTS, "first": INTS},

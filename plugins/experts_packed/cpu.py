@@ -14,5 +14,12 @@ Experts = operator(
 )
 
 
+FloatExperts = operator(
+    "FloatExperts", {"x": FLOATS, "ids": INTS, "gate_up": FLOATS, "down": FLOATS}
+)
+
+
 def experts_packed_cpu(x: Any, ids: Any, *weights: Any) -> Any:
+    if weights[1] is None:
+        return FloatExperts(x, ids, weights[0], weights[2])
     return Experts(x, ids, *weights)

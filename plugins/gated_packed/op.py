@@ -8,12 +8,12 @@ from mtpbuild.plugins.product_packed.op import unpacked
 
 
 @torch.library.custom_op("mtpbuild::gated_packed", mutates_args=())
-def gated_packed(x: Tensor, values: Tensor, scales: Tensor, outputs: int) -> Tensor:
+def gated_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Compute silu(gate(x)) * up(x) of x [.., K] -> fp32 [.., outputs / 2].
 
     The weight is `product_packed`'s, its first half the gates; outputs is a multiple of 64.
     """
-    gate, up = (x @ unpacked(values, scales, outputs).T).chunk(2, dim=-1)
+    gate, up = (x @ unpacked(values, scales, outputs).mT).chunk(2, dim=-1)
     return F.silu(gate) * up
 
 

@@ -3,22 +3,25 @@
 import torch
 from torch import Tensor
 
-from mtpbuild.plugins.cpu.layout import unpacked_scales, unpacked_values
+from mtpbuild.plugins.cpu.layout import unpacked_floats, unpacked_scales, unpacked_values
 from mtpbuild.plugins.matmul_nbits.op import dequantise
 
 
 @torch.library.custom_op("mtpbuild::product_packed", mutates_args=())
-def product_packed(x: Tensor, values: Tensor, scales: Tensor, outputs: int) -> Tensor:
+def product_packed(x: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
     """Multiply x [.., K] by a weight of `outputs` outputs -> fp32 [.., outputs].
 
-    values uint8 [panels, K / 32, 128 * bits] and scales fp16 [panels, K / 32, 32], as
-    `plugins/cpu/layout.py` packs them. The kernels round x to int8 per row and block.
+    As `plugins/cpu/layout.py` packs them: values uint8 [panels, K / 32, 128 * bits] and scales fp16
+    [panels, K / 32, 32], where the kernels round x to int8 per row and block; or values fp32
+    [panels, K, 32] without scales, or [H, panels, K, 32] where x is [B, H, T, K].
     """
-    return x @ unpacked(values, scales, outputs).T
+    return x @ unpacked(values, scales, outputs).mT
 
 
-def unpacked(values: Tensor, scales: Tensor, outputs: int) -> Tensor:
-    """Dequantise packed weights [.., panels, K / 32, ..] to [.., outputs, K]."""
+def unpacked(values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:
+    """Unpack weights [.., panels, ..] to fp32 [.., outputs, K]."""
+    if scales is None:
+        return unpacked_floats(values, outputs).mT
     bits = values.shape[-1] // 128
     return dequantise(unpacked_values(values, outputs), unpacked_scales(scales, outputs), bits)
 

@@ -18,8 +18,11 @@ from onnx import helper
 
 from mtpbuild.plugins.cpu.layout import (
     gates_then_ups,
+    packed_floats,
     packed_scales,
     packed_values,
+    pairs_of_floats,
+    unpacked_floats,
     unpacked_scales,
     unpacked_values,
 )
@@ -330,6 +333,133 @@ def test_experts(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(got[row : row + 1], wanted)
         alone = dict(given, x=x, ids=given["ids"][row : row + 1])
         np.testing.assert_array_equal(run("Experts", alone), wanted)
+
+
+def panels_of(weight: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.asarray(packed_floats(torch.from_numpy(weight)).numpy())
+
+
+def same_bits(got: NDArray[Any], wanted: NDArray[Any]) -> None:
+    np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "N"),
+    [(1, 5, 1), (1, 40, 300), (2, 33, 64), (3, 96, 31), (5, 7, 100), (7, 64, 577), (60, 300, 129)],
+)
+def test_packed_floats(M: int, K: int, N: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed or not, and whatever rows are beside it, a row's result is the definition's."""
+    rng = np.random.default_rng(K)
+    x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((K, N), np.float32)
+    given, wanted = {"x": x, "w": panels_of(w)}, exact.float_product(x, w)
+    same_bits(same_everywhere(monkeypatch, "FloatProduct", given, N=N), wanted)
+    same_bits(run("FloatProduct", {"x": x, "w": w}), wanted)
+    for first, end in ((0, 1), (M - 1, M), (M // 2, M)):
+        some = dict(given, x=x[None, first:end])
+        same_bits(run("FloatProduct", some, threads=2, N=N)[0], wanted[first:end])
+
+
+def test_packed_floats_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((2, 3, 4, 20), np.float32)
+    w = rng.standard_normal((3, 20, 70), np.float32)
+    got = same_everywhere(monkeypatch, "FloatProduct", {"x": x, "w": panels_of(w)}, N=70)
+    same_bits(got, exact.float_product(x, w))
+
+
+@pytest.mark.parametrize(("M", "K", "inner"), [(1, 20, 32), (7, 64, 288), (100, 31, 96)])
+def test_gated_floats(M: int, K: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(M)
+    x, w = rng.standard_normal((M, K), np.float32), rng.standard_normal((K, 2 * inner), np.float32)
+    given, both = {"x": x, "w": panels_of(w)}, exact.float_product(x, w)
+    got = same_everywhere(monkeypatch, "GatedFloatProduct", given, N=2 * inner)
+    same_bits(got, exact.gated(both[:, :inner], both[:, inner:]))
+    for outputs in (2 * inner - 1, 2 * inner - 64, 0, 1 << 62):
+        with pytest.raises(Exception, match="mtpbuild GatedFloatProduct: "):
+            run("GatedFloatProduct", given, N=outputs)
+
+
+def float_experts(X: int, E: int, inner: int, rows: int) -> tuple[Arrays, Arrays]:
+    """Operands, and the weights as they are before they are packed."""
+    rng = np.random.default_rng(E)
+    weights = {
+        "both": rng.standard_normal((X, E, 2 * inner), np.float32),
+        "down": rng.standard_normal((X, inner, E), np.float32),
+    }
+    packed = pairs_of_floats(torch.from_numpy(weights["both"])).numpy()
+    given: dict[str, NDArray[Any]] = {
+        "x": rng.standard_normal((rows, E), np.float32),
+        "ids": np.where(np.arange(rows) < 60, 3, rng.integers(0, X, rows)),
+        "both": panels_of(packed),
+        "down": panels_of(weights["down"]),
+    }
+    return given, weights
+
+
+@pytest.mark.parametrize(("E", "inner"), [(96, 64), (50, 40), (33, 170)])
+def test_float_experts(E: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of any size; of the last panel of gates some may be filled up."""
+    given, weights = float_experts(5, E, inner, 70)
+    got = same_everywhere(monkeypatch, "FloatExperts", given)
+    for row in range(0, 70, 7):
+        e, x = given["ids"][row], given["x"][row : row + 1]
+        h = exact.float_product(x, weights["both"][e])
+        wanted = exact.float_product(exact.gated(h[:, :inner], h[:, inner:]), weights["down"][e])
+        same_bits(got[row : row + 1], wanted)
+        alone = dict(given, x=x, ids=given["ids"][row : row + 1])
+        same_bits(run("FloatExperts", alone), wanted)
+
+
+FLOAT_SHAPES = {
+    "x": ((3, 95), (70, 1), (2, 70, 96)),
+    "ids": ((69,), (70, 1)),
+    "both": ((5, 3, 96, 32), (5, 4, 95, 32), (4, 4, 96, 32), (5, 4, 96, 31), (20, 96, 32)),
+    "down": ((5, 2, 64, 32), (5, 3, 0, 32), (5, 3, 65, 32), (5, 3, 64, 16), (15, 64, 32)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, shape) for name, shapes in FLOAT_SHAPES.items() for shape in shapes]
+)
+def test_damaged_float_experts(name: str, shape: tuple[int, ...]) -> None:
+    given, _ = float_experts(5, 96, 64, 70)
+    with pytest.raises(Exception, match="mtpbuild FloatExperts: "):
+        run("FloatExperts", damaged(name, shape, given))
+
+
+@pytest.mark.parametrize("expert", [-1, 5, 1 << 62, -(1 << 63)])
+def test_a_float_expert_that_is_not_there(expert: int) -> None:
+    given, _ = float_experts(5, 96, 64, 70)
+    with pytest.raises(Exception, match="mtpbuild FloatExperts: no expert"):
+        run("FloatExperts", dict(given, ids=np.full(70, expert)))
+
+
+@pytest.mark.parametrize("outputs", [-1, 64, 97, 1 << 40, -(1 << 63), (1 << 63) - 1])
+def test_floats_beside_the_panels(outputs: int) -> None:
+    x, w = np.zeros((3, 8), np.float32), np.zeros((3, 8, 32), np.float32)
+    with pytest.raises(Exception, match="mtpbuild FloatProduct: "):
+        run("FloatProduct", {"x": x, "w": w}, N=outputs)
+
+
+@pytest.mark.parametrize("w", [(3, 7, 32), (3, 8, 31), (2, 8, 32), (1, 3, 8, 32), (3, 0, 32)])
+def test_damaged_packed_floats(w: tuple[int, ...]) -> None:
+    x = np.zeros((3, 8), np.float32)
+    with pytest.raises(Exception, match="mtpbuild FloatProduct: "):
+        run("FloatProduct", {"x": x, "w": np.zeros(w, np.float32)}, N=70)
+
+
+def test_sums_of_nothing() -> None:
+    """No inputs, or no rows: what a product of them is, and no byte is read."""
+    x, w = np.zeros((3, 0), np.float32), np.zeros((2, 0, 32), np.float32)
+    same_bits(run("FloatProduct", {"x": x, "w": w}, N=40), np.zeros((3, 40), np.float32))
+    none = {"x": np.zeros((0, 8), np.float32), "w": np.zeros((2, 8, 32), np.float32)}
+    assert run("FloatProduct", none, N=40).shape == (0, 40)
+
+
+@pytest.mark.parametrize("shape", [(7, 70), (3, 7, 64), (2, 5, 33)])
+def test_packing_floats_is_undone(shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape)
+    assert torch.equal(unpacked_floats(packed_floats(weight), shape[-1]), weight)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

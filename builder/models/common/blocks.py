@@ -36,14 +36,25 @@ class Blocks(nn.Module):
         return matmul_nbits(x, self.values, self.scales)
 
 
-class PackedBlocks(nn.Module):
-    """Holds an integer weight [in, out] in the layout of the CPU's kernels."""
+class Packed(nn.Module):
+    """Holds weights [.., in, out] in the layout of the CPU's kernels; bits None: they are fp32."""
 
-    def __init__(self, inputs: int, outputs: int, bits: int) -> None:
+    dtype = torch.float32  # of products with it
+
+    def __init__(self, shape: tuple[int, ...], bits: int | None) -> None:
         super().__init__()
-        self.outputs, blocks = outputs, (panels(outputs), inputs // BLOCK)
+        *stack, inputs, self.outputs = shape
+        self.scales: nn.Parameter | None = None
+        if bits is None:
+            self.values = parameter(*stack, panels(self.outputs), inputs, PANEL)
+            return
+        blocks = *stack, panels(self.outputs), inputs // BLOCK
         self.values = parameter(*blocks, PANEL * BLOCK * bits // 8, dtype=torch.uint8)
         self.scales = parameter(*blocks, PANEL, dtype=torch.float16)
+
+
+class PackedBlocks(Packed):
+    """Holds a product [in, out], or fp32 ones [H, in, out] by head."""
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return product_packed(x, self.values, self.scales, self.outputs)
@@ -105,14 +116,8 @@ class ExpertBlocks(nn.Module):
         return experts_nbits(x, ids, self.values, self.scales, down.values, down.scales)
 
 
-class PackedExperts(nn.Module):
-    """Holds integer weights [X, in, out] of experts, in the layout of the CPU's kernels."""
-
-    def __init__(self, experts: int, inputs: int, outputs: int, bits: int) -> None:
-        super().__init__()
-        blocks = experts, panels(outputs), inputs // BLOCK
-        self.values = parameter(*blocks, PANEL * BLOCK * bits // 8, dtype=torch.uint8)
-        self.scales = parameter(*blocks, PANEL, dtype=torch.float16)
+class PackedExperts(Packed):
+    """Holds weights [X, in, out] of experts; gates and ups are filled up to whole panels each."""
 
     def through(self, down: "PackedExperts", x: Tensor, ids: Tensor) -> Tensor:
         """Puts each row of x [N, E] through the expert that `ids` [N] names; returns [N, E].
@@ -155,24 +160,27 @@ class Scaled(nn.Module):
 
 
 def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
-    """Makes the module that holds a weight in its format, in place of a parameter of this shape."""
-    format = weight.format
+    """Makes what holds a weight as the engine does, in place of a parameter of this shape."""
+    format, (*stack, inputs, outputs) = weight.format, shape
+    if weight.packed and not (stack and weight.per_head and format is not None):
+        if weight.paired:
+            outputs = 2 * PANEL * panels(outputs // 2)
+        kind = PackedExperts if stack and not weight.per_head else PackedBlocks
+        bits = format.bits if isinstance(format, Integers) else None
+        return kind((*stack, inputs, outputs), bits)
     if not isinstance(format, Integers):
         second = (shape[-2] // GROUP, 1) if weight.joined == 1 else (1, shape[-1])
         return Scaled(
             shape, weight.scale_group(share), second if isinstance(format, Nvfp4) else None
         )
-    *stack, inputs, outputs = shape
     if weight.looked_up:  # its rows are those of the vocabulary
         return EmbeddingBlocks(inputs, outputs, format.scales)
     if stack and not weight.per_head:
-        if weight.packed:
-            return PackedExperts(stack[0], inputs, outputs, format.bits)
         return ExpertBlocks(stack[0], inputs, outputs, format.bits, format.scales)
 
     def product() -> nn.Module:
         if weight.packed:
-            return PackedBlocks(inputs, outputs, format.bits)
+            return PackedBlocks((inputs, outputs), format.bits)
         return Blocks(inputs, outputs, format.bits, format.scales)
 
     return HeadBlocks(product() for _ in range(stack[0])) if stack else product()

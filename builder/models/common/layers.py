@@ -143,12 +143,16 @@ class MLP(Kernels):
             tokens = math.prod(x.shape[:-1])  # a symbol where slots or a prompt's chunk are open
             if isinstance(tokens, int) and tokens <= MAX_TOKENS:
                 return gated_product(x, self.gate_up_proj)
-        if isinstance(self.gate_up_proj, PackedBlocks):
-            gated = self.gate_up_proj.gated(x)
-            if gated is not None:
-                return gated
+        gated = self.by_kernel(x)
+        if gated is not None:
+            return gated
         gate, up = (x @ self.gate_up_proj).chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def by_kernel(self, x: Tensor) -> Tensor | None:
+        """Do what `inner` does by the CPU's kernels; None if they do not read the weight."""
+        packed = isinstance(self.gate_up_proj, PackedBlocks)
+        return self.gate_up_proj.gated(x) if packed else None
 
 
 class DecoderLayer(nn.Module):

@@ -36,7 +36,7 @@ class Gate(Kernels):
 
         Shared experts among them, which `always` counts, are the last ones and not part of k.
         """
-        c, logits = self.config, x.float() @ self.weight.float()
+        c, logits = self.config, x.float() @ cast(self.weight, torch.float32)
         if self.fused:
             how = (c.n_group, c.topk_group, c.num_experts_per_tok)
             scaled = (c.norm_topk_prob, c.routed_scaling_factor)
@@ -109,8 +109,11 @@ class DenseMoE(MoE):
             every = repeated.index_select(-2, self.rank).squeeze(-2)
         if self.always:
             every = torch.cat([every, every.new_ones(*x.shape[:-1], self.always)], dim=-1)
-        gate, up = (x @ self.experts.gate_up_proj).chunk(2, dim=-1)
-        inner = (F.silu(gate) * up).unflatten(-1, (every.shape[-1], -1))
+        inner = self.experts.by_kernel(x)
+        if inner is None:
+            gate, up = (x @ self.experts.gate_up_proj).chunk(2, dim=-1)
+            inner = F.silu(gate) * up
+        inner = inner.unflatten(-1, (every.shape[-1], -1))
         return cast(inner * every[..., None], x.dtype).flatten(-2) @ self.experts.down_proj
 
 
@@ -133,9 +136,9 @@ class ExpertRows(nn.Module):
 class GatheredMoE(MoE):
     """Reads only the chosen ones of many experts.
 
-    For a CPU an op reads them (`ExpertRows`, or `ExpertBlocks` if they are integers). For a GPU an
-    op does so after `use_kernels`, unless the number of tokens varies without a bound. Otherwise
-    the weights are gathered for each token.
+    For a CPU an op reads them (`PackedExperts`; else `ExpertRows`, or `ExpertBlocks` if they are
+    integers). For a GPU an op does so after `use_kernels`, unless the number of tokens varies
+    without a bound. Otherwise the weights are gathered for each token.
     """
 
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:

@@ -1,59 +1,99 @@
-// Products with fp32 weights, whose rows are inputs: y[n] = fma(x[k], w[k][n], y[n]), k ascending,
-// one total per output. Bound by the weights' bytes; an input's row of 32 outputs is two lines.
+// Products with fp32 weights: y[n] = fma(x[k], w[k][n], y[n]), k ascending, one total per output.
+//
+// A tile has as many totals as hide an addition's latency: a lone row takes several panels side by
+// side, more rows share what is loaded of one or two. Many rows take an input's stretch after the
+// other, which stays in the cache; totals wait in the result meanwhile. A step's few rows are bound
+// by the weights' bytes, a prompt's by the multiplications.
 #pragma once
 #include "products.h"
 
 namespace {
 
-template <int ROWS, bool WHOLE>
-void float_tile(const float* w, int64_t stride, int64_t inputs, int64_t count,
-                const float* const* x, float* const* out) {
-  Floats totals[ROWS][WIDE];
+constexpr int64_t STRETCH = 256;  // inputs
+
+struct FloatTile {
+  const mtp::FloatPanels& w;
+  int64_t vector, begin, end;  // the first 16 outputs; the inputs
+  const float* const* x;
+  float* const* out;
+  const float* at(int v) const {
+    return w.values + (vector + v) / 2 * w.panel + (vector + v) % 2 * 16 + begin * w.input;
+  }
+};
+
+// `last` is how many of the last vector's outputs there are.
+template <int ROWS, int VECTORS>
+void float_tile(const FloatTile& t, int64_t last) {
+  constexpr int V = VECTORS;
+  Floats totals[ROWS][V];
+  const float* lines[V];
+  for (int v = 0; v < V; v++) lines[v] = t.at(v);
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < WIDE; v++) totals[m][v] = same(0.0f);
-  for (int64_t k = 0; k < inputs; k++, w += stride) {
-#pragma GCC unroll 2
-    for (int v = 0; v < WIDE; v++) {
-      int64_t left = count - 16 * v;
-      Floats line = WHOLE || left >= 16 ? load(w + 16 * v)
-                    : left > 0          ? load_some(w + 16 * v, left)
-                                        : same(0.0f);
+    for (int v = 0; v < V; v++) {
+      const float* y = t.out[m] + 16 * (t.vector + v);
+      totals[m][v] = t.begin == 0 ? same(0.0f) : v + 1 < V ? load(y) : load_some(y, last);
+    }
+  auto add_all = [&](bool whole) __attribute__((always_inline)) {
+    for (int64_t k = t.begin, i = 0; k < t.end; k++, i += t.w.input)
 #pragma GCC unroll 8
-      for (int m = 0; m < ROWS; m++) totals[m][v] = fma(same(x[m][k]), line, totals[m][v]);
-    }
-  }
+      for (int v = 0; v < V; v++) {
+        Floats line = whole || v + 1 < V ? load(lines[v] + i) : load_some(lines[v] + i, last);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++) totals[m][v] = fma(same(t.x[m][k]), line, totals[m][v]);
+      }
+  };
+  if (last == 16)
+    add_all(true);
+  else
+    add_all(false);
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < WIDE; v++) {
-      int64_t left = count - 16 * v;
-      float lanes[16];
+    for (int v = 0; v < V; v++) {
+      float lanes[16], *y = t.out[m] + 16 * (t.vector + v);
+      if (v + 1 < V || last == 16) {
+        store(y, totals[m][v]);
+        continue;
+      }
       store(lanes, totals[m][v]);
-      if (left > 0) std::memcpy(out[m] + 16 * v, lanes, (left < 16 ? left : 16) * sizeof(float));
+      std::memcpy(y, lanes, last * sizeof(float));
     }
 }
 
-template <int ROWS, bool WHOLE>
-void some_float_rows(const float* w, int64_t stride, int64_t inputs, int64_t count, int64_t rows,
-                     const float* const* x, float* const* out) {
+constexpr int most_vectors(int rows) { return rows == 1 ? LONE_VECTORS : FLOAT_VECTORS; }
+
+// The tile for `rows` and `vectors`, which are at most ROWS and VECTORS.
+template <int ROWS, int VECTORS>
+void some_vectors(const FloatTile& t, int64_t vectors, int64_t last) {
+  if constexpr (VECTORS > 1)
+    if (vectors < VECTORS) return some_vectors<ROWS, VECTORS - 1>(t, vectors, last);
+  float_tile<ROWS, VECTORS>(t, last);
+}
+
+template <int ROWS>
+void some_float_rows(FloatTile t, int64_t rows, int64_t columns) {
   if constexpr (ROWS > 1)
-    if (rows < ROWS)
-      return some_float_rows<ROWS - 1, WHOLE>(w, stride, inputs, count, rows, x, out);
-  float_tile<ROWS, WHOLE>(w, stride, inputs, count, x, out);
+    if (rows < ROWS) return some_float_rows<ROWS - 1>(t, rows, columns);
+  constexpr int MOST = most_vectors(ROWS);
+  for (int64_t left = (columns + 15) / 16; left > 0;) {
+    int64_t some = next_tile(left, MOST);
+    left -= some;
+    int64_t last = left ? 16 : columns - 16 * (t.vector + some - 1);
+    some_vectors<ROWS, MOST>(t, some, last);
+    t.vector += some;
+  }
 }
 
-void multiply_floats(const float* w, int64_t stride, int64_t inputs, int64_t count, int64_t rows,
+void multiply_floats(const mtp::FloatPanels& w, int64_t columns, int64_t rows,
                      const float* const* x, float* const* out) {
-  for (int64_t m = 0; m < rows;) {
-    int64_t some = next_rows(rows - m);
-    float* to[TILE_ROWS];
-    for (int64_t n = 0; n < count; n += 16 * WIDE) {
-      int64_t width = count - n < 16 * WIDE ? count - n : 16 * WIDE;
-      for (int64_t i = 0; i < some; i++) to[i] = out[m + i] + n;
-      auto run =
-          width == 16 * WIDE ? some_float_rows<TILE_ROWS, true> : some_float_rows<TILE_ROWS, false>;
-      run(w + n, stride, inputs, width, some, x + m, to);
+  int64_t stretch = rows > FLOAT_ROWS ? STRETCH : w.inputs, begin = 0;
+  do {
+    int64_t end = w.inputs - begin < stretch ? w.inputs : begin + stretch;
+    for (int64_t m = 0; m < rows;) {
+      int64_t some = next_tile(rows - m, FLOAT_ROWS);
+      some_float_rows<FLOAT_ROWS>({w, 0, begin, end, x + m, out + m}, some, columns);
+      m += some;
     }
-    m += some;
-  }
+    begin = end;
+  } while (begin < w.inputs);
 }
 
 }  // namespace

@@ -35,6 +35,14 @@ struct Panel {
   int64_t blocks;
 };
 
+// An fp32 weight: 32 outputs of an input are beside each other. Panels, [inputs][32] each, are
+// `panel` numbers apart, and inputs `input`: 32 * inputs and 32 where the build has packed it. Rows
+// [inputs][outputs] are panels, too, 32 and `outputs` apart; then no line is whole behind the last.
+struct FloatPanels {
+  const float* values;
+  int64_t inputs, panel, input;
+};
+
 // Queries in the lanes attend to a run of cached rows.
 struct Attention {
   const float* queries;  // [width][LANES], scaled
@@ -61,9 +69,9 @@ struct Kernels {
   // Rows of blocks times a panel: 32 floats to each of `out`.
   void (*panel4)(const Panel&, int64_t rows, const InputBlock* const* in, float* const* out);
   void (*panel8)(const Panel&, int64_t rows, const InputBlock* const* in, float* const* out);
-  // Rows x [inputs] times columns 0 .. count - 1 (at most 32) of w, whose rows are `stride` apart.
-  void (*floats)(const float* w, int64_t stride, int64_t inputs, int64_t count, int64_t rows,
-                 const float* const* x, float* const* out);
+  // Rows x [inputs] times the first `columns` outputs of w.
+  void (*floats)(const FloatPanels& w, int64_t columns, int64_t rows, const float* const* x,
+                 float* const* out);
   // gate [count] -> silu(gate) * up; count is a multiple of LANES.
   void (*gated)(float* gate, const float* up, int64_t count);
   // x [count] -> x / rms(x) * weight

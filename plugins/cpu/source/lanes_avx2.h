@@ -10,6 +10,9 @@ namespace {
 constexpr int WIDE = 1;
 constexpr int TILE_ROWS = 3;
 constexpr int TILE_KEYS = 4;
+constexpr int FLOAT_ROWS = 6;
+constexpr int FLOAT_VECTORS = 1;
+constexpr int LONE_VECTORS = 4;
 
 struct Floats {
   __m256 a, b;

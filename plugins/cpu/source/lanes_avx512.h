@@ -10,6 +10,9 @@ namespace {
 constexpr int WIDE = 2;
 constexpr int TILE_ROWS = 6;  // 12 sums in int32, 12 in fp32, 8 registers for the rest
 constexpr int TILE_KEYS = 12;
+constexpr int FLOAT_ROWS = 6;
+constexpr int FLOAT_VECTORS = 4;
+constexpr int LONE_VECTORS = 8;
 
 struct Floats {
   __m512 v;

@@ -6,9 +6,12 @@
 
 namespace {
 
-constexpr int WIDE = 1;       // vectors of a tile's columns
-constexpr int TILE_ROWS = 4;  // rows of the largest tile
-constexpr int TILE_KEYS = 4;  // cached rows, or values, of an attention's tile
+constexpr int WIDE = 1;           // vectors of a tile's columns
+constexpr int TILE_ROWS = 4;      // rows of the largest tile
+constexpr int TILE_KEYS = 4;      // cached rows, or values, of an attention's tile
+constexpr int FLOAT_ROWS = 2;     // rows of the largest tile with fp32 weights,
+constexpr int FLOAT_VECTORS = 1;  // its vectors, and those of a row by itself
+constexpr int LONE_VECTORS = 2;
 
 struct Floats {
   float v[16];

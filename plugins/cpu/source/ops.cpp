@@ -30,7 +30,7 @@ void need(bool holds, const char* op, const std::string& what) {
   if (!holds) throw Bad(std::string("mtpbuild ") + op + ": " + what);
 }
 
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t up(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }  // never overflows
 
 // Memory that is not cleared first.
 template <class T>
@@ -184,43 +184,6 @@ struct GatedProduct {
   }
 };
 
-// x [.., K] times fp32 [K, N] -> [.., N]; or x [B, H, T, K] times [H, K, N] -> [B, H, T, N].
-struct FloatProduct {
-  static constexpr const char* name = "FloatProduct";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
-  const Kernels& k;
-
-  FloatProduct(const Kernels& k, const ort::Info*) : k(k) {}
-
-  void compute(ort::Context* context) const {
-    Tensor x = ort::input(context, 0), w = ort::input(context, 1);
-    bool one = w.rank() == 2;
-    need(one || w.rank() == 3, name, "weight is " + w.text());
-    int64_t heads = one ? 1 : w.shape[0], K = w.shape[w.rank() - 2], N = w.last();
-    bool fits = one ? x.rank() > 0 : x.rank() == 4 && x.shape[1] == heads;
-    need(fits && x.last() == K, name, x.text() + " times " + w.text());
-    std::vector<int64_t> shape = x.shape;
-    shape.back() = N;
-    float* y = ort::output(context, shape);
-    int64_t slots = one ? 1 : x.shape[0];
-    int64_t rows = one ? x.count(0, x.rank() - 1) : x.shape[2];
-    constexpr int64_t SOME = 48, WIDTH = 64;
-    int64_t pieces = up(rows, SOME), columns = up(N, WIDTH);
-    tasks(context, slots * heads * columns * pieces, slots * heads * rows * K * N, [&](int64_t t) {
-      int64_t piece = t % pieces, column = t / pieces % columns * WIDTH;
-      int64_t matrix = t / pieces / columns, first = piece * SOME, some = min(SOME, rows - first);
-      const float* from[SOME];
-      float* to[SOME];
-      for (int64_t i = 0; i < some; i++) {
-        from[i] = x.data<float>() + (matrix * rows + first + i) * K;
-        to[i] = y + (matrix * rows + first + i) * N + column;
-      }
-      const float* weight = w.data<float>() + matrix % heads * K * N + column;
-      k.floats(weight, N, K, min(WIDTH, N - column), some, from, to);
-    });
-  }
-};
-
 // Rows x [N, E] through the expert that ids [N] say: down(silu(gate(x)) * up(x)) -> [N, E].
 //
 // Panels of gates and ups take turns. An expert's weights are read once for all of its rows.
@@ -238,12 +201,12 @@ struct Experts {
          "rows " + x.text() + " with experts " + ids.text());
     int64_t rows = x.shape[0], width = x.shape[1];
     Tensor downs = ort::input(context, 4);
-    int64_t inner = downs.rank() == 4 ? downs.shape[2] * BLOCK : 0;
+    int64_t inner = downs.rank() == 4 ? min(downs.shape[2], INT64_MAX / 64) * BLOCK : 0;
     Weight both(name, ort::input(context, 2), ort::input(context, 3), 4, 2 * inner);
     Weight down(name, downs, ort::input(context, 5), 4, width);
     need(both.inputs() == width && both.matrices == down.matrices && both.panels % 2 == 0, name,
          "gates and ups do not fit " + downs.text());
-    auto order = by_expert(ids.data<int64_t>(), rows, down.matrices);
+    auto order = by_expert(name, ids.data<int64_t>(), rows, down.matrices);
     float* y = ort::output(context, x.shape);
     auto in = rounded(k, context, x.data<float>(), rows, both.blocks);
     auto hidden = scratch<InputBlock>(rows * down.blocks);
@@ -266,7 +229,6 @@ struct Experts {
     });
   }
 
- private:
   static constexpr int64_t SOME = 48;  // rows of a run, at most
   struct Run {
     int64_t expert, first, count;
@@ -276,10 +238,10 @@ struct Experts {
     std::vector<Run> runs;
   };
 
-  static Order by_expert(const int64_t* ids, int64_t rows, int64_t experts) {
+  static Order by_expert(const char* op, const int64_t* ids, int64_t rows, int64_t experts) {
     std::vector<int64_t> ends(experts + 1);
     for (int64_t m = 0; m < rows; m++) {
-      need(ids[m] >= 0 && ids[m] < experts, name,
+      need(ids[m] >= 0 && ids[m] < experts, op,
            "no expert " + std::to_string(ids[m]) + " of " + std::to_string(experts));
       ends[ids[m] + 1]++;
     }
@@ -293,6 +255,7 @@ struct Experts {
     return order;
   }
 
+ private:
   void gate_and_up(const Weight& both, const Run& run, int64_t p, const int64_t* rows,
                    const InputBlock* in, InputBlock* hidden, int64_t blocks) const {
     alignas(64) float gates[SOME][PANEL], ups[SOME][PANEL];
@@ -521,6 +484,12 @@ struct Attention {
   }
 };
 
+}  // namespace
+
+#include "float_ops.h"
+
+namespace {
+
 // ---- what onnxruntime is told -------------------------------------------------------------------
 
 // The instruction set of new sessions: the best, or what MTPBUILD_CPU_ISA names.
@@ -591,10 +560,11 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
                        base->version());
   }
   return guarded([&] {
-    static const ort::CustomOp ops[] = {declared<Product>(),      declared<GatedProduct>(),
-                                        declared<FloatProduct>(), declared<Experts>(),
-                                        declared<Norm>(),         declared<Attention>(),
-                                        declared<Circle<true>>(), declared<Circle<false>>()};
+    static const ort::CustomOp ops[] = {
+        declared<Product>(),      declared<GatedProduct>(),  declared<FloatProduct>(),
+        declared<Experts>(),      declared<Norm>(),          declared<Attention>(),
+        declared<Circle<true>>(), declared<Circle<false>>(), declared<GatedFloatProduct>(),
+        declared<FloatExperts>()};
     static ort::Domain* domain = [] {
       ort::Domain* made = nullptr;
       ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &made));

@@ -103,6 +103,14 @@ inline int64_t attribute(const Info* info, const char* name) {
   return value;
 }
 
+inline int64_t attribute_or(const Info* info, const char* name, int64_t otherwise) {
+  int64_t value;
+  Status* missing = call<Status*>(ATTRIBUTE_INT, info, name, &value);
+  if (!missing) return value;
+  call<void>(RELEASE_STATUS, missing);
+  return otherwise;
+}
+
 inline float float_attribute(const Info* info, const char* name) {
   float value;
   check(call<Status*>(ATTRIBUTE_FLOAT, info, name, &value));

@@ -81,16 +81,16 @@ void some_rows(const mtp::Panel& panel, int first, int64_t rows, const mtp::Inpu
 
 // How many of the rows that are left the next tile takes. Tiles of one size share what is done for
 // each block best: 7 rows are 4 + 3, not 6 + 1.
-inline int64_t next_rows(int64_t left) {
-  if (left >= 2 * TILE_ROWS) return TILE_ROWS;
-  return left > TILE_ROWS ? (left + 1) / 2 : left;
+inline int64_t next_tile(int64_t left, int64_t most) {
+  if (left >= 2 * most) return most;
+  return left > most ? (left + 1) / 2 : left;
 }
 
 template <int BITS>
 void multiply(const mtp::Panel& panel, int64_t rows, const mtp::InputBlock* const* in,
               float* const* out) {
   for (int64_t m = 0; m < rows;) {
-    int64_t some = next_rows(rows - m);
+    int64_t some = next_tile(rows - m, TILE_ROWS);
     for (int first = 0; first < 2; first += WIDE)
       some_rows<BITS, TILE_ROWS>(panel, first, some, in + m, out + m);
     m += some;
