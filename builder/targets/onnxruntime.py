@@ -66,17 +66,15 @@ def refuse_copies(model: "OpenedModel", plan: "Plan", memory: int) -> None:
     each = model.stock_bytes
     if programs * each <= memory:
         return
-    remedy = []
+    remedy = "say --weights int4 or int8"  # of integers whose scales are fp32
     if find_library() is None:
-        remedy.append(COMPILE)
+        remedy = COMPILE
     elif plan.options.kernels == "stock":
-        remedy.append("leave out --kernels stock")
-    if model.block_size is None:
-        remedy.append("say --weights int4 or int8")
+        remedy = "leave out --kernels stock"
     raise UsageError(
         f"{model.source.name}: onnxruntime would pack {each / 1e9:.1f} GB of weights for each of "
         f"{programs} programs, and this machine's memory is {memory / 1e9:.1f} GB; kernels of ours "
-        f"pack none: {', '.join(remedy)}"
+        f"pack none: {remedy}"
     )
 
 

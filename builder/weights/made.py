@@ -100,7 +100,6 @@ class Weight:
     joined: int | None = None  # for products: the axis along which stored tensors are joined
     looked_up: bool = False  # an embedding: tokens choose its rows
     per_head: bool = False  # a stack of products [H, in, out]
-    router: bool = False  # a product whose numbers are fp32, whatever the others are
     format: Format | None = None  # the format in which the engine holds it; None: floats
     packed: bool = False  # in the layout of the CPU's kernels
 
@@ -117,8 +116,8 @@ class Weight:
 
     @property
     def multiplied(self) -> bool:
-        """Whether it is a product's, or a stack of them."""
-        return self.joined is not None or self.per_head or self.router
+        """Whether it is a product, or a stack of them, whose outputs fill panels."""
+        return self.joined is not None or self.per_head
 
     @property
     def slice_shape(self) -> tuple[int, ...]:

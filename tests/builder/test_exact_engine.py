@@ -1,4 +1,4 @@
-"""Engines of integer weights with our kernels: a result depends on tokens and weights alone."""
+"""Engines with our kernels: a result depends on tokens and weights alone."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.targets import load_target
 from mtpbuild.builder.targets.onnxruntime import OnnxOptions
-from mtpbuild.builder.weights.scheme import SCHEMES
+from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT, find_library
@@ -29,9 +29,13 @@ DEEPSEEK = {"few": QUANTIZABLE, "many": QUANTIZABLE | {"n_routed_experts": 24}}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 FAMILIES = {"glm-4.6": SIZES | {"moe_intermediate_size": 32}, "mimo": SIZES}
 KINDS: list[Any] = [
-    ("many", "int4"),
+    ("many", "float32"),
+    ("few", "int4"),
     ("glm-4.6", "int8"),
+    pytest.param(("many", "int4"), marks=pytest.mark.full),
+    pytest.param(("few", "float32"), marks=pytest.mark.full),
     pytest.param(("few", "int8"), marks=pytest.mark.full),
+    pytest.param(("mimo", "float32"), marks=pytest.mark.full),
     pytest.param(("mimo", "int4"), marks=pytest.mark.full),
 ]
 LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
@@ -50,7 +54,8 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Alone and without drafts; three at once with drafts, prompts in small pieces."""
     torch.set_num_threads(1)
     (name, weights), place = request.param, tmp_path_factory.mktemp("exact")
-    folder, scheme = save(place / "model", name), SCHEMES[weights]
+    folder = save(place / "model", name)
+    scheme = None if weights == "float32" else build_scheme(weights)
     whole = BuildRequest(str(folder), max_seq_len=160, scheme=scheme, out=place / "alone")
     requests = (
         replace(whole, nextn=(0,), prefill_chunk=64),

@@ -109,7 +109,11 @@ def test_wide_heads(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("weights", "kernels"),
-    [("int4", "stock"), (None, "auto"), pytest.param("int4", "own", marks=needs_library)],
+    [
+        ("int4", "stock"),
+        (None, "stock"),
+        *(pytest.param(w, "own", marks=needs_library) for w in (None, "int4")),
+    ],
 )
 def test_what_onnxruntime_packs(
     weights: str | None, kernels: str, folder: Path, tmp_path: Path
@@ -126,9 +130,9 @@ def test_what_onnxruntime_packs(
     ("weights", "kernels", "library", "says"),
     [
         pytest.param("int4", "stock", True, "none: leave out --kernels stock", marks=needs_library),
-        pytest.param(None, "auto", True, "none: say --weights int4 or int8", marks=needs_library),
+        pytest.param(None, "stock", True, "none: leave out --kernels stock", marks=needs_library),
         ("int4", "auto", False, "none: install g++, then install mtpbuild again with pip"),
-        (None, "auto", False, "again with pip, say --weights int4 or int8"),
+        (None, "auto", False, "none: install g++, then install mtpbuild again with pip"),
     ],
 )
 def test_a_model_that_is_too_large(

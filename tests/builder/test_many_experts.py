@@ -14,6 +14,7 @@ from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
+from mtpbuild.runtime.cpu_library import find_library
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
 from tests.support.engines import EngineBuilder, greedy_ids
@@ -43,9 +44,11 @@ def folder(model: Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path
     return save_checkpoint(tmp_path_factory.mktemp("many") / "many", model, **MANY)
 
 
-@pytest.fixture(scope="module")
-def engine(folder: Path, build_engine: EngineBuilder) -> Path:
-    return build_engine(folder, NEXTN, "mtp-eagle", prefill_chunk=4)
+@pytest.fixture(scope="module", params=["stock", "own"])
+def engine(request: pytest.FixtureRequest, folder: Path, build_engine: EngineBuilder) -> Path:
+    if request.param == "own" and find_library() is None:
+        pytest.skip("there was no C++ compiler to build the library")
+    return build_engine(folder, NEXTN, "mtp-eagle", prefill_chunk=4, kernels=request.param)
 
 
 def test_tokens(engine: Path, model: Transformer, folder: Path) -> None:
@@ -60,9 +63,11 @@ def test_tokens(engine: Path, model: Transformer, folder: Path) -> None:
 def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> None:
     """One node of each layer reads them, whatever the tokens: nothing gathers them for a token."""
     graph = onnx.load(engine / f"{program}.onnx", load_external_data=False).graph
-    weights = {i.name for i in graph.initializer if len(i.dims) == 3 and i.dims[0] == EXPERTS}
+    stock = read_manifest(engine).build.cpu_layout is None
+    axes, node_type = (3, "MoE") if stock else (4, "FloatExperts")
+    weights = {i.name for i in graph.initializer if len(i.dims) == axes and i.dims[0] == EXPERTS}
     readers = [node for node in graph.node if weights & set(node.input)]
-    assert {node.op_type for node in readers} == {"MoE"}
+    assert {node.op_type for node in readers} == {node_type}
     read = [name for node in readers for name in node.input if name in weights]
     # Prompts leave out the module's experts: they need its cache alone. A step drafts twice.
     trunk, drafts = LAYERS, 0 if program == "prefill" else NEXTN
@@ -73,12 +78,15 @@ def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> Non
 
 def test_the_weights_are_stored_once(engine: Path) -> None:
     stored = load_file(engine / WEIGHTS)
-    rows = {name: tensor for name, tensor in stored.items() if name.endswith(".rows")}
-    assert len(rows) == 2 * (LAYERS + 1)
-    assert rows["layers.0.mlp.gate_up_proj.rows"].shape == (EXPERTS, 2 * 16, 32)
-    assert rows["layers.0.mlp.down_proj.rows"].shape == (EXPERTS, 32, 16)
-    parameters = read_manifest(engine).model.parameters
-    assert sum(tensor.numel() for tensor in stored.values()) == parameters
+    manifest = read_manifest(engine)
+    part, both, down = "rows", [EXPERTS, 2 * 16, 32], [EXPERTS, 32, 16]
+    if manifest.build.cpu_layout is not None:  # 16 gates are half a panel, which is filled up
+        part, both, down = "values", [EXPERTS, 2, 32, 32], [EXPERTS, 1, 16, 32]
+    for leaf, shape in (("gate_up_proj", both), ("down_proj", down)):
+        found = [tensor for name, tensor in stored.items() if name.endswith(f"mlp.{leaf}.{part}")]
+        assert [[*tensor.shape] for tensor in found] == [shape] * (LAYERS + 1)
+    numbers = sum(tensor.numel() for tensor in stored.values())
+    assert (numbers == manifest.model.parameters) == (part == "rows")
 
 
 def test_both_layouts_are_the_same_model(folder: Path, tmp_path: Path) -> None:

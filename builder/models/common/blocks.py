@@ -39,8 +39,6 @@ class Blocks(nn.Module):
 class Packed(nn.Module):
     """Holds weights [.., in, out] in the layout of the CPU's kernels; bits None: they are fp32."""
 
-    dtype = torch.float32  # of products with it
-
     def __init__(self, shape: tuple[int, ...], bits: int | None) -> None:
         super().__init__()
         *stack, inputs, self.outputs = shape

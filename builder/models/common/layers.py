@@ -151,8 +151,8 @@ class MLP(Kernels):
 
     def by_kernel(self, x: Tensor) -> Tensor | None:
         """Do what `inner` does by the CPU's kernels; None if they do not read the weight."""
-        packed = isinstance(self.gate_up_proj, PackedBlocks)
-        return self.gate_up_proj.gated(x) if packed else None
+        weight: object = self.gate_up_proj  # `put` may have replaced the parameter
+        return weight.gated(x) if isinstance(weight, PackedBlocks) else None
 
 
 class DecoderLayer(nn.Module):

@@ -36,7 +36,7 @@ class Gate(Kernels):
 
         Shared experts among them, which `always` counts, are the last ones and not part of k.
         """
-        c, logits = self.config, x.float() @ cast(self.weight, torch.float32)
+        c, logits = self.config, x.float() @ self.weight.float()
         if self.fused:
             how = (c.n_group, c.topk_group, c.num_experts_per_tok)
             scaled = (c.norm_topk_prob, c.routed_scaling_factor)

@@ -44,7 +44,7 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     apart = c.n_shared_experts > 0 and (not dense or s.ranks.attention_dp)
     inner = c.moe_intermediate_size * c.n_shared_experts
     gate = Stored(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))
-    yield Weight(f"{to}.gate.weight", (gate,), lambda w: w.T, router=True)
+    yield Weight(f"{to}.gate.weight", (gate,), lambda w: w.T)
     yield vector(to, at, "gate.e_score_correction_bias", c.n_routed_experts)
     E, size, ids = c.hidden_size, c.moe_intermediate_size, s.experts(c.n_routed_experts)
     stored = [
