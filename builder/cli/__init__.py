@@ -1,6 +1,8 @@
 """The `mtpbuild` command: each command parses, calls one function and prints."""
 
 from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
@@ -12,12 +14,31 @@ from mtpbuild.runtime.server.command import serve
 
 app = typer.Typer(
     name="mtpbuild",
-    help="Build and run multi-token-prediction engines for DeepSeek-V3/R1-class models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # of flags
+    context_settings={
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # of flags
+        "help_option_names": ["-h", "--help"],
+    },
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mtpbuild {version('mtpbuild')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+    ] = False,
+) -> None:
+    """Build and run multi-token-prediction engines for DeepSeek-V3/R1-class models."""
+
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "build": build,
     "refit": refit,

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.input_file import read_requests
 from tests.support.engines import write_engine, write_manifest
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
+from tests.support.invoke import invoke
 from tests.support.registry import programs_by
 from tests.support.run_command import Terminal, call, type_in
 
@@ -339,3 +341,9 @@ def test_a_terminal_is_asked_for_prompts(engine_dir: Path) -> None:
     assert printed.count("4 tokens (length)") == 2
     assert "this engine takes at most 63" in printed
     assert "the conversation starts again" in printed
+
+
+def test_the_version_and_a_short_help() -> None:
+    assert invoke("--version") == (0, f"mtpbuild {version('mtpbuild')}\n", "")
+    assert invoke("-h") == invoke("--help")
+    assert invoke("run", "-h")[0] == 0
