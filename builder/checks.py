@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 
 
 def in_range(least: int, value: int, most: int, flag: str) -> int:
@@ -21,6 +21,4 @@ def needs(group: str, *modules: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in modules:
             raise
-        raise MissingDependencyError(
-            f"building needs {error.name}: pip install 'mtpbuild[{group}]'"
-        ) from None
+        raise MissingDependencyError(f"building needs {error.name}: {install(group)}") from None

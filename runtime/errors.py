@@ -16,6 +16,11 @@ MtpbuildError
 """
 
 
+def install(extras: str) -> str:
+    """Says how to install these extras (such as `cpu,serve`): no package index has mtpbuild."""
+    return f"pip install '.[{extras}]' in a clone of mtpbuild, or its wheel's path for the dot"
+
+
 class MtpbuildError(Exception):
     """Base of all errors that a user can cause; `exit_code` is the command line's."""
 

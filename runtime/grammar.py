@@ -15,7 +15,7 @@ from mtpbuild.runtime.contract.controls import WORD, Controls
 from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
-from mtpbuild.runtime.errors import MissingDependencyError, RequestError
+from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
 from mtpbuild.runtime.structured import StructuredOutputs
 from mtpbuild.runtime.targets import targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ class Grammars:
         try:
             import llguidance
         except ImportError as error:
-            need = f"structured_outputs need {error.name}: pip install 'mtpbuild[serve]'"
+            need = f"structured_outputs need {error.name}: {install('serve')}"
             raise MissingDependencyError(need) from None
         if self._vocabulary is None:
             assert self._tokenizer is not None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.registry import Registry
-from mtpbuild.runtime.errors import MissingDependencyError
+from mtpbuild.runtime.errors import MissingDependencyError, install
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ BUILT_IN = (
         name="onnxruntime",
         programs=f"{RUN}onnxruntime",
         builder=f"{BUILD}onnxruntime",
-        install="pip install 'mtpbuild[cpu]' (or 'mtpbuild[cuda]')",
+        install=f"{install('cpu')} (or [onnxruntime-gpu])",
         LoadOptions=OnnxLoadOptions,
         features=dict.fromkeys(
             (Feature.KEEP, Feature.ADAPT, Feature.CONSTRAIN, Feature.PENALISE), ""
@@ -107,7 +107,7 @@ BUILT_IN = (
         name="inductor",
         programs=f"{RUN}inductor",
         builder=f"{BUILD}inductor",
-        install="pip install 'mtpbuild[inductor]'",
+        install=install("inductor"),
         LoadOptions=InductorLoadOptions,
         build_flags=_inductor_flags,
         features={

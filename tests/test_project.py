@@ -15,6 +15,7 @@ import pytest
 
 import mtpbuild.recipes
 from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.runtime.errors import install
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("builder", "plugins", "recipes", "runtime")
@@ -331,7 +332,8 @@ def test_dependencies_are_declared() -> None:
     base = {dependency.partition(">")[0] for dependency in PYPROJECT["project"]["dependencies"]}
     assert OUTSIDE["runtime"] - {"onnxruntime"} | {"safetensors"} == base
     groups = PYPROJECT["project"]["optional-dependencies"]
-    assert {dependency.split("==")[0] for dependency in groups["cpu"] + groups["cuda"]} == {
+    onnxruntimes = [*groups["cpu"], *groups["onnxruntime-gpu"]]
+    assert {dependency.split("==")[0] for dependency in onnxruntimes} == {
         "onnxruntime",
         "onnxruntime-gpu",
     }
@@ -345,6 +347,19 @@ def test_dependencies_are_declared() -> None:
     extra = (OUTSIDE["builder"] | OUTSIDE["plugins"]) - base
     build |= {dependency.partition(">")[0] for dependency in groups["triton"]}
     assert extra - {names.get(name, name) for name in build} <= {"onnx_ir"}  # of onnxscript
+
+
+def test_extras_that_are_named_exist() -> None:
+    """No package index has mtpbuild: what is said to install is a clone or a file of one's own."""
+    texts = [path.read_text(encoding="utf-8") for _, path in sources()]
+    texts += [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    texts.append((ROOT / "README.md").read_text(encoding="utf-8"))
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    said = re.compile(r"""(?:install\(["']|'\.\[)([a-z,-]+)["'\]]""")
+    named = {extra for text in texts for each in said.findall(text) for extra in each.split(",")}
+    assert {"cpu", "serve", "tensorrt-build", "onnxruntime-gpu"} <= named <= set(extras)
+    assert not [text for text in texts if "install 'mtpbuild" in text]
+    assert install("cpu").startswith("pip install '.[cpu]' in a clone of mtpbuild, ")
 
 
 def test_the_module_is_the_command() -> None:

@@ -16,7 +16,7 @@ from worker import Generate, serve
 
 
 def make(checkpoint: Path, out: Path) -> None:
-    """Exports the checkpoint's main model; it needs mtpbuild[build]."""
+    """Exports the checkpoint's main model; it needs the extra [build]."""
     import torch
     import torch.nn.functional as F
     from safetensors.torch import load_file

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.runtime.errors import MissingDependencyError
+from mtpbuild.runtime.errors import MissingDependencyError, install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ GREY = "#777777"
 def require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise MissingDependencyError(
-            "the picture of a benchmark needs matplotlib: pip install 'mtpbuild[bench]'"
+            f"the picture of a benchmark needs matplotlib: {install('bench')}"
         )
 
 

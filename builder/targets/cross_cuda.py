@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.targets.capability import GPUS, CudaGpu, architecture
 from mtpbuild.runtime.contract.manifest import CrossCompiled
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, MtpbuildError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, MtpbuildError, install
 
 # These settings keep the compiler from measuring or computing on the GPU.
 OPTIONS: dict[str, Any] = {
@@ -93,7 +93,7 @@ def headers() -> Path:
         if all((place / name).is_file() for name in HEADERS):
             return place
     raise MissingDependencyError(
-        "--compute-capability needs CUDA's headers: pip install 'mtpbuild[cross-cuda]'"
+        f"--compute-capability needs CUDA's headers: {install('cross-cuda')}"
     )
 
 

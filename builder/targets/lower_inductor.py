@@ -37,7 +37,7 @@ from mtpbuild.builder.targets.passes.gpu_graph import for_gpu, op_name
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins import IN_PLACE, PYTORCH, facets
 from mtpbuild.runtime.contract.manifest import CONSTANTS, TargetInfo
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
 from mtpbuild.runtime.group.start import GROUP
 from mtpbuild.runtime.programs.aot_package import HARDWARE, TORCH, this_machine
 
@@ -78,9 +78,7 @@ def check(plan: Plan) -> None:
     except InvalidCxxCompiler:
         compiler = ""
     if on_gpu and find_spec("triton") is None:
-        raise MissingDependencyError(
-            "target inductor on a GPU needs triton: pip install 'mtpbuild[triton]'"
-        )
+        raise MissingDependencyError(f"target inductor on a GPU needs triton: {install('triton')}")
     if not shutil.which(compiler):
         raise BuildError("target inductor needs a C++ compiler (g++): none is found")
     if backend(plan) is not None:

@@ -24,7 +24,7 @@ from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, TargetInfo, TensorSpec
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
 NAME = "tensorrt"
@@ -94,10 +94,7 @@ def torch_tensorrt() -> ModuleType:
 
 
 def _needs(package: str) -> str:
-    return (
-        f"building for target {NAME} needs {package}: "
-        "pip install 'mtpbuild[tensorrt,tensorrt-build,build]'"
-    )
+    return f"building for target {NAME} needs {package}: {install('tensorrt,tensorrt-build,build')}"
 
 
 def cumsum(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:

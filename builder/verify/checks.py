@@ -15,6 +15,7 @@ from mtpbuild.builder.verify.distribution import fit, known_prefixes, survival
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
+from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.stats import COLLAPSED
 
 SETTINGS: tuple[dict[str, Any], ...] = (  # of the sampled texts, in turn
@@ -102,7 +103,7 @@ def plain_text(case: Case) -> Finding:
     model = manifest.model
     if model.parameters > PLAIN_LIMIT:
         raise NotChecked(f"{model.parameters:,} parameters are too many for the plain model")
-    missing = "PyTorch is not installed: pip install 'mtpbuild[build]'"
+    missing = f"PyTorch is not installed: {install('build')}"
     with needed_here(manifest, "--model", missing):
         source = find_model(
             case.checkpoint or manifest.whole_model,

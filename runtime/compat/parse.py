@@ -12,7 +12,7 @@ from mtpbuild.runtime.compat.settings import Settings, agreed
 from mtpbuild.runtime.compat.tensorrt_llm import TRTLLM, TRTLLM_METHODS, TRTLLM_SPECULATIVE
 from mtpbuild.runtime.compat.vllm import VLLM, VLLM_METHODS
 from mtpbuild.runtime.compat.vocabulary import Vocabulary
-from mtpbuild.runtime.errors import MissingDependencyError, RequestError, UsageError
+from mtpbuild.runtime.errors import MissingDependencyError, RequestError, UsageError, install
 from mtpbuild.runtime.ranks import MAX_RANKS
 from mtpbuild.runtime.sampling import SETTINGS
 from mtpbuild.runtime.synthetic import check_synthetic, synthetic_rates
@@ -136,7 +136,7 @@ def _read_yaml(path: Path, where: str) -> dict[str, Any]:
     try:
         import yaml
     except ModuleNotFoundError:
-        need = "needs PyYAML: pip install 'mtpbuild[yaml]'"
+        need = f"needs PyYAML: {install('yaml')}"
         raise MissingDependencyError(f"{where}: {need}") from None
     try:
         text = path.read_text(encoding="utf-8")

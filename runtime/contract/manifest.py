@@ -22,6 +22,7 @@ MANIFEST = "engine.json"
 WEIGHTS = "weights.safetensors"  # of all programs; a target may put them into its programs
 CONSTANTS = "{}.constants.safetensors"  # of one: what it needs and no checkpoint has
 MAX_BATCH, MAX_SEQ_LEN, MAX_CHUNK = 1024, 1 << 24, 1 << 16  # a manifest beyond them is damaged
+COPY_AGAIN = "copy it again or rebuild the engine"  # of a file that is not what was built
 HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 FloatType = Literal["float32", "bfloat16"]
@@ -206,12 +207,13 @@ def read_manifest(folder: Path) -> Manifest:
         what = f"not an engine (no {MANIFEST})" if folder.is_dir() else "no such engine directory"
         raise EngineFormatError(f"{folder}: {what}; make one with `mtpbuild build`") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise EngineFormatError(f"{path}: not readable as JSON ({error}); rebuild it") from None
+        raise EngineFormatError(f"{path}: not readable as JSON ({error}); {COPY_AGAIN}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version not in (2, FORMAT_VERSION):
+        newer = isinstance(version, int) and version > FORMAT_VERSION
         raise EngineFormatError(
             f"{path}: format version {version}, this mtpbuild reads 2 and {FORMAT_VERSION}; "
-            "rebuild the engine"
+            f"{'upgrade mtpbuild' if newer else 'rebuild the engine'}"
         )
     try:
         return Manifest.model_validate(from_version_2(raw) if version == 2 else raw)
@@ -268,7 +270,7 @@ def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False
     missing = sorted(set(manifest.files) - found)
     foreign = sorted(found - set(manifest.files) - {MANIFEST})
     if missing:
-        raise EngineFileError(f"{folder}: file {missing[0]} is missing; rebuild the engine")
+        raise EngineFileError(f"{folder}: file {missing[0]} is missing; {COPY_AGAIN}")
     if foreign:
         raise EngineFileError(f"{folder}: {foreign[0]} is not part of the engine; remove it")
     for program in manifest.programs.values():
@@ -279,12 +281,12 @@ def check_files(folder: Path, manifest: Manifest, *, verify_hashes: bool = False
     for name, spec in manifest.files.items():
         if (size := (folder / name).stat().st_size) != spec.size:
             sizes = f"{size} bytes, the manifest says {spec.size}"
-            raise EngineFileError(f"{folder / name}: {sizes}; rebuild the engine")
+            raise EngineFileError(f"{folder / name}: {sizes}; {COPY_AGAIN}")
     if verify_hashes or sum(f.size for f in manifest.files.values()) <= HASH_LIMIT:
         for name, spec in manifest.files.items():
             if hash_file(folder / name) != spec.sha256:
                 changed = "bytes changed since the build (sha256)"
-                raise EngineFileError(f"{folder / name}: {changed}; rebuild the engine")
+                raise EngineFileError(f"{folder / name}: {changed}; {COPY_AGAIN}")
 
 
 def hash_file(path: Path) -> str:

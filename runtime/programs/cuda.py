@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.programs import host_type
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError, install
 
 Place: TypeAlias = "DeviceArray | NDArray[Any]"
 
@@ -173,7 +173,7 @@ def _bindings(group: str) -> Any:
         return import_module("cuda.bindings.runtime")
     except ImportError as missing:
         raise MissingDependencyError(
-            f"using a GPU needs {missing.name}: pip install 'mtpbuild[{group}]'"
+            f"using a GPU needs {missing.name}: {install(group)}"
         ) from None
 
 

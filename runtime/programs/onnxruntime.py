@@ -20,7 +20,7 @@ from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import MIXED, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.cpu_library import library_for
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.slots import reported
 
@@ -206,7 +206,7 @@ def load(
     if PROVIDERS[provider] not in ort.get_available_providers():
         raise MissingDependencyError(
             f"--provider {provider} needs onnxruntime-gpu in place of onnxruntime: "
-            "pip uninstall onnxruntime; pip install 'mtpbuild[cuda]'"
+            f"pip uninstall onnxruntime; {install('onnxruntime-gpu')}"
         )
     on_host, state = provider == "cpu", manifest.state
     if manifest.build.cpu_layout is not None and not on_host:

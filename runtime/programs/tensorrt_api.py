@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError
+from mtpbuild.runtime.errors import EngineError, MissingDependencyError, install
 
 # By target; the dependency groups have the same names.
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
@@ -28,7 +28,7 @@ def tensorrt_api(target: str) -> ModuleType:
         return import_module(MODULES[target])
     except ImportError as error:
         raise MissingDependencyError(
-            f"target {target} needs {error.name or error}: pip install 'mtpbuild[{target}]'"
+            f"target {target} needs {error.name or error}: {install(target)}"
         ) from None
 
 

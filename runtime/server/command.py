@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from mtpbuild.runtime.cli import LoadFlags, error_line
-from mtpbuild.runtime.errors import MissingDependencyError, MtpbuildError, UsageError
+from mtpbuild.runtime.errors import MissingDependencyError, MtpbuildError, UsageError, install
 from mtpbuild.runtime.flag_groups import flag, grouped
 from mtpbuild.runtime.target_options import changed
 
@@ -73,7 +73,7 @@ def serve(
     try:
         from mtpbuild.runtime.server import server
     except ImportError as error:
-        missing = f"`mtpbuild serve` needs {error.name}: pip install 'mtpbuild[serve]'"
+        missing = f"`mtpbuild serve` needs {error.name}: {install('serve')}"
         raise MissingDependencyError(missing) from None
     from mtpbuild.runtime import SamplingParams, StructuredOutputs
     from mtpbuild.runtime.contract.manifest import read_manifest

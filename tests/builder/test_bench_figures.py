@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from mtpbuild.builder.bench.figures import (
 from mtpbuild.builder.bench.measure import Measured
 from mtpbuild.builder.bench.report import Benchmark, print_report, spread, table, to_json
 from mtpbuild.builder.plan import Nextn
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 from tests.support.bench_samples import (
     contender,
     drafting,
@@ -230,7 +231,7 @@ def test_the_picture(tmp_path: Path) -> None:
 
 
 def test_matplotlib_is_a_group_of_its_own(tmp_path: Path) -> None:
-    says = r"pip install 'mtpbuild\[bench\]'"
+    says = re.escape(install("bench"))
     with importing({"matplotlib": None}), pytest.raises(MissingDependencyError, match=says):
         bench(BenchRequest(Wanted("deepseek-tiny", (0,)), out=tmp_path / "out"))
     assert not any(tmp_path.iterdir())

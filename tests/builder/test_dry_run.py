@@ -17,7 +17,7 @@ from mtpbuild.builder.weightless import check_slices
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import make_scheme
 from mtpbuild.runtime.contract.manifest import WEIGHTS
-from mtpbuild.runtime.errors import BuildError
+from mtpbuild.runtime.errors import BuildError, install
 from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint
 from tests.support.invoke import invoke
@@ -101,7 +101,7 @@ def test_a_rank_for_tensorrt(
     launches, *kinds = (int(number) for number in said.groups())
     assert launches == sum(kinds)
     assert f"fused), {calls} collectives of " in out
-    lacks = "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'" in out
+    lacks = f"target tensorrt needs tensorrt: {install('tensorrt')}" in out
     assert lacks == (find_spec("tensorrt") is None)
     assert not (tmp_path / "engine").exists()
 
@@ -114,7 +114,7 @@ def test_the_headline_command_without_a_gpu(fp4: Path, tmp_path: Path) -> None:
     assert (code, out) == (1, "")
     assert err.count("\n") == 1
     assert "error: target tensorrt can't compile here: " in err
-    assert "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'" in err
+    assert f"target tensorrt needs tensorrt: {install('tensorrt')}" in err
     assert "(checked: flags and config.json: nextn 3, bfloat16, 2 ranks; --dry-run checks" in err
     assert not (tmp_path / "engine").exists()
     more = invoke(*command[:-1], "3", "--checkpoint", fp4, "--out", tmp_path / "engine")[2]

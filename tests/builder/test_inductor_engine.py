@@ -5,6 +5,7 @@ batches, other shapes and drafters are in the full matrix.
 """
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.controls import Controls
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
-from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import BuildError, MissingDependencyError, UsageError, install
 from mtpbuild.runtime.programs import load_programs, torch_cuda
 from mtpbuild.runtime.programs.aot_package import Package, open_packages
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
@@ -248,7 +249,8 @@ def test_programs_that_are_none(engine: Path, tmp_path: Path) -> None:
 def test_running_without_torch(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.startswith("mtpbuild.runtime.programs.")]:
         monkeypatch.delitem(sys.modules, name)
-    says = r"^this engine needs torch: pip install 'mtpbuild\[inductor\]'$"
+    need = f"this engine needs torch: {install('inductor')}"
+    says = f"^{re.escape(need)}$"
     with importing({"torch": None}), pytest.raises(MissingDependencyError, match=says):
         load_programs(engine, read_manifest(engine))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from mtpbuild.runtime.errors import (
     MtpbuildError,
     UnknownRecipeError,
     UsageError,
+    install,
 )
 from tests.support.checkpoints import random_checkpoint, write_tokenizer
 from tests.support.fake_target import quick_target
@@ -379,7 +381,7 @@ def test_end_tokens_are_in_the_vocabulary(ids: Any, smallest: Path, tmp_path: Pa
 
 def test_a_missing_package_is_named() -> None:
     with (
-        pytest.raises(MissingDependencyError, match=r"pip install 'mtpbuild\[build\]'"),
+        pytest.raises(MissingDependencyError, match=re.escape(install("build"))),
         needs("build", "torch"),
     ):
         raise ModuleNotFoundError(name="torch._C")

@@ -129,7 +129,7 @@ class TestQuick:
         manifest = json.loads((engine / MANIFEST).read_text())
         older = json.loads(json.dumps(manifest))
         (engine / side_files.CONFIG).unlink()
-        self.refused(engine, model, "config.json is missing; rebuild the engine")
+        self.refused(engine, model, "config.json is missing; copy it again or rebuild the engine")
         del older["files"][side_files.CONFIG]
         (engine / MANIFEST).write_text(json.dumps(older))
         self.refused(engine, model, "has no config.json to compare with: rebuild it")

@@ -45,6 +45,7 @@ from mtpbuild.runtime.errors import (
     MissingDependencyError,
     MtpbuildError,
     UsageError,
+    install,
 )
 from mtpbuild.runtime.programs import tensorrt
 from mtpbuild.runtime.programs.tensorrt_api import as_stored
@@ -283,7 +284,7 @@ class TestWhatCanNotRun:
     @pytest.mark.parametrize("module", ["tensorrt_rtx_bindings", "cuda.bindings.runtime"])
     def test_missing_packages(self, engine: Path, module: str) -> None:
         with importing({module: None}):
-            assert "pip install 'mtpbuild[tensorrt-rtx]'" in refusal(engine)
+            assert install("tensorrt-rtx") in refusal(engine)
             with pytest.raises(MissingDependencyError):
                 load(engine)
 
@@ -422,9 +423,7 @@ class TestWhatCanNotBeBuilt:
         missing = importing({"tensorrt_rtx_bindings": None})
         with missing, pytest.raises(MissingDependencyError) as caught:
             build(place)
-        says = (
-            "target tensorrt-rtx needs tensorrt_rtx_bindings: pip install 'mtpbuild[tensorrt-rtx]'"
-        )
+        says = f"target tensorrt-rtx needs tensorrt_rtx_bindings: {install('tensorrt-rtx')}"
         assert str(caught.value) == says
 
     def test_large_vocabularies(self, trt: FakeTensorRt) -> None:
@@ -462,7 +461,7 @@ class TestTargetTensorRt:
 
     def test_it_runs_the_same(self, engine: Path, trt: FakeTensorRt) -> None:
         manifest = changed(engine, name="tensorrt", versions={"tensorrt": "1.7.1.116"})
-        says = "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'"
+        says = f"target tensorrt needs tensorrt: {install('tensorrt')}"
         with importing({"tensorrt": None}):
             assert refusal(engine, manifest) == says
         with importing({"tensorrt": trt}):
@@ -484,12 +483,12 @@ class TestTargetTensorRt:
         with pytest.raises(UsageError, match="--strip-weights is for target tensorrt, not tensorr"):
             build(altered(place, strip_weights=True))
         begin, end = "target tensorrt can't compile here: ", " (checked: flags and config.json: "
-        no_cuda = "using a GPU needs cuda.bindings.runtime: pip install 'mtpbuild[tensorrt]'"
+        no_cuda = f"using a GPU needs cuda.bindings.runtime: {install('tensorrt')}"
         no_gpu = "no NVIDIA GPU can be used here: no CUDA-capable device is detected"
-        no_trt = "target tensorrt needs tensorrt: pip install 'mtpbuild[tensorrt]'"
+        no_trt = f"target tensorrt needs tensorrt: {install('tensorrt')}"
         no_compiler = (
-            "building for target tensorrt needs torch_tensorrt: pip install "
-            "'mtpbuild[tensorrt,tensorrt-build,build]'"
+            "building for target tensorrt needs torch_tensorrt: "
+            f"{install('tensorrt,tensorrt-build,build')}"
         )
         have = {"tensorrt": trt, "torch_tensorrt": None}
         for modules, code, says in (
@@ -510,7 +509,7 @@ class TestTargetTensorRt:
         says = "kernels are for GPUs of compute capability 8.0 and later, this one has 7.5"
         with pytest.raises(BuildError, match=says):
             target_tensorrt.TARGET.check_machine(plan)
-        missing, says = importing({"triton": None}), "needs triton: pip install 'mtpb"
+        missing, says = importing({"triton": None}), "needs triton: pip install '"
         with missing, pytest.raises(BuildError, match=says):
             target_tensorrt.TARGET.check_machine(cheap_plan())
         refusal = ContractError("mla_partial: 65536 bytes of shared memory > 49152\n\nin a graph")

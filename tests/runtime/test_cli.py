@@ -275,8 +275,12 @@ def test_engine_errors(engine_dir: Path, tmp_path: Path) -> None:
     fails(call("run", "--engine", tmp_path / "no", "--prompt", "a"), 1, "no such engine")
     fails(call("inspect", tmp_path / "no"), 1, "no such engine")
     (engine_dir / "decode.onnx").write_bytes(b"")
-    fails(call("run", "--engine", engine_dir, "--prompt", "a"), 1, "rebuild the engine")
-    fails(call("inspect", engine_dir), 1, "rebuild the engine")
+    fails(
+        call("run", "--engine", engine_dir, "--prompt", "a"),
+        1,
+        "copy it again or rebuild the engine",
+    )
+    fails(call("inspect", engine_dir), 1, "copy it again or rebuild the engine")
 
 
 @pytest.mark.parametrize("flags", [["--prompt", "a"], ["--input", "in.jsonl"]])

@@ -6,7 +6,7 @@ import pytest
 
 from mtpbuild.runtime.compat.parse import parse_llm_yaml
 from mtpbuild.runtime.compat.settings import Settings
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
 from tests.support.stand_ins import importing
 
 # The vocabulary is written out: a name that vanishes from the code has to fail here.
@@ -254,9 +254,7 @@ def test_files_that_can_not_be_read(name: str, tmp_path: Path) -> None:
 def test_yaml_is_an_extra(tmp_path: Path) -> None:
     with importing({"yaml": None}), pytest.raises(MissingDependencyError) as caught:
         parse_yaml(tmp_path, "")
-    assert str(caught.value) == (
-        f"--config {tmp_path}/x.yaml: needs PyYAML: pip install 'mtpbuild[yaml]'"
-    )
+    assert str(caught.value) == f"--config {tmp_path}/x.yaml: needs PyYAML: {install('yaml')}"
 
 
 @pytest.mark.parametrize("name", OTHER_METHODS)

@@ -24,6 +24,7 @@ from mtpbuild.runtime import RequestError, SamplingParams, StructuredOutputs
 from mtpbuild.runtime.contract.controls import GREEDY
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.grammar import Grammars, Matcher
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
@@ -279,7 +280,7 @@ def test_without_llguidance(tiny_engine: Callable[..., Path]) -> None:
     """An engine runs without it; a request that needs it says what to install."""
     run = [sys.executable, "-c", WITHOUT, str(tiny_engine(3))]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert done.stdout == "structured_outputs need llguidance: pip install 'mtpbuild[serve]'\n"
+    assert done.stdout == f"structured_outputs need llguidance: {install('serve')}\n"
 
 
 def test_requests_share_a_compiled_grammar(grammars: Grammars) -> None:
