@@ -31,6 +31,7 @@ from mtpbuild.plugins.matmul_wide.op import matmul_wide as matmul_wide
 from mtpbuild.plugins.mla_attention.op import mla_attention as mla_attention
 from mtpbuild.plugins.mla_heads.op import mla_queries as mla_queries
 from mtpbuild.plugins.mla_heads.op import mla_values as mla_values
+from mtpbuild.plugins.mla_packed.op import mla_packed as mla_packed
 from mtpbuild.plugins.mla_rows.op import mla_rows as mla_rows
 from mtpbuild.plugins.mla_rows.op import mla_rows_write as mla_rows_write
 from mtpbuild.plugins.moe.op import moe as moe

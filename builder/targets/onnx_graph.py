@@ -39,10 +39,15 @@ ONNX: plugins.FacetTable = dict.fromkeys(
 # Where a graph is for the CPU's library of kernels.
 CPU: plugins.FacetTable = dict.fromkeys(
     (
+        plugins.accept_rewind,
         plugins.experts_packed,
         plugins.gated_packed,
         plugins.grouped_attention,
         plugins.mla_attention,
+        plugins.mla_packed,
+        plugins.mla_rows,
+        plugins.mla_rows_write,
+        plugins.moe_route,
         plugins.product_packed,
     ),
     "cpu",

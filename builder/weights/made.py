@@ -135,7 +135,7 @@ class Weight:
         """Maps the name of each of its tensors in the engine to the suffix of that format part."""
         if self.format is None:
             return {f"{self.name}.{PARTS[0]}" if self.packed else self.name: ""}
-        heads = range(self.slice_shape[0]) if self.per_head else ()
+        heads = range(self.slice_shape[0]) if self.per_head and not self.packed else ()
         names = [f"{self.name}.{h}" for h in heads] or [self.name]
         parts = [*zip(PARTS, self.format.suffixes, strict=False)]
         return {f"{name}.{part}": suffix for name in names for part, suffix in parts}
@@ -172,9 +172,13 @@ class Weight:
 
         heads: fp32 [H, in, out].
         """
-        encoded = (format.encode(head.T.contiguous()) for head in heads)
-        parts = (self._packed(*part) for each in encoded for part in each.items())
-        return zip(self.tensors, parts, strict=True)
+        encoded = [format.encode(head.T.contiguous()) for head in heads]
+        if self.packed:
+            for name, suffix in self.tensors.items():
+                yield name, torch.stack([self._packed(suffix, each[suffix]) for each in encoded])
+        else:
+            parts = (part for each in encoded for part in each.values())
+            yield from zip(self.tensors, parts, strict=True)
 
     def _joined(
         self, suffix: str, group: tuple[Stored, ...], parts: list[Tensor], share: Share

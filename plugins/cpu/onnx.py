@@ -13,9 +13,11 @@ DOMAIN = "mtpbuild"
 aten = torch.ops.aten
 
 
-def operator(name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any] = {}) -> Op:
-    """Declare an operator of the library; an attribute's type is that of its value."""
-    return contrib(name, inputs, attributes, domain=DOMAIN)
+def operator(
+    name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any] = {}, **others: Any
+) -> Op:
+    """Declare an operator of the library, as `contrib` does one of ONNX Runtime."""
+    return contrib(name, inputs, attributes, domain=DOMAIN, **others)
 
 
 # Without N the weight is no packed one, but [.., K, N].

@@ -1,6 +1,6 @@
 """matmul_nbits in ONNX: ONNX Runtime's own MatMulNBits."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from onnx.defs import OpSchema
@@ -14,6 +14,7 @@ DOMAIN = "com.microsoft"
 INT8 = 4  # accuracy level: rounds x to int8 per row and block; other levels are slow with 8 bits
 FLOATS, BYTES, INTS = "tensor(float)", "tensor(uint8)", "tensor(int64)"
 HALVES = "tensor(float16)"
+WEIGHT = "W"  # fp32 or bytes
 KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
 
 
@@ -21,12 +22,14 @@ def contrib(
     name: str,
     inputs: Mapping[str, str],
     attributes: Mapping[str, Any],
-    optional: str = "",
+    optional: Collection[str] = (),
     domain: str = DOMAIN,
+    outputs: Sequence[str] = (FLOATS,),
 ) -> Op:
     """Declares an operator of ONNX Runtime, which the onnx package does not know.
 
-    Only the inputs and attributes that we use are declared; an attribute's type is its value's.
+    Only the inputs and attributes that we use are declared; an attribute's type is its value's. The
+    types of outputs are given in their order.
     """
     options = OpSchema.FormalParameterOption
     schema = OpSchema(
@@ -35,11 +38,12 @@ def contrib(
         1,
         inputs=[
             OpSchema.FormalParameter(
-                i, kind, param_option=options.Optional if i == optional else options.Single
+                i, kind, param_option=options.Optional if i in optional else options.Single
             )
             for i, kind in inputs.items()
         ],
-        outputs=[OpSchema.FormalParameter("output", FLOATS)],
+        outputs=[OpSchema.FormalParameter(f"output{i}", kind) for i, kind in enumerate(outputs)],
+        type_constraints=[(WEIGHT, [FLOATS, BYTES], "packed numbers")],
         attributes=[OpSchema.Attribute(a, KINDS[type(value)]) for a, value in attributes.items()],
     )
     return Op(Opset(domain, 1), name, schema)

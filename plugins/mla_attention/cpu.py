@@ -10,5 +10,9 @@ def mla_attention_cpu(
     q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, kv_lora_rank: int
 ) -> Any:
     """Write one node. It sees by itself which rows count, so no mask is made."""
-    sizes = {"groups": 1, "values": 0, "latent": kv_lora_rank, "written": int(holds(cache, fresh))}
-    return Attention(q, cache, fresh, base, first, scale=scale, **sizes)
+    return Attention(q, cache, fresh, base, first, scale=scale, **sizes(cache, fresh, kv_lora_rank))
+
+
+def sizes(cache: Any, fresh: Any, kv_lora_rank: int) -> dict[str, int]:
+    """Say how rows lie: one key for all heads, whose first numbers are the values."""
+    return {"groups": 1, "values": 0, "latent": kv_lora_rank, "written": int(holds(cache, fresh))}

@@ -45,7 +45,11 @@ def holds(cache: ir.Value, fresh: ir.Value) -> bool:
     its own instead; nobody reads its result.
     """
     writer = cache.producer()
-    return writer is not None and writer.op_type == "TensorScatter" and writer.inputs[1] is fresh
+    if writer is None:
+        return False
+    if writer.op_type == "LatentRows":  # the CPU's library makes the rows and writes them
+        return fresh.producer() is writer
+    return writer.op_type == "TensorScatter" and writer.inputs[1] is fresh
 
 
 def softmax(*masked: Any) -> Any:

@@ -157,4 +157,6 @@ def test_a_checkpoint_of_holes(tmp_path: Path) -> None:
     )
     assert done.model.dequantised() == {"nvfp4": 108}
     assert 0 < size < 14e6
-    assert done.engines[0].weights == 4 * done.model.parameters
+    held = sum(parameter.nbytes for parameter in done.model.model.parameters())
+    assert done.engines[0].weights == held
+    assert 4 * done.model.parameters <= held < 4.1 * done.model.parameters  # panels are filled up

@@ -26,12 +26,11 @@ from mtpbuild.plugins.cpu.layout import (
     unpacked_scales,
     unpacked_values,
 )
-from mtpbuild.runtime.cpu_library import DOMAIN, find_library
+from mtpbuild.runtime.cpu_library import DOMAIN
 from tests.support import exact
+from tests.support.cpu_kernels import LIBRARY, SANITIZED, attended, random_weight
 from tests.support.isas import isas
 
-SANITIZED = os.environ.get("SANITIZED_CPU_LIBRARY")  # `test_sanitizers` sets it
-LIBRARY = Path(SANITIZED) if SANITIZED else find_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
 SOURCE = Path(__file__).parents[2] / "plugins/cpu/source"
 ISAS = ("plain", "avx2", "avx512")
@@ -76,20 +75,6 @@ def same_everywhere(
     for result in results[1:]:
         np.testing.assert_array_equal(result.view(np.int32), results[0].view(np.int32))
     return results[0]
-
-
-def random_weight(
-    rng: np.random.Generator, shape: tuple[int, ...], bits: int
-) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int32]]:
-    """Values and scales of a weight [.., N, K] as checkpoints store them, and its integers."""
-    *outer, K = shape
-    integers = rng.integers(0, 1 << bits, (*outer, K // 32, 32))
-    stored: NDArray[Any] = integers.astype(np.uint8)
-    if bits == 4:
-        stored = stored[..., 0::2] | stored[..., 1::2] << 4
-    scales = (0.01 * rng.standard_normal((*outer, K // 32))).astype(np.float16)
-    zero = 1 << bits - 1
-    return torch.from_numpy(stored), torch.from_numpy(scales), (integers - zero).astype(np.int32)
 
 
 def product_operands(bits: int, M: int, N: int, K: int) -> tuple[Arrays, NDArray[np.float32]]:
@@ -207,19 +192,6 @@ def attention_operands(
         "base": rng.integers(0, S - fresh, B),
         "first": np.zeros(B, np.int64),
     }
-
-
-def attended(given: Arrays, scale: float, latent: int) -> NDArray[np.float32]:
-    """What each token says, by itself, of the rows that it sees."""
-    B, H, T, _ = given["q"].shape
-    y = np.empty((B, H, T, latent), np.float32)
-    for b in range(B):
-        base, first = int(given["base"][b]), int(given["first"][b])
-        for t in range(T):
-            fresh = given["fresh"][b, 0, : first + t + 1]
-            rows = np.concatenate([given["cache"][b, 0, :base], fresh])
-            y[b, :, t] = exact.attention(given["q"][b, :, t], rows, scale, latent)
-    return y
 
 
 @pytest.mark.parametrize(

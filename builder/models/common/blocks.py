@@ -52,7 +52,7 @@ class Packed(nn.Module):
 
 
 class PackedBlocks(Packed):
-    """Holds a product [in, out], or fp32 ones [H, in, out] by head."""
+    """Holds a product [in, out], or a stack of them [H, in, out], one for each head."""
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
         return product_packed(x, self.values, self.scales, self.outputs)
@@ -160,7 +160,7 @@ class Scaled(nn.Module):
 def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
     """Makes what holds a weight as the engine does, in place of a parameter of this shape."""
     format, (*stack, inputs, outputs) = weight.format, shape
-    if weight.packed and not (stack and weight.per_head and format is not None):
+    if weight.packed:
         if weight.paired:
             outputs = 2 * PANEL * panels(outputs // 2)
         kind = PackedExperts if stack and not weight.per_head else PackedBlocks
@@ -177,8 +177,6 @@ def holder(weight: Weight, shape: tuple[int, ...], share: Share) -> nn.Module:
         return ExpertBlocks(stack[0], inputs, outputs, format.bits, format.scales)
 
     def product() -> nn.Module:
-        if weight.packed:
-            return PackedBlocks((inputs, outputs), format.bits)
         return Blocks(inputs, outputs, format.bits, format.scales)
 
     return HeadBlocks(product() for _ in range(stack[0])) if stack else product()

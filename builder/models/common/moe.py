@@ -99,7 +99,9 @@ class DenseMoE(MoE):
     def routed(self, x: Tensor) -> Tensor:
         c = self.config
         weights, ids = self.gate(x)
-        every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(-1, ids, weights)
+        every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(
+            -1, ids.long(), weights
+        )
         if (ep := self.ranks.ep) > 1:
             # Rank r's is group r % ep; not by `rank % ep`, which the compiler would fold.
             groups = every.unflatten(-1, (ep, -1))
@@ -193,7 +195,7 @@ class GatheredMoE(MoE):
     def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         if self.ranks.ep > 1:  # another group's expert: any of ours, which weighs 0
             weights, ids = torch.where(ids == NOBODY, 0.0, weights), ids.clamp(min=0)
-        chosen = ids.flatten()
+        chosen = ids.flatten().long()
         rows = x.unsqueeze(-2).expand(*x.shape[:-1], ids.shape[-1], -1)
         y = self.each(rows.reshape(-1, 1, x.shape[-1]), chosen).reshape(*ids.shape, -1)
         return cast((y * weights[..., None]).sum(-2), x.dtype)

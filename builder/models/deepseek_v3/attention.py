@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.models.common.blocks import Packed
 from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.common.rope import softmax_scale
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.plugins import (
     mla_attention,
+    mla_packed,
     mla_queries,
     mla_rows,
     mla_rows_write,
@@ -49,8 +51,8 @@ class LatentAttention(Attention):
 
     @property
     def by_ops(self) -> bool:
-        """Returns whether ops work between the products; they need unquantised w_uk and w_uv."""
-        return self.fused and isinstance(self.w_uk, Tensor)
+        """Returns whether ops work between the products; w_uk is plain, or packed for a CPU."""
+        return (self.fused and isinstance(self.w_uk, Tensor)) or isinstance(self.w_uk, Packed)
 
     def first_product(self, x: Tensor, rows: Rows) -> tuple[Any, ...]:
         """Computes the first operands of `mla_rows`."""
@@ -93,8 +95,14 @@ class LatentAttention(Attention):
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
         c, base = self.config, rows.base
         if self.by_ops and not rows.expand:
-            q = self.second_product(q)
-            q = mla_queries(q, self.w_uk, rows.cos, rows.sin, c.rope_interleave)
+            q, angles = self.second_product(q), (rows.cos, rows.sin)
+            if isinstance(self.w_uk, Packed):
+                uk, uv, place = self.w_uk, self.w_uv, (cache, fresh, base, first)
+                weights = uk.values, uk.scales, uv.values, uv.scales
+                sizes = self.scale, c.kv_lora_rank, c.v_head_dim
+                o = mla_packed(q, *weights, *angles, *place, *sizes, c.rope_interleave)
+                return o @ self.o_proj
+            q = mla_queries(q, self.w_uk, *angles, c.rope_interleave)
             o = mla_attention(q, cache, fresh, base, first, self.scale, c.kv_lora_rank)
             return mla_values(o, self.w_uv) @ self.o_proj
         q_nope, q_pe = self.queries(q, rows)

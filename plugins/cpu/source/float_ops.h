@@ -49,7 +49,7 @@ struct Shares {
 };
 
 // x [.., K] times a weight -> [.., N]; or x [B, H, T, K] times one for each of H -> [B, H, T, N].
-struct FloatProduct {
+struct FloatProduct : Usual {
   static constexpr const char* name = "FloatProduct";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
   const Kernels& k;
@@ -90,7 +90,7 @@ struct FloatProduct {
 };
 
 // silu(x @ gates) * (x @ ups): x [.., K], a packed weight of N outputs, gates first -> [.., N / 2].
-struct GatedFloatProduct {
+struct GatedFloatProduct : Usual {
   static constexpr const char* name = "GatedFloatProduct";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
   const Kernels& k;
@@ -133,7 +133,7 @@ struct GatedFloatProduct {
 //
 // gates and ups [X, 2 P, E, 32], panels of them in turn; downs [X, panels, I, 32], where P panels
 // hold I outputs. An expert's weights are read once for all of its rows.
-struct FloatExperts {
+struct FloatExperts : Usual {
   static constexpr const char* name = "FloatExperts";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::INT64, ort::FLOAT, ort::FLOAT};
   const Kernels& k;

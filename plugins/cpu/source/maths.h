@@ -58,4 +58,52 @@ void norm(const float* x, const float* weight, int64_t count, float epsilon, flo
   }
 }
 
+void sigmoid(const float* x, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += 16) {
+    int64_t some = count - i < 16 ? count - i : 16;
+    float lanes[16];
+    Floats e = exp(sub(same(0.0f), load_some(x + i, some)));
+    store(lanes, div(same(1.0f), add(same(1.0f), e)));
+    std::memcpy(out + i, lanes, some * sizeof(float));
+  }
+}
+
+// Stretches of a row are looked at for their largest number, and one of them for its place. Lane i
+// sums numbers i, i + 16, ..; numbers below the top's 1e-32th weigh that.
+mtp::Best best(const float* x, int64_t count) {
+  constexpr int64_t STRETCH = 512;
+  constexpr float LEAST = -3.4e38f;
+  mtp::Best found{LEAST, LEAST, 0.0f, 0};
+  int64_t place = 0;
+  for (int64_t at = 0; at < count; at += STRETCH) {
+    int64_t end = at + STRETCH < count ? at + STRETCH : count, i = at;
+    Floats tops = same(LEAST);
+    for (; i + 16 <= end; i += 16) tops = max(tops, load(x + i));
+    float top = largest(tops);
+    for (; i < end; i++) top = x[i] > top ? x[i] : top;
+    float other = found.top;
+    if (top > found.top) {
+      found.top = top;
+      place = at;
+    } else {
+      other = top;
+    }
+    found.second = other > found.second ? other : found.second;
+  }
+  int64_t end = place + STRETCH < count ? place + STRETCH : count;
+  for (found.id = place; found.id + 1 < end && x[found.id] != found.top;) found.id++;
+  for (int64_t i = place; i < end; i++)
+    if (i != found.id && x[i] > found.second) found.second = x[i];
+  Floats sums = same(0.0f), top = same(found.top), floor = same(-73.682724f);
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) sums = add(sums, exp(max(sub(load(x + i), top), floor)));
+  found.total = tree(sums);
+  for (; i < count; i++) {
+    float lanes[16];
+    store(lanes, exp(max(same(x[i] - found.top), floor)));
+    found.total += lanes[0];
+  }
+  return found;
+}
+
 }  // namespace

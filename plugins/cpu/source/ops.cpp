@@ -23,7 +23,8 @@ using ort::Bad;
 using ort::Tensor;
 using std::min;
 
-constexpr int64_t SMALL = 1 << 18;   // multiplications that are not worth a second thread
+constexpr int64_t SMALL = 1 << 18;   // fp32 multiplications that are not worth a second thread
+constexpr int64_t INTEGERS = 4;      // integer multiplications that take as long as one
 constexpr int64_t CACHED = 1 << 19;  // bytes of rounded rows that stay in a core's own cache
 
 void need(bool holds, const char* op, const std::string& what) {
@@ -99,8 +100,14 @@ std::unique_ptr<InputBlock[]> rounded(const Kernels& k, ort::Context* context, c
   return blocks_of;
 }
 
+// What operators are unless they say otherwise.
+struct Usual {
+  static constexpr ort::Type results[] = {ort::FLOAT};
+  static constexpr unsigned optional = 0, optional_results = 0;  // a bit for each operand or result
+};
+
 // x [.., K] times an integer weight -> [.., outputs].
-struct Product {
+struct Product : Usual {
   static constexpr const char* name = "Product";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16};
   const Kernels& k;
@@ -121,7 +128,7 @@ struct Product {
     // A task takes some panels, and of many rows as many at a time as stay in its core's cache.
     int64_t step = std::max<int64_t>(1, min<int64_t>(8, w.panels / 16));
     int64_t most = std::max<int64_t>(48, CACHED / (w.blocks * int64_t{sizeof(InputBlock)}));
-    tasks(context, up(w.panels, step), rows * w.inputs() * outputs, [&](int64_t t) {
+    tasks(context, up(w.panels, step), rows * w.inputs() * outputs / INTEGERS, [&](int64_t t) {
       auto in = scratch<const InputBlock*>(min(rows, most));
       auto out = scratch<float*>(min(rows, most));
       for (int64_t first = 0; first < rows; first += most) {
@@ -137,7 +144,7 @@ struct Product {
 };
 
 // silu(x @ gates) * (x @ ups): x [.., K], a weight of N outputs, gates first -> [.., N / 2].
-struct GatedProduct {
+struct GatedProduct : Usual {
   static constexpr const char* name = "GatedProduct";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16};
   const Kernels& k;
@@ -157,7 +164,7 @@ struct GatedProduct {
     float* y = ort::output(context, shape);
     auto blocks = rounded(k, context, x.data<float>(), rows, w.blocks);
     int64_t step = std::max<int64_t>(1, min<int64_t>(4, panels / 16));
-    tasks(context, up(panels, step), rows * w.inputs() * outputs, [&](int64_t t) {
+    tasks(context, up(panels, step), rows * w.inputs() * outputs / INTEGERS, [&](int64_t t) {
       for (int64_t first = 0; first < rows; first += SOME)
         for (int64_t p = t * step; p < min(panels, (t + 1) * step); p++)
           panel(w, p, panels, min(SOME, rows - first), &blocks[first * w.blocks],
@@ -187,7 +194,7 @@ struct GatedProduct {
 // Rows x [N, E] through the expert that ids [N] say: down(silu(gate(x)) * up(x)) -> [N, E].
 //
 // Panels of gates and ups take turns. An expert's weights are read once for all of its rows.
-struct Experts {
+struct Experts : Usual {
   static constexpr const char* name = "Experts";
   static constexpr ort::Type inputs[] = {ort::FLOAT,   ort::INT64, ort::UINT8,
                                          ort::FLOAT16, ort::UINT8, ort::FLOAT16};
@@ -211,11 +218,11 @@ struct Experts {
     auto in = rounded(k, context, x.data<float>(), rows, both.blocks);
     auto hidden = scratch<InputBlock>(rows * down.blocks);
     int64_t panels = inner / PANEL, runs = static_cast<int64_t>(order.runs.size());
-    tasks(context, runs * panels, rows * 2 * inner * width, [&](int64_t t) {
+    tasks(context, runs * panels, rows * 2 * inner * width / INTEGERS, [&](int64_t t) {
       const Run& run = order.runs[t / panels];
       gate_and_up(both, run, t % panels, order.rows.data(), in.get(), hidden.get(), down.blocks);
     });
-    tasks(context, runs * down.panels, rows * inner * width, [&](int64_t t) {
+    tasks(context, runs * down.panels, rows * inner * width / INTEGERS, [&](int64_t t) {
       const Run& run = order.runs[t / down.panels];
       int64_t p = t % down.panels, columns = min(PANEL, width - p * PANEL);
       const InputBlock* from[SOME];
@@ -276,7 +283,7 @@ struct Experts {
 };
 
 // x [.., N] / rms(x) * weight [N]
-struct Norm {
+struct Norm : Usual {
   static constexpr const char* name = "Norm";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
   const Kernels& k;
@@ -298,7 +305,7 @@ struct Norm {
 
 // Cosines of x, or sines: of the angles that queries and keys are rotated by.
 template <bool COSINE>
-struct Circle {
+struct Circle : Usual {
   static constexpr const char* name = COSINE ? "Cos" : "Sin";
   static constexpr ort::Type inputs[] = {ort::FLOAT};
 
@@ -321,7 +328,7 @@ struct Circle {
 // begin at base. `written`: the fresh rows lie in the cache from base on. A row has a key of C
 // numbers for each of `groups` heads, then or among them, from number `values` on, `latent` values
 // for each. H / groups query heads beside each other share one.
-struct Attention {
+struct Attention : Usual {
   static constexpr const char* name = "Attention";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::INT64,
                                          ort::INT64};
@@ -342,10 +349,18 @@ struct Attention {
     Tensor q = ort::input(context, 0), cache = ort::input(context, 1);
     Tensor fresh = ort::input(context, 2), base = ort::input(context, 3);
     Tensor first = ort::input(context, 4);
+    checked(q, cache, fresh);
+    float* y = ort::output(context, {q.shape[0], q.shape[1], q.shape[2], latent});
+    attend(context, q, cache, fresh, base, first, y);
+  }
+
+  // The same for operands that another operator has; y [B, H, T, latent].
+  void attend(ort::Context* context, const Tensor& q, const Tensor& cache, const Tensor& fresh,
+              const Tensor& base, const Tensor& first, float* y) const {
     Job job = checked(q, cache, fresh);
     std::vector<int64_t> slots{job.slots};
     need(base.shape == slots && first.shape == slots, name, "no place for each slot");
-    job.y = ort::output(context, {job.slots, job.heads, job.tokens, latent});
+    job.y = y;
     std::vector<Lanes> lanes;
     int64_t most = 0, sixteens = up(job.queries(), LANES);
     for (int64_t i = 0; i < job.slots * groups * sixteens; i++) {
@@ -487,6 +502,8 @@ struct Attention {
 }  // namespace
 
 #include "float_ops.h"
+//
+#include "latent_ops.h"
 
 namespace {
 
@@ -534,11 +551,11 @@ ort::CustomOp declared() {
   op.provider = [](const CustomOp*) -> const char* { return nullptr; };
   op.input_type = [](const CustomOp*, size_t i) -> int { return Op::inputs[i]; };
   op.input_count = [](const CustomOp*) { return std::size(Op::inputs); };
-  op.output_type = [](const CustomOp*, size_t) -> int { return ort::FLOAT; };
-  op.output_count = [](const CustomOp*) -> size_t { return 1; };
+  op.output_type = [](const CustomOp*, size_t i) -> int { return Op::results[i]; };
+  op.output_count = [](const CustomOp*) -> size_t { return std::size(Op::results); };
   op.destroy = [](void* kernel) { delete static_cast<Op*>(kernel); };
-  op.input_kind = [](const CustomOp*, size_t) -> int { return ort::REQUIRED; };
-  op.output_kind = op.input_kind;
+  op.input_kind = [](const CustomOp*, size_t i) -> int { return Op::optional >> i & 1; };
+  op.output_kind = [](const CustomOp*, size_t i) -> int { return Op::optional_results >> i & 1; };
   op.input_memory = [](const CustomOp*, size_t) { return 0; };
   op.create_v2 = [](const CustomOp*, const void*, const ort::Info* info, void** kernel) {
     return guarded([&] { *kernel = new Op(chosen(), info); });
@@ -564,7 +581,8 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
         declared<Product>(),      declared<GatedProduct>(),  declared<FloatProduct>(),
         declared<Experts>(),      declared<Norm>(),          declared<Attention>(),
         declared<Circle<true>>(), declared<Circle<false>>(), declared<GatedFloatProduct>(),
-        declared<FloatExperts>()};
+        declared<FloatExperts>(), declared<LatentRows>(),    declared<LatentAttention>(),
+        declared<Route>(),        declared<Accept>()};
     static ort::Domain* domain = [] {
       ort::Domain* made = nullptr;
       ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &made));

@@ -50,7 +50,7 @@ struct CustomOp {
   Status* (*compute_v2)(void*, Context*);
 };
 
-enum Type { FLOAT = 1, UINT8 = 2, INT32 = 6, INT64 = 7, FLOAT16 = 10 };
+enum Type { ANY = 0, FLOAT = 1, UINT8 = 2, INT32 = 6, INT64 = 7, BOOL = 9, FLOAT16 = 10 };
 enum Kind { REQUIRED = 0, OPTIONAL = 1 };
 
 // Places in OrtApi.
@@ -61,6 +61,7 @@ enum Place {
   DOMAIN_ADD = 27,
   ADD_DOMAIN = 28,
   TENSOR_DATA = 51,
+  ELEMENT_TYPE = 60,
   DIMENSION_COUNT = 61,
   DIMENSIONS = 62,
   TENSOR_SHAPE = 65,
@@ -118,10 +119,11 @@ inline float float_attribute(const Info* info, const char* name) {
 }
 
 // An input: its shape, and its memory, which onnxruntime has checked to be as long. Its type is the
-// one that the operator declares.
+// one that the operator declares, if it does. One that is optional and missing has no memory.
 struct Tensor {
   std::vector<int64_t> shape;
   const void* memory = nullptr;
+  int type = ANY;
 
   template <class T>
   const T* data() const {
@@ -142,9 +144,10 @@ struct Tensor {
   }
 };
 
-inline Tensor input(Context* context, size_t place) {
+inline Tensor input(Context* context, size_t place, bool optional = false) {
   const Value* value = nullptr;
   check(call<Status*>(CONTEXT_INPUT, static_cast<const Context*>(context), place, &value));
+  if (!value && optional) return {};
   if (!value) throw Bad("an operand is missing");
   Shape* shape = nullptr;
   check(call<Status*>(TENSOR_SHAPE, value, &shape));
@@ -155,6 +158,7 @@ inline Tensor input(Context* context, size_t place) {
     tensor.shape.resize(rank);
     status = call<Status*>(DIMENSIONS, static_cast<const Shape*>(shape), tensor.shape.data(), rank);
   }
+  if (!status) status = call<Status*>(ELEMENT_TYPE, static_cast<const Shape*>(shape), &tensor.type);
   call<void>(RELEASE_SHAPE, shape);
   check(status);
   void* memory = nullptr;
@@ -163,12 +167,13 @@ inline Tensor input(Context* context, size_t place) {
   return tensor;
 }
 
-inline float* output(Context* context, const std::vector<int64_t>& shape, size_t place = 0) {
+template <class T = float>
+T* output(Context* context, const std::vector<int64_t>& shape, size_t place = 0) {
   Value* value = nullptr;
   check(call<Status*>(CONTEXT_OUTPUT, context, place, shape.data(), shape.size(), &value));
   void* memory = nullptr;
   check(call<Status*>(TENSOR_DATA, value, &memory));
-  return static_cast<float*>(memory);
+  return static_cast<T*>(memory);
 }
 
 // Do tasks 0 .. count - 1 on the session's threads. They are taken from a counter, so that a slow

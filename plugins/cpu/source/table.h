@@ -6,5 +6,6 @@
 #include "maths.h"
 #include "products.h"
 
-#define MTP_KERNELS(name) \
-  {name, quantise, multiply<4>, multiply<8>, multiply_floats, gated, norm, attend, fold}
+#define MTP_KERNELS(name)                                                     \
+  {name,    quantise, multiply<4>, multiply<8>, multiply_floats, gated, norm, \
+   sigmoid, best,     attend,      fold}

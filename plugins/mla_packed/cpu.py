@@ -1,0 +1,45 @@
+"""mla_packed as an operator of the CPU's library."""
+
+from typing import Any
+
+from mtpbuild.plugins.cpu.onnx import operator
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, HALVES, INTS, WEIGHT
+from mtpbuild.plugins.mla_attention.cpu import sizes
+
+LatentAttention = operator(
+    "LatentAttention",
+    {
+        **{"q": FLOATS, "w_uk": WEIGHT, "w_uv": WEIGHT, "cos": FLOATS, "sin": FLOATS},
+        **{"cache": FLOATS, "fresh": FLOATS, "base": INTS, "first": INTS},
+        **{"w_uk_scales": HALVES, "w_uv_scales": HALVES},
+    },
+    {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0, "N": 0, "interleaved": 0},
+    optional=("w_uk_scales", "w_uv_scales"),
+)
+
+
+def mla_packed_cpu(
+    q: Any,
+    w_uk: Any,
+    w_uk_scales: Any,
+    w_uv: Any,
+    w_uv_scales: Any,
+    cos: Any,
+    sin: Any,
+    cache: Any,
+    fresh: Any,
+    base: Any,
+    first: Any,
+    scale: float,
+    kv_lora_rank: int,
+    v_head_dim: int,
+    interleaved: bool,
+) -> Any:
+    rows = cache, fresh, base, first
+    return LatentAttention(
+        *(q, w_uk, w_uv, cos, sin, *rows, w_uk_scales, w_uv_scales),
+        **sizes(cache, fresh, kv_lora_rank),
+        scale=scale,
+        N=v_head_dim,
+        interleaved=int(interleaved),
+    )

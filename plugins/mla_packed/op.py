@@ -1,0 +1,44 @@
+"""mla_packed: `mla_queries`, `mla_attention` and `mla_values` in one, with packed projections."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.mla_attention.op import mla_attention
+from mtpbuild.plugins.mla_heads.op import mla_queries, mla_values
+from mtpbuild.plugins.product_packed.op import unpacked
+
+
+@torch.library.custom_op("mtpbuild::mla_packed", mutates_args=())
+def mla_packed(
+    q: Tensor,
+    w_uk: Tensor,
+    w_uk_scales: Tensor | None,
+    w_uv: Tensor,
+    w_uv_scales: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    fresh: Tensor,
+    base: Tensor,
+    first: Tensor,
+    scale: float,
+    kv_lora_rank: int,
+    v_head_dim: int,
+    interleaved: bool,
+) -> Tensor:
+    """Turn queries q [B, T, H * (n + R)] into the heads' values [B, T, H * v_head_dim].
+
+    w_uk makes kv_lora_rank outputs of n inputs, w_uv v_head_dim of kv_lora_rank: each is
+    `product_packed`'s weight with the heads first, fp32 or integers. The other operands are those
+    of the three ops. With integers the kernels round what goes into a product to int8.
+    """
+    q = mla_queries(q, unpacked(w_uk, w_uk_scales, kv_lora_rank).mT, cos, sin, interleaved)
+    o = mla_attention(q, cache, fresh, base, first, scale, kv_lora_rank)
+    return mla_values(o, unpacked(w_uv, w_uv_scales, v_head_dim).mT)
+
+
+@mla_packed.register_fake
+def _(q: Tensor, w_uk: Tensor, *others: object) -> Tensor:
+    v_head_dim = others[-2]
+    assert isinstance(v_head_dim, int)
+    return q.new_empty(*q.shape[:2], w_uk.shape[0] * v_head_dim)

@@ -1,0 +1,274 @@
+"""The CPU's operators around latent attention's products, and routing and acceptance.
+
+Each equals its arithmetic in NumPy to the bit on every instruction set, and refuses what does not
+fit.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import helper
+
+from mtpbuild.plugins import accept_rewind, mla_packed, moe_route
+from mtpbuild.plugins.cpu.layout import packed_floats, packed_scales, packed_values
+from tests.support import exact
+from tests.support.cpu_kernels import LIBRARY, attended, random_weight
+from tests.support.isas import isas
+
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
+Operands = Mapping[str, NDArray[Any] | None]  # None: it is left out
+Results = list[NDArray[Any]]
+TYPES: dict[type, int] = {
+    np.float32: onnx.TensorProto.FLOAT,
+    np.int32: onnx.TensorProto.INT32,
+    np.int64: onnx.TensorProto.INT64,
+}
+
+
+def run(op: str, given: Operands, results: tuple[type, ...], threads: int, **how: Any) -> Results:
+    """Run one node of the library, with results of these types."""
+    there = {name: array for name, array in given.items() if array is not None}
+    inputs = [
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(x.dtype), [None] * x.ndim
+        )
+        for name, x in there.items()
+    ]
+    names = [f"y{i}" for i in range(len(results))]
+    outputs = [
+        helper.make_tensor_value_info(name, TYPES[kind], None)
+        for name, kind in zip(names, results, strict=True)
+    ]
+    operands = [name if name in there else "" for name in given]
+    node = helper.make_node(op, operands, names, domain="mtpbuild", **how)
+    graph = helper.make_graph([node], "one", inputs, outputs)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("mtpbuild", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.enable_cpu_mem_arena = False
+    options.register_custom_ops_library(str(LIBRARY))
+    found = ort.InferenceSession(model.SerializeToString(), options).run(None, there)
+    return [np.asarray(each) for each in found]
+
+
+def same_everywhere(
+    patch: pytest.MonkeyPatch, op: str, given: Operands, results: tuple[type, ...], **how: Any
+) -> Results:
+    """Run on every instruction set, with one thread and two; all must agree to the bit."""
+    first: Results | None = None
+    for isa in isas():
+        patch.setenv("MTPBUILD_CPU_ISA", isa)
+        for threads in (1, 2):
+            found = run(op, given, results, threads, **how)
+            first = found if first is None else first
+            assert [each.tobytes() for each in found] == [each.tobytes() for each in first]
+    assert first is not None
+    return first
+
+
+def rotated(
+    x: NDArray[np.float32], cos: NDArray[np.float32], sin: NDArray[np.float32], interleaved: bool
+) -> NDArray[np.float32]:
+    """Rotate x [.., 2 * half] by cos, sin [.., half]."""
+    half = x.shape[-1] // 2
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    y = np.empty_like(x)
+    parts = (y[..., 0::2], y[..., 1::2]) if interleaved else (y[..., :half], y[..., half:])
+    parts[0][:], parts[1][:] = a * cos - b * sin, b * cos + a * sin
+    return y
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rows(interleaved: bool, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(7)
+    B, T, Q, latent, half, S = 2, 3, 40, 24, 6, 9
+    width = latent + 2 * half
+    given: dict[str, NDArray[Any] | None] = {
+        "a": rng.standard_normal((B, T, Q + width), np.float32),
+        "kv_norm": rng.standard_normal(latent, np.float32),
+        "cos": rng.standard_normal((B, T, half), np.float32),
+        "sin": rng.standard_normal((B, T, half), np.float32),
+        "q_norm": rng.standard_normal(Q, np.float32) if normed else None,
+        "cache": rng.standard_normal((B, 1, S, width), np.float32),
+        "start": np.array([0, S - T]),
+    }
+    how = {"epsilon": 1e-6, "interleaved": int(interleaved)}
+    types = (np.float32, np.float32, np.float32)
+    q, fresh, cache = same_everywhere(monkeypatch, "LatentRows", given, types, **how)
+    a, cos, sin, norm = (given[name] for name in ("a", "cos", "sin", "kv_norm"))
+    assert a is not None
+    assert cos is not None
+    assert sin is not None
+    assert norm is not None
+    wanted = a[..., :Q]
+    if given["q_norm"] is not None:
+        wanted = exact.norm(wanted.reshape(-1, Q), given["q_norm"], 1e-6).reshape(B, T, Q)
+    np.testing.assert_array_equal(q, wanted)
+    rows = exact.norm(a[..., Q : Q + latent].reshape(-1, latent), norm, 1e-6)
+    keys = rotated(a[..., Q + latent :], cos, sin, interleaved)
+    rows = np.concatenate([rows.reshape(B, T, latent), keys], axis=-1)[:, None]
+    np.testing.assert_array_equal(fresh, rows)
+    kept = given["cache"]
+    assert kept is not None
+    kept = kept.copy()
+    kept[0, :, :T], kept[1, :, S - T :] = rows[0], rows[1]
+    np.testing.assert_array_equal(cache, kept)
+    unwritten = run("LatentRows", {**given, "cache": None, "start": None}, types[:2], 1, **how)
+    np.testing.assert_array_equal(unwritten[0], q)
+    np.testing.assert_array_equal(unwritten[1], fresh)
+    given["start"] = np.array([0, S - T + 1])
+    with pytest.raises(Exception, match="3 rows from 7 on in a cache of 9"):
+        run("LatentRows", given, types, 1, **how)
+
+
+def heads(
+    rng: np.random.Generator, bits: int, H: int, K: int, N: int
+) -> tuple[NDArray[Any], NDArray[Any] | None, Any]:
+    """A packed weight by head, its scales, and what a head's rows [M, K] become of it."""
+    if bits == 32:
+        plain = rng.standard_normal((H, K, N)).astype(np.float32)
+        values = packed_floats(torch.from_numpy(plain)).numpy()
+        return values, None, lambda h, x: exact.float_product(x, plain[h])
+    stored, scales, integers = random_weight(rng, (H, N, K), bits)
+    packed = packed_values(stored).numpy(), packed_scales(scales).numpy()
+    return *packed, lambda h, x: exact.product(x, integers[h], scales[h].numpy())
+
+
+@pytest.mark.parametrize("bits", [(32, 32), (8, 8), (4, 32)])
+@pytest.mark.parametrize(("B", "T", "interleaved"), [(1, 4, True), (2, 1, False), (1, 50, False)])
+def test_attention(
+    bits: tuple[int, int], B: int, T: int, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(B + T)
+    H, n, latent, half, v, S = 3, 32, 64, 4, 20, 70
+    uk, uk_scales, absorb = heads(rng, bits[0], H, n, latent)
+    uv, uv_scales, project = heads(rng, bits[1], H, latent, v)
+    given: dict[str, NDArray[Any] | None] = {
+        "q": rng.standard_normal((B, T, H * (n + 2 * half)), np.float32),
+        **{"w_uk": uk, "w_uv": uv},
+        "cos": rng.standard_normal((B, T, half), np.float32),
+        "sin": rng.standard_normal((B, T, half), np.float32),
+        "cache": rng.standard_normal((B, 1, S, latent + 2 * half), np.float32),
+        "fresh": rng.standard_normal((B, 1, T, latent + 2 * half), np.float32),
+        "base": rng.integers(1, S - T, B),
+        "first": np.zeros(B, np.int64),
+        **{"uk_scales": uk_scales, "uv_scales": uv_scales},
+    }
+    how: dict[str, Any] = {"scale": 0.2, "groups": 1, "values": 0, "latent": latent, "written": 0}
+    how |= {"N": v, "interleaved": int(interleaved)}
+    [got] = same_everywhere(monkeypatch, "LatentAttention", given, (np.float32,), **how)
+    q, cos, sin = (given[name] for name in ("q", "cos", "sin"))
+    assert q is not None
+    assert cos is not None
+    assert sin is not None
+    nope = q[..., : H * n].reshape(B, T, H, n)
+    pe = q[..., H * n :].reshape(B, T, H, 2 * half)
+    pe = rotated(pe, cos[:, :, None], sin[:, :, None], interleaved)
+    absorbed = [absorb(h, nope[:, :, h].reshape(-1, n)).reshape(B, T, latent) for h in range(H)]
+    queries = np.concatenate([np.stack(absorbed, 1), pe.transpose(0, 2, 1, 3)], axis=-1)
+    rows: dict[str, Any] = {name: given[name] for name in ("cache", "fresh", "base", "first")}
+    mixed = attended({"q": queries, **rows}, 0.2, latent)
+    values = [project(h, mixed[:, h].reshape(-1, latent)).reshape(B, T, v) for h in range(H)]
+    np.testing.assert_array_equal(got, np.concatenate(values, axis=-1))
+
+    def tensor(name: str) -> torch.Tensor | None:
+        array = given[name]
+        return None if array is None else torch.from_numpy(array)
+
+    order = ("q", "w_uk", "uk_scales", "w_uv", "uv_scales", "cos", "sin")
+    operands: list[Any] = [tensor(name) for name in (*order, "cache", "fresh", "base", "first")]
+    wanted = mla_packed(*operands, 0.2, latent, v, interleaved).numpy()
+    error = np.abs(got - wanted).max() / np.abs(wanted).max()
+    assert error < (1e-5 if bits == (32, 32) else 0.05)  # integers round their inputs to int8
+    with pytest.raises(Exception, match="mtpbuild LatentAttention: "):
+        run("LatentAttention", {**given, "q": q[..., 1:].copy()}, (np.float32,), 1, **how)
+
+
+@pytest.mark.parametrize(
+    ("X", "groups", "kept", "experts", "normalise", "always"),
+    [(8, 4, 2, 2, True, 0), (20, 1, 1, 5, False, 1), (64, 8, 4, 8, True, 2)],
+)
+def test_route(
+    X: int,
+    groups: int,
+    kept: int,
+    experts: int,
+    normalise: bool,
+    always: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = np.random.default_rng(X)
+    logits = rng.standard_normal((9, X), np.float32)
+    logits[3] = np.round(logits[3])  # ties go to the lowest id
+    logits[4] = 0.0
+    bias = (0.1 * rng.standard_normal(X)).astype(np.float32)
+    if X == 8:
+        bias[:] = 0.0
+    how = {"groups": groups, "kept": kept, "experts": experts, "always": always}
+    how |= {"normalise": int(normalise)}
+    weights, ids = same_everywhere(
+        monkeypatch, "Route", {"l": logits, "b": bias}, (np.float32, np.int32), factor=1.5, **how
+    )
+    operands = torch.from_numpy(logits), torch.from_numpy(bias), groups, kept, experts
+    wanted = moe_route(*operands, normalise, 1.5, always)
+    np.testing.assert_array_equal(ids, wanted[1].numpy())
+    np.testing.assert_allclose(weights, wanted[0].numpy(), rtol=1e-6)
+    scores = np.float32(1) / (np.float32(1) + exact.exp(-logits))
+    chosen = np.take_along_axis(scores, ids[:, :experts].astype(np.int64), axis=1)
+    total = np.zeros(len(chosen), np.float32)
+    for i in range(experts):
+        total = total + chosen[:, i]
+    shares = chosen / (total + np.float32(1e-20))[:, None] if normalise else chosen
+    np.testing.assert_array_equal(weights[:, :experts], shares * np.float32(1.5))
+
+
+def test_routes_of_what_is_no_number() -> None:
+    """Ids stay inside, whatever the logits are."""
+    logits = np.full((2, 8), np.nan, np.float32)
+    logits[1, 3] = np.inf
+    how = {"groups": 4, "kept": 2, "experts": 4, "always": 0, "normalise": 1, "factor": 1.0}
+    given = {"l": logits, "b": np.zeros(8, np.float32)}
+    _, ids = run("Route", given, (np.float32, np.int32), 1, **how)
+    assert all(len({*row}) == 4 and {*row} <= {*range(8)} for row in ids.tolist())
+    with pytest.raises(Exception, match="mtpbuild Route: logits"):
+        run("Route", given, (np.float32, np.int32), 1, **how | {"experts": 5})
+
+
+@pytest.mark.parametrize(("B", "T", "V"), [(1, 1, 2), (3, 4, 700), (2, 3, 5000), (1, 2, 16)])
+def test_acceptance(B: int, T: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(V)
+    logits = rng.standard_normal((B, T, V), np.float32)
+    logits[0, -1, V // 2 :] = 9.0  # of equal ones the first counts
+    window = rng.integers(0, V, (B, T))
+    window[:, 1:] = logits.argmax(-1)[:, :-1]  # all drafts are right
+    if T > 2:
+        window[0, 2] += 1
+    given: dict[str, NDArray[Any]] = {
+        "logits": logits,
+        "window": window,
+        "num_drafts": np.full(B, T - 1),
+        "lengths": rng.integers(0, 100, B),
+        "active": np.ones(B, bool),
+    }
+    if B > 1:
+        given["num_drafts"][1], given["active"][-1] = 1, B < 3
+    types = (np.int64, np.int64, np.int64, np.float32, np.float32)
+    got = same_everywhere(monkeypatch, "Accept", given, types)
+    wanted = accept_rewind(*map(torch.from_numpy, given.values()))
+    for found, each in zip(got[:3], wanted[:3], strict=True):
+        np.testing.assert_array_equal(found, each.numpy())
+    doubles = torch.from_numpy(logits).double()
+    logprobs = doubles.amax(-1) - doubles.logsumexp(-1)
+    np.testing.assert_allclose(got[3], logprobs.numpy(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(got[4], wanted[4].numpy())
+    alone = {**given, "logits": logits[:, :1].copy(), "window": window[:, :1].copy()}
+    first = run("Accept", alone, types, 1)
+    np.testing.assert_array_equal(first[3], got[3][:, :1])
