@@ -26,6 +26,7 @@ from mtpbuild.runtime.contract.manifest import (
     hash_file,
     read_manifest,
 )
+from mtpbuild.runtime.errors import BuildError
 
 if TYPE_CHECKING:
     from mtpbuild.builder.opened_model import OpenedModel
@@ -89,13 +90,20 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             # 5. One graph per program: step program -> torch.export -> target.
             programs = make_programs(job, out, model, places, building, folders, stages)
 
+            files = {
+                folder / spec.file for spec in programs.values() for folder in folders.values()
+            }
+            inexact = job.target.inexact(files)
+            if request.exact and inexact:
+                raise BuildError(f"--exact: {out.name}: {inexact}")
+
             # 6. The directory: tokenizer, manifests with hashes, one rename.
             with stages("package"):
                 for folder in folders.values() if embedded else ():
                     (folder / WEIGHTS).unlink()
                 copy_side_files(job.source.folder, building.folder)
                 write_draft_ids(plan.draft_ids, building.folder)
-                write_manifests(job, out, model, building, folders, programs)
+                write_manifests(job, out, model, building, folders, programs, exact=inexact is None)
     for out in job.plans.keys() - todo.keys():
         discard_stale(out, job.fingerprints[out], rank=request.rank)
     return [BuiltEngine(out, read_manifest(out), unchanged=out not in todo) for out in job.plans]

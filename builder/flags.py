@@ -24,6 +24,9 @@ class BuildFlags:
     draft_vocab: str | None = flag(
         None, "Draft only from this many frequent tokens, or a file's ids; the text is the same."
     )
+    exact: bool = flag(
+        False, "Refuse an engine whose texts may depend on nextn, batch, chunks or threads."
+    )
     dry_run: bool = flag(False, "Check all, say what it would be, write nothing.")
 
 

@@ -114,6 +114,9 @@ def check_flags(request: BuildRequest) -> Target:
     if request.scheme is not None:
         check_format(target, "--weights", request.scheme.main)
         check_format(target, "--head-weights", request.scheme.head)
+    if request.exact and not target.may_be_exact:
+        can = targets_that(lambda other: other.may_be_exact)
+        raise UsageError(f"--exact: engines of target {target.name} are not; those of {can} may be")
     return target
 
 

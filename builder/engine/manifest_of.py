@@ -31,8 +31,13 @@ def write_manifests(
     building: Building,
     folders: Mapping[int, Path],
     programs: dict[str, ProgramSpec],
+    *,
+    exact: bool,
 ) -> None:
-    """Write engine.json into the engine's folder, and into those of its ranks if it is split."""
+    """Write engine.json into the engine's folder, and into those of its ranks if it is split.
+
+    exact: whether results depend on tokens and weights alone.
+    """
     plan = job.plans[out]
     first = next(iter(folders.values()))
     ranks: dict[Path, int | None] = {folder: rank for rank, folder in folders.items()}
@@ -40,7 +45,7 @@ def write_manifests(
         manifest = Manifest(
             mtpbuild=version("mtpbuild"),
             model=model.info(),
-            build=build_info(job, out, model),
+            build=build_info(job, out, model, exact=exact),
             target=job.target.info(plan),
             capabilities={
                 "acceptance": [*BUILT_IN, *plan.rules],
@@ -55,7 +60,7 @@ def write_manifests(
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def build_info(job: Job, out: Path, model: "OpenedModel") -> BuildInfo:
+def build_info(job: Job, out: Path, model: "OpenedModel", *, exact: bool) -> BuildInfo:
     """Returns the flags of the build; most are fields of the plan by the same names."""
     plan, layers = job.plans[out], job.request.layers
     return BuildInfo(
@@ -64,6 +69,7 @@ def build_info(job: Job, out: Path, model: "OpenedModel") -> BuildInfo:
         weights=model.weights_type,
         block_size=model.block_size,
         cpu_layout=LAYOUT if model.by_cpu_kernels else None,
+        exact=exact,
         fingerprint=job.fingerprints[out],
         revision=job.request.revision,
         layers=None if layers is None else str(layers),

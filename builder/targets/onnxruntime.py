@@ -1,7 +1,9 @@
 """Target onnxruntime, the embedded default: ONNX graphs for any CPU, without torch at run time."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.style import GraphStyle
@@ -34,12 +36,23 @@ class OnnxRuntime(Target):
     Options = OnnxOptions
     packages = ONNX_PACKAGES
     formats = ("int8", "int4")
+    may_be_exact = True
 
     def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
         if (said := options.kernels) not in KERNELS:
             raise UsageError(f"--kernels {said} is unknown; supported: {', '.join(KERNELS)}")
         if options.kernels == "own" and find_library() is None:
             raise UsageError(f"--kernels own: the library is not built here: {REMEDY}")
+        if request.exact and options.kernels == "stock":
+            raise UsageError("--exact: onnxruntime's products are not: leave out --kernels stock")
+        if request.exact and find_library() is None:
+            raise UsageError(f"--exact needs our kernels, which are not built here: {REMEDY}")
+
+    def inexact(self, files: Iterable[Path]) -> str | None:
+        from mtpbuild.builder.targets.exact import others
+
+        found = sorted(others(files))
+        return f"operators that nobody has probed: {', '.join(found)}" if found else None
 
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
         return GraphStyle(cpu_kernels=options.kernels != "stock" and find_library() is not None)

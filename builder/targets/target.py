@@ -1,6 +1,6 @@
 """The compiler's interface to a target; nothing else in the builder knows a target by its name."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +38,7 @@ class Target:
         "torch",
     )  # packages that build engines; the fingerprint holds their versions
     formats: tuple[str, ...] = ()  # formats of quantised weights that engines keep
+    may_be_exact = False  # whether results of some engines depend on tokens and weights alone
     several_ranks = False  # whether it builds --tp, --ep, --attention-dp
     ranks_share_programs = True  # whether a program is lowered once for all ranks
 
@@ -62,6 +63,10 @@ class Target:
         """Raise BuildError for what the target, or this machine, can't compile."""
         if check := getattr(import_module(self.lowering), "check", None):
             check(plan)
+
+    def inexact(self, files: Iterable[Path]) -> str | None:
+        """Says why results of these programs may depend on more than tokens and weights, if so."""
+        return f"nobody has probed the operators of target {self.name}"
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
         """Raise UsageError for a checked model that engines of this target can't hold."""

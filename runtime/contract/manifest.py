@@ -87,6 +87,9 @@ class BuildInfo(_Record):
     block_size: int | None = Field(default=None, ge=16)
     # How weights are packed for the CPU's library of kernels; None: its operators are not used.
     cpu_layout: str | None = None
+    # Whether texts and log-probabilities by strict acceptance depend on tokens and weights alone:
+    # all operators of all programs are ones that were probed.
+    exact: bool = False
     # What the build quantised the checkpoint's weights to; None: they are in its own formats.
     quantised_to: QuantisedType | None = None
     head_weights: HeadType | None = None  # likewise embedding and head

@@ -11,13 +11,13 @@ import torch
 
 from mtpbuild.builder.build import build
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.builder.targets import load_target
+from mtpbuild.builder.targets import exact, load_target
 from mtpbuild.builder.targets.onnxruntime import OnnxOptions
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime import Engine, SamplingParams, cpu_library
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT, find_library
-from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError
+from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
 from tests.support.families import make_family, save_family
 from tests.support.isas import isas
@@ -131,8 +131,30 @@ def test_instruction_sets(engines: Sequence[Path], monkeypatch: pytest.MonkeyPat
 
 
 @needs_library
-def test_the_manifest_names_the_layout(engines: Sequence[Path]) -> None:
-    assert {read_manifest(engine).build.cpu_layout for engine in engines} == {LAYOUT}
+def test_the_manifest_says_what_it_is(engines: Sequence[Path]) -> None:
+    builds = [read_manifest(engine).build for engine in engines]
+    assert {build.cpu_layout for build in builds} == {LAYOUT}
+    assert all(build.exact for build in builds)
+
+
+@needs_library
+def test_an_operator_that_nobody_has_probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with one is not called exact, and --exact refuses it by the operator's name."""
+    folder = save_checkpoint(tmp_path / "model", make_predictable(**QUANTIZABLE), **QUANTIZABLE)
+    monkeypatch.setattr(exact, "BY_ELEMENT", exact.BY_ELEMENT - {"ArgMax"})
+    wanted = BuildRequest(str(folder), nextn=(1,), max_seq_len=160, out=tmp_path / "engine")
+    with pytest.raises(BuildError, match=r"--exact: engine: operators .* probed: ArgMax$"):
+        build(replace(wanted, exact=True))
+    assert not wanted.out.exists()  # type: ignore[union-attr]
+    (built,) = build(wanted)
+    assert not built.manifest.build.exact
+    stock = replace(wanted, options={"kernels": "stock"}, exact=True)
+    with pytest.raises(UsageError, match="--exact: onnxruntime's products are not"):
+        build(stock)
+    with pytest.raises(UsageError, match="of target inductor are not; those of onnxruntime may be"):
+        build(replace(wanted, target="inductor", exact=True))
 
 
 @needs_library

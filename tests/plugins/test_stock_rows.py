@@ -9,6 +9,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper
 
+from mtpbuild.builder.targets.exact import PROBED
+
 LAST = [np.array([-1])]
 OPERATORS: dict[str, list[NDArray[Any]]] = {
     **{name: [] for name in ("Sigmoid", "Exp", "Softmax", "LogSoftmax")},
@@ -40,6 +42,38 @@ def test_rows_alone(op: str, size: int) -> None:
         for row in range(0, 7 - count, 2):
             some = run(op, x[row : row + count])
             np.testing.assert_array_equal(some, together[row : row + count])
+
+
+def test_the_table_names_what_is_probed() -> None:
+    assert {*OPERATORS, "RotaryEmbedding"} == PROBED
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize(("heads", "half", "rest"), [(1, 8, 0), (3, 5, 7), (8, 32, 0)])
+def test_rotation_of_a_token_alone(heads: int, half: int, rest: int, interleaved: int) -> None:
+    rng = np.random.default_rng(half)
+    given = {
+        "x": rng.standard_normal((2, 7, heads * (2 * half + rest))).astype(np.float32),
+        "cos": rng.standard_normal((2, 7, half)).astype(np.float32),
+        "sin": rng.standard_normal((2, 7, half)).astype(np.float32),
+    }
+    how = {"num_heads": heads, "interleaved": interleaved}
+    some = {"rotary_embedding_dim": 2 * half} if rest else {}
+    node = helper.make_node("RotaryEmbedding", [*given], ["y"], **how, **some)
+    values = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None] * 3)
+        for name in (*given, "y")
+    ]
+    graph = helper.make_graph([node], "one", values[:-1], values[-1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 2
+    session = ort.InferenceSession(model.SerializeToString(), options)
+    together = np.asarray(session.run(None, given)[0])
+    for slot in range(2):
+        for t in range(7):
+            own = {name: x[slot : slot + 1, t : t + 1].copy() for name, x in given.items()}
+            np.testing.assert_array_equal(session.run(None, own)[0], together[slot, t][None, None])
 
 
 def test_what_is_not_so_is_seen() -> None:

@@ -1,0 +1,46 @@
+"""The operators of ONNX graphs whose results depend on tokens and weights alone.
+
+docs/cpu-kernels.md says what that means. Whoever adds an operator probes it first.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from mtpbuild.runtime.cpu_library import DOMAIN
+
+# Those of onnxruntime that add up or compute a function: tests/plugins/test_stock_rows.py probes
+# that a row has the same bits alone and beside others.
+PROBED = frozenset(
+    (
+        "CumSum",
+        "Exp",
+        "LogSoftmax",
+        "ReduceLogSumExp",
+        "ReduceMax",
+        "ReduceSum",
+        "RotaryEmbedding",
+        "Sigmoid",
+        "Softmax",
+    )
+)
+# Those that move, compare or choose numbers, or round once for each number of a result.
+NAMES = """
+Abs Add And ArgMax BitwiseAnd BitwiseNot BitwiseOr Cast Clip Concat ConstantOfShape Div Equal
+Expand Floor Gather GatherElements GatherND Greater GreaterOrEqual Identity If Less LessOrEqual
+Max Min Mod Mul Neg Not OneHot Or Pad Range ReduceMin Reshape ScatterElements ScatterND Shape
+Slice Split Squeeze Sub TensorScatter Tile TopK Transpose Trilu Unsqueeze Where Xor
+"""
+BY_ELEMENT = frozenset(NAMES.split())
+
+
+def others(files: Iterable[Path]) -> set[str]:
+    """Returns the operators of graphs that are neither ours nor in the tables above."""
+    import onnx_ir as ir
+
+    found = {
+        node.op_type
+        for file in files
+        for node in ir.load(file).graph.all_nodes()
+        if node.domain != DOMAIN
+    }
+    return found - PROBED - BY_ELEMENT
