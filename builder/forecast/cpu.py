@@ -89,7 +89,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
     models = {weights: engine_model(layout, weights) for weights in ASKED}
     engines = [
-        foresee(request, weights, model, factor(layout, weights), download, machine)
+        foresee(request, weights, model, factor(), download, machine)
         for weights, model in models.items()
     ]
     return CpuForecast(request, layout.name, models[None], sizes, download, machine, engines)
@@ -119,18 +119,17 @@ def engine_model(layout: Layout, weights: str | None) -> Model:
 
 def weights_by_head(layout: Layout, weights: str | None) -> set[str]:
     """Returns the checkpoint's weights that an engine holds in int8 by head, for our kernels."""
-    if factor(layout, weights) == PACKED:
-        return set()
-    table = family_of(layout.config).weight_table(layout.config, WHOLE)
-    return {stored.name for weight in table if weight.wide_heads for stored in weight.stored}
-
-
-def factor(layout: Layout, weights: str | None) -> float:
-    """Returns how many bytes of memory each byte of an engine takes that is built here."""
     table = family_of(layout.config).weight_table(layout.config, WHOLE)
     every = (stored for weight in table for stored in weight.stored)
     integers = weights is not None or any(isinstance(layout.format(s), Integers) for s in every)
-    return MAPPED if integers and find_library() is not None else PACKED
+    if not integers or find_library() is None:
+        return set()
+    return {stored.name for weight in table if weight.wide_heads for stored in weight.stored}
+
+
+def factor() -> float:
+    """Returns how many bytes of memory each byte of an engine takes that is built here."""
+    return PACKED if find_library() is None else MAPPED
 
 
 def engine_format(layout: Layout, stored: Stored, weights: str | None) -> Format | None:

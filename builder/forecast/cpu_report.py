@@ -80,8 +80,8 @@ def _engines(console: Console, f: CpuForecast) -> None:
         table.add_row(engine.weights or AS_STORED, *sizes, verdict(engine))
     console.print(table)
     console.print(
-        f"memory: {MAPPED:g} times an engine whose integers our kernels read, {PACKED:g} times any "
-        f"other, as measured (docs/plan.md), and caches: "
+        f"memory: {MAPPED:g} times an engine that our kernels read, {PACKED:g} times any other, as "
+        f"measured (docs/plan.md), and caches: "
         f"{f.model.cache_bytes(most, 'fp32'):,} bytes per token in fp32, "
         f"{size(cached_bytes(request, f.model, most))} for --max-batch {request.max_batch} of "
         f"--max-seq-len {request.max_seq_len}"

@@ -61,10 +61,14 @@ def test_an_engine_in_fp32_holds_every_parameter(tied: bool, tmp_path: Path) -> 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 def test_a_quantised_checkpoint(format: str, tmp_path: Path) -> None:
-    """Its engine has the size that a dry run finds: integers stay, the rest is fp32."""
+    """Its engine has the size that a dry run finds: integers stay, the rest is fp32.
+
+    Panels of our kernels are filled up, which a forecast does not count.
+    """
     plain, folder = random_checkpoint(tmp_path / "plain", **EVEN), tmp_path / format
     quantize(QuantizeRequest(str(plain), make_scheme(format, None, None), folder))
-    (found,) = dry_run(build_request(folder, nextn=(0,), out=tmp_path / "e"), Stages()).engines
+    request = build_request(folder, nextn=(0,), out=tmp_path / "e", kernels="stock")
+    (found,) = dry_run(request, Stages()).engines
     sizes = engine_sizes(foretold(folder, 0))
     assert sizes["none"] == found.weights
     # Whatever the checkpoint is in, --weights says what the engine is in.
@@ -116,12 +120,12 @@ def test_few_experts_are_all_read() -> None:
     assert found.engines[0].reads == [sum(one.bytes for one in classes) + 4 * rows]
 
 
+@pytest.mark.skipif(cpu_library.find_library() is None, reason="there was no C++ compiler")
 def test_memory_and_caches() -> None:
     found = foretold(GIGACHAT, 0, 1, 3, max_seq_len=1000, max_batch=2)
     for engine in found.engines:
         caches = [2 * 4 * 576 * n for n in (26 * 1001, 27 * 1002, 27 * 1004)]
-        factor = PACKED if engine.weights is None else MAPPED
-        assert engine.memory == [round(factor * engine.bytes) + cache for cache in caches]
+        assert engine.memory == [round(MAPPED * engine.bytes) + cache for cache in caches]
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_comments_docstrings_and_line_breaks_do_not(tree: Path) -> None:
     step = "builder/program/step.py"
     assert not changes(tree, step, "# 1. Verify", "# 1. Verify and so on")
     assert not changes(tree, step, '"""The algorithm', '"""The whole algorithm')
-    assert not changes(tree, step, '        """state: the tensors', '        """State: the tensors')
+    assert not changes(tree, step, '        """Runs a greedy', '        """It runs a greedy')
     assert not changes(tree, step, "class StepProgram", "\n\n\nclass StepProgram")
 
 
