@@ -154,12 +154,15 @@ class Weight:
                     found = [each[suffix] for each in parts]
                     yield name, self._joined(suffix, group, found, share).contiguous()
                 continue
-            floats = [share.cut(stored, checkpoint.read(stored.name)) for stored in group]
+            # No name holds the stored tensors, so that they are freed before the next copy.
+            slice = self.transform(
+                *[share.cut(stored, checkpoint.read(stored.name)) for stored in group]
+            )
             if self.format is None:
                 (name,) = self.tensors
-                yield name, self._floats(self.transform(*floats)).contiguous()
+                yield name, self._floats(slice).contiguous()
             else:
-                yield from self._by_head(self.format, self.transform(*floats))
+                yield from self._by_head(self.format, slice)
 
     def _floats(self, slice: Tensor) -> Tensor:
         """Pack a slice that is in no format, if it is to be."""

@@ -55,6 +55,7 @@ def test_frozen_flags() -> None:
         "--dry-run",
         "--dtype",
         "--ep",
+        "--exact",
         "--extra-llm-api-options",
         "--fast-build",
         "--force",
