@@ -23,7 +23,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "threads": threads,
-        "memory_bytes": _memory(),
+        "memory_bytes": physical_memory(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -42,7 +42,8 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory() -> int | None:
+def physical_memory() -> int | None:
+    """Returns this machine's bytes of memory, where the system says them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on every system

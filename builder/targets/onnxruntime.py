@@ -1,11 +1,11 @@
 """Target onnxruntime, the embedded default: ONNX graphs for any CPU, without torch at run time."""
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mtpbuild.builder.bench.machine import physical_memory
 from mtpbuild.builder.targets.style import GraphStyle
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
 from mtpbuild.runtime.cpu_library import COMPILE, REMEDY, find_library
@@ -59,7 +59,9 @@ class OnnxRuntime(Target):
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
         """Refuse a model of which onnxruntime would pack more than this machine's memory holds."""
-        refuse_copies(model, plan, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        memory = physical_memory()
+        if memory is not None:
+            refuse_copies(model, plan, memory)
 
     def info(self, plan: "Plan") -> "TargetInfo":
         from mtpbuild.builder.targets.onnx_graph import OPSET
