@@ -6,14 +6,25 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.tools import ToolCalls
 from mtpbuild.runtime.stats import RequestMetrics
+from mtpbuild.runtime.text import Span
 from mtpbuild.runtime.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class Block:
+    """A part of an answer as far as it has come: a thought, a text, or a call of a tool."""
+
+    kind: Literal["reasoning", "content", "call"]
+    id: str  # of a call
+    name: str = ""  # of the tool
+    text: str = ""  # a call's are its arguments
 
 
 @dataclass(eq=False)
@@ -27,10 +38,7 @@ class Choice:
     calls: ToolCalls | None = None
     end_of_thought: int = -1  # the token
     echo: str = ""  # the prompt, where the answer repeats it
-    said: dict[str, str] = field(default_factory=lambda: {"content": "", "reasoning": ""})
-    names: list[str] = field(default_factory=list)  # of the tools that are called
-    call_ids: list[str] = field(default_factory=list)
-    arguments: list[str] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     metrics: RequestMetrics | None = None
@@ -44,37 +52,49 @@ class Choice:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs or ()
         last = chunk.finish_reason is not None
-        pieces = [Piece("content", chunk.text)]
+        spans = (*chunk.spans, Span("", False)) if last else chunk.spans
+        pieces = [Piece("content", span.text, from_draft=span.from_draft) for span in spans]
         if self.splitter is not None:
-            pieces = self.splitter.feed(chunk.text, last=last)
+            pieces = [
+                found._replace(from_draft=piece.from_draft)
+                for number, piece in enumerate(pieces, 1)
+                for found in self.splitter.feed(piece.text, last=last and number == len(pieces))
+            ]
         if self.calls is not None:
             text = "".join(p.text for p in pieces if p.kind == "content")
             pieces = [p for p in pieces if p.kind != "content"]
             pieces += self.calls.feed(text, last=last)
-        pieces = [piece for piece in pieces if piece.text]
-        for piece in pieces:
-            self._keep(piece)
+        pieces = [self._keep(piece) for piece in pieces if piece.text]
         if last:
             self.metrics, self.reason = chunk.metrics, chunk.finish_reason
             self.stop_reason = chunk.stop_reason
-            if self.reason == "stop" and self.names:
+            if self.reason == "stop" and self.called:
                 self.reason = "tool_calls"
         return pieces
+
+    def said(self, kind: str) -> str:
+        """Join the texts of one kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def called(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
 
     @property
     def end(self) -> dict[str, Any]:
         """The fields that say why the choice has ended."""
         return {"finish_reason": self.reason, "stop_reason": self.stop_reason}
 
-    def _keep(self, piece: Piece) -> None:
+    def _keep(self, piece: Piece) -> Piece:
+        """Add a piece to its block, which it may begin."""
+        kind = "call" if piece.kind in ("name", "arguments") else piece.kind
+        if piece.kind == "name" or not self.blocks or self.blocks[-1].kind != kind:
+            self.blocks.append(Block(kind, f"call_{uuid.uuid4().hex[:24]}"))
         if piece.kind == "name":
-            self.names.append(piece.text)
-            self.arguments.append("")
-            self.call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
-        elif piece.kind == "arguments":
-            self.arguments[piece.call] += piece.text
+            self.blocks[-1].name = piece.text
         else:
-            self.said[piece.kind] += piece.text
+            self.blocks[-1].text += piece.text
+        return piece._replace(block=len(self.blocks) - 1)
 
     def _count(self, ids: Sequence[int]) -> None:
         """Count the tokens of a thought, including the one that ends it."""

@@ -149,6 +149,11 @@ def _object_call(call: Any) -> Any:
     return call | {"function": function | {"arguments": arguments}}
 
 
+def call_of(id: str, name: str, arguments: str) -> Json:
+    """Returns a call of a tool as messages have it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 class ChatAnswer(Answer):
     """An answer as messages."""
 
@@ -164,18 +169,16 @@ class ChatAnswer(Answer):
         return {"prompt_token_ids": self.choices[0].ids} if self.with_ids else {}
 
     def _choice(self, choice: Choice) -> Json:
-        content = choice.said["content"]
+        content = choice.said("content")
         message: Json = {"role": "assistant", "content": content or None, "refusal": None}
-        if not choice.names and choice.splitter is None:
+        if not choice.called and choice.splitter is None:
             message["content"] = content
-        thought = choice.said["reasoning"] if self.reasoning else ""
+        thought = choice.said("reasoning") if self.reasoning else ""
         if thought:
             message |= {"reasoning_content": thought, "reasoning": thought}
-        if choice.names:
-            calls = zip(choice.call_ids, choice.names, choice.arguments, strict=True)
+        if choice.called:
             message["tool_calls"] = [
-                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for id, name, arguments in calls
+                call_of(block.id, block.name, block.text) for block in choice.called
             ]
         return {
             "index": choice.index,
@@ -211,7 +214,7 @@ class ChatAnswer(Answer):
         if self.with_ids:
             told |= {
                 "token_ids": list(chunk.token_ids),
-                "spans": [[span.text, span.from_draft] for span in chunk.spans],
+                "spans": [[p.text, p.from_draft, p.kind] for p in pieces],
             }
         return event
 
@@ -222,9 +225,8 @@ class ChatAnswer(Answer):
     def _add_call(self, calls: list[Json], choice: Choice, piece: Piece) -> None:
         """Adds a piece of a call; clients join pieces, so only the first has id, type and name."""
         if piece.kind == "name":
-            function = {"name": piece.text, "arguments": ""}
-            id = choice.call_ids[piece.call]
-            calls.append({"index": piece.call, "id": id, "type": "function", "function": function})
+            id = choice.blocks[piece.block].id
+            calls.append({"index": piece.call} | call_of(id, piece.text, ""))
         elif calls and calls[-1]["index"] == piece.call:
             calls[-1]["function"]["arguments"] += piece.text
         else:

@@ -74,7 +74,7 @@ class CompletionAnswer(Answer):
         """Returns the answer as one object."""
         told = []
         for choice in self.choices:
-            text = choice.echo + choice.said["content"]
+            text = choice.echo + choice.said("content")
             logprobs = self._logprobs(choice.logprobs, 0) if self.with_logprobs else None
             own = self._told(choice, text, logprobs, choice.token_ids, first=True)
             told.append(own | choice.end)

@@ -382,6 +382,12 @@ def test_thoughts_are_apart_at_every_cut() -> None:
             assert told[-1] == "[DONE]"
             assert "".join(d.get("reasoning_content", "") for d in deltas) == "x" * lead + "so"
             assert "".join(d.get("content", "") for d in deltas) == "The answer "
+            asked = body | {"stream": True, "return_token_ids": True}  # as the page asks
+            told = events(client.post("/v1/chat/completions", json=asked))[:-1]
+            spans = [span for e in told for span in e["choices"][0].get("spans", [])]
+            for kind in ("reasoning", "content"):
+                assert "".join(s[0] for s in spans if s[2] == kind) == message[kind]
+            assert {draft for _, draft, _ in spans} == {True, False}
         whole = Settings(thinking=False)
         with served(settings=whole, **saying(text)) as (server, _), server.client() as client:
             message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
