@@ -4,24 +4,27 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mtpbuild.runtime.reasoning import Piece, ThinkingSplitter
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.tools import ToolCalls
 from mtpbuild.runtime.stats import RequestMetrics
 from mtpbuild.runtime.text import Span
 from mtpbuild.runtime.tokenizer import Tokenizer
+
+CALL = {"name": "call", "arguments": "call"}
 
 
 @dataclass(eq=False)
 class Block:
     """A part of an answer as far as it has come: a thought, a text, or a call of a tool."""
 
-    kind: Literal["reasoning", "content", "call"]
+    kind: str  # reasoning, content or call
     id: str  # of a call
     name: str = ""  # of the tool
     text: str = ""  # a call's are its arguments
@@ -87,7 +90,7 @@ class Choice:
 
     def _keep(self, piece: Piece) -> Piece:
         """Add a piece to its block, which it may begin."""
-        kind = "call" if piece.kind in ("name", "arguments") else piece.kind
+        kind = CALL.get(piece.kind, piece.kind)
         if piece.kind == "name" or not self.blocks or self.blocks[-1].kind != kind:
             self.blocks.append(Block(kind, f"call_{uuid.uuid4().hex[:24]}"))
         if piece.kind == "name":
@@ -154,7 +157,9 @@ async def merged(
 class Answer:
     """The parts that the answers of all routes have in common."""
 
-    kind: str  # the prefix of its id
+    kind: ClassVar[str]  # the prefix of its id
+    ends: ClassVar[bytes | None] = b"[DONE]"  # what a stream says behind its events
+
     model: str
     choices: list[Choice]
     n: int  # choices of each prompt
@@ -163,9 +168,53 @@ class Answer:
     with_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     id: str | None = None
+    reasoning: bool = True  # whether it shows its thoughts
+    usage_in: Literal["never", "last", "always"] = "never"  # which of a stream's events have it
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.kind}-{uuid.uuid4().hex}"
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer as one object."""
+        raise NotImplementedError
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """Return the event that opens a choice, if there is one."""
+        raise NotImplementedError
+
+    def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """Return a step's event; None if nothing of the step is certain yet."""
+        raise NotImplementedError
+
+    def trailer(self) -> dict[str, Any]:
+        """Return the event behind the last one, with the tokens and times of the request."""
+        raise NotImplementedError
+
+    def first_events(self) -> Iterator[dict[str, Any]]:
+        for choice in self.choices:
+            if opening := self.opening(choice):
+                yield opening | self._used_so_far(choice)
+
+    def events(
+        self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]
+    ) -> Iterator[dict[str, Any]]:
+        if event := self.event(choice, chunk, pieces):
+            if self.usage_in == "never" and chunk.finish_reason:
+                event["metrics"] = self.metrics()
+            yield event | self._used_so_far(choice)
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        if self.usage_in != "never":
+            yield self.trailer()
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """Return the event that ends a stream too early."""
+        return error.body()
+
+    def _used_so_far(self, choice: Choice) -> dict[str, Any]:
+        if self.usage_in == "never":
+            return {}
+        return {"usage": self.usage(choice) if self.usage_in == "always" else None}
 
     def said(self, what: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return an object of OpenAI's kind `what` with these choices."""

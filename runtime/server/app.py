@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,23 +17,29 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mtpbuild.runtime.engine import Engine
-from mtpbuild.runtime.server.answers import Choice, merged
-from mtpbuild.runtime.server.chat import ChatAnswer, read_chat
-from mtpbuild.runtime.server.completions import CompletionAnswer, read_completion
+from mtpbuild.runtime.server.answers import Answer, merged
+from mtpbuild.runtime.server.chat import read_chat
+from mtpbuild.runtime.server.completions import read_completion
 from mtpbuild.runtime.server.errors import ApiError, Told, as_json
 from mtpbuild.runtime.server.gate import Gate
+from mtpbuild.runtime.server.messages import (
+    MessagesBody,
+    MessagesPrompt,
+    counted,
+    read_message,
+)
 from mtpbuild.runtime.server.protocol import (
     ChatBody,
     ChatTokensBody,
     CompletionBody,
+    StreamedBody,
     TextTokensBody,
     TokensBody,
 )
+from mtpbuild.runtime.server.responses import ResponsesBody, read_response
 from mtpbuild.runtime.server.service import Service
 from mtpbuild.runtime.server.tokens import text_of, tokens_of
 
-Reply = ChatAnswer | CompletionAnswer
-Usage = Literal["never", "last", "always"]  # which of a stream's events have it
 PAGE = Path(__file__).with_name("page.html")
 LONG = 16 * 1024  # bytes of a body that is read in a thread, for its prompt takes time
 NOT_KEPT = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -70,6 +76,7 @@ def make_app(service: Service) -> FastAPI:
         ),
     )
     _add_generation(app, service)
+    _add_translated(app, service)
     _add_state(app, service)
     _add_tokens(app, service)
     app.add_middleware(Gate, settings=service.settings)
@@ -95,6 +102,25 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue texts."""
         return await _answer(service, read_completion, body, request)
+
+
+def _add_translated(app: FastAPI, service: Service) -> None:
+    responses: dict[int | str, dict[str, Any]] = {200: EVENTS, **ERRORS}
+
+    @app.post("/v1/responses", responses=responses)
+    async def respond(body: ResponsesBody, request: Request) -> Response:
+        """Continue a conversation, as OpenAI's newer API says it."""
+        return await _answer(service, read_response, body, request)
+
+    @app.post("/v1/messages", responses=responses)
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        """Continue a conversation, as Anthropic's API says it."""
+        return await _answer(service, read_message, body, request)
+
+    @app.post("/v1/messages/count_tokens", responses=ERRORS)
+    async def count_tokens(body: MessagesPrompt) -> Response:
+        """Count the tokens of a prompt."""
+        return Told(await asyncio.to_thread(counted, service, body))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -169,16 +195,21 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return Told(await asyncio.to_thread(text_of, service, body))
 
 
-def _takes_long(body: ChatBody | CompletionBody, request: Request) -> bool:
+FORMS = ("response_format", "structured_outputs", "tool_choice", "text", "output_config")
+
+
+def _takes_long(body: StreamedBody, request: Request) -> bool:
     """Tell whether to read a body in a thread: it has a grammar, or may have a long prompt."""
-    forms = (body.response_format, body.structured_outputs, getattr(body, "tool_choice", None))
-    return any(forms) or int(request.headers.get("content-length", LONG + 1)) > LONG
+    return (
+        any(getattr(body, form, None) for form in FORMS)
+        or int(request.headers.get("content-length", LONG + 1)) > LONG
+    )
 
 
 async def _answer(
     service: Service,
-    read: Callable[[Service, Engine, Any], Reply],
-    body: ChatBody | CompletionBody,
+    read: Callable[[Service, Engine, Any], Answer],
+    body: StreamedBody,
     request: Request,
 ) -> Response:
     engine = service.admit(1)
@@ -189,47 +220,35 @@ async def _answer(
     service.admit(len(answer.choices))  # nothing else runs until the response holds its places
     for choice in answer.choices:
         service.metrics.asked_tokens.observe(choice.params.max_tokens)
-    service.metrics.asked_choices.observe(body.n or 1)
+    service.metrics.asked_choices.observe(answer.n)
     if service.settings.log_requests:
         log.info("%s", json.dumps({"id": answer.id} | body.model_dump(exclude_none=True)))
     chunks = merged([service.stream(engine, c.ids, c.params) for c in answer.choices])
     if not body.stream:
         return Held(service, answer, chunks)
-    events = Events(service, answer, chunks, **NOT_KEPT)
-    if body.stream_options and body.stream_options.include_usage:
-        events.usage = "always" if body.stream_options.continuous_usage_stats else "last"
-    return events
+    return Events(service, answer, chunks, **NOT_KEPT)
 
 
 async def _events(
-    answer: Reply, chunks: AsyncGenerator[Any, None], usage: Usage
+    answer: Answer, chunks: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yield a stream's events as objects."""
-
-    def used(choice: Choice) -> dict[str, Any]:
-        if usage == "never":
-            return {}
-        return {"usage": answer.usage(choice) if usage == "always" else None}
-
-    for choice in answer.choices:
-        if opening := answer.opening(choice):
-            yield opening | used(choice)
+    for event in answer.first_events():
+        yield event
     async with contextlib.aclosing(chunks):
         async for number, chunk in chunks:
             choice = answer.choices[number]
-            if event := answer.event(choice, chunk, choice.take(chunk)):
-                if usage == "never" and chunk.finish_reason:
-                    event["metrics"] = answer.metrics()
-                yield event | used(choice)
-    if usage != "never":
-        yield answer.trailer()
+            for event in answer.events(choice, chunk, choice.take(chunk)):
+                yield event
+    for event in answer.last_events():
+        yield event
 
 
 class Held(Response):
     """A response that holds its choices' places until it is sent or its client goes away."""
 
     def __init__(
-        self, service: Service, answer: Reply, chunks: AsyncGenerator[Any, None], **headers: str
+        self, service: Service, answer: Answer, chunks: AsyncGenerator[Any, None], **headers: str
     ) -> None:
         super().__init__(headers=headers)
         del self.headers["content-length"]
@@ -248,24 +267,28 @@ class Held(Response):
 
 
 class Events(Held):
-    """The answer as server-sent events; an error is the last one before [DONE], the status 200."""
+    """The answer as server-sent events; an error is the last one before [DONE], the status 200.
+
+    An event that has a type is sent under it as its name.
+    """
 
     media_type = "text/event-stream"
-    usage: Usage = "never"
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def say(data: bytes) -> None:
-            body = b"data: " + data + b"\n\n"
+        async def say(data: bytes, name: str | None = None) -> None:
+            body = (f"event: {name}\n".encode() if name else b"") + b"data: " + data + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-        async with contextlib.aclosing(_events(self._answer, self._chunks, self.usage)) as events:
+        async with contextlib.aclosing(_events(self._answer, self._chunks)) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 async for event in events:
-                    await say(as_json(event))
+                    await say(as_json(event), event.get("type"))
             except ApiError as error:
-                await say(as_json(error.body()))
-            await say(b"[DONE]")
+                event = self._answer.failure(error)
+                await say(as_json(event), event.get("type"))
+            if self._answer.ends:
+                await say(self._answer.ends)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -288,17 +311,17 @@ async def _race(work: Coroutine[Any, Any, None], receive: Callable[[], Awaitable
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    """Answers by OpenAI's error object, whatever was raised."""
+    """Answers by the error object of the route's API, whatever was raised."""
     match error:
         case ApiError():
-            return error.response()
+            return error.response(request.url.path)
         case HTTPException():
-            response = ApiError(error.status_code, str(error.detail)).response()
+            response = ApiError(error.status_code, str(error.detail)).response(request.url.path)
             response.headers.update(error.headers or {})
             return response
         case RequestValidationError():
-            return _invalid(error).response()
-    return ApiError(500, "the server failed").response()
+            return _invalid(error).response(request.url.path)
+    return ApiError(500, "the server failed").response(request.url.path)
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

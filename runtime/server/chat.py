@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from mtpbuild.runtime.chat_template import ChatOptions
 from mtpbuild.runtime.engine import Engine
@@ -18,11 +18,17 @@ from mtpbuild.runtime.server.structured import forced_calls
 from mtpbuild.runtime.server.tools import FORMS, Form, ToolCalls, form_of
 
 Json = dict[str, Any]
+T = TypeVar("T", bound=Answer)
 CHUNK = "chat.completion.chunk"
 
 
 def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
     """Makes the choices that a body asks for; an ApiError names the field that is wrong."""
+    return read_as(ChatAnswer, service, engine, body)
+
+
+def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> T:
+    """Does what `read_chat` does, for answers of another kind."""
     form = _form(service, engine, body)
     ids = prompt_ids(engine, body)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -41,8 +47,7 @@ def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
             open_thought = next((t == marks[0] for t in reversed(ids) if t in marks), False)
             choice.splitter, choice.end_of_thought = ThinkingSplitter(open_thought), marks[1]
         choice.calls = ToolCalls(form) if form else None
-    answer = ChatAnswer(
-        "chatcmpl",
+    return kind(
         service.model,
         choices,
         len(choices),
@@ -50,9 +55,9 @@ def read_chat(service: Service, engine: Engine, body: ChatBody) -> "ChatAnswer":
         with_logprobs=bool(body.logprobs),
         with_ids=bool(body.return_token_ids),
         id=body.request_id,
+        reasoning=body.include_reasoning is not False,
+        usage_in=body.usage_in,
     )
-    answer.reasoning = body.include_reasoning is not False
-    return answer
 
 
 def _form(service: Service, engine: Engine, body: ChatBody) -> Form | None:
@@ -120,7 +125,7 @@ def _message(number: int, message: Json) -> Json:
     texts = []
     for part in content:
         match part:
-            case {"type": "text" | "input_text", "text": str(text)}:
+            case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
                 texts.append(text)
             case _:
                 raise ApiError(400, f"{where}: only parts of text are supported", where)
@@ -157,10 +162,9 @@ def call_of(id: str, name: str, arguments: str) -> Json:
 class ChatAnswer(Answer):
     """An answer as messages."""
 
-    reasoning = True
+    kind = "chatcmpl"
 
     def whole(self) -> Json:
-        """Returns the answer as one object."""
         choices = [self._choice(choice) for choice in self.choices]
         return self.said("chat.completion", choices) | self.prompt() | self.used()
 
@@ -188,12 +192,10 @@ class ChatAnswer(Answer):
         } | ({"token_ids": choice.token_ids} if self.with_ids else {})
 
     def opening(self, choice: Choice) -> Json:
-        """Returns the event that opens a choice."""
         opening = self._event(choice, {"role": "assistant", "content": ""})
         return opening | (self.prompt() if choice.index == 0 else {})
 
     def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
-        """Returns a step's event; None if nothing of the step is certain yet."""
         delta: Json = {}
         for piece in pieces:
             if piece.kind in ("name", "arguments"):
@@ -233,7 +235,6 @@ class ChatAnswer(Answer):
             calls.append({"index": piece.call, "function": {"arguments": piece.text}})
 
     def trailer(self) -> Json:
-        """Returns the event behind the last one, with the tokens and times of the request."""
         return self.said(CHUNK, []) | self.used()
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:

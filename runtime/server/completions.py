@@ -39,7 +39,6 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
             if body.echo:
                 choices[-1].echo = _echo(engine, prompt, choices[-1])
     return CompletionAnswer(
-        "cmpl",
         service.model,
         choices,
         body.n or 1,
@@ -47,6 +46,7 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
         with_logprobs=body.logprobs is not None,
         with_ids=bool(body.return_token_ids),
         id=body.request_id,
+        usage_in=body.usage_in,
     )
 
 
@@ -70,8 +70,9 @@ def _prompts(prompt: Any) -> list[str] | list[list[int]]:
 class CompletionAnswer(Answer):
     """An answer as texts."""
 
+    kind = "cmpl"
+
     def whole(self) -> Json:
-        """Returns the answer as one object."""
         told = []
         for choice in self.choices:
             text = choice.echo + choice.said("content")
@@ -87,7 +88,6 @@ class CompletionAnswer(Answer):
         return self.said(KIND, [self._told(choice, choice.echo, None, [], first=True)])
 
     def event(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Json | None:
-        """Returns a step's event; None if nothing of the step is certain yet."""
         text = "".join(piece.text for piece in pieces)
         logprobs = None
         if self.with_logprobs and chunk.logprobs:
@@ -103,7 +103,6 @@ class CompletionAnswer(Answer):
         return self.said(KIND, [told])
 
     def trailer(self) -> Json:
-        """Returns the event behind the last one, with the tokens and times of the request."""
         return self.said(KIND, []) | self.used()
 
     def _told(

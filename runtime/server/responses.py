@@ -1,0 +1,259 @@
+"""Serves POST /v1/responses, OpenAI's newer API, without a memory of earlier responses."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ConfigDict
+
+from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.server.answers import Block
+from mtpbuild.runtime.server.blocks import BlockAnswer, Json, as_chat
+from mtpbuild.runtime.server.chat import call_of, read_as
+from mtpbuild.runtime.server.errors import ApiError
+from mtpbuild.runtime.server.protocol import Body, ChatBody, StreamedBody
+from mtpbuild.runtime.server.service import Service
+
+STATELESS = "the server keeps no responses: send the whole conversation as input"
+REFUSED = {
+    "background": "an answer is given to the request that asks for it",
+    "conversation": STATELESS,
+    "previous_response_id": STATELESS,
+    "prompt": "the server keeps no prompts",
+    "top_logprobs": "/v1/chat/completions has log-probabilities",
+}
+ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
+
+
+class Reasoning(Body):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    effort: str | None = None
+
+
+class Text(Body):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format: Json | None = None
+
+
+class ResponsesBody(StreamedBody):
+    """The body of POST /v1/responses."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    input: str | list[Json]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: Text | None = None
+    include: list[str] | None = None
+
+
+def read_response(service: Service, engine: Engine, body: ResponsesBody) -> "ResponsesAnswer":
+    """Makes the answer that a body asks for; an ApiError names the field that is wrong."""
+    answer = read_as(ResponsesAnswer, service, engine, chat_of(body))
+    answer.asked = body
+    return answer
+
+
+def chat_of(body: ResponsesBody) -> ChatBody:
+    """Translates a body into a chat's; raises ApiError for what a chat can't say."""
+    extra = body.model_extra or {}
+    for name, reason in REFUSED.items():
+        if extra.get(name):
+            raise ApiError(400, f"{name} is not supported: {reason}", name)
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise ApiError(400, f"include: {REFUSED['top_logprobs']}", "include")
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    given = body.input
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for number, item in enumerate(items):
+        _add(messages, number, item)
+    return as_chat(
+        body,
+        messages=messages,
+        max_tokens=body.max_output_tokens,
+        stream=body.stream,
+        stream_options=None,
+        tools=[_tool(*tool) for tool in enumerate(body.tools)] if body.tools else None,
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        response_format=_format(body.text.format) if body.text and body.text.format else None,
+    )
+
+
+def _add(messages: list[Json], number: int, item: Json) -> None:
+    """Adds an item to the conversation; a thought, a text and calls are one message."""
+    last = messages[-1] if messages else {}
+    open_turn = last if last.get("role") == "assistant" else None
+    match item:
+        case {"type": "reasoning"}:
+            thought = _texts(item.get("content")) or _texts(item.get("summary"))
+            messages.append({"role": "assistant", "reasoning_content": thought})
+        case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(a)}:
+            if open_turn is None:
+                messages.append(open_turn := {"role": "assistant"})
+            open_turn.setdefault("tool_calls", []).append(call_of(id, name, a))
+        case {"type": "function_call_output", "call_id": str(id)}:
+            messages.append({"role": "tool", "tool_call_id": id, "content": item.get("output")})
+        case {"role": "assistant", "content": content} if open_turn and "content" not in open_turn:
+            open_turn["content"] = content
+        case {"role": str(role), "content": content}:
+            role = "system" if role == "developer" else role
+            messages.append({"role": role, "content": content})
+        case _:
+            where, kind = f"input.{number}", item.get("type")
+            raise ApiError(400, f"{where}: no item of type {kind!r:.60} can be read", where)
+
+
+def _texts(parts: Any) -> str:
+    """Joins the texts of a thought; one that no client can read has none."""
+    each = parts if isinstance(parts, list) else []
+    return "".join(str(part.get("text") or "") for part in each if isinstance(part, dict))
+
+
+def _tool(number: int, tool: Json) -> Json:
+    if tool.get("type") != "function":
+        kind = tool.get("type")
+        message = f"tools.{number}: only functions are supported, the server has no {kind!r:.60}"
+        raise ApiError(400, message, "tools")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _tool_choice(choice: str | Json | None) -> str | Json | None:
+    match choice:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+    return choice
+
+
+def _format(form: Json) -> Json:
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": form}
+
+
+class ResponsesAnswer(BlockAnswer):
+    """An answer as a response, whose output is a list of items."""
+
+    kind = "resp"
+    asked: ResponsesBody
+    _events = 0
+
+    def whole(self) -> Json:
+        complete = self.choice.reason != "length"
+        output = [
+            self._item(block, complete or block is not self.blocks[-1]) for block in self.blocks
+        ]
+        return self._response("completed" if complete else "incomplete", output)
+
+    def first_events(self) -> Iterator[Json]:
+        for name in ("created", "in_progress"):
+            yield self._event(name, response=self._response("in_progress", []))
+
+    def opened(self, block: Block) -> Iterator[Json]:
+        empty = self._item(Block(block.kind, block.id, block.name), None)
+        yield self._event("output_item.added", output_index=self.index, item=empty)
+        if block.kind != "call":
+            yield self._event("content_part.added", block, part=_part(block.kind, ""))
+
+    def grown(self, block: Block, text: str) -> Json:
+        return self._event(f"{TEXTS[block.kind]}.delta", block, delta=text, **LOGPROBS[block.kind])
+
+    def closed(self, block: Block) -> Iterator[Json]:
+        name = f"{TEXTS[block.kind]}.done"
+        if block.kind == "call":
+            yield self._event(name, block, arguments=block.text, name=block.name)
+        else:
+            yield self._event(name, block, text=block.text, **LOGPROBS[block.kind])
+            yield self._event("content_part.done", block, part=_part(block.kind, block.text))
+        item = self._item(block, self.choice.reason != "length" or block is not self.blocks[-1])
+        yield self._event("output_item.done", output_index=self.index, item=item)
+
+    def ended(self) -> Iterator[Json]:
+        response = self.whole()
+        yield self._event(response["status"], response=response)
+
+    def failure(self, error: ApiError) -> Json:
+        """Returns the event with OpenAI's fields, and the object that its package raises."""
+        told = {"code": str(error.status), "message": error.message, "param": error.param}
+        return self._event("error", None, **told, **error.body()) | {"type": "error"}
+
+    def _event(self, kind: str, block: Block | None = None, /, **fields: Any) -> Json:
+        """Returns an event; one that belongs to a block says which."""
+        place: Json = {}
+        if block is not None:
+            place = {"item_id": _item_id(block), "output_index": self.index}
+            place |= {} if block.kind == "call" else {"content_index": 0}
+        self._events += 1
+        number = self._events - 1
+        return {"type": f"response.{kind}", "sequence_number": number} | place | fields
+
+    def _item(self, block: Block, complete: bool | None) -> Json:
+        """Returns a block as an item; complete None: it has only begun."""
+        status = {None: "in_progress", True: "completed", False: "incomplete"}[complete]
+        head = {"id": _item_id(block), "status": status}
+        parts = [] if complete is None else [_part(block.kind, block.text)]
+        match block.kind:
+            case "reasoning":
+                return head | {"type": "reasoning", "summary": [], "content": parts}
+            case "content":
+                return head | {"type": "message", "role": "assistant", "content": parts}
+        call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+        return head | {"type": "function_call"} | call
+
+    def _response(self, status: str, output: list[Json]) -> Json:
+        asked = self.asked.model_dump(exclude_unset=True)
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "output": output,
+            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "reasoning": asked.get("reasoning") or {"effort": None, "summary": None},
+            "store": False,
+            "text": asked.get("text") or {"format": {"type": "text"}},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
+            "truncation": "disabled",
+            "usage": None if status == "in_progress" else self._usage(),
+            "metrics": self.metrics(),
+        } | {name: asked.get(name) for name in ECHOED}
+
+    def _usage(self) -> Json:
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+TEXTS = {
+    "reasoning": "reasoning_text",
+    "content": "output_text",
+    "call": "function_call_arguments",
+}
+IDS = {"reasoning": "rs", "content": "msg", "call": "fc"}
+LOGPROBS: dict[str, Json] = {"reasoning": {}, "content": {"logprobs": []}, "call": {}}
+
+
+def _item_id(block: Block) -> str:
+    return IDS[block.kind] + block.id.removeprefix("call")
+
+
+def _part(kind: str, text: str) -> Json:
+    more: Json = {"annotations": [], "logprobs": []} if kind == "content" else {}
+    return {"type": TEXTS[kind], "text": text} | more

@@ -1,0 +1,178 @@
+"""The `anthropic` package against a server over fakes, and what bodies become as chats."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from mtpbuild.runtime.server.messages import MessagesBody, chat_of
+from mtpbuild.runtime.server.service import Settings
+from tests.support.live_server import Live
+from tests.support.served import TOOL_TEMPLATE, events, saying, served
+
+HI: Any = [{"role": "user", "content": "hi"}]
+ASK: Any = {"model": "fake", "messages": HI, "max_tokens": 100, "stop_sequences": ["｜end｜"]}
+WEATHER: Any = {
+    "name": "weather",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+SAID = (
+    '<think>so</think>I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}'
+    "</tool_call>｜end｜"
+)
+GREEDY = {"temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with served(settings=Settings(api_key="k"), **saying(SAID, TOOL_TEMPLATE)) as (running, _):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[anthropic.Anthropic]:
+    transport = server.client()
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="k", max_retries=0, http_client=transport
+    ) as made:
+        yield made
+
+
+def plain(blocks: Any) -> list[Any]:
+    """Return a message's blocks without the ids of calls, which are random."""
+    return [block.model_dump(exclude={"id"}, exclude_none=True) for block in blocks]
+
+
+def test_a_message_and_its_stream(client: anthropic.Anthropic) -> None:
+    told = client.messages.create(**ASK, tools=[WEATHER], extra_body=GREEDY)
+    thought, text, call = plain(told.content)
+    assert (thought["type"], thought["thinking"]) == ("thinking", "so")
+    assert text == {"type": "text", "text": "I look."}
+    assert call == {"type": "tool_use", "name": "weather", "input": {"city": "Ulm"}}
+    assert (told.stop_reason, told.role, told.type) == ("tool_use", "assistant", "message")
+    with client.messages.stream(**ASK, tools=[WEATHER], extra_body=GREEDY) as stream:
+        final = stream.get_final_message()
+    assert plain(final.content) == [thought, text, call]
+    assert final.stop_reason == told.stop_reason
+    assert final.usage.output_tokens == told.usage.output_tokens
+    cached = final.usage.cache_read_input_tokens or 0
+    assert final.usage.input_tokens + cached == told.usage.input_tokens
+    count = client.messages.count_tokens(model="fake", messages=HI)
+    assert count.input_tokens == told.usage.input_tokens
+
+
+def test_the_order_of_events(server: Live) -> None:
+    body = ASK | GREEDY | {"tools": [WEATHER], "stream": True}
+    with server.client(headers={"x-api-key": "k"}) as client:
+        lines = client.post("/v1/messages", json=body).text.splitlines()
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    order = [name for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
+    assert order == ["message_start", *block * 3, "message_delta", "message_stop"]
+    assert lines[-2].startswith('data: {"type":"message_stop"'), "there is no [DONE]"
+
+
+def test_why_it_ends(client: anthropic.Anthropic) -> None:
+    ended = client.messages.create(**ASK, extra_body=GREEDY)
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", "｜end｜")
+    cut = client.messages.create(**ASK | {"max_tokens": 3}, extra_body=GREEDY)
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 3)
+    quiet: Any = ASK | {"thinking": {"type": "disabled"}}
+    shown = client.messages.create(**quiet, extra_body=GREEDY)
+    assert [block.type for block in shown.content] == ["text"]
+    with client.messages.stream(**quiet, extra_body=GREEDY) as stream:
+        assert plain(stream.get_final_message().content) == plain(shown.content)
+
+
+def test_errors_are_the_packages_own(client: anthropic.Anthropic, server: Live) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        client.messages.create(**ASK | {"model": "other"})
+    with pytest.raises(anthropic.BadRequestError, match="no block of type 'image'"):
+        client.messages.create(
+            **ASK
+            | {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image", "source": {"type": "url", "url": "x"}}],
+                    }
+                ]
+            }
+        )
+    with pytest.raises(anthropic.BadRequestError, match="a server has no tool web"):
+        client.messages.create(**ASK, tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    with pytest.raises(anthropic.AuthenticationError) as error:
+        client.with_options(api_key="wrong").messages.create(**ASK)
+    body: Any = error.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+    with pytest.raises(anthropic.BadRequestError, match="chat_template is not supported"):
+        client.messages.create(**ASK, extra_body={"chat_template": "x"})
+    with server.client(headers={"x-api-key": "k"}) as plain_client:
+        for wrong in ({"max_tokens": "x"}, {"chat_template_kwargs": 7}, {"messages": 7}):
+            response = plain_client.post("/v1/messages", json=ASK | wrong)
+            assert response.status_code == 400
+            assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_failure_in_a_stream() -> None:
+    with served(**saying(SAID)) as (server, programs), server.client() as client:
+        programs.fail = RuntimeError("broken")
+        response = client.post("/v1/messages", json=ASK | {"stream": True})
+        last = events(response)[-1]
+        assert response.text.splitlines()[-3] == "event: error"
+        assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+
+
+def test_what_a_conversation_becomes() -> None:
+    chat = chat_of(
+        MessagesBody.model_validate(
+            {
+                "model": "m",
+                "max_tokens": 5,
+                "system": [{"type": "text", "text": "be brief"}],
+                "top_k": 3,
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+                "tools": [WEATHER],
+                "tool_choice": {"type": "tool", "name": "weather"},
+                "messages": [
+                    {"role": "user", "content": "weather?"},
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "so", "signature": ""},
+                            {"type": "text", "text": "I look."},
+                            {"type": "tool_use", "id": "a", "name": "weather", "input": {"x": 1}},
+                        ],
+                    },
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "a", "content": "20"},
+                            {"type": "text", "text": "well?"},
+                        ],
+                    },
+                    {"role": "assistant", "content": "It is"},
+                ],
+            }
+        )
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"x": 1}'}}
+    assert chat.messages == [
+        {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "I look."}],
+            "reasoning_content": "so",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "20"},
+        {"role": "user", "content": [{"type": "text", "text": "well?"}]},
+        {"role": "assistant", "content": "It is"},
+    ]
+    assert (chat.max_tokens, chat.continue_final_message, chat.settings["top_k"]) == (5, True, 3)
+    assert chat.chat_template_kwargs == {"thinking": True, "enable_thinking": True}
+    assert chat.tool_choice == {"type": "function", "function": {"name": "weather"}}
+    assert chat.tools
+    assert chat.tools[0].function.parameters == WEATHER["input_schema"]

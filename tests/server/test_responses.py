@@ -1,0 +1,185 @@
+"""OpenAI's newer API, /v1/responses: the `openai` package against a server over fakes."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from mtpbuild.runtime.server.responses import ResponsesBody, chat_of
+from tests.support.live_server import Live
+from tests.support.served import TOOL_TEMPLATE, events, saying, served
+
+ASK: Any = {"model": "fake", "input": "hi", "temperature": 0, "max_output_tokens": 100}
+STOP = {"stop": "｜end｜"}
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+SAID = (
+    '<think>so</think>I look.<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}'
+    "</tool_call>｜end｜"
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with served(**saying(SAID, TOOL_TEMPLATE)) as (running, _):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=server.client()
+    ) as made:
+        yield made
+
+
+def plain(items: Any) -> list[Any]:
+    """Return a response's items without their ids, which are random."""
+    return [
+        item.model_dump(include={"type", "status", "content", "name", "arguments"})
+        for item in items
+    ]
+
+
+def test_a_response_and_its_stream(client: openai.OpenAI) -> None:
+    told = client.responses.create(**ASK, tools=[WEATHER], extra_body=STOP)
+    thought, message, call = plain(told.output)
+    assert thought["content"] == [{"type": "reasoning_text", "text": "so"}]
+    assert told.output_text == message["content"][0]["text"] == "I look."
+    assert (call["type"], call["name"]) == ("function_call", "weather")
+    assert json.loads(call["arguments"]) == {"city": "Ulm"}
+    assert (told.status, told.object, told.tools[0].type) == ("completed", "response", "function")
+    with client.responses.stream(**ASK, tools=[WEATHER], extra_body=STOP) as stream:
+        seen = [*stream]
+        final: Any = stream.get_final_response()
+    done = [e.item.id for e in seen if e.type == "response.output_item.done"]
+    assert [item["status"] for item in plain(final.output)] == ["completed"] * 3
+    assert (final.output_text, final.output[2].arguments) == ("I look.", call["arguments"])
+    assert told.usage is not None
+    assert final.usage is not None
+    assert final.usage.output_tokens == told.usage.output_tokens
+    assert done == [item.id for item in final.output]
+
+
+def test_the_order_of_events(server: Live) -> None:
+    body = ASK | STOP | {"tools": [WEATHER], "stream": True}
+    with server.client() as client:
+        response = client.post("/v1/responses", json=body)
+    lines = response.text.splitlines()
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    told = events(response)
+    assert [event["type"] for event in told] == names
+    assert [event["sequence_number"] for event in told] == [*range(len(told))]
+    order = [n.removeprefix("response.") for i, n in enumerate(names) if n != names[i - 1]]
+    arguments = "function_call_arguments"
+    assert order == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"),
+        "completed",
+    ]
+
+
+def test_an_answer_that_is_cut(client: openai.OpenAI) -> None:
+    cut = client.responses.create(**ASK | {"max_output_tokens": 15})
+    assert (cut.status, cut.output[-1].type) == ("incomplete", "message")
+    assert plain(cut.output)[-1]["status"] == "incomplete"
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    stream = client.responses.create(**ASK | {"max_output_tokens": 15}, stream=True)
+    *_, done, last = stream
+    assert (done.type, last.type) == ("response.output_item.done", "response.incomplete")
+
+
+@pytest.mark.parametrize(
+    ("more", "says", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "keeps no responses", "previous_response_id"),
+        ({"conversation": "c"}, "keeps no responses", "conversation"),
+        ({"background": True}, "background is not supported", "background"),
+        ({"tools": [{"type": "web_search"}]}, "only functions are supported", "tools"),
+        ({"include": ["message.output_text.logprobs"]}, "chat/completions has", "include"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'", "input.0"),
+        ({"tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
+        ({"chat_template_kwargs": 7}, "chat_template_kwargs", "chat_template_kwargs"),
+        ({"max_output_tokens": 0}, "max_tokens", "max_tokens"),
+    ],
+)
+def test_what_can_not_be(client: openai.OpenAI, more: Any, says: str, param: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as error:
+        client.responses.create(**{**ASK, "extra_body": more})
+    assert error.value.param == param
+
+
+def test_a_failure_in_a_stream() -> None:
+    with served(**saying(SAID)) as (server, programs), server.client() as client:
+        programs.fail = RuntimeError("broken")
+        last = events(client.post("/v1/responses", json=ASK | {"stream": True}))[-1]
+        assert (last["type"], last["code"]) == ("error", "500")
+        with (
+            openai.OpenAI(
+                base_url=f"{server.url}/v1", api_key="k", max_retries=0, http_client=client
+            ) as caller,
+            pytest.raises(openai.APIError, match="engine"),
+        ):
+            list(caller.responses.create(**ASK, stream=True))
+
+
+def test_what_a_conversation_becomes() -> None:
+    form = {"type": "json_schema", "name": "sum", "schema": {"type": "object"}, "strict": True}
+    chat = chat_of(
+        ResponsesBody.model_validate(
+            {
+                "instructions": "be brief",
+                "input": [
+                    {"role": "developer", "content": "in German"},
+                    {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+                    {
+                        "type": "reasoning",
+                        "id": "rs_1",
+                        "summary": [],
+                        "content": [{"type": "reasoning_text", "text": "so"}],
+                    },
+                    {
+                        "type": "message",
+                        "role": "assistant",
+                        "content": [{"type": "output_text", "text": "I look."}],
+                    },
+                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "a", "output": "20"},
+                ],
+                "store": True,
+                "top_p": 0.5,
+                "text": {"format": form},
+                "tools": [WEATHER],
+                "tool_choice": {"type": "function", "name": "weather"},
+            }
+        )
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert chat.messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "system", "content": "in German"},
+        {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+        {
+            "role": "assistant",
+            "reasoning_content": "so",
+            "content": [{"type": "output_text", "text": "I look."}],
+            "tool_calls": [call],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "20"},
+    ]
+    assert chat.response_format == {"type": "json_schema", "json_schema": form}
+    assert chat.settings == {"top_p": 0.5}
+    assert chat.tool_choice == {"type": "function", "function": {"name": "weather"}}
+    assert chat.tools
+    assert chat.tools[0].function.parameters == WEATHER["parameters"]
