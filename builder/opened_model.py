@@ -16,7 +16,7 @@ import torch
 from mtpbuild.builder.checkpoint.generation import GenerationIds
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import Family, ModelConfig, family_of
-from mtpbuild.builder.models.common.blocks import holder, put
+from mtpbuild.builder.models.common.blocks import EmbeddingBlocks, holder, put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.moe import ExpertRows, Gate, GatheredMoE
 from mtpbuild.builder.models.common.moe_weights import STACKS, by_outputs, like_routed, with_shared
@@ -328,10 +328,10 @@ def make_model(
         hold_in(model, FLOATS[style.dtype], style.for_gpu)
         join_shared(model, held.joined)
         model.cpu_kernels = bool(held.packed)
-        for module in model.modules():
-            if isinstance(module, Gate):
-                module.fused = model.cpu_kernels  # an op of the library routes
         hold(model, held.table(family.weight_table(config, share)), share)
+        for module in model.modules():
+            if isinstance(module, Gate | EmbeddingBlocks):
+                module.fused = model.cpu_kernels  # the library has an operator for them
         for name in held.by_outputs:
             put(model, name, ExpertRows(model.get_parameter(name)))
     return model

@@ -13,6 +13,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op as accept_mixed_op
 from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
+from mtpbuild.plugins.embedding_nbits.op import embedding_nbits as embedding_nbits
 from mtpbuild.plugins.experts.op import experts as experts
 from mtpbuild.plugins.experts_nbits.op import experts_nbits as experts_nbits
 from mtpbuild.plugins.experts_packed.op import experts_packed as experts_packed

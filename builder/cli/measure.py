@@ -154,6 +154,7 @@ def verify(
     output_len: int = flag(64, "Tokens of each text."),
     seeds: int = flag(250, "Sampled texts per prompt, for their law."),
     threads: int | None = flag(None, "CPU threads; default: all cores."),
+    exact: bool = flag(False, "Refuse an engine whose results depend on more than its input."),
     json: bool = flag(False, "As one JSON object."),
 ) -> None:
     """Check that an engine says what its model says, whatever it drafts; exit code 1 if not."""
@@ -161,7 +162,7 @@ def verify(
     from mtpbuild.builder.verify.verify import VerifyRequest, verify
 
     request = VerifyRequest(
-        *(engine, against, model, prompts, output_len, seeds, threads), changed(load_flags)
+        *(engine, against, model, prompts, output_len, seeds, threads, exact), changed(load_flags)
     )
     with progress("reading the engine") as watch:
         verification = verify(request, watch)

@@ -17,6 +17,7 @@ from onnxscript.optimizer import _constant_folding as folding
 
 from mtpbuild import plugins
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.targets.passes.cpu_graph import FuseAround
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.runtime.contract.manifest import WEIGHTS
 
@@ -40,6 +41,7 @@ ONNX: plugins.FacetTable = dict.fromkeys(
 CPU: plugins.FacetTable = dict.fromkeys(
     (
         plugins.accept_rewind,
+        plugins.embedding_nbits,
         plugins.experts_packed,
         plugins.gated_packed,
         plugins.grouped_attention,
@@ -115,6 +117,8 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     model = _export(traced)
     parameters = _detach_weights(model, weights)
     PASSES(model)
+    if traced.cpu_kernels:
+        FuseAround()(model)
     for name, value in parameters.items():
         value.const_value = _external(name, value, weights[name], folder)
     model.producer_name, model.producer_version = "mtpbuild", version("mtpbuild")

@@ -1,5 +1,6 @@
 """The checks of an engine: each returns a finding, or says why it can't be made."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,11 +11,12 @@ from mtpbuild.builder.bench.figures import merged
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice, parse_layers
 from mtpbuild.builder.checks import needs
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.verify.compare import MOST, PARTED, Finding, NotChecked, compare
+from mtpbuild.builder.verify.compare import MOST, PARTED, Finding, NotChecked, compare, equal
 from mtpbuild.builder.verify.distribution import fit, known_prefixes, survival
 from mtpbuild.builder.verify.play import Played, play
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams, errors
+from mtpbuild.runtime.cpu_library import ISA_VARIABLE, ISAS
 from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.stats import COLLAPSED
 
@@ -28,6 +30,7 @@ REJECTION_PROMPTS = 4
 P_VALUE = 1e-6  # a right engine falls below it once in a million times
 JUDGED = 100  # drafts; the acceptance of fewer says little
 ROUNDED = 0.5  # as compare.MOST, where products round their inputs too: integers, bfloat16
+SHORTEST, SHORT = 4, 16  # prompts, and tokens of their texts, by each set of instructions
 PLAIN_LIMIT = 2 * 10**9  # parameters that are loaded in fp32 to judge an engine
 
 
@@ -37,7 +40,7 @@ class Case:
 
     engine: Engine
     base: Engine | str  # of nextn 0, or why there is none
-    rechunked: Callable[[int], Engine]  # the same engine, which takes prompts in such chunks
+    reloaded: Callable[..., Engine]  # the same engine with another `chunk` of prompts, or `threads`
     prompts: list[list[int]]
     length: int  # tokens of each text
     seeds: int  # sampled texts per prompt, for their distribution
@@ -53,12 +56,17 @@ class Case:
         ours: list[Played],
         theirs: list[Played],
         engine: Engine | None = None,
+        base: Engine | None = None,
     ) -> Finding:
         """Compare texts; where two part, the engine (or another one) continues the other text.
 
+        base: whose texts theirs are, if not this engine's. Two exact engines agree to the bit.
         In bfloat16 a product of one row rounds differently from one of four, so any text may part.
         With integer weights the inputs are rounded to int8, where the last digit decides.
         """
+
+        if all(each.manifest.build.exact for each in (self.engine, base) if each is not None):
+            return equal(ours, theirs)
 
         def replay(number: int, known: list[int], count: int) -> Played:
             own = replace(params[number], max_tokens=count)
@@ -94,7 +102,7 @@ def rounds(manifest: Manifest) -> bool:
 
 def greedy_text(case: Case) -> Finding:
     base, params = case.require_base(), case.params()
-    return case.compare(params, case.greedy, case.play(params, base))
+    return case.compare(params, case.greedy, case.play(params, base), base=base)
 
 
 def plain_text(case: Case) -> Finding:
@@ -139,7 +147,7 @@ def layers_of(manifest: Manifest) -> LayersSlice | None:
 
 def sampled_text(case: Case) -> Finding:
     base, params = case.require_base(), case.params(*SETTINGS)
-    return case.compare(params, case.play(params), case.play(params, base))
+    return case.compare(params, case.play(params), case.play(params, base), base=base)
 
 
 def chunks(case: Case) -> Finding:
@@ -147,8 +155,45 @@ def chunks(case: Case) -> Finding:
     size = min(5, case.engine.manifest.build.prefill_chunk - 1)
     if size < 1 or max(map(len, case.prompts)) <= size + 1:
         raise NotChecked("no prompt is longer than a chunk")
-    engine, params = case.rechunked(size), case.params()
+    engine, params = case.reloaded(chunk=size), case.params()
     return case.compare(params, case.play(params, engine), case.greedy, engine)
+
+
+def machine(case: Case) -> Finding:
+    """Run an exact engine on other numbers of threads, and by each set of instructions."""
+    if not case.engine.manifest.build.exact:
+        raise NotChecked("the engine is not exact")
+    prompts = sorted(case.prompts, key=len)[:SHORTEST]
+    params = [replace(p, max_tokens=min(SHORT, case.length)) for p in case.params(*SETTINGS)]
+    params = params[: len(prompts)]
+    wanted, tried = play(case.engine, prompts, params), list[str]()
+    for isa in (*ISAS, None):
+        for threads in (1, 2) if isa is None else (2,):
+            try:
+                with instructions(isa), case.reloaded(threads=threads) as engine:
+                    found = equal(play(engine, prompts, params), wanted)
+            except errors.EngineError as error:
+                if isa is None or "this machine has" not in str(error):
+                    raise
+                continue  # a machine without these instructions
+            tried.append(isa or f"{threads} thread{'s'[: threads - 1]}")
+            if not found.passed:
+                return replace(found, detail=f"{tried[-1]}: {found.detail}")
+    return replace(found, detail=f"{found.detail} each: {', '.join(tried)}")
+
+
+@contextmanager
+def instructions(isa: str | None) -> Iterator[None]:
+    """Let engines that are loaded meanwhile use these instructions; None: the machine's best."""
+    before = os.environ.pop(ISA_VARIABLE, None)
+    try:
+        if isa is not None:
+            os.environ[ISA_VARIABLE] = isa
+        yield
+    finally:
+        os.environ.pop(ISA_VARIABLE, None)
+        if before is not None:
+            os.environ[ISA_VARIABLE] = before
 
 
 def batch(case: Case) -> Finding:
@@ -234,6 +279,7 @@ CHECKS: dict[str, Callable[[Case], Finding]] = {
     "sampled text is that of nextn 0": sampled_text,
     "prompt chunks change nothing": chunks,
     "a batch changes nothing": batch,
+    "the machine changes nothing": machine,
     "relaxed top-1 is strict": relaxed_top_1,
     "rejection has the model's law": rejection_distribution,
     "drafts are accepted": acceptance,

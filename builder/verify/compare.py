@@ -68,6 +68,18 @@ def compare(
     return Finding(True, said + near, figures)
 
 
+def equal(ours: Sequence[Played], theirs: Sequence[Played]) -> Finding:
+    """Compare every token and every log-probability, of which no bit may differ."""
+    figures = {"texts": len(ours), "tokens": sum(len(t.token_ids) for t in theirs)}
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        said = [[*zip(text.token_ids, text.logprobs, strict=True)] for text in (mine, other)]
+        if (place := first_difference(*said)) is not None:
+            (one, two) = (text[place] if place < len(text) else "an end" for text in said)
+            detail = f"text {number}, token {place}: {one}, not {two} (token, log-probability)"
+            return Finding(False, detail, figures)
+    return Finding(True, f"{len(ours)} texts equal to the bit, {figures['tokens']} tokens", figures)
+
+
 def differences(
     number: int, ours: Played, theirs: Played, replay: Replay
 ) -> Iterator[tuple[float, str]]:
@@ -105,6 +117,6 @@ def apart(ours: Played, theirs: Played) -> list[float]:
     return [abs(a - b) for a, b in zip(ours.logprobs[:same], theirs.logprobs[:same], strict=True)]
 
 
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+def first_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> int | None:
     pairs = enumerate(zip_longest(ours, theirs))
     return next((i for i, (a, b) in pairs if a != b), None)

@@ -36,6 +36,7 @@ class VerifyRequest:
     output_len: int = 64
     seeds: int = 250
     threads: int | None = None
+    exact: bool = False  # refuse an engine that is not
     options: Mapping[str, Any] = field(default_factory=dict)  # the target's at load
 
 
@@ -63,6 +64,11 @@ def verify(
         # 1. Load the engine and the prompts.
         watch("loading the engine")
         engine = stack.enter_context(load(request.engine, request))
+        if request.exact and not engine.manifest.build.exact:
+            raise UsageError(
+                f"--exact: {request.engine} is not: its engine.json has no "
+                '"exact": true; build --exact says why'
+            )
         if request.model is not None:
             find_model(request.model)
         prompts = read_prompts(request, engine)
@@ -77,17 +83,16 @@ def verify(
         except NotChecked as reason:
             base = str(reason)
 
-        def rechunked(size: int) -> Engine:
+        def reloaded(chunk: int | None = None, threads: int | None = request.threads) -> Engine:
+            size = chunk or engine.manifest.build.prefill_chunk
             build = engine.manifest.build.model_copy(update={"prefill_chunk": size})
             manifest = engine.manifest.model_copy(update={"build": build})
-            programs = load_programs(
-                request.engine, manifest, threads=request.threads, **request.options
-            )
+            programs = load_programs(request.engine, manifest, threads=threads, **request.options)
             return stack.enter_context(Engine(programs, manifest, engine.tokenizer))
 
         # 3. The checks, in turn.
         case = Case(
-            engine, base, rechunked, prompts, request.output_len, request.seeds, request.model
+            engine, base, reloaded, prompts, request.output_len, request.seeds, request.model
         )
         checks = {}
         for name in CHECKS:

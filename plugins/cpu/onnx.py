@@ -30,7 +30,7 @@ Attention = operator(
 Norm = operator("Norm", {"x": FLOATS, "weight": FLOATS}, {"epsilon": 0.0})
 
 
-Cos, Sin = (operator(name, {"x": FLOATS}) for name in ("Cos", "Sin"))
+Cos, Sin, LogSoftmax = (operator(name, {"x": FLOATS}) for name in ("Cos", "Sin", "LogSoftmax"))
 
 
 def matmul(x: Any, w: Any) -> Any:
@@ -52,10 +52,16 @@ def rms_norm(x: Any, shape: Any, weight: Any = None, eps: float | None = None) -
     return Norm(x, weight, epsilon=eps)
 
 
+def log_softmax(x: Any, axis: int, dtype: Any = None) -> Any:
+    assert axis in (-1, len(x.shape) - 1)
+    return LogSoftmax(x)
+
+
 # What takes the place of torch.onnx's own translation where the kernels are ours.
 PYTORCH: dict[Any, Callable[..., Any]] = {
     aten.matmul.default: matmul,
     aten.cos.default: lambda x: Cos(x),  # onnxruntime's depend on the place, where 4 do not divide
     aten.sin.default: lambda x: Sin(x),
     aten.rms_norm.default: rms_norm,
+    aten.log_softmax.int: log_softmax,  # a greedy step's, whatever is computed beside it
 }

@@ -3,23 +3,32 @@
 from typing import Any
 
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import BYTES, FLOATS, HALVES, INTS
+from mtpbuild.plugins.matmul_nbits.onnx import BYTES, FLOATS, HALVES
 
+IDS = "tensor(int32)"
 Experts = operator(
     "Experts",
     {
-        **{"x": FLOATS, "ids": INTS, "gate_up": BYTES, "gate_up_scales": HALVES},
-        **{"down": BYTES, "down_scales": HALVES},
+        **{"x": FLOATS, "ids": IDS, "gate_up": BYTES, "gate_up_scales": HALVES},
+        **{"down": BYTES, "down_scales": HALVES, "weights": FLOATS},
     },
 )
 
 
 FloatExperts = operator(
-    "FloatExperts", {"x": FLOATS, "ids": INTS, "gate_up": FLOATS, "down": FLOATS}
+    "FloatExperts", {"x": FLOATS, "ids": IDS, "gate_up": FLOATS, "down": FLOATS, "weights": FLOATS}
 )
 
 
-def experts_packed_cpu(x: Any, ids: Any, *weights: Any) -> Any:
-    if weights[1] is None:
-        return FloatExperts(x, ids, weights[0], weights[2])
-    return Experts(x, ids, *weights)
+def experts_packed_cpu(
+    x: Any,
+    weights: Any,
+    ids: Any,
+    gate_up: Any,
+    gate_up_scales: Any,
+    down: Any,
+    down_scales: Any,
+) -> Any:
+    if gate_up_scales is None:
+        return FloatExperts(x, ids, gate_up, down, weights)
+    return Experts(x, ids, gate_up, gate_up_scales, down, down_scales, weights)

@@ -1,34 +1,40 @@
-"""experts_packed: `experts_nbits`, with weights in the layout of the CPU's kernels."""
+"""experts_packed: `moe`, with weights in the layout of the CPU's kernels."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mtpbuild.plugins.cpu.layout import PANEL
+from mtpbuild.plugins.moe.op import NOBODY
 from mtpbuild.plugins.product_packed.op import unpacked
 
 
 @torch.library.custom_op("mtpbuild::experts_packed", mutates_args=())
 def experts_packed(
     x: Tensor,
+    weights: Tensor,
     ids: Tensor,
     gate_up_values: Tensor,
     gate_up_scales: Tensor | None,
     down_values: Tensor,
     down_scales: Tensor | None,
 ) -> Tensor:
-    """Compute down(silu(gate(x)) * up(x)) [N, E] of rows x [N, E], with the expert ids [N] of each.
+    """Sum down(silu(gate(x)) * up(x)) of the experts ids [.., k] for x [.., E]; weights [.., k].
 
-    Weights are `product_packed`'s, with the experts [X, ..] first. gate_up's panels are 32 gates,
-    their ups, the next 32 gates, and so on. With integers the kernels round what goes into a
-    product to int8 per row and block. In fp32 gates may be fewer than their panels hold.
+    An id of `NOBODY` adds nothing: another rank has that expert. The experts' weights are
+    `product_packed`'s, with the experts [X, ..] first. gate_up's panels are 32 gates, their ups,
+    the next 32 gates, and so on. With integers the kernels round what goes into a product to int8
+    per row and block. In fp32 gates may be fewer than their panels hold.
     """
-    outputs = gate_up_values.shape[1] * PANEL
-    h = torch.einsum("ne,noe->no", x, _chosen(ids, gate_up_values, gate_up_scales, outputs))
+    outputs, width = gate_up_values.shape[1] * PANEL, x.shape[-1]
+    chosen, weights = ids.flatten().clamp(min=0), torch.where(ids == NOBODY, 0.0, weights)
+    rows = x.reshape(-1, width).repeat_interleave(ids.shape[-1], dim=0)
+    h = torch.einsum("ne,noe->no", rows, _chosen(chosen, gate_up_values, gate_up_scales, outputs))
     gate, up = h.unflatten(-1, (-1, 2, PANEL)).unbind(-2)
-    down = _chosen(ids, down_values, down_scales, x.shape[-1])
+    down = _chosen(chosen, down_values, down_scales, width)
     inner = (F.silu(gate) * up).flatten(-2).narrow(-1, 0, down.shape[-1])
-    return torch.einsum("ni,noi->no", inner, down)
+    y = torch.einsum("ni,noi->no", inner, down).reshape(*ids.shape, width)
+    return (y * weights[..., None]).sum(-2)
 
 
 def _chosen(ids: Tensor, values: Tensor, scales: Tensor | None, outputs: int) -> Tensor:

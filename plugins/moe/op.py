@@ -21,7 +21,7 @@ def moe_route(
     factor: float,
     always: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Chooses experts by logits [N, X] fp32 and a bias [X]; returns weights and int32 ids [N, k].
+    """Chooses experts by logits [.., X] fp32 and a bias [X]; returns weights and int32 ids [.., k].
 
     k is `experts` + `always`: every token also gets the shared experts X, X + 1, .. with weight 1.
 
@@ -35,10 +35,10 @@ def moe_route(
     if kept_groups < groups:
         grouped = biased.unflatten(-1, (groups, -1))
         sums = grouped.topk(2, dim=-1).values.sum(-1)
-        best = sums.sort(dim=-1, descending=True, stable=True).indices[:, :kept_groups]
+        best = sums.sort(dim=-1, descending=True, stable=True).indices[..., :kept_groups]
         kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, True)
         biased = torch.where(kept[..., None], grouped, float("-inf")).flatten(-2)
-    ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :experts]
+    ids = biased.sort(dim=-1, descending=True, stable=True).indices[..., :experts]
     weights = scores.gather(-1, ids)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -66,7 +66,7 @@ def empty_routes(
     always: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Returns empty tensors for the results of moe_route."""
-    weights = logits.new_empty(logits.shape[0], experts + always)
+    weights = logits.new_empty(*logits.shape[:-1], experts + always)
     return weights, torch.empty_like(weights, dtype=torch.int32)
 
 

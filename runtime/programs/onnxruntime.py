@@ -16,12 +16,13 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest
 from mtpbuild.runtime.contract.programs import MIXED, PREFILL, Bools, Ints, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.cpu_library import library_for
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
+from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, mapped
 from mtpbuild.runtime.programs.slots import reported
 
 Carries = dict[str, NDArray[Any]]
@@ -91,6 +92,8 @@ class OnnxPrograms(HostSlots):
         self._folder, self._threads, self._provider = folder, threads, provider
         packed = manifest.build.cpu_layout
         self._library = None if packed is None else library_for(packed, folder)
+        # All sessions read one mapping; onnxruntime by itself would map the file for each.
+        self._weights = {} if packed is None else _weights(folder / WEIGHTS)
         names = [name for name in self._programs if not name.startswith(MIXED)]
         with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
             self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
@@ -170,6 +173,8 @@ class OnnxPrograms(HostSlots):
         options.enable_mem_pattern = False
         if self._library is not None:
             options.register_custom_ops_library(str(self._library))
+        for name, value in self._weights.items():
+            options.add_initializer(name, value)
         if self._threads:
             options.intra_op_num_threads = self._threads
         # Each session has threads of its own. After a run they would spin for some 50 ms, in the
@@ -189,6 +194,13 @@ class OnnxPrograms(HostSlots):
                 "NVIDIA driver, CUDA and cuDNN that its release names"
             )
         return session
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    """Map an engine's weights, under the names that its graphs have for them."""
+    fetch_ahead(path)
+    arrays = mapped(path).items()
+    return {f"model.{name}": ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays}
 
 
 def new_state(carries: Carries) -> Carries:

@@ -1,6 +1,5 @@
 """TensorRT's Python API in its two flavours, the logger that both want, and engines' weights."""
 
-import json
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -12,14 +11,11 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, install
+from mtpbuild.runtime.programs.mapped_weights import mapped
 
 # By target; the dependency groups have the same names.
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx_bindings"}
 BITS = (np.uint8, np.uint16)  # hold values whose type NumPy does not have: quantised, bfloat16
-DTYPES = {
-    **{"F32": np.float32, "I64": np.int64, "I32": np.int32, "BOOL": np.bool_},
-    **{"U8": np.uint8, "BF16": np.uint16},
-}
 
 
 def tensorrt_api(target: str) -> ModuleType:
@@ -66,7 +62,8 @@ def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:
     log = errors_of(trt)
     log.errors.clear()
     refitter = trt.Refitter(engine, log)
-    weights = mapped(folder / WEIGHTS) | mapped(path)  # must live until they are taken
+    own = mapped(folder / WEIGHTS) | mapped(path)  # must live until they are taken
+    weights = {name: values.ravel() for name, values in own.items()}
     for name in refitter.get_all_weights():
         given = as_stored(trt, weights.get(name), refitter.get_weights_prototype(name))
         if given is None or not refitter.set_named_weights(name, given):
@@ -85,17 +82,3 @@ def as_stored(trt: ModuleType, values: NDArray[Any] | None, prototype: Any) -> A
     if values.nbytes != prototype.nbytes:
         return None
     return trt.Weights(prototype.dtype, values.ctypes.data, prototype.size)
-
-
-def mapped(path: Path) -> dict[str, NDArray[Any]]:
-    """Tensors of a safetensors file, flat, read when they are used."""
-    data = np.memmap(path, mode="r")
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8:start].tobytes())
-    header.pop("__metadata__", None)
-    return {
-        name: data[slice(*(start + offset for offset in entry["data_offsets"]))].view(
-            DTYPES[entry["dtype"]]
-        )
-        for name, entry in header.items()
-    }

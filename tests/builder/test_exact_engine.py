@@ -39,6 +39,7 @@ KINDS: list[Any] = [
     pytest.param(("mimo", "int4"), marks=pytest.mark.full),
 ]
 LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
+TEXTS = 44  # 20,000 tokens of three kinds of engines, played in three ways
 Said = list[tuple[list[int], list[float]]]
 
 
@@ -98,9 +99,9 @@ def same(one: Said, other: Said) -> bool:
 def test_alone_or_beside_others(engines: Sequence[Path]) -> None:
     """Drafts, neighbours, pieces of a prompt and threads change no bit."""
     alone, many = engines
-    wanted = said(alone, 12, at_once=False)
-    assert same(said(many, 12, at_once=True), wanted)
-    assert same(said(many, 12, at_once=False, threads=2), wanted)
+    wanted = said(alone, TEXTS, at_once=False)
+    assert same(said(many, TEXTS, at_once=True), wanted)
+    assert same(said(many, TEXTS, at_once=False, threads=2), wanted)
 
 
 @needs_library

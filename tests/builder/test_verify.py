@@ -22,6 +22,7 @@ from mtpbuild.builder.verify.plain import judge, load_plain
 from mtpbuild.builder.verify.play import Played
 from mtpbuild.builder.verify.report import last_line
 from mtpbuild.builder.verify.verify import check
+from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.errors import BuildError
 from mtpbuild.runtime.stats import Acceptance
@@ -46,8 +47,8 @@ from tests.support.toy import (
     toy_engine,
 )
 
-GREEDY, PLAIN, SAMPLED, CHUNKS, BATCH, RELAXED, LAW, ACCEPTED = CHECKS
-TOY_CHECKS = [name for name in CHECKS if name != PLAIN]
+GREEDY, PLAIN, SAMPLED, CHUNKS, BATCH, MACHINE, RELAXED, LAW, ACCEPTED = CHECKS
+TOY_CHECKS = [name for name in CHECKS if name not in (PLAIN, MACHINE)]
 PROMPTS = [[(7 * i + j) % V for j in range(9)] for i in range(4)]
 
 
@@ -56,7 +57,7 @@ def case(kind: type[Toy] = Toy, nextn: int = 2, **build: int) -> Case:
     return Case(
         engine,
         base=toy_engine(Toy, 0),
-        rechunked=lambda size: toy_engine(kind, nextn, prefill_chunk=size),
+        reloaded=lambda chunk=64, threads=None: toy_engine(kind, nextn, prefill_chunk=chunk),
         prompts=PROMPTS,
         length=40,
         seeds=250,
@@ -154,6 +155,35 @@ def test_rounding_of_bfloat16_and_integers(dtype: str, weights: str, verdict: st
     assert found.verdict == verdict, found.detail
     wrong = check(GREEDY, case_of(dtype, WrongOnce, weights))
     assert (wrong.verdict, wrong.detail[:17]) == ("failed", "text 0, token 11:")
+
+
+def exact_case(kind: type[Toy] = Toy) -> Case:
+    """A case of two engines that say that they are exact."""
+    made = case(kind, max_batch=3)
+    for engine in (made.engine, made.base):
+        assert isinstance(engine, Engine)
+        build = engine.manifest.build.model_copy(update={"exact": True})
+        engine.manifest = engine.manifest.model_copy(update={"build": build})
+    return made
+
+
+def test_an_exact_engine_passes() -> None:
+    right = exact_case()
+    found = {name: check(name, right) for name in (*TOY_CHECKS, MACHINE)}
+    assert {each.verdict for each in found.values()} == {"passed"}
+    assert found[GREEDY].detail == "4 texts equal to the bit, 160 tokens"
+    said = "4 texts equal to the bit, 64 tokens each: plain, avx2, avx512, 1 thread, 2 threads"
+    assert found[MACHINE].detail == said
+
+
+def test_an_exact_engine_may_not_round() -> None:
+    """What passes for a near-tie elsewhere fails here, in texts and in log-probabilities."""
+    found = check(GREEDY, exact_case(Rounded))
+    assert (found.verdict, found.detail[:17]) == ("failed", "text 0, token 0: ")
+    elsewhere = replace(exact_case(), reloaded=lambda **_: toy_engine(Rounded, 2))
+    found = check(MACHINE, elsewhere)
+    assert (found.verdict, found.detail[:24]) == ("failed", "plain: text 0, token 0: ")
+    assert check(MACHINE, case()).detail == "the engine is not exact"
 
 
 @pytest.mark.usefixtures("quick_inductor")
@@ -341,6 +371,7 @@ def test_frozen_flags() -> None:
     assert sorted(flag for option in command.params for flag in option.opts) == [
         "--against",
         "--engine",
+        "--exact",
         "--json",
         "--model",
         "--no-cuda-graphs",

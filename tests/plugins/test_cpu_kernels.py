@@ -28,11 +28,18 @@ from mtpbuild.plugins.cpu.layout import (
 )
 from mtpbuild.runtime.cpu_library import DOMAIN
 from tests.support import exact
-from tests.support.cpu_kernels import LIBRARY, SANITIZED, attended, random_weight
+from tests.support.cpu_kernels import (
+    LIBRARY,
+    SANITIZED,
+    SOURCE,
+    attended,
+    compiled,
+    random_weight,
+    setup_flags,
+)
 from tests.support.isas import isas
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
-SOURCE = Path(__file__).parents[2] / "plugins/cpu/source"
 ISAS = ("plain", "avx2", "avx512")
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -587,21 +594,16 @@ def test_warnings_are_errors(name: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(SANITIZED is not None, reason="it is this test that runs the others")
 def test_sanitizers(tmp_path: Path) -> None:
     """All of these tests, with every access and every operation of integers looked at."""
-    objects, flags = [], ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
-    common, files = setup_flags()
-    for name, own in files.items():
-        objects.append(tmp_path / f"{name}.o")
-        command = ["g++", *common, *own, *flags, "-O1"]
-        subprocess.run([*command, "-c", SOURCE / name, "-o", objects[-1]], check=True)
-    library = tmp_path / "sanitized.so"
-    subprocess.run(["g++", "-shared", *flags, *objects, "-o", library], check=True)
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
+    library = compiled(SOURCE, tmp_path / "sanitized.so", *flags, level="-O1")
     runtimes = [
         subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True)
         for name in ("libasan.so", "libubsan.so")
     ]
     preload = " ".join(each.stdout.strip() for each in runtimes)
     environment = os.environ | {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
-    command = [sys.executable, "-m", "pytest", "-xsq", "-p", "no:cacheprovider", __file__]
+    tests = sorted(map(str, Path(__file__).parent.glob("test_cpu_*.py")))
+    command = [sys.executable, "-m", "pytest", "-xsq", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(
         command,
         env=environment | {"SANITIZED_CPU_LIBRARY": str(library)},
@@ -610,14 +612,3 @@ def test_sanitizers(tmp_path: Path) -> None:
         cwd=SOURCE.parents[2],
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-
-def setup_flags() -> tuple[list[str], dict[str, list[str]]]:
-    """What setup.py compiles all files with, and each."""
-    text = (SOURCE.parents[2] / "setup.py").read_text()
-    names: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("setuptools.setup", lambda **_: None)
-        patch.chdir(SOURCE.parents[2])
-        exec(compile(text, "setup.py", "exec"), names)
-    return names["COMMON"], names["FLAGS"]

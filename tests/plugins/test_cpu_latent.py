@@ -4,73 +4,19 @@ Each equals its arithmetic in NumPy to the bit on every instruction set, and ref
 fit.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import helper
 
 from mtpbuild.plugins import accept_rewind, mla_packed, moe_route
 from mtpbuild.plugins.cpu.layout import packed_floats, packed_scales, packed_values
 from tests.support import exact
-from tests.support.cpu_kernels import LIBRARY, attended, random_weight
-from tests.support.isas import isas
+from tests.support.cpu_kernels import LIBRARY, attended, random_weight, run, same_everywhere
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
-Operands = Mapping[str, NDArray[Any] | None]  # None: it is left out
-Results = list[NDArray[Any]]
-TYPES: dict[type, int] = {
-    np.float32: onnx.TensorProto.FLOAT,
-    np.int32: onnx.TensorProto.INT32,
-    np.int64: onnx.TensorProto.INT64,
-}
-
-
-def run(op: str, given: Operands, results: tuple[type, ...], threads: int, **how: Any) -> Results:
-    """Run one node of the library, with results of these types."""
-    there = {name: array for name, array in given.items() if array is not None}
-    inputs = [
-        helper.make_tensor_value_info(
-            name, helper.np_dtype_to_tensor_dtype(x.dtype), [None] * x.ndim
-        )
-        for name, x in there.items()
-    ]
-    names = [f"y{i}" for i in range(len(results))]
-    outputs = [
-        helper.make_tensor_value_info(name, TYPES[kind], None)
-        for name, kind in zip(names, results, strict=True)
-    ]
-    operands = [name if name in there else "" for name in given]
-    node = helper.make_node(op, operands, names, domain="mtpbuild", **how)
-    graph = helper.make_graph([node], "one", inputs, outputs)
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("mtpbuild", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.enable_cpu_mem_arena = False
-    options.register_custom_ops_library(str(LIBRARY))
-    found = ort.InferenceSession(model.SerializeToString(), options).run(None, there)
-    return [np.asarray(each) for each in found]
-
-
-def same_everywhere(
-    patch: pytest.MonkeyPatch, op: str, given: Operands, results: tuple[type, ...], **how: Any
-) -> Results:
-    """Run on every instruction set, with one thread and two; all must agree to the bit."""
-    first: Results | None = None
-    for isa in isas():
-        patch.setenv("MTPBUILD_CPU_ISA", isa)
-        for threads in (1, 2):
-            found = run(op, given, results, threads, **how)
-            first = found if first is None else first
-            assert [each.tobytes() for each in found] == [each.tobytes() for each in first]
-    assert first is not None
-    return first
 
 
 def rotated(

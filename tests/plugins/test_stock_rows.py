@@ -13,7 +13,7 @@ from mtpbuild.builder.targets.exact import PROBED
 
 LAST = [np.array([-1])]
 OPERATORS: dict[str, list[NDArray[Any]]] = {
-    **{name: [] for name in ("Sigmoid", "Exp", "Softmax", "LogSoftmax")},
+    **{name: [] for name in ("Sigmoid", "Exp", "Softmax")},
     **dict.fromkeys(("ReduceSum", "ReduceMax", "ReduceLogSumExp"), LAST),
     "CumSum": [np.array(-1)],
 }

@@ -1,19 +1,75 @@
 """What tests of the CPU's kernels share: the library, random weights, and attention by token."""
 
 import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
 import torch
 from numpy.typing import NDArray
+from onnx import helper
 
 from mtpbuild.runtime.cpu_library import find_library
 from tests.support import exact
+from tests.support.isas import isas
 
+SOURCE = Path(__file__).parents[2] / "plugins/cpu/source"
 SANITIZED = os.environ.get("SANITIZED_CPU_LIBRARY")  # `test_sanitizers` sets it
 LIBRARY = Path(SANITIZED) if SANITIZED else find_library()
+Operands = Mapping[str, NDArray[Any] | None]  # None: it is left out
+Results = list[NDArray[Any]]
+TYPES: dict[type, int] = {
+    np.float32: onnx.TensorProto.FLOAT,
+    np.int32: onnx.TensorProto.INT32,
+    np.int64: onnx.TensorProto.INT64,
+}
+
+
+def run(op: str, given: Operands, results: tuple[type, ...], threads: int, **how: Any) -> Results:
+    """Run one node of the library, with results of these types."""
+    there = {name: array for name, array in given.items() if array is not None}
+    inputs = [
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(x.dtype), [None] * x.ndim
+        )
+        for name, x in there.items()
+    ]
+    names = [f"y{i}" for i in range(len(results))]
+    outputs = [
+        helper.make_tensor_value_info(name, TYPES[kind], None)
+        for name, kind in zip(names, results, strict=True)
+    ]
+    operands = [name if name in there else "" for name in given]
+    node = helper.make_node(op, operands, names, domain="mtpbuild", **how)
+    graph = helper.make_graph([node], "one", inputs, outputs)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("mtpbuild", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = threads, 4
+    options.enable_cpu_mem_arena = False
+    options.register_custom_ops_library(str(LIBRARY))
+    found = ort.InferenceSession(model.SerializeToString(), options).run(None, there)
+    return [np.asarray(each) for each in found]
+
+
+def same_everywhere(
+    patch: pytest.MonkeyPatch, op: str, given: Operands, results: tuple[type, ...], **how: Any
+) -> Results:
+    """Run on every instruction set, with one thread and two; all must agree to the bit."""
+    first: Results | None = None
+    for isa in isas():
+        patch.setenv("MTPBUILD_CPU_ISA", isa)
+        for threads in (1, 2):
+            found = run(op, given, results, threads, **how)
+            first = found if first is None else first
+            assert [each.tobytes() for each in found] == [each.tobytes() for each in first]
+    assert first is not None
+    return first
 
 
 def random_weight(
@@ -41,3 +97,25 @@ def attended(given: Mapping[str, NDArray[Any]], scale: float, latent: int) -> ND
             rows = np.concatenate([given["cache"][b, 0, :base], fresh])
             y[b, :, t] = exact.attention(given["q"][b, :, t], rows, scale, latent)
     return y
+
+
+def compiled(sources: Path, library: Path, *flags: str, level: str = "-O2") -> Path:
+    """Compile the library from a copy of its sources, as setup.py does but for these flags."""
+    objects, (common, files) = [], setup_flags()
+    for name, own in files.items():
+        objects.append(library.with_name(f"{name}.o"))
+        command = ["g++", *common, *own, *flags, level, "-c"]
+        subprocess.run([*command, sources / name, "-o", objects[-1]], check=True)
+    subprocess.run(["g++", "-shared", *flags, *objects, "-o", library], check=True)
+    return library
+
+
+def setup_flags() -> tuple[list[str], dict[str, list[str]]]:
+    """What setup.py compiles all files with, and each."""
+    text = (SOURCE.parents[2] / "setup.py").read_text()
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("setuptools.setup", lambda **_: None)
+        patch.chdir(SOURCE.parents[2])
+        exec(compile(text, "setup.py", "exec"), names)
+    return names["COMMON"], names["FLAGS"]

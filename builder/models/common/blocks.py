@@ -8,6 +8,7 @@ from mtpbuild.builder.weights.formats import GROUP, Integers, Nvfp4
 from mtpbuild.builder.weights.made import Share, Weight
 from mtpbuild.plugins import (
     dequantise_scaled,
+    embedding_nbits,
     experts_nbits,
     experts_packed,
     gated_packed,
@@ -16,7 +17,7 @@ from mtpbuild.plugins import (
     product_packed,
 )
 from mtpbuild.plugins.cpu.layout import PANEL, panels
-from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
+from mtpbuild.plugins.matmul_nbits.op import BLOCK
 
 Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -77,6 +78,8 @@ class HeadBlocks(nn.ModuleList):
 class EmbeddingBlocks(nn.Module):
     """Holds an int8 embedding [V, E] in blocks of 32; it dequantises the rows that it looks up."""
 
+    fused = False  # by an op, in place of PyTorch's operators
+
     def __init__(self, vocabulary: int, width: int, scales: torch.dtype) -> None:
         super().__init__()
         self.values = parameter(vocabulary, width // BLOCK, BLOCK, dtype=torch.uint8)
@@ -84,9 +87,9 @@ class EmbeddingBlocks(nn.Module):
 
     def rows(self, tokens: Tensor) -> Tensor:
         """Returns the rows of tokens [..] in fp32 [.., E]."""
-        ids = tokens.flatten()  # index_select is one Gather in ONNX
-        values, scales = (part.index_select(0, ids) for part in (self.values, self.scales))
-        return dequantise(values, scales, bits=8).unflatten(0, tokens.shape)
+        look_up = embedding_nbits if self.fused else embedding_nbits._init_fn
+        rows: Tensor = look_up(tokens, self.values, self.scales)
+        return rows
 
 
 def look_up(weight: Tensor | EmbeddingBlocks, tokens: Tensor) -> Tensor:
@@ -117,12 +120,13 @@ class ExpertBlocks(nn.Module):
 class PackedExperts(Packed):
     """Holds weights [X, in, out] of experts; gates and ups are filled up to whole panels each."""
 
-    def through(self, down: "PackedExperts", x: Tensor, ids: Tensor) -> Tensor:
-        """Puts each row of x [N, E] through the expert that `ids` [N] names; returns [N, E].
+    def weighed(self, down: "PackedExperts", x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Sums what the experts ids [.., k] make of x [.., E], with weights [.., k]: [.., E].
 
         This module holds the experts' gates and ups, `down` their other product.
         """
-        return experts_packed(x, ids, self.values, self.scales, down.values, down.scales)
+        own = self.values, self.scales, down.values, down.scales
+        return experts_packed(x, weights, ids, *own)
 
 
 class Scaled(nn.Module):

@@ -41,6 +41,8 @@ class Gate(Kernels):
             how = (c.n_group, c.topk_group, c.num_experts_per_tok)
             scaled = (c.norm_topk_prob, c.routed_scaling_factor)
             bias = self.e_score_correction_bias
+            if not self.kernels:  # a CPU's op takes any axes
+                return moe_route(logits, bias, *how, *scaled, self.always)
             weights, ids = moe_route(logits.flatten(0, -2), bias, *how, *scaled, self.always)
             return weights.unflatten(0, x.shape[:-1]), ids.unflatten(0, x.shape[:-1])
         scores = logits.sigmoid()
@@ -193,6 +195,8 @@ class GatheredMoE(MoE):
         return torch.cat([self.chosen(*piece) for piece in pieces])[:tokens]
 
     def gathered(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        if isinstance(self.gate_up_proj, PackedExperts):
+            return self.gate_up_proj.weighed(self.down_proj, x, weights, ids)
         if self.ranks.ep > 1:  # another group's expert: any of ours, which weighs 0
             weights, ids = torch.where(ids == NOBODY, 0.0, weights), ids.clamp(min=0)
         chosen = ids.flatten().long()
@@ -202,7 +206,7 @@ class GatheredMoE(MoE):
 
     def each(self, x: Tensor, ids: Tensor) -> Tensor:
         """Puts every row through its expert: x [N, 1, E], ids [N] -> [N, 1, E]."""
-        if isinstance(self.gate_up_proj, ExpertBlocks | ExpertRows | PackedExperts):
+        if isinstance(self.gate_up_proj, ExpertBlocks | ExpertRows):
             return self.gate_up_proj.through(self.down_proj, x.flatten(0, 1), ids)[:, None]
         gate_up = cast(self.gate_up_proj.index_select(0, ids), x.dtype)
         gate, up = (x @ gate_up).chunk(2, dim=-1)

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "half.h"
+
 namespace {
 
 constexpr int WIDE = 1;           // vectors of a tile's columns
@@ -121,18 +123,7 @@ inline Bytes high_halves(const Bytes& a) {
   return r;
 }
 inline Floats load_halves(const uint16_t* p) {
-  return each([&](int i) {
-    uint32_t sign = static_cast<uint32_t>(p[i] & 0x8000) << 16, rest = p[i] & 0x7fff;
-    float value;
-    if (rest >= 0x0400) {  // normal; infinite and NaN have the largest exponent in either type
-      uint32_t bits = sign | ((rest << 13) + (rest >= 0x7c00 ? 0x70000000 : 0x38000000));
-      std::memcpy(&value, &bits, 4);
-    } else {
-      value = std::ldexp(static_cast<float>(rest), -24);
-      if (sign) value = -value;
-    }
-    return value;
-  });
+  return each([&](int i) { return mtp::half(p[i]); });
 }
 
 // Sums of a block begin with it: what the unsigned weights are too large by.

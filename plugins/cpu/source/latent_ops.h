@@ -209,7 +209,7 @@ struct LatentAttention : Usual {
   }
 };
 
-// logits [N, X], bias [X] -> weights and ids [N, experts + always]: `experts` of the highest
+// logits [.., X], bias [X] -> weights and ids [.., experts + always]: `experts` of the highest
 // biased sigmoid among the kept groups, in that order, the lower id first where they tie; then
 // experts X, X + 1, .. with weight 1.
 struct Route : Usual {
@@ -232,14 +232,16 @@ struct Route : Usual {
 
   void compute(ort::Context* context) const {
     Tensor logits = ort::input(context, 0), bias = ort::input(context, 1);
-    int64_t all = logits.last(), rows = logits.rank() == 2 ? logits.shape[0] : -1;
-    bool fit = rows >= 0 && bias.shape == std::vector<int64_t>{all} && groups > 0 &&
+    int64_t all = logits.last();
+    bool fit = logits.rank() > 0 && bias.shape == std::vector<int64_t>{all} && groups > 0 &&
                all % groups == 0 && kept > 0 && kept <= groups && experts > 0 && always >= 0 &&
                always <= MOST && experts <= all / groups * kept;
     need(fit, name, "logits " + logits.text() + ", bias " + bias.text());
-    int64_t chosen = experts + always;
-    float* weights = ort::output<float>(context, {rows, chosen});
-    int32_t* ids = ort::output<int32_t>(context, {rows, chosen}, 1);
+    int64_t chosen = experts + always, rows = logits.count(0, logits.rank() - 1);
+    std::vector<int64_t> shape = logits.shape;
+    shape.back() = chosen;
+    float* weights = ort::output<float>(context, shape);
+    int32_t* ids = ort::output<int32_t>(context, shape, 1);
     tasks(context, rows, rows * all * 16, [&](int64_t m) {
       const float* row = logits.data<float>() + m * all;
       choose(row, bias.data<float>(), all, weights + m * chosen, ids + m * chosen);
@@ -326,7 +328,7 @@ struct Accept : Usual {
     tasks(context, rows, rows * V * 8, [&](int64_t m) {
       mtp::Best best = k.best(logits.data<float>() + m * V, V);
       tokens[m] = best.id;
-      logprobs[m] = -mtp::logarithm(best.total);
+      logprobs[m] = 0.0f - mtp::logarithm(best.total);  // as LogSoftmax has it
       margins[m] = best.top - best.second;
     });
     for (int64_t slot = 0; slot < slots[0]; slot++) {
@@ -339,6 +341,28 @@ struct Accept : Usual {
       counts[slot] = n;
       ends[slot] = lengths.data<int64_t>()[slot] + n;
     }
+  }
+};
+
+// x [.., V] -> x - log(sum(exp(x))), the sum as Accept adds it up.
+struct LogSoftmax : Usual {
+  static constexpr const char* name = "LogSoftmax";
+  static constexpr ort::Type inputs[] = {ort::FLOAT};
+  const Kernels& k;
+
+  LogSoftmax(const Kernels& k, const ort::Info*) : k(k) {}
+
+  void compute(ort::Context* context) const {
+    Tensor x = ort::input(context, 0);
+    need(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
+    int64_t rows = x.count(0, x.rank() - 1), V = x.last();
+    float* y = ort::output(context, x.shape);
+    tasks(context, rows, rows * V * 8, [&](int64_t m) {
+      const float* row = x.data<float>() + m * V;
+      mtp::Best best = k.best(row, V);
+      float log = mtp::logarithm(best.total);
+      for (int64_t i = 0; i < V; i++) y[m * V + i] = (row[i] - best.top) - log;
+    });
   }
 };
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 
+#include "half.h"
 #include "kernels.h"
 #include "ort.h"
 #include "trigonometry.h"
@@ -92,11 +93,45 @@ void multiply(const Kernels& k, const Weight& w, const Panel& panel, int64_t col
   }
 }
 
+// What may stand around a product x [.., K] -> y, and is optional: the weight [K] of the norm that
+// x goes through first, the operand `place`; and what is added to y, the operand behind it.
+struct Around {
+  Tensor norm, sum;
+  float epsilon;
+
+  Around(const char* op, ort::Context* context, size_t place, float epsilon, const Tensor& x,
+         const std::vector<int64_t>& y)
+      : norm(ort::input(context, place, true)),
+        sum(ort::input(context, place + 1, true)),
+        epsilon(epsilon) {
+    need(!norm.memory || norm.shape == std::vector<int64_t>{x.last()}, op,
+         "rows " + x.text() + ", norm " + norm.text());
+    need(!sum.memory || sum.shape == y, op, "the sum with " + sum.text());
+  }
+  // A row as the product takes it; if it is normed, it lies in `own`.
+  const float* row(const Kernels& k, const float* x, int64_t size, float* own) const {
+    if (!norm.memory) return x;
+    k.norm(x, norm.data<float>(), size, epsilon, own);
+    return own;
+  }
+  // Add to `count` numbers of the result, whose first one is y[place].
+  void add(int64_t place, int64_t count, float* y) const {
+    if (!sum.memory) return;
+    for (int64_t i = 0; i < count; i++) y[place + i] += sum.data<float>()[place + i];
+  }
+};
+
 std::unique_ptr<InputBlock[]> rounded(const Kernels& k, ort::Context* context, const float* x,
-                                      int64_t rows, int64_t blocks) {
+                                      int64_t rows, int64_t blocks,
+                                      const Around* around = nullptr) {
   auto blocks_of = scratch<InputBlock>(rows * blocks);
-  tasks(context, rows, rows * blocks * BLOCK * 4,
-        [&](int64_t m) { k.quantise(x + m * blocks * BLOCK, blocks, &blocks_of[m * blocks]); });
+  int64_t size = blocks * BLOCK;
+  tasks(context, rows, rows * size * 4, [&](int64_t m) {
+    bool normed = around && around->norm.memory;
+    auto own = scratch<float>(normed ? size : 0);
+    const float* row = x + m * size;
+    k.quantise(normed ? around->row(k, row, size, own.get()) : row, blocks, &blocks_of[m * blocks]);
+  });
   return blocks_of;
 }
 
@@ -106,14 +141,20 @@ struct Usual {
   static constexpr unsigned optional = 0, optional_results = 0;  // a bit for each operand or result
 };
 
-// x [.., K] times an integer weight -> [.., outputs].
+// x [.., K] times an integer weight -> [.., outputs]; with what may stand around it.
 struct Product : Usual {
   static constexpr const char* name = "Product";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16};
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16, ort::FLOAT,
+                                         ort::FLOAT};
+  static constexpr unsigned optional = 1 << 3 | 1 << 4;
   const Kernels& k;
   int64_t outputs;
+  float epsilon;
 
-  Product(const Kernels& k, const ort::Info* info) : k(k), outputs(attribute(info, "N")) {}
+  Product(const Kernels& k, const ort::Info* info)
+      : k(k),
+        outputs(attribute(info, "N")),
+        epsilon(ort::float_attribute_or(info, "epsilon", 0.0f)) {}
 
   void compute(ort::Context* context) const {
     Tensor x = ort::input(context, 0);
@@ -123,8 +164,9 @@ struct Product : Usual {
     int64_t rows = x.count(0, x.rank() - 1);
     std::vector<int64_t> shape = x.shape;
     shape.back() = outputs;
+    Around around(name, context, 3, epsilon, x, shape);
     float* y = ort::output(context, shape);
-    auto blocks = rounded(k, context, x.data<float>(), rows, w.blocks);
+    auto blocks = rounded(k, context, x.data<float>(), rows, w.blocks, &around);
     // A task takes some panels, and of many rows as many at a time as stay in its core's cache.
     int64_t step = std::max<int64_t>(1, min<int64_t>(8, w.panels / 16));
     int64_t most = std::max<int64_t>(48, CACHED / (w.blocks * int64_t{sizeof(InputBlock)}));
@@ -135,22 +177,30 @@ struct Product : Usual {
         int64_t some = min(most, rows - first);
         for (int64_t i = 0; i < some; i++) in[i] = &blocks[(first + i) * w.blocks];
         for (int64_t p = t * step; p < min(w.panels, (t + 1) * step); p++) {
+          int64_t columns = min(PANEL, outputs - p * PANEL);
           for (int64_t i = 0; i < some; i++) out[i] = y + (first + i) * outputs + p * PANEL;
-          multiply(k, w, w.panel(0, p), min(PANEL, outputs - p * PANEL), some, in.get(), out.get());
+          multiply(k, w, w.panel(0, p), columns, some, in.get(), out.get());
+          for (int64_t i = 0; i < some; i++) around.add(out[i] - y, columns, y);
         }
       }
     });
   }
 };
 
-// silu(x @ gates) * (x @ ups): x [.., K], a weight of N outputs, gates first -> [.., N / 2].
+// silu(x @ gates) * (x @ ups): x [.., K], a weight of N outputs, gates first -> [.., N / 2]; x may
+// be normed first.
 struct GatedProduct : Usual {
   static constexpr const char* name = "GatedProduct";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16};
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::UINT8, ort::FLOAT16, ort::FLOAT};
+  static constexpr unsigned optional = 1 << 3;
   const Kernels& k;
   int64_t outputs;
+  float epsilon;
 
-  GatedProduct(const Kernels& k, const ort::Info* info) : k(k), outputs(attribute(info, "N")) {}
+  GatedProduct(const Kernels& k, const ort::Info* info)
+      : k(k),
+        outputs(attribute(info, "N")),
+        epsilon(ort::float_attribute_or(info, "epsilon", 0.0f)) {}
 
   void compute(ort::Context* context) const {
     Tensor x = ort::input(context, 0);
@@ -161,8 +211,9 @@ struct GatedProduct : Usual {
     int64_t rows = x.count(0, x.rank() - 1), inner = outputs / 2, panels = w.panels / 2;
     std::vector<int64_t> shape = x.shape;
     shape.back() = inner;
+    Around around(name, context, 3, epsilon, x, shape);
     float* y = ort::output(context, shape);
-    auto blocks = rounded(k, context, x.data<float>(), rows, w.blocks);
+    auto blocks = rounded(k, context, x.data<float>(), rows, w.blocks, &around);
     int64_t step = std::max<int64_t>(1, min<int64_t>(4, panels / 16));
     tasks(context, up(panels, step), rows * w.inputs() * outputs / INTEGERS, [&](int64_t t) {
       for (int64_t first = 0; first < rows; first += SOME)
@@ -191,85 +242,134 @@ struct GatedProduct : Usual {
   }
 };
 
-// Rows x [N, E] through the expert that ids [N] say: down(silu(gate(x)) * up(x)) -> [N, E].
+// The rows of a pass by the experts that they go through. x [.., E] comes with ids and weights
+// [.., k]: a token is k rows, its result the weighted sum of theirs in that order, and an id of -1
+// adds nothing. In engines of before ids are [N], and there are no weights.
+struct Routed {
+  static constexpr int64_t SOME = 48;  // rows of a run, at most
+  struct Run {
+    int64_t expert, first, count;
+  };
+  std::vector<int64_t> ids;   // of each row
+  std::vector<int64_t> rows;  // of the first expert in use, of the next one, and so on
+  std::vector<Run> runs;
+  int64_t each, tokens;  // rows of a token
+  Tensor weights;
+
+  Routed(const char* op, const Tensor& x, const Tensor& chosen, const Tensor& weights,
+         int64_t experts)
+      : each(weights.memory ? chosen.last() : 1), weights(weights) {
+    bool one = !weights.memory && x.rank() == 2;
+    std::vector<int64_t> outer(x.shape.begin(), x.shape.end() - (x.rank() > 0));
+    if (!one) outer.push_back(each);
+    bool fit = x.rank() > 0 && chosen.shape == outer && each > 0 &&
+               (one || weights.shape == chosen.shape) &&
+               (chosen.type == ort::INT64 || chosen.type == ort::INT32);
+    need(fit, op, "rows " + x.text() + " with experts " + chosen.text());
+    tokens = x.count(0, x.rank() - 1);
+    ids.resize(tokens * each);
+    for (size_t m = 0; m < ids.size(); m++)
+      ids[m] = chosen.type == ort::INT64 ? chosen.data<int64_t>()[m] : chosen.data<int32_t>()[m];
+    order(op, experts);
+  }
+  int64_t count() const { return static_cast<int64_t>(ids.size()); }
+  // How many rows `run` counts, and where the token of its row i begins in x.
+  int64_t token(const Run& run, int64_t i) const { return rows[run.first + i] / each; }
+
+  // y [tokens, width] = weighted sums of what the experts made of the rows + sum, if there is one.
+  void finish(ort::Context* context, const float* made, const Tensor& sum, int64_t width,
+              float* y) const {
+    tasks(context, tokens, count() * width, [&](int64_t m) {
+      float* to = y + m * width;
+      std::fill_n(to, width, 0.0f);
+      for (int64_t row = m * each; row < (m + 1) * each; row++) {
+        if (ids[row] < 0) continue;
+        float weight = weights.data<float>()[row];
+        for (int64_t c = 0; c < width; c++) to[c] += made[row * width + c] * weight;
+      }
+      for (int64_t c = 0; sum.memory && c < width; c++) to[c] += sum.data<float>()[m * width + c];
+    });
+  }
+
+ private:
+  void order(const char* op, int64_t experts) {
+    std::vector<int64_t> ends(experts + 1);
+    int64_t least = weights.memory ? -1 : 0;
+    for (int64_t id : ids) {
+      need(id >= least && id < experts, op,
+           "no expert " + std::to_string(id) + " of " + std::to_string(experts));
+      if (id >= 0) ends[id + 1]++;
+    }
+    for (int64_t e = 0; e < experts; e++) {
+      ends[e + 1] += ends[e];
+      for (int64_t first = ends[e]; first < ends[e + 1]; first += SOME)
+        runs.push_back({e, first, min(SOME, ends[e + 1] - first)});
+    }
+    rows.resize(ends[experts]);
+    for (int64_t m = 0; m < count(); m++)
+      if (ids[m] >= 0) rows[ends[ids[m]]++] = m;
+  }
+};
+
+// Rows through experts: down(silu(gate(x)) * up(x)), see Routed; + sum [.., E], if there is one.
 //
 // Panels of gates and ups take turns. An expert's weights are read once for all of its rows.
 struct Experts : Usual {
   static constexpr const char* name = "Experts";
-  static constexpr ort::Type inputs[] = {ort::FLOAT,   ort::INT64, ort::UINT8,
-                                         ort::FLOAT16, ort::UINT8, ort::FLOAT16};
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,     ort::UINT8, ort::FLOAT16,
+                                         ort::UINT8, ort::FLOAT16, ort::FLOAT, ort::FLOAT};
+  static constexpr unsigned optional = 1 << 6 | 1 << 7;
+  static constexpr int64_t SOME = Routed::SOME;
   const Kernels& k;
 
   Experts(const Kernels& k, const ort::Info*) : k(k) {}
 
   void compute(ort::Context* context) const {
-    Tensor x = ort::input(context, 0), ids = ort::input(context, 1);
-    need(x.rank() == 2 && ids.rank() == 1 && ids.shape[0] == x.shape[0], name,
-         "rows " + x.text() + " with experts " + ids.text());
-    int64_t rows = x.shape[0], width = x.shape[1];
-    Tensor downs = ort::input(context, 4);
+    Tensor x = ort::input(context, 0), downs = ort::input(context, 4);
+    Tensor sum = ort::input(context, 7, true);
+    int64_t width = x.last();
     int64_t inner = downs.rank() == 4 ? min(downs.shape[2], INT64_MAX / 64) * BLOCK : 0;
     Weight both(name, ort::input(context, 2), ort::input(context, 3), 4, 2 * inner);
     Weight down(name, downs, ort::input(context, 5), 4, width);
     need(both.inputs() == width && both.matrices == down.matrices && both.panels % 2 == 0, name,
          "gates and ups do not fit " + downs.text());
-    auto order = by_expert(name, ids.data<int64_t>(), rows, down.matrices);
+    Routed routed(name, x, ort::input(context, 1), ort::input(context, 6, true), down.matrices);
+    need(!sum.memory || (routed.weights.memory && sum.shape == x.shape), name,
+         "the sum with " + sum.text());
     float* y = ort::output(context, x.shape);
-    auto in = rounded(k, context, x.data<float>(), rows, both.blocks);
+    auto in = rounded(k, context, x.data<float>(), routed.tokens, both.blocks);
+    int64_t rows = routed.count(), panels = inner / PANEL;
+    int64_t runs = static_cast<int64_t>(routed.runs.size());
     auto hidden = scratch<InputBlock>(rows * down.blocks);
-    int64_t panels = inner / PANEL, runs = static_cast<int64_t>(order.runs.size());
     tasks(context, runs * panels, rows * 2 * inner * width / INTEGERS, [&](int64_t t) {
-      const Run& run = order.runs[t / panels];
-      gate_and_up(both, run, t % panels, order.rows.data(), in.get(), hidden.get(), down.blocks);
+      gate_and_up(both, routed, routed.runs[t / panels], t % panels, in.get(), hidden.get(),
+                  down.blocks);
     });
+    auto made = scratch<float>(routed.weights.memory ? rows * width : 0);
+    float* results = routed.weights.memory ? made.get() : y;
     tasks(context, runs * down.panels, rows * inner * width / INTEGERS, [&](int64_t t) {
-      const Run& run = order.runs[t / down.panels];
+      const Routed::Run& run = routed.runs[t / down.panels];
       int64_t p = t % down.panels, columns = min(PANEL, width - p * PANEL);
       const InputBlock* from[SOME];
       float* to[SOME];
       for (int64_t i = 0; i < run.count; i++) {
-        int64_t row = order.rows[run.first + i];
+        int64_t row = routed.rows[run.first + i];
         from[i] = &hidden[row * down.blocks];
-        to[i] = y + row * width + p * PANEL;
+        to[i] = results + row * width + p * PANEL;
       }
       multiply(k, down, down.panel(run.expert, p), columns, run.count, from, to);
     });
-  }
-
-  static constexpr int64_t SOME = 48;  // rows of a run, at most
-  struct Run {
-    int64_t expert, first, count;
-  };
-  struct Order {
-    std::vector<int64_t> rows;  // of the first expert in use, of the next one, and so on
-    std::vector<Run> runs;
-  };
-
-  static Order by_expert(const char* op, const int64_t* ids, int64_t rows, int64_t experts) {
-    std::vector<int64_t> ends(experts + 1);
-    for (int64_t m = 0; m < rows; m++) {
-      need(ids[m] >= 0 && ids[m] < experts, op,
-           "no expert " + std::to_string(ids[m]) + " of " + std::to_string(experts));
-      ends[ids[m] + 1]++;
-    }
-    Order order{std::vector<int64_t>(rows), {}};
-    for (int64_t e = 0; e < experts; e++) {
-      ends[e + 1] += ends[e];
-      for (int64_t first = ends[e]; first < ends[e + 1]; first += SOME)
-        order.runs.push_back({e, first, min(SOME, ends[e + 1] - first)});
-    }
-    for (int64_t m = 0; m < rows; m++) order.rows[ends[ids[m]]++] = m;
-    return order;
+    if (routed.weights.memory) routed.finish(context, results, sum, width, y);
   }
 
  private:
-  void gate_and_up(const Weight& both, const Run& run, int64_t p, const int64_t* rows,
+  void gate_and_up(const Weight& both, const Routed& routed, const Routed::Run& run, int64_t p,
                    const InputBlock* in, InputBlock* hidden, int64_t blocks) const {
     alignas(64) float gates[SOME][PANEL], ups[SOME][PANEL];
     const InputBlock* from[SOME];
     float *gate[SOME], *up[SOME];
     for (int64_t i = 0; i < run.count; i++) {
-      from[i] = in + rows[run.first + i] * both.blocks;
+      from[i] = in + routed.token(run, i) * both.blocks;
       gate[i] = gates[i];
       up[i] = ups[i];
     }
@@ -277,7 +377,37 @@ struct Experts : Usual {
     multiply(k, both, both.panel(run.expert, 2 * p + 1), PANEL, run.count, from, up);
     for (int64_t i = 0; i < run.count; i++) {
       k.gated(gates[i], ups[i], PANEL);
-      k.quantise(gates[i], 1, hidden + rows[run.first + i] * blocks + p);
+      k.quantise(gates[i], 1, hidden + routed.rows[run.first + i] * blocks + p);
+    }
+  }
+};
+
+// Rows of an int8 embedding: tokens [..], values [V, K / 32, 32], scales [V, K / 32] -> [.., K].
+struct Embedding : Usual {
+  static constexpr const char* name = "Embedding";
+  static constexpr ort::Type inputs[] = {ort::INT64, ort::UINT8, ort::FLOAT16};
+
+  Embedding(const Kernels&, const ort::Info*) {}
+
+  void compute(ort::Context* context) const {
+    Tensor tokens = ort::input(context, 0), values = ort::input(context, 1);
+    Tensor scales = ort::input(context, 2);
+    bool fit = values.rank() == 3 && values.last() == BLOCK && scales.rank() == 2 &&
+               std::equal(scales.shape.begin(), scales.shape.end(), values.shape.begin());
+    need(fit, name, "values " + values.text() + " and scales " + scales.text());
+    int64_t vocabulary = values.shape[0], blocks = values.shape[1];
+    std::vector<int64_t> shape = tokens.shape;
+    shape.push_back(blocks * BLOCK);
+    float* y = ort::output(context, shape);
+    for (int64_t m = 0; m < tokens.count(0, tokens.rank()); m++) {
+      int64_t id = tokens.data<int64_t>()[m];
+      need(id >= 0 && id < vocabulary, name,
+           "no token " + std::to_string(id) + " of " + std::to_string(vocabulary));
+      for (int64_t b = id * blocks; b < (id + 1) * blocks; b++) {
+        float scale = mtp::half(scales.data<uint16_t>()[b]);
+        for (int64_t i = 0; i < BLOCK; i++)
+          *y++ = static_cast<float>(values.data<uint8_t>()[b * BLOCK + i] - 128) * scale;
+      }
     }
   }
 };
@@ -582,7 +712,8 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
         declared<Experts>(),      declared<Norm>(),          declared<Attention>(),
         declared<Circle<true>>(), declared<Circle<false>>(), declared<GatedFloatProduct>(),
         declared<FloatExperts>(), declared<LatentRows>(),    declared<LatentAttention>(),
-        declared<Route>(),        declared<Accept>()};
+        declared<Route>(),        declared<Accept>(),        declared<Embedding>(),
+        declared<LogSoftmax>()};
     static ort::Domain* domain = [] {
       ort::Domain* made = nullptr;
       ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &made));

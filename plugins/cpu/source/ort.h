@@ -118,6 +118,14 @@ inline float float_attribute(const Info* info, const char* name) {
   return value;
 }
 
+inline float float_attribute_or(const Info* info, const char* name, float otherwise) {
+  float value;
+  Status* missing = call<Status*>(ATTRIBUTE_FLOAT, info, name, &value);
+  if (!missing) return value;
+  call<void>(RELEASE_STATUS, missing);
+  return otherwise;
+}
+
 // An input: its shape, and its memory, which onnxruntime has checked to be as long. Its type is the
 // one that the operator declares, if it does. One that is optional and missing has no memory.
 struct Tensor {

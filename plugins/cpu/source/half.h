@@ -1,0 +1,22 @@
+// fp16 in plain C++.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace mtp {
+
+// The fp32 number that is equal to an fp16 number, given by its bits.
+static inline float half(uint16_t bits) {
+  uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, rest = bits & 0x7fff;
+  float value;
+  if (rest >= 0x0400) {  // normal; infinite and NaN have the largest exponent in either type
+    uint32_t wide = sign | ((rest << 13) + (rest >= 0x7c00 ? 0x70000000 : 0x38000000));
+    std::memcpy(&value, &wide, 4);
+    return value;
+  }
+  value = std::ldexp(static_cast<float>(rest), -24);
+  return sign ? -value : value;
+}
+
+}  // namespace mtp

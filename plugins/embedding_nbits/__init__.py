@@ -1,0 +1,1 @@
+"""Looks up rows of an int8 embedding."""

@@ -1,0 +1,24 @@
+"""embedding_nbits: rows of an embedding that is held in int8."""
+
+import torch
+from torch import Tensor
+
+from mtpbuild.plugins.matmul_nbits.op import dequantise
+
+
+@torch.library.custom_op("mtpbuild::embedding_nbits", mutates_args=())
+def embedding_nbits(tokens: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+    """Look up tokens [..] in an embedding [V, K] and return their rows in fp32 [.., K].
+
+    Values are uint8 [V, K / 32, 32] with zero at 128, scales fp16 [V, K / 32].
+    """
+    ids = tokens.flatten()  # index_select is one Gather in ONNX
+    rows = values.index_select(0, ids), scales.index_select(0, ids)
+    return dequantise(*rows, bits=8).unflatten(0, tokens.shape)
+
+
+embedding_nbits.register_fake(
+    lambda tokens, values, scales: values.new_empty(
+        *tokens.shape, values.shape[1] * values.shape[2], dtype=torch.float32
+    )
+)

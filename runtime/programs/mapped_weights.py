@@ -1,0 +1,40 @@
+"""An engine's weights, mapped: the system reads what is used, and nothing is copied."""
+
+import json
+import os
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DTYPES = {
+    **{"F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32},
+    **{"BOOL": np.bool_, "U8": np.uint8, "BF16": np.uint16},
+}
+
+
+def mapped(path: Path) -> dict[str, NDArray[Any]]:
+    """Map the tensors of a safetensors file; bfloat16 comes as its bits, in uint16."""
+    data = np.memmap(path, mode="r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    header.pop("__metadata__", None)
+    tensors = dict[str, NDArray[Any]]()
+    for name, entry in header.items():
+        place = slice(*(start + offset for offset in entry["data_offsets"]))
+        tensors[name] = data[place].view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
+
+
+def fetch_ahead(path: Path) -> None:
+    """Ask the system to read a file before it is used, where it takes such a wish."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+
+    def ask() -> None:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+    Thread(target=ask, name="mtpbuild weights", daemon=True).start()

@@ -1,0 +1,77 @@
+"""Bugs planted into the CPU's kernels: each lets a text depend on what is computed beside it."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mtpbuild.builder.build import build
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.runtime.programs import onnxruntime as programs
+from tests.builder.test_exact_engine import said, same, save
+from tests.support.cpu_kernels import LIBRARY, SOURCE, compiled
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it"),
+]
+BLOCKS = "for (int64_t b = 0; b < panel.blocks; b++) {"
+ADDED = "totals[m][v] = fma(to_floats(sums[m][v]), mul(scale, same(in[m][b].scale)), totals[m][v]);"
+BUGS: dict[str, tuple[str, dict[str, str]]] = {
+    "a lone row adds its blocks in another order": (
+        "products.h",
+        {
+            BLOCKS: """for (int64_t n = 0; n < panel.blocks; n++) {
+    int64_t b = ROWS == 1 ? panel.blocks - 1 - n : n;
+    values = panel.values + 64 * first + b * 128 * BITS;
+    scales = panel.scales + 16 * first + b * mtp::PANEL;"""
+        },
+    ),
+    "a lone row has two totals": (
+        "products.h",
+        {
+            BLOCKS: "Floats odd[2] = {same(0.0f), same(0.0f)};\n  " + BLOCKS,
+            ADDED: f"""if (ROWS == 1 && b % 2) {{
+          odd[v] = fma(to_floats(sums[m][v]), mul(scale, same(in[m][b].scale)), odd[v]);
+        }} else {{
+          {ADDED}
+        }}""",
+            "(first + v), totals[m][v]);": "(first + v), add(totals[m][v], odd[v]));",
+        },
+    ),
+    "attention is cut where its window begins": (
+        "attention.h",
+        {
+            "at < end; at += mtp::CHUNK) {": "at < end;) {",
+            "count = last - at;\n": """count = 0;
+    if (at < a.seen[0] && a.seen[0] < last) last = a.seen[0];
+    count = last - at;
+""",
+            "    Floats factor = weigh(": "    at = last;\n    Floats factor = weigh(",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_planted_bugs(bug: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled without one the texts are equal to the bit; with each of them they are not."""
+    sources = tmp_path / "source"
+    shutil.copytree(SOURCE, sources)
+    if bug is not None:
+        file, changes = BUGS[bug]
+        text = (sources / file).read_text()
+        for right, wrong in changes.items():
+            assert text.count(right) == 1, right
+            text = text.replace(right, wrong)
+        (sources / file).write_text(text)
+    library = compiled(sources, tmp_path / "planted.so")
+    monkeypatch.setattr(programs, "library_for", lambda *_: library)
+    folder, scheme = save(tmp_path / "model", "few"), build_scheme("int4")
+    whole = BuildRequest(str(folder), max_seq_len=160, scheme=scheme, nextn=(0,))
+    pieces = replace(whole, nextn=(1,), prefill_chunk=5, max_batch=3, out=tmp_path / "many")
+    alone, many = (build(r)[0].folder for r in (replace(whole, out=tmp_path / "alone"), pieces))
+    wanted = said(alone, 12, at_once=False)
+    assert same(said(many, 12, at_once=True), wanted) == (bug is None)
