@@ -1,11 +1,9 @@
 """Fetches the files that a build reads, and checks all it can before the weights are fetched."""
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.checkpoint.hub_cache import MAIN, cache_folder, write_ref
+from mtpbuild.builder.checkpoint.hub_cache import MAIN, write_ref
 from mtpbuild.builder.checkpoint.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.checkpoint.readable import (
     MODELOPT,
@@ -16,12 +14,12 @@ from mtpbuild.builder.checkpoint.readable import (
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, shard_names, stored_names
 from mtpbuild.builder.checkpoint.side_files import CONFIG, is_side_file
 from mtpbuild.builder.checks import needs
-from mtpbuild.builder.host import free_bytes
+from mtpbuild.builder.host import THIS_MACHINE, Room
 from mtpbuild.builder.models import family_of, load_config
 from mtpbuild.builder.prepare import check_flags, check_machine, check_small_files, of_layers
 from mtpbuild.builder.recipe import FoundModel, instead_of, name_model
 from mtpbuild.builder.request import BuildRequest
-from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
+from mtpbuild.runtime.errors import CheckpointError, MissingWeightsError
 from mtpbuild.runtime.tokenizer import TOKENIZER
 
 if TYPE_CHECKING:
@@ -30,11 +28,11 @@ if TYPE_CHECKING:
 SMALL = (CONFIG, INDEX, MODELOPT)
 
 
-def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) -> None:
+def download(request: BuildRequest, room: Room = THIS_MACHINE) -> None:
     """Put a request's repository into huggingface_hub's cache, unless its weights are here.
 
-    free: returns the free bytes on the disk of a folder. Fetched files stay, and the next download
-    goes on from there. Raises DownloadError, CheckpointError and the errors of `prepare`.
+    room: the machine's disks and memory. Fetched files stay, and the next download goes on from
+    there. Raises DownloadError, CheckpointError and the errors of `prepare`.
     """
     target = check_flags(request)
     model = name_model(request.model)
@@ -64,12 +62,15 @@ def download(request: BuildRequest, free: Callable[[Path], int] = free_bytes) ->
         # 2. Fetch the small files, and check the build as far as they allow.
         fetch_small_files(repository)
         source = FoundModel(model.name, model.engine, repository.folder)
-        check_small_files(request, *of_layers(request, source))
+        _, plans = check_small_files(request, *of_layers(request, source))
         names = find_weights(repository)
         check_modules(request, repository)
+        if wanted := sum(map(repository.lacking_bytes, names)):
+            with target.importing():
+                from mtpbuild.builder.room import check_room
+            check_room(repository.name, wanted, target, plans, repository.folder, room)
 
         # 3. Fetch the weights. The revision counts as downloaded when the last one is here.
-        check_room(repository, names, free)
         for name in names:
             repository.fetch_weights(name)
     write_ref(model.repository, revision, repository.commit)
@@ -105,13 +106,3 @@ def find_weights(repository: "Repository") -> list[str]:
     if missing := [name for name in names if name not in repository.files]:
         raise CheckpointError(f"{repository.name}: {INDEX} names {missing[0]}, which is not there")
     return names
-
-
-def check_room(repository: "Repository", names: list[str], free: Callable[[Path], int]) -> None:
-    """Refuse to fetch weights if the cache's disk has no room for them."""
-    wanted, there = sum(map(repository.lacking_bytes, names)), free(cache_folder())
-    if wanted > there:
-        raise DownloadError(
-            f"{repository.name}: {wanted / 1e9:.1f} GB are to be fetched, and the disk of "
-            f"{cache_folder()} has {there / 1e9:.1f} GB free; HF_HUB_CACHE names another folder"
-        )

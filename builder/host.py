@@ -2,9 +2,11 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtpbuild.builder.bench.machine import physical_memory
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.runtime.errors import UsageError
 
@@ -52,6 +54,12 @@ def find_disk(folder: Path) -> Disk:
     return Disk(there.stat().st_dev, shutil.disk_usage(there).free)
 
 
-def free_bytes(folder: Path) -> int:
-    """Returns the free bytes on the disk of a folder, which need not exist yet."""
-    return find_disk(folder).free
+@dataclass(frozen=True)
+class Room:
+    """Measures a machine: the disk of a folder, and the bytes of memory where they are known."""
+
+    disk: Callable[[Path], Disk]
+    memory: Callable[[], int | None]
+
+
+THIS_MACHINE = Room(find_disk, physical_memory)

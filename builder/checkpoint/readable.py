@@ -45,11 +45,7 @@ def refuse_gguf(where: str, names: Collection[str], instead: str = "") -> None:
 
 def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
     """Refuse weights if config.json or ModelOpt's file names a format that is not read."""
-    raw = _object(folder / CONFIG).get("quantization_config")
-    quantised: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
-    modelopt = _object(folder / MODELOPT).get("quantization")
-    if isinstance(modelopt, dict):
-        quantised = {"quant_method": "modelopt", **modelopt, **quantised}
+    quantised = _quantised(folder)
     method = quantised.get("quant_method")
     if (method is None and not quantised) or method == "mtpbuild":
         return
@@ -67,6 +63,13 @@ def refuse_quantised(where: str, folder: Path, instead: str = "") -> None:
     )
 
 
+def stored_as(folder: Path) -> str:
+    """Returns the layout, as recipes name it, of weights that `refuse_quantised` lets pass."""
+    quantised = _quantised(folder)
+    method = quantised.get("quant_method", "bf16")
+    return {"modelopt": "nvfp4", "mtpbuild": str(quantised.get("fmt"))}.get(method, method)
+
+
 def refuse_tokenizer(where: str, names: Collection[str]) -> None:
     """Refuse a tiktoken tokenizer that has no tokenizer.json beside it."""
     if TIKTOKEN in names and TOKENIZER not in names:
@@ -75,6 +78,16 @@ def refuse_tokenizer(where: str, names: Collection[str]) -> None:
             "with transformers' convert_slow_tokenizer, say), in a local folder that --model or "
             "--checkpoint names"
         )
+
+
+def _quantised(folder: Path) -> Mapping[str, Any]:
+    """Returns what config.json and ModelOpt's file say of the weights' format; {} is nothing."""
+    raw = _object(folder / CONFIG).get("quantization_config")
+    quantised: Mapping[str, Any] = raw if isinstance(raw, dict) else {}
+    modelopt = _object(folder / MODELOPT).get("quantization")
+    if isinstance(modelopt, dict):
+        return {"quant_method": "modelopt", **modelopt, **quantised}
+    return quantised
 
 
 def _object(path: Path) -> dict[str, Any]:

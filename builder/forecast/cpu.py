@@ -18,7 +18,7 @@ from mtpbuild.builder.recipe import name_model
 from mtpbuild.builder.weights.formats import INT8, Format, Integers
 from mtpbuild.builder.weights.made import WHOLE, Stored
 from mtpbuild.builder.weights.requantised import format_by
-from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.builder.weights.scheme import Scheme, build_scheme
 from mtpbuild.runtime.cpu_library import find_library
 from mtpbuild.runtime.ranks import ALONE
 
@@ -87,7 +87,7 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     sizes = portions(layout, classes(layout, ALONE))
     fetched = must_be_fetched(request)
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
-    models = {weights: engine_model(layout, weights) for weights in ASKED}
+    models = {weights: engine_model(layout, build_scheme(weights)) for weights in ASKED}
     engines = [
         foresee(request, weights, model, factor(), download, machine)
         for weights, model in models.items()
@@ -101,13 +101,13 @@ def must_be_fetched(request: ForecastRequest) -> bool:
     return not given and model.find_weights() is None
 
 
-def engine_model(layout: Layout, weights: str | None) -> Model:
+def engine_model(layout: Layout, scheme: Scheme | None) -> Model:
     """The model as an engine holds it, on a machine whose speed is not known."""
 
-    by_head = weights_by_head(layout, weights)
+    by_head = weights_by_head(layout, scheme)
 
     def format(stored: Stored) -> Format | None:
-        return INT8 if stored.name in by_head else engine_format(layout, stored, weights)
+        return INT8 if stored.name in by_head else engine_format(layout, stored, scheme)
 
     held = replace(layout, format=format, plain=lambda stored: "F32", repeated=False)
     found = classes(held, ALONE)
@@ -117,11 +117,11 @@ def engine_model(layout: Layout, weights: str | None) -> Model:
     return Model(layout.config, found, ALONE, UNKNOWN)
 
 
-def weights_by_head(layout: Layout, weights: str | None) -> set[str]:
+def weights_by_head(layout: Layout, scheme: Scheme | None) -> set[str]:
     """Returns the checkpoint's weights that an engine holds in int8 by head, for our kernels."""
     table = family_of(layout.config).weight_table(layout.config, WHOLE)
     every = (stored for weight in table for stored in weight.stored)
-    integers = weights is not None or any(isinstance(layout.format(s), Integers) for s in every)
+    integers = scheme is not None or any(isinstance(layout.format(s), Integers) for s in every)
     if not integers or find_library() is None:
         return set()
     return {stored.name for weight in table if weight.wide_heads for stored in weight.stored}
@@ -132,9 +132,9 @@ def factor() -> float:
     return PACKED if find_library() is None else MAPPED
 
 
-def engine_format(layout: Layout, stored: Stored, weights: str | None) -> Format | None:
+def engine_format(layout: Layout, stored: Stored, scheme: Scheme | None) -> Format | None:
     """The format in which an engine holds a weight of the checkpoint; None: fp32."""
-    if (scheme := build_scheme(weights)) is not None:
+    if scheme is not None:
         return format_by(scheme, layout.config, stored)
     format = layout.format(stored)
     return format if isinstance(format, Integers) else None

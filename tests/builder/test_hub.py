@@ -13,8 +13,10 @@ from huggingface_hub import constants
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE
 from mtpbuild.builder.download import download
+from mtpbuild.builder.host import Disk, Room
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
 from tests.support.checkpoints import SMALLEST, random_checkpoint, shard, write_tokenizer
@@ -62,6 +64,15 @@ def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         hub.repositories[NAME] = Hosted(checkpoint)
         connect(monkeypatch, hub, tmp_path / "hf")
         yield hub
+
+
+def room(downloads: float, engines: float | None = None, memory: float | None = 1e9) -> Room:
+    """Make a machine of one disk, or of two if `engines` is the other one's free bytes."""
+    first, second = Disk(1, int(downloads)), Disk(2, int(engines or 0))
+    return Room(
+        disk=lambda folder: first if engines is None or "hf" in folder.parts else second,
+        memory=lambda: None if memory is None else int(memory),
+    )
 
 
 def host(hub: LoopbackHub, files: dict[str, Any], **more: Any) -> None:
@@ -233,15 +244,61 @@ def test_a_full_disk(hub: LoopbackHub, checkpoint: Path, tmp_path: Path) -> None
     shards = {path.name: path.stat().st_size for path in checkpoint.glob("model-*")}
     total = sum(shards.values())
     with pytest.raises(DownloadError) as caught:
-        download(BuildRequest(NAME), free=lambda folder: total - 1)
+        download(BuildRequest(NAME), room(total - 1))
     assert str(caught.value) == (
         f"{NAME}: 0.0 GB are to be fetched, and the disk of {tmp_path / 'hf' / 'hub'} has 0.0 GB "
         "free; HF_HUB_CACHE names another folder"
     )
     assert not hub.files & shards.keys()
-    download(BuildRequest(NAME), free=lambda folder: total)
+    download(BuildRequest(NAME), room(total, engines=10**9))
     find_model(NAME).folder.joinpath(next(iter(shards))).unlink()
-    download(BuildRequest(NAME), free=lambda folder: 0)  # its contents are there
+    download(BuildRequest(NAME), room(0))  # its contents are there
+
+
+@pytest.mark.parametrize(
+    ("scheme", "here", "says"),
+    [
+        (None, room(1e12, memory=64e9), None),
+        (None, room(1e12, memory=None), None),
+        (
+            None,
+            room(1e12, memory=48e9),
+            "the engine needs 49.0 GB of memory, and this machine has 48.0 GB; --weights int4 "
+            "makes one of 6.5 GB; to build it for another machine, fetch the checkpoint by `hf "
+            "download x/y`",
+        ),
+        ("int8", room(1e12, memory=13.0e9), "--weights int4 makes one of 6.5 GB; to build it for"),
+        ("int4", room(1e12, memory=7.5e9), None),
+        ("int4", room(1e12, memory=7e9), "needs 7.4 GB of memory, and this machine has 7.0 GB; to"),
+        (
+            None,
+            room(44e9, memory=64e9),
+            "the engine takes 44.3 GB, and beside the download the disk of {place} has 44.0 GB "
+            "free; --weights int4 makes one of 6.5 GB; --out names another place",
+        ),
+        (
+            "int4",
+            room(1e9, engines=6e9, memory=64e9),
+            "the engine takes 6.5 GB, and beside the download the di",
+        ),
+        ("int4", room(1e9, engines=7e9, memory=64e9), None),
+    ],
+)
+def test_an_engine_without_room(
+    scheme: str | None, here: Room, says: str | None, hub: LoopbackHub
+) -> None:
+    """Disk and memory that GigaChat3's engine needs are told before its weights are fetched."""
+    shape = (Path(__file__).parents[2] / "recipes/gigachat3_10b/config.json").read_text()
+    host(hub, {"config.json": shape, SINGLE: "weights"})
+    request = BuildRequest("x/y", (3,), scheme=build_scheme(scheme))
+    refused = ""
+    try:
+        download(request, here)
+    except DownloadError as error:
+        refused = str(error)
+    place = Path("engines").resolve()
+    assert (f"{says}".format(place=place) in refused) if says else not refused
+    assert (SINGLE in hub.files) == (says is None)
 
 
 def test_what_the_hub_refuses(hub: LoopbackHub, checkpoint: Path) -> None:

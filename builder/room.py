@@ -1,0 +1,90 @@
+"""Refuses an engine that this machine has no room for, before its checkpoint is downloaded."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mtpbuild.builder.checkpoint.hub_cache import cache_folder
+from mtpbuild.builder.checkpoint.readable import stored_as
+from mtpbuild.builder.dry_run import size_of
+from mtpbuild.builder.forecast.cpu import MAPPED, weights_by_head
+from mtpbuild.builder.forecast.weights import TIED, Layout, classes
+from mtpbuild.builder.host import Room
+from mtpbuild.builder.plan import Plan, state_specs
+from mtpbuild.builder.targets.target import Target
+from mtpbuild.builder.weights.formats import INT8, Format
+from mtpbuild.builder.weights.made import Stored
+from mtpbuild.builder.weights.requantised import format_by
+from mtpbuild.builder.weights.scheme import SCHEMES, build_scheme
+from mtpbuild.runtime.errors import DownloadError
+
+
+def check_room(
+    name: str, wanted: int, target: Target, plans: Mapping[Path, Plan], folder: Path, room: Room
+) -> None:
+    """Raise DownloadError if download, engine or the engine's run need more room than there is.
+
+    wanted: bytes to be fetched. folder: has the checkpoint's small files. The weights are counted
+    once, as engines of one build share them, and programs that hold weights of their own are not.
+    """
+    downloads, plan = room.disk(cache_folder()), next(iter(plans.values()))
+    if wanted > downloads.free:
+        raise DownloadError(
+            f"{name}: {gigabytes(wanted)} are to be fetched, and the disk of {cache_folder()} has "
+            f"{gigabytes(downloads.free)} free; HF_HUB_CACHE names another folder"
+        )
+    place = next(iter(plans)).parent
+    engines, memory = room.disk(place), room.memory()
+    free = engines.free - (wanted if engines.device == downloads.device else 0)
+    engine = weights_bytes(target, plan, folder)
+    if engine > free:
+        raise DownloadError(
+            f"{name}: the engine takes {gigabytes(engine)}, and beside the download the disk of "
+            f"{place.resolve()} has {gigabytes(free)} free{smaller(target, plan, folder)}; --out "
+            "names another place"
+        )
+    needed = needed_memory(engine, list(plans.values()))
+    if memory is not None and not plan.style.for_gpu and needed > memory:
+        raise DownloadError(
+            f"{name}: the engine needs {gigabytes(needed)} of memory, and this machine has "
+            f"{gigabytes(memory)}{smaller(target, plan, folder)}; to build it for another machine, "
+            f"fetch the checkpoint by `hf download {name}`"
+        )
+
+
+def needed_memory(engine: int, plans: list[Plan]) -> int:
+    """Returns the least memory that the largest of these engines takes when it runs."""
+    return round(MAPPED * engine) + max(sum(map(size_of, state_specs(plan))) for plan in plans)
+
+
+def smaller(target: Target, plan: Plan, folder: Path) -> str:
+    """Names the smallest format that the target keeps, if the engine is not in it."""
+    sizes = {
+        name: weights_bytes(target, replace(plan, scheme=build_scheme(name)), folder)
+        for name in target.formats
+    }
+    if not sizes or min(sizes.values()) >= weights_bytes(target, plan, folder):
+        return ""
+    best = min(sizes, key=lambda name: sizes[name])
+    return f"; --weights {best} makes one of {gigabytes(sizes[best])}"
+
+
+def weights_bytes(target: Target, plan: Plan, folder: Path) -> int:
+    """Counts the bytes of the weights files of all ranks."""
+    stored, config = SCHEMES[stored_as(folder)], plan.config
+    scheme = plan.scheme or stored
+    dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
+
+    def kept(weight: Stored) -> Format | None:
+        format = format_by(scheme, config, weight)
+        return None if format is None or format.name not in target.formats else format
+
+    layout = Layout("", config, kept, lambda _: dtype, repeated=False)
+    by_head = weights_by_head(layout, plan.scheme) if plan.style.cpu_kernels else set[str]()
+    held = replace(layout, format=lambda weight: INT8 if weight.name in by_head else kept(weight))
+    each = (one.per_rank * (2 if one.name == TIED else 1) for one in classes(held, plan.ranks))
+    return round(plan.ranks.tp * sum(each))
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"
