@@ -1,0 +1,266 @@
+"""Writes what commands print into README.md and docs/, and tells where a document says otherwise.
+
+    python tools/docs_figures.py            # rewrites the documents; a few minutes
+    python tools/docs_figures.py --check    # changes nothing; exit code 1 if something would change
+
+Two kinds of places are written. A ```console block has commands behind "$ ", each followed by what
+it printed. Between `<!-- figures: NAME -->` and `<!-- end of figures -->` stands the table that the
+function NAME below makes. Commands run in an empty folder that has engines/tiny_n0 and tiny_n3.
+Times and speeds are those of some machine: they are not compared.
+
+A block behind `<!-- not run: WHY -->` is left as it is. One behind `<!-- long: WHY -->` is written
+like the others, and compared by `make test-full` alone.
+"""
+
+import argparse
+import contextlib
+import difflib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FENCED = re.compile(
+    r"(?:^ *<!-- (?P<mark>not run|long|file): (?P<why>[^\n]+) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+FIGURES = re.compile(
+    r"(?<=<!-- figures: )(?P<name>\w+)(?P<head> -->\n)(?P<text>.*?)(?=<!-- end of figures -->)",
+    re.DOTALL,
+)
+MEASURED = re.compile(r'[\d.,]+(?= (?:tokens/s|ms|s|MiB)\b)|(?<=_s": )[\d.e-]+')
+WIDTH = "100"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Is a fenced block of a document. mark: `not run`, `long`, or none; why: the reason for it."""
+
+    document: Path
+    line: int
+    language: str
+    text: str
+    mark: str | None
+    why: str | None
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        """Returns the block's commands without comments; continued lines are joined."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        if self.language == "console":
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        found = (shlex.join(shlex.split(line, comments=True)) for line in lines)
+        return [line for line in found if line]
+
+
+def blocks(document: Path) -> list[Block]:
+    """Lists a document's fenced blocks in their order."""
+    text = document.read_text(encoding="utf-8")
+    return [block_of(document, match) for match in FENCED.finditer(text)]
+
+
+def block_of(document: Path, match: re.Match[str]) -> Block:
+    line = match.string.count("\n", 0, match.start("text"))
+    language, text, mark, why = match.group("language", "text", "mark", "why")
+    return Block(document, line, language, textwrap.dedent(text), mark, why)
+
+
+def run(command: str) -> str:
+    """Runs an `mtpbuild` command in this process, or a script; returns all that it prints."""
+    from typer.testing import CliRunner
+
+    from mtpbuild.builder.cli import app
+
+    name, *args = shlex.split(command)
+    if name == "python":
+        script = [sys.executable, str(ROOT / args[0]), *args[1:]]
+        return subprocess.run(script, capture_output=True, text=True, check=True).stdout
+    if name != "mtpbuild":
+        raise ValueError(f"{command}: console blocks have commands of mtpbuild, and scripts")
+    env = {"COLUMNS": WIDTH, "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
+    done = CliRunner().invoke(app, args, env=env)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return "".join(f"{line.rstrip()}\n" for line in done.output.splitlines())
+
+
+def console(block: Block) -> str:
+    """Returns a console block as its commands print it now."""
+    parts = re.split(r"(?m)^(?=\$ )", block.text)
+    shown = (re.match(r"\$ (?:.*\\\n)*.*\n", part) for part in parts)
+    return "".join(
+        match[0] + run(command)
+        for match, command in zip(filter(None, shown), block.commands, strict=True)
+    )
+
+
+def cpu_engines() -> str:
+    """docs/plan.md: engines of GigaChat3-10B on a CPU."""
+    model = "mtpbuild plan --model gigachat3-10b-a1.8b-bf16 --cpu --nextn 0,1 --json"
+    found = json.loads(run(model))
+    head = ("`--weights`", "engine", "memory, nextn 1", "GB per step, nextn 0", "nextn 1")
+    rows = [
+        (
+            f"`{engine['weights']}`",
+            gigabytes(engine["engine_bytes"]),
+            gigabytes(engine["memory_bytes"][1], 1),
+            *(f"{reads / 1e9:.2f}" for reads in engine["bytes_per_step"]),
+        )
+        for engine in found["engines"]
+    ]
+    return table(head, rows)
+
+
+def published_speeds() -> str:
+    """docs/plan.md: what is predicted of R1 on 8 B200 beside what was published."""
+    from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
+
+    found = plan_of_r1("deepseek-r1-fp4")
+    rows = [["acceptance length, published", *(f"{n:.2f}" for n in found["acceptance_lengths"])]]
+    rows.append(["tokens/s, published", *(f"{speed:.0f}" for speed in PUBLISHED_SPEED)])
+    predicted = found["predicted_tokens_per_s"]
+    fitted = (0, 1)
+    rows.append(
+        [
+            "tokens/s, predicted",
+            *(f"({s:.0f})" if n in fitted else f"{s:.0f}" for n, s in enumerate(predicted)),
+        ]
+    )
+    off = (one / other - 1 for one, other in zip(predicted, PUBLISHED_SPEED, strict=True))
+    rows.append(
+        ["difference", *("fitted" if n in fitted else f"{x:+.1%}" for n, x in enumerate(off))]
+    )
+    return table(("nextn", *map(str, found["nextn"])), rows)
+
+
+def r1_sizes() -> str:
+    """docs/plan.md: R1 in both published formats, on one and on eight ranks."""
+    rows = []
+    for model in ("deepseek-r1", "deepseek-r1-fp4"):
+        alone, eight = plan_of_r1(model, "h200", 1), plan_of_r1(model, "h200", 8)
+        rows.append(
+            (
+                f"`{model}`",
+                gigabytes(alone["checkpoint_bytes"]),
+                gigabytes(alone["weights_bytes_per_rank"]),
+                gigabytes(eight["weights_bytes_per_rank"]),
+                f"{eight['kv_bytes_per_token_per_rank']:,}",
+                f"{eight['kv_tokens_per_rank']:,}",
+            )
+        )
+    head = ("", "checkpoint", "all weights", "a rank of 8", "bytes a token", "tokens on an H200")
+    return table(head, rows)
+
+
+def plan_of_r1(model: str, gpu: str = "b200", tp: int = 8) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        run(f"mtpbuild plan --model {model} --gpu {gpu} --tp {tp} --json")
+    )
+    return found
+
+
+def model_sizes() -> str:
+    """docs/models.md: parameters of every recipe that has weights of its own."""
+    from mtpbuild.builder.recipe import load_recipes
+
+    rows = []
+    for recipe in load_recipes():
+        if recipe.repository is None:
+            continue
+        plan = json.loads(run(f"mtpbuild plan --model {recipe.name} --cpu --nextn 0 --json"))
+        main, modules, copies = (portion["parameters"] / 1e9 for portion in plan["portions"])
+        sizes = (f"{count:.3f}" if count else "-" for count in (main, modules, copies))
+        rows.append(
+            (f"`{recipe.name}`", *sizes, gigabytes(plan["checkpoint_bytes"]), recipe.layout)
+        )
+    head = ("recipe", "main model", "MTP layers", "copies", "checkpoint", "format")
+    return table(head, sorted(rows))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    maker.__name__: maker for maker in (cpu_engines, published_speeds, r1_sizes, model_sizes)
+}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns a Markdown table."""
+    head = list(head)
+    lines = (head, ["---"] * len(head), *rows)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def gigabytes(count: float, digits: int = 2) -> str:
+    return f"{count / 1e9:,.{digits}f} GB"
+
+
+def rewritten(document: Path, marks: Iterable[str | None] = (None, "long")) -> str:
+    """Returns a document's text as commands print it now, in all blocks with these marks."""
+
+    def fenced(match: re.Match[str]) -> str:
+        block = block_of(document, match)
+        if block.language != "console" or block.mark not in marks:
+            return match[0]
+        new = console(block)
+        if unmeasured(new) == unmeasured(block.text):
+            return match[0]
+        return match[0].replace(match["text"], textwrap.indent(new, match["indent"]))
+
+    def figures(match: re.Match[str]) -> str:
+        return match["name"] + match["head"] + TABLES[match["name"]]()
+
+    text = FENCED.sub(fenced, document.read_text(encoding="utf-8"))
+    return FIGURES.sub(figures, text) if None in marks else text
+
+
+def unmeasured(text: str) -> str:
+    return MEASURED.sub("?", text)
+
+
+def differences(document: Path, new: str) -> list[str]:
+    """Lists a document's lines that commands do not print, and what they print instead."""
+    old, name = document.read_text(encoding="utf-8"), document.relative_to(ROOT).as_posix()
+    lines = old.splitlines(), new.splitlines()
+    return list(difflib.unified_diff(*lines, name, "what is printed", lineterm="", n=0))
+
+
+@contextlib.contextmanager
+def folder_with_engines() -> Iterator[None]:
+    """Makes an empty folder the current one, and builds in it the engines that documents run."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        print(run("mtpbuild build --model deepseek-tiny --nextn 0,3"), end="")
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("documents", nargs="*", type=Path, default=DOCUMENTS)
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    asked = parser.parse_args()
+    wrong = 0
+    documents = [path.resolve() for path in asked.documents]
+    with folder_with_engines():
+        for document in documents:
+            new = rewritten(document)
+            found = differences(document, new)
+            wrong += bool(found)
+            print("\n".join(found) or f"{document.relative_to(ROOT)}: as printed")
+            if not asked.check:
+                document.write_text(new, encoding="utf-8")
+    sys.exit(1 if wrong and asked.check else 0)
+
+
+if __name__ == "__main__":
+    main()
