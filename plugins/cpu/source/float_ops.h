@@ -18,12 +18,12 @@ struct FloatWeight {
 
   FloatWeight(const char* op, const Tensor& w, size_t outer, int64_t named) {
     packed = named != 0;
-    need(w.rank() == outer + (packed ? 3 : 2), op, "weight is " + w.text());
+    NEED(w.rank() == outer + (packed ? 3 : 2), op, "weight is " + w.text());
     values = w.data<float>();
     matrices = w.count(0, outer);
     inputs = w.shape[w.rank() - 2];
     outputs = packed ? named : w.last();
-    need(!packed || (outputs > 0 && w.last() == PANEL && w.shape[outer] == panels()), op,
+    NEED(!packed || (outputs > 0 && w.last() == PANEL && w.shape[outer] == panels()), op,
          std::to_string(outputs) + " outputs in " + w.text() + ", which are no panels of 32");
   }
   int64_t panels() const { return up(outputs, PANEL); }
@@ -79,7 +79,7 @@ struct FloatProduct : Usual {
     bool heads = given.rank() == (outputs ? 4 : 3);
     FloatWeight w(name, given, heads, outputs);
     bool fits = heads ? x.rank() == 4 && x.shape[1] == w.matrices : x.rank() > 0;
-    need(fits && x.last() == w.inputs, name, x.text() + " times " + given.text());
+    NEED(fits && x.last() == w.inputs, name, x.text() + " times " + given.text());
     std::vector<int64_t> shape = x.shape;
     shape.back() = w.outputs;
     Around around(name, context, 2, epsilon, x, shape);
@@ -126,9 +126,9 @@ struct GatedFloatProduct : Usual {
 
   void compute(ort::Context* context) const {
     Tensor x = ort::input(context, 0);
-    need(outputs > 0 && outputs % (2 * PANEL) == 0, name, std::to_string(outputs) + " outputs");
+    NEED(outputs > 0 && outputs % (2 * PANEL) == 0, name, std::to_string(outputs) + " outputs");
     FloatWeight w(name, ort::input(context, 1), 0, outputs);
-    need(x.rank() > 0 && x.last() == w.inputs, name,
+    NEED(x.rank() > 0 && x.last() == w.inputs, name,
          "rows " + x.text() + " times " + std::to_string(w.inputs) + " inputs");
     int64_t rows = x.count(0, x.rank() - 1), inner = outputs / 2;
     std::vector<int64_t> shape = x.shape;
@@ -175,12 +175,12 @@ struct FloatExperts : Usual {
     Tensor sum = ort::input(context, 5, true);
     int64_t width = x.last(), inner = downs.rank() == 4 ? downs.shape[2] : 0;
     int64_t panels = up(inner, PANEL);
-    need(panels > 0 && inner <= MOST, name, "downs are " + downs.text());
+    NEED(panels > 0 && inner <= MOST, name, "downs are " + downs.text());
     FloatWeight both(name, ups, 1, 2 * panels * PANEL), down(name, downs, 1, width);
-    need(both.inputs == width && both.matrices == down.matrices, name,
+    NEED(both.inputs == width && both.matrices == down.matrices, name,
          "gates and ups " + ups.text() + " do not fit " + downs.text());
     Routed routed(name, x, ort::input(context, 1), ort::input(context, 4, true), down.matrices);
-    need(!sum.memory || (routed.weights.memory && sum.shape == x.shape), name,
+    NEED(!sum.memory || (routed.weights.memory && sum.shape == x.shape), name,
          "the sum with " + sum.text());
     float* y = ort::output(context, x.shape);
     int64_t rows = routed.count(), runs = static_cast<int64_t>(routed.runs.size());

@@ -24,7 +24,7 @@ struct Angles {
   Angles(const char* op, const Tensor& c, const Tensor& s, int64_t slots, int64_t tokens)
       : cos(c), sin(s), half(c.last()) {
     std::vector<int64_t> shape{slots, tokens, half};
-    need(c.shape == shape && s.shape == shape && half <= MOST, op,
+    NEED(c.shape == shape && s.shape == shape && half <= MOST, op,
          "angles " + c.text() + ", " + s.text() + " of " + std::to_string(tokens) + " tokens");
   }
   void rotate_row(int64_t row, const float* x, bool interleaved, float* y) const {
@@ -54,12 +54,12 @@ struct LatentRows : Usual {
   void compute(ort::Context* context) const {
     Tensor a = ort::input(context, 0), weight = ort::input(context, 1);
     Tensor q_weight = ort::input(context, 4, true);
-    need(a.rank() == 3 && weight.rank() == 1, name, a.text() + ", norm " + weight.text());
+    NEED(a.rank() == 3 && weight.rank() == 1, name, a.text() + ", norm " + weight.text());
     int64_t slots = a.shape[0], tokens = a.shape[1], rows = slots * tokens;
     Angles angles(name, ort::input(context, 2), ort::input(context, 3), slots, tokens);
     int64_t latent = weight.shape[0], rotary = 2 * angles.half, width = latent + rotary;
     int64_t queries = a.shape[2] - width;
-    need(queries >= 0 && (!q_weight.memory || q_weight.shape == std::vector<int64_t>{queries}),
+    NEED(queries >= 0 && (!q_weight.memory || q_weight.shape == std::vector<int64_t>{queries}),
          name, a.text() + ", norms " + weight.text() + ", " + q_weight.text());
     float* q = ort::output<float>(context, {slots, tokens, queries});
     float* fresh = ort::output<float>(context, {slots, 1, tokens, width}, 1);
@@ -81,14 +81,14 @@ struct LatentRows : Usual {
   static void write(ort::Context* context, const Tensor& cache, const float* fresh, int64_t slots,
                     int64_t tokens, int64_t width) {
     Tensor start = ort::input(context, 6);
-    need(cache.rank() == 4 && cache.shape[0] == slots && cache.shape[1] == 1 &&
+    NEED(cache.rank() == 4 && cache.shape[0] == slots && cache.shape[1] == 1 &&
              cache.shape[3] == width && start.shape == std::vector<int64_t>{slots},
          name, "rows of " + std::to_string(width) + " numbers into " + cache.text());
     float* held = ort::output<float>(context, cache.shape, 2);
     if (held != cache.memory) std::memcpy(held, cache.memory, cache.count(0, 4) * sizeof(float));
     for (int64_t slot = 0; slot < slots; slot++) {
       int64_t at = start.data<int64_t>()[slot], rows = cache.shape[2];
-      need(at >= 0 && tokens <= rows && at <= rows - tokens, name,
+      NEED(at >= 0 && tokens <= rows && at <= rows - tokens, name,
            std::to_string(tokens) + " rows from " + std::to_string(at) + " on in a cache of " +
                std::to_string(rows));
       std::memcpy(held + (slot * rows + at) * width, fresh + slot * tokens * width,
@@ -106,11 +106,11 @@ struct Heads {
   Heads(const char* op, const Tensor& values, const Tensor& scales, int64_t outputs)
       : outputs(outputs) {
     if (values.type == ort::FLOAT) {
-      need(!scales.memory, op, "scales of fp32");
+      NEED(!scales.memory, op, "scales of fp32");
       floats = std::make_unique<FloatWeight>(op, values, 1, outputs);
       count = floats->matrices, inputs = floats->inputs;
     } else {
-      need(values.type == ort::UINT8 && scales.memory, op, "no packed weight");
+      NEED(values.type == ort::UINT8 && scales.memory, op, "no packed weight");
       integers = std::make_unique<Weight>(op, values, scales, 4, outputs);
       count = integers->matrices, inputs = integers->inputs();
     }
@@ -160,12 +160,12 @@ struct LatentAttention : Usual {
     Tensor q = ort::input(context, 0);
     Heads uk(name, ort::input(context, 1), ort::input(context, 9, true), latent);
     Heads uv(name, ort::input(context, 2), ort::input(context, 10, true), outputs);
-    need(q.rank() == 3 && uk.count == uv.count && uv.inputs == latent, name,
+    NEED(q.rank() == 3 && uk.count == uv.count && uv.inputs == latent, name,
          "queries " + q.text() + " of " + std::to_string(uk.count) + " heads");
     int64_t slots = q.shape[0], tokens = q.shape[1], heads = uk.count, rows = slots * tokens;
     Angles angles(name, ort::input(context, 3), ort::input(context, 4), slots, tokens);
     int64_t nope = heads * uk.inputs, rotary = 2 * angles.half, width = latent + rotary;
-    need(q.shape[2] == nope + heads * rotary, name,
+    NEED(q.shape[2] == nope + heads * rotary, name,
          "queries " + q.text() + " of " + std::to_string(heads) + " heads");
     Tensor cache = ort::input(context, 5), fresh = ort::input(context, 6);
     Tensor base = ort::input(context, 7), first = ort::input(context, 8);
@@ -236,7 +236,7 @@ struct Route : Usual {
     bool fit = logits.rank() > 0 && bias.shape == std::vector<int64_t>{all} && groups > 0 &&
                all % groups == 0 && kept > 0 && kept <= groups && experts > 0 && always >= 0 &&
                always <= MOST && experts <= all / groups * kept;
-    need(fit, name, "logits " + logits.text() + ", bias " + bias.text());
+    NEED(fit, name, "logits " + logits.text() + ", bias " + bias.text());
     int64_t chosen = experts + always, rows = logits.count(0, logits.rank() - 1);
     std::vector<int64_t> shape = logits.shape;
     shape.back() = chosen;
@@ -315,7 +315,7 @@ struct Accept : Usual {
     Tensor drafts = ort::input(context, 2), lengths = ort::input(context, 3);
     Tensor active = ort::input(context, 4);
     std::vector<int64_t> slots{logits.rank() == 3 ? logits.shape[0] : -1};
-    need(logits.rank() == 3 && window.rank() == 2 && window.shape[0] == slots[0] &&
+    NEED(logits.rank() == 3 && window.rank() == 2 && window.shape[0] == slots[0] &&
              window.shape[1] == logits.shape[1] && window.shape[1] > 0 && logits.shape[2] > 1 &&
              drafts.shape == slots && lengths.shape == slots && active.shape == slots,
          name, "logits " + logits.text() + " of a window " + window.text());
@@ -354,7 +354,7 @@ struct LogSoftmax : Usual {
 
   void compute(ort::Context* context) const {
     Tensor x = ort::input(context, 0);
-    need(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
+    NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
     int64_t rows = x.count(0, x.rank() - 1), V = x.last();
     float* y = ort::output(context, x.shape);
     tasks(context, rows, rows * V * 8, [&](int64_t m) {

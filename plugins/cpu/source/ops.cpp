@@ -28,9 +28,11 @@ constexpr int64_t SMALL = 1 << 18;   // fp32 multiplications that are not worth 
 constexpr int64_t INTEGERS = 4;      // integer multiplications that take as long as one
 constexpr int64_t CACHED = 1 << 19;  // bytes of rounded rows that stay in a core's own cache
 
-void need(bool holds, const char* op, const std::string& what) {
-  if (!holds) throw Bad(std::string("mtpbuild ") + op + ": " + what);
-}
+// A macro, so that the text is made where it is thrown alone.
+#define NEED(holds, op, ...)                                                                    \
+  do {                                                                                          \
+    if (!(holds)) throw Bad(std::string("mtpbuild ") + (op) + ": " + std::string(__VA_ARGS__)); \
+  } while (false)
 
 int64_t up(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }  // never overflows
 
@@ -57,17 +59,17 @@ struct Weight {
   int64_t matrices, panels, blocks, bits;
 
   Weight(const char* op, const Tensor& v, const Tensor& s, size_t rank, int64_t outputs) {
-    need(v.rank() == rank && s.rank() == rank, op, "weight is " + v.text() + ", " + s.text());
+    NEED(v.rank() == rank && s.rank() == rank, op, "weight is " + v.text() + ", " + s.text());
     bits = v.last() / 128;
     bool alike = std::equal(v.shape.begin(), v.shape.end() - 1, s.shape.begin());
-    need(alike && s.last() == PANEL && (bits == 4 || bits == 8) && v.last() == 128 * bits, op,
+    NEED(alike && s.last() == PANEL && (bits == 4 || bits == 8) && v.last() == 128 * bits, op,
          "no packed weight has values " + v.text() + " and scales " + s.text());
     values = v.data<uint8_t>();
     scales = s.data<uint16_t>();
     panels = v.shape[rank - 3];
     blocks = v.shape[rank - 2];
     matrices = v.count(0, rank - 3);
-    need(outputs > 0 && panels == up(outputs, PANEL), op,
+    NEED(outputs > 0 && panels == up(outputs, PANEL), op,
          std::to_string(outputs) + " outputs in " + std::to_string(panels) + " panels of 32");
   }
   Panel panel(int64_t matrix, int64_t number) const {
@@ -104,9 +106,9 @@ struct Around {
       : norm(ort::input(context, place, true)),
         sum(ort::input(context, place + 1, true)),
         epsilon(epsilon) {
-    need(!norm.memory || norm.shape == std::vector<int64_t>{x.last()}, op,
+    NEED(!norm.memory || norm.shape == std::vector<int64_t>{x.last()}, op,
          "rows " + x.text() + ", norm " + norm.text());
-    need(!sum.memory || sum.shape == y, op, "the sum with " + sum.text());
+    NEED(!sum.memory || sum.shape == y, op, "the sum with " + sum.text());
   }
   // A row as the product takes it; if it is normed, it lies in `own`.
   const float* row(const Kernels& k, const float* x, int64_t size, float* own) const {
@@ -159,7 +161,7 @@ struct Product : Usual {
   void compute(ort::Context* context) const {
     Tensor x = ort::input(context, 0);
     Weight w(name, ort::input(context, 1), ort::input(context, 2), 3, outputs);
-    need(x.rank() > 0 && x.last() == w.inputs(), name,
+    NEED(x.rank() > 0 && x.last() == w.inputs(), name,
          "rows " + x.text() + " times " + std::to_string(w.inputs()) + " inputs");
     int64_t rows = x.count(0, x.rank() - 1);
     std::vector<int64_t> shape = x.shape;
@@ -205,7 +207,7 @@ struct GatedProduct : Usual {
   void compute(ort::Context* context) const {
     Tensor x = ort::input(context, 0);
     Weight w(name, ort::input(context, 1), ort::input(context, 2), 3, outputs);
-    need(x.rank() > 0 && x.last() == w.inputs() && outputs % (2 * PANEL) == 0, name,
+    NEED(x.rank() > 0 && x.last() == w.inputs() && outputs % (2 * PANEL) == 0, name,
          "rows " + x.text() + " times " + std::to_string(w.inputs()) + " inputs, " +
              std::to_string(outputs) + " outputs");
     int64_t rows = x.count(0, x.rank() - 1), inner = outputs / 2, panels = w.panels / 2;
@@ -265,7 +267,7 @@ struct Routed {
     bool fit = x.rank() > 0 && chosen.shape == outer && each > 0 &&
                (one || weights.shape == chosen.shape) &&
                (chosen.type == ort::INT64 || chosen.type == ort::INT32);
-    need(fit, op, "rows " + x.text() + " with experts " + chosen.text());
+    NEED(fit, op, "rows " + x.text() + " with experts " + chosen.text());
     tokens = x.count(0, x.rank() - 1);
     ids.resize(tokens * each);
     for (size_t m = 0; m < ids.size(); m++)
@@ -296,7 +298,7 @@ struct Routed {
     std::vector<int64_t> ends(experts + 1);
     int64_t least = weights.memory ? -1 : 0;
     for (int64_t id : ids) {
-      need(id >= least && id < experts, op,
+      NEED(id >= least && id < experts, op,
            "no expert " + std::to_string(id) + " of " + std::to_string(experts));
       if (id >= 0) ends[id + 1]++;
     }
@@ -331,10 +333,10 @@ struct Experts : Usual {
     int64_t inner = downs.rank() == 4 ? min(downs.shape[2], INT64_MAX / 64) * BLOCK : 0;
     Weight both(name, ort::input(context, 2), ort::input(context, 3), 4, 2 * inner);
     Weight down(name, downs, ort::input(context, 5), 4, width);
-    need(both.inputs() == width && both.matrices == down.matrices && both.panels % 2 == 0, name,
+    NEED(both.inputs() == width && both.matrices == down.matrices && both.panels % 2 == 0, name,
          "gates and ups do not fit " + downs.text());
     Routed routed(name, x, ort::input(context, 1), ort::input(context, 6, true), down.matrices);
-    need(!sum.memory || (routed.weights.memory && sum.shape == x.shape), name,
+    NEED(!sum.memory || (routed.weights.memory && sum.shape == x.shape), name,
          "the sum with " + sum.text());
     float* y = ort::output(context, x.shape);
     auto in = rounded(k, context, x.data<float>(), routed.tokens, both.blocks);
@@ -394,14 +396,14 @@ struct Embedding : Usual {
     Tensor scales = ort::input(context, 2);
     bool fit = values.rank() == 3 && values.last() == BLOCK && scales.rank() == 2 &&
                std::equal(scales.shape.begin(), scales.shape.end(), values.shape.begin());
-    need(fit, name, "values " + values.text() + " and scales " + scales.text());
+    NEED(fit, name, "values " + values.text() + " and scales " + scales.text());
     int64_t vocabulary = values.shape[0], blocks = values.shape[1];
     std::vector<int64_t> shape = tokens.shape;
     shape.push_back(blocks * BLOCK);
     float* y = ort::output(context, shape);
     for (int64_t m = 0; m < tokens.count(0, tokens.rank()); m++) {
       int64_t id = tokens.data<int64_t>()[m];
-      need(id >= 0 && id < vocabulary, name,
+      NEED(id >= 0 && id < vocabulary, name,
            "no token " + std::to_string(id) + " of " + std::to_string(vocabulary));
       for (int64_t b = id * blocks; b < (id + 1) * blocks; b++) {
         float scale = mtp::half(scales.data<uint16_t>()[b]);
@@ -424,7 +426,7 @@ struct Norm : Usual {
 
   void compute(ort::Context* context) const {
     Tensor x = ort::input(context, 0), w = ort::input(context, 1);
-    need(w.rank() == 1 && x.rank() > 0 && x.last() == w.shape[0], name, x.text() + ", " + w.text());
+    NEED(w.rank() == 1 && x.rank() > 0 && x.last() == w.shape[0], name, x.text() + ", " + w.text());
     int64_t rows = x.count(0, x.rank() - 1), size = x.last();
     float* y = ort::output(context, x.shape);
     tasks(context, rows, 4 * rows * size, [&](int64_t m) {
@@ -489,7 +491,7 @@ struct Attention : Usual {
               const Tensor& base, const Tensor& first, float* y) const {
     Job job = checked(q, cache, fresh);
     std::vector<int64_t> slots{job.slots};
-    need(base.shape == slots && first.shape == slots, name, "no place for each slot");
+    NEED(base.shape == slots && first.shape == slots, name, "no place for each slot");
     job.y = y;
     std::vector<Lanes> lanes;
     int64_t most = 0, sixteens = up(job.queries(), LANES);
@@ -520,7 +522,7 @@ struct Attention : Usual {
   };
 
   Job checked(const Tensor& q, const Tensor& cache, const Tensor& fresh) const {
-    need(q.rank() == 4 && cache.rank() == 4 && fresh.rank() == 4, name, "operands have 4 axes");
+    NEED(q.rank() == 4 && cache.rank() == 4 && fresh.rank() == 4, name, "operands have 4 axes");
     Job job{};
     job.slots = q.shape[0], job.heads = q.shape[1], job.tokens = q.shape[2];
     job.width = q.shape[3], job.stride = cache.shape[3];
@@ -532,9 +534,9 @@ struct Attention : Usual {
     bool inside = groups > 0 && groups <= most && latent > 0 && latent <= most && values >= 0 &&
                   values <= most && job.width <= most && job.heads % groups == 0 &&
                   groups * job.width <= most && values + groups * latent <= most;
-    need(fit(cache) && fit(fresh) && inside, name,
+    NEED(fit(cache) && fit(fresh) && inside, name,
          "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
-    need(job.rows <= INT32_MAX && job.fresh_rows <= INT32_MAX, name, "too many rows");
+    NEED(job.rows <= INT32_MAX && job.fresh_rows <= INT32_MAX, name, "too many rows");
     job.per_group = job.heads / groups;
     job.q = q.data<float>(), job.cache = cache.data<float>(), job.fresh = fresh.data<float>();
     return job;
