@@ -22,13 +22,15 @@ import typer
 from typer.exceptions import TyperException
 
 from mtpbuild.builder.cli import app
-from mtpbuild.runtime import Engine
+from mtpbuild.runtime import Engine, RequestMetrics, Result, SpeculativeDecoding
+from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, TargetInfo
 from tests.support.fake_target import quick_target
 from tests.support.inductor_engines import touch
 from tests.support.invoke import invoke
 from tests.support.live_server import live
 
 ROOT = Path(__file__).parents[1]
+NAME = re.compile(r"`(\w+)`")
 SERVER = "http://127.0.0.1:8000"
 OF_A_RULE = re.compile(r" --typical-\w+ [\d.]+")  # what the package tests/support/typical.py brings
 # Commands that are looked at and never run, in whatever block they stand.
@@ -221,10 +223,26 @@ def test_python_runs(document: str, used: Path) -> None:
         exec(compile(code, document, "exec"), {"__name__": "example"})
 
 
+@pytest.mark.parametrize(
+    ("document", "kinds"),
+    [
+        ("engine-format.md", (Manifest, BuildInfo, TargetInfo)),
+        ("cli-json.md", (Result, RequestMetrics, SpeculativeDecoding)),
+    ],
+)
+def test_every_field_has_its_line(document: str, kinds: tuple[type[Any], ...]) -> None:
+    """A table names each field; one is not printed, two are headings."""
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    named = {name for row in re.findall(r"(?m)^\|.+$", text) for name in NAME.findall(row)}
+    fields = {name for kind in kinds for name in kind.__annotations__}
+    assert fields - {"from_draft", "metrics", "speculative_decoding"} <= named
+
+
+@pytest.mark.parametrize("mark", [None, pytest.param("long", marks=pytest.mark.full)])
 @pytest.mark.parametrize("document", NAMES)
-def test_figures_are_what_commands_print(document: str, used: Path) -> None:
+def test_figures_are_what_commands_print(document: str, mark: str | None, used: Path) -> None:
     path = next(path for path in DOCUMENTS if path.name == document)
-    found = figures.differences(path, figures.rewritten(path, [None]))
+    found = figures.differences(path, figures.rewritten(path, [mark]))
     assert not found, "python tools/docs_figures.py writes them:\n" + "\n".join(found)
 
 
@@ -235,6 +253,6 @@ def test_a_wrong_figure_is_found(used: Path, tmp_path: Path) -> None:
     wrong = f"```console\n{right.replace('15', '16')}```\n\n<!-- figures: cpu_engines -->\nx\n"
     copy = tmp_path / "wrong.md"
     copy.write_text(f"{wrong}<!-- end of figures -->\n")
-    text = figures.rewritten(copy)
+    text = figures.rewritten(copy, [None])
     assert right in text
     assert figures.cpu_engines() in text

@@ -8,8 +8,8 @@ it printed. Between `<!-- figures: NAME -->` and `<!-- end of figures -->` stand
 function NAME below makes. Commands run in an empty folder that has engines/tiny_n0 and tiny_n3.
 Times and speeds are those of some machine: they are not compared.
 
-A block behind `<!-- not run: WHY -->` is left as it is. One behind `<!-- long: WHY -->` is written
-like the others, and compared by `make test-full` alone.
+A block behind `<!-- not run: WHY -->` is left as it is. Blocks behind `<!-- long: WHY -->` and tables in
+LONG are written like the others, and compared by `make test-full` alone.
 """
 
 import argparse
@@ -173,23 +173,31 @@ def plan_of_r1(model: str, gpu: str = "b200", tp: int = 8) -> dict[str, Any]:
 
 
 def model_sizes() -> str:
-    """docs/models.md: parameters of every recipe that has weights of its own."""
+    """docs/models.md: billions of parameters, and the stored bytes, of every published model."""
+    from mtpbuild.builder.models import family_of, load_config
     from mtpbuild.builder.recipe import load_recipes
 
     rows = []
     for recipe in load_recipes():
         if recipe.repository is None:
             continue
-        plan = json.loads(run(f"mtpbuild plan --model {recipe.name} --cpu --nextn 0 --json"))
-        main, modules, copies = (portion["parameters"] / 1e9 for portion in plan["portions"])
-        sizes = (f"{count:.3f}" if count else "-" for count in (main, modules, copies))
-        rows.append(
-            (f"`{recipe.name}`", *sizes, gigabytes(plan["checkpoint_bytes"]), recipe.layout)
-        )
-    head = ("recipe", "main model", "MTP layers", "copies", "checkpoint", "format")
+        plan = json.loads(run(f"mtpbuild plan --model {recipe.name} --nextn 0 --json"))
+        local = json.loads(run(f"mtpbuild plan --model {recipe.name} --nextn 0 --cpu --json"))
+        main, modules, copies = (portion["parameters"] for portion in local["portions"])
+        config = load_config(recipe.config_folder)
+        mains = (one for one in plan["classes"] if not one["mtp"] and one["name"] == "experts")
+        experts = sum(one["parameters"] for one in mains)
+        used = plan["distinct_experts"][0] / max(1, config.n_routed_experts)  # by one token
+        counts = (main, main - round(experts * (1 - used)), modules, copies)
+        sizes = (f"{count / 1e9:,.3f}" if count else "-" for count in counts)
+        stored = gigabytes(plan["checkpoint_bytes"])
+        family = family_of(config).name.removesuffix("ForCausalLM")
+        rows.append((f"`{recipe.name}`", family, *sizes, stored, recipe.layout))
+    head = ("recipe", "class", "main model", "active", "MTP layers", "copies", "stored", "format")
     return table(head, sorted(rows))
 
 
+LONG = {"model_sizes"}  # tables that take half a minute
 TABLES: dict[str, Callable[[], str]] = {
     maker.__name__: maker for maker in (cpu_engines, published_speeds, r1_sizes, model_sizes)
 }
@@ -219,10 +227,12 @@ def rewritten(document: Path, marks: Iterable[str | None] = (None, "long")) -> s
         return match[0].replace(match["text"], textwrap.indent(new, match["indent"]))
 
     def figures(match: re.Match[str]) -> str:
+        if ("long" if match["name"] in LONG else None) not in marks:
+            return match[0]
         return match["name"] + match["head"] + TABLES[match["name"]]()
 
     text = FENCED.sub(fenced, document.read_text(encoding="utf-8"))
-    return FIGURES.sub(figures, text) if None in marks else text
+    return FIGURES.sub(figures, text)
 
 
 def unmeasured(text: str) -> str:

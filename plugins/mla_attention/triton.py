@@ -168,7 +168,7 @@ def tiles(rank: int, rope: int, cache: torch.dtype, shared: int) -> tuple[Any, i
     Returns the kernel's constants and its warps. The constants are keys per iteration, stages (one
     more than the tiles of keys in shared memory), latents per product of scores, and the products'
     precision. More query rows per program would need more registers than there are
-    (docs/plugins.md).
+    (docs/gpu-kernels.md).
     """
     latent, each = tile(rank), cache.itemsize
     if cache == torch.float32:

@@ -1,7 +1,7 @@
 """FlashInfer's attention as an operator that an engine's programs call: `--attention-backend`.
 
 Only engines whose manifest names it import this module. It was never run on a GPU
-(docs/plugins.md, "FlashInfer").
+(docs/gpu-kernels.md, "FlashInfer").
 """
 
 import inspect
