@@ -8,8 +8,8 @@ it printed. Between `<!-- figures: NAME -->` and `<!-- end of figures -->` stand
 function NAME below makes. Commands run in an empty folder that has engines/tiny_n0 and tiny_n3.
 Times and speeds are those of some machine: they are not compared.
 
-A block behind `<!-- not run: WHY -->` is left as it is. Blocks behind `<!-- long: WHY -->` and tables in
-LONG are written like the others, and compared by `make test-full` alone.
+A block behind `<!-- not run: WHY -->` is left as it is. Blocks behind `<!-- long: WHY -->` and the
+tables in LONG are written like the others, and compared by `make test-full` alone.
 """
 
 import argparse
