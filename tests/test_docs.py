@@ -7,6 +7,7 @@ WHY -->` that `make test-full` runs them, and `<!-- file: NAME -->` that command
 import ast
 import contextlib
 import importlib.util
+import os
 import re
 import shlex
 import shutil
@@ -75,6 +76,13 @@ def test_every_block_says_what_it_is() -> None:
     commands = [block for block in BLOCKS if block.language in ("bash", "console")]
     assert len(commands) > 50
     assert sum(block.mark is None for block in commands) > 20
+
+
+def test_every_page_has_its_line() -> None:
+    """docs/README.md leads to all pages."""
+    text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    missing = {path.name for path in DOCUMENTS if f"]({path.name}" not in text} - {"README.md"}
+    assert missing == set()
 
 
 def parse(command: str) -> None:
@@ -203,9 +211,11 @@ def run_curl(args: list[str]) -> None:
 @pytest.mark.parametrize("document", documents("bash", "long"))
 def test_long_commands_run(document: str, used: Path) -> None:
     write_files(document)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for block in of(document, "long"):
         for command in block.commands if block.language == "bash" else ():
-            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+            run = {"env": os.environ | {"PATH": path}, "capture_output": True, "text": True}
+            done = subprocess.run(["bash", "-c", command], **run)
             assert done.returncode == 0, f"{block}: {command}\n{done.stderr}"
 
 
