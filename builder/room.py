@@ -26,6 +26,7 @@ def check_room(
 
     wanted: bytes to be fetched. folder: has the checkpoint's small files. The weights are counted
     once, as engines of one build share them, and programs that hold weights of their own are not.
+    Of several ranks one is counted: the others may be built and run on other machines.
     """
     downloads, plan = room.disk(cache_folder()), next(iter(plans.values()))
     if wanted > downloads.free:
@@ -70,7 +71,7 @@ def smaller(target: Target, plan: Plan, folder: Path) -> str:
 
 
 def weights_bytes(target: Target, plan: Plan, folder: Path) -> int:
-    """Counts the bytes of the weights files of all ranks."""
+    """Counts the bytes of a rank's weights file."""
     stored, config = SCHEMES[stored_as(folder)], plan.config
     scheme = plan.scheme or stored
     dtype = {"float32": "F32", "bfloat16": "BF16"}[plan.style.dtype]
@@ -82,8 +83,8 @@ def weights_bytes(target: Target, plan: Plan, folder: Path) -> int:
     layout = Layout("", config, kept, lambda _: dtype, repeated=False)
     by_head = weights_by_head(layout, plan.scheme) if plan.style.cpu_kernels else set[str]()
     held = replace(layout, format=lambda weight: INT8 if weight.name in by_head else kept(weight))
-    each = (one.per_rank * (2 if one.name == TIED else 1) for one in classes(held, plan.ranks))
-    return round(plan.ranks.tp * sum(each))
+    found = classes(held, plan.ranks)
+    return round(sum(one.per_rank * (2 if one.name == TIED else 1) for one in found))
 
 
 def gigabytes(count: int) -> str:

@@ -19,6 +19,7 @@ from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import CheckpointError, DownloadError, MissingWeightsError
+from mtpbuild.runtime.ranks import Ranks
 from tests.support.checkpoints import SMALLEST, random_checkpoint, shard, write_tokenizer
 from tests.support.invoke import invoke
 from tests.support.loopback_hub import (
@@ -299,6 +300,16 @@ def test_an_engine_without_room(
     place = Path("engines").resolve()
     assert (f"{says}".format(place=place) in refused) if says else not refused
     assert (SINGLE in hub.files) == (says is None)
+
+
+def test_ranks_may_be_built_on_other_machines(hub: LoopbackHub) -> None:
+    """Of two ranks one is counted: half of the products, all of norms and router."""
+    shape = (Path(__file__).parents[2] / "recipes/gigachat3_10b/config.json").read_text()
+    host(hub, {"config.json": shape, SINGLE: "weights"})
+    request = BuildRequest("x/y", (1,), target="inductor", ranks=Ranks(2))
+    with pytest.raises(DownloadError, match=r"the engine takes 22\.2 GB, and beside"):
+        download(request, room(20e9, memory=64e9))
+    download(request, room(30e9, memory=64e9))
 
 
 def test_what_the_hub_refuses(hub: LoopbackHub, checkpoint: Path) -> None:
