@@ -25,7 +25,8 @@ using ort::Tensor;
 using std::min;
 
 constexpr int64_t SMALL = 1 << 18;   // fp32 multiplications that are not worth a second thread
-constexpr int64_t INTEGERS = 4;      // integer multiplications that take as long as one
+constexpr int64_t INTEGERS = 4;      // integer multiplications that take as long as one, or as
+                                     // many rows as take no longer than to read the weight
 constexpr int64_t CACHED = 1 << 19;  // bytes of rounded rows that stay in a core's own cache
 
 // A macro, so that the text is made where it is thrown alone.
@@ -49,6 +50,11 @@ void tasks(ort::Context* context, int64_t count, int64_t multiplications, const 
     for (int64_t i = 0; i < count; i++) task(i);
   else
     ort::parallel(context, count, task);
+}
+
+// What rows times an integer weight of so many numbers count for.
+int64_t integers(int64_t rows, int64_t numbers) {
+  return std::max(rows, INTEGERS) * numbers / INTEGERS;
 }
 
 // An integer weight as an operator is given it: values [.., panels, blocks, bytes] and scales
@@ -172,7 +178,7 @@ struct Product : Usual {
     // A task takes some panels, and of many rows as many at a time as stay in its core's cache.
     int64_t step = std::max<int64_t>(1, min<int64_t>(8, w.panels / 16));
     int64_t most = std::max<int64_t>(48, CACHED / (w.blocks * int64_t{sizeof(InputBlock)}));
-    tasks(context, up(w.panels, step), rows * w.inputs() * outputs / INTEGERS, [&](int64_t t) {
+    tasks(context, up(w.panels, step), integers(rows, w.inputs() * outputs), [&](int64_t t) {
       auto in = scratch<const InputBlock*>(min(rows, most));
       auto out = scratch<float*>(min(rows, most));
       for (int64_t first = 0; first < rows; first += most) {
@@ -217,7 +223,7 @@ struct GatedProduct : Usual {
     float* y = ort::output(context, shape);
     auto blocks = rounded(k, context, x.data<float>(), rows, w.blocks, &around);
     int64_t step = std::max<int64_t>(1, min<int64_t>(4, panels / 16));
-    tasks(context, up(panels, step), rows * w.inputs() * outputs / INTEGERS, [&](int64_t t) {
+    tasks(context, up(panels, step), integers(rows, w.inputs() * outputs), [&](int64_t t) {
       for (int64_t first = 0; first < rows; first += SOME)
         for (int64_t p = t * step; p < min(panels, (t + 1) * step); p++)
           panel(w, p, panels, min(SOME, rows - first), &blocks[first * w.blocks],
