@@ -211,11 +211,11 @@ def run_curl(args: list[str]) -> None:
 @pytest.mark.parametrize("document", documents("bash", "long"))
 def test_long_commands_run(document: str, used: Path) -> None:
     write_files(document)
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for block in of(document, "long"):
         for command in block.commands if block.language == "bash" else ():
-            run = {"env": os.environ | {"PATH": path}, "capture_output": True, "text": True}
-            done = subprocess.run(["bash", "-c", command], **run)
+            run = ["bash", "-c", command]
+            done = subprocess.run(run, env=env, capture_output=True, text=True)
             assert done.returncode == 0, f"{block}: {command}\n{done.stderr}"
 
 
