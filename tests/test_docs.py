@@ -30,6 +30,7 @@ from tests.support.inductor_engines import touch
 from tests.support.invoke import invoke
 from tests.support.live_server import live
 
+pytestmark = pytest.mark.xdist_group("tiny")  # another worker would wait for the same engines
 ROOT = Path(__file__).parents[1]
 NAME = re.compile(r"`(\w+)`")
 SERVER = "http://127.0.0.1:8000"
