@@ -42,6 +42,7 @@ VARIANTS = {
     "int4": SCHEMES["int4"],
     "int8, ends int8": replace(SCHEMES["int8"], head="int8"),
     "int4, ends int8": replace(SCHEMES["int4"], head="int8"),
+    "int4, head int4": replace(SCHEMES["int4"], head="int4"),
     "bf16, MTP fp8": Scheme("bf16", "fp8"),
     "bf16, MTP nvfp4": Scheme("bf16", "nvfp4"),
     "bf16, MTP int4": Scheme("bf16", "int4"),

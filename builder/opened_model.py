@@ -23,7 +23,7 @@ from mtpbuild.builder.models.common.moe_weights import STACKS, by_outputs, like_
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
 from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program, make_programs
-from mtpbuild.builder.weights.formats import GROUP, INT8, Format, Integers
+from mtpbuild.builder.weights.formats import GROUP, INT4, INT8, Format, Integers
 from mtpbuild.builder.weights.made import Share, Weight
 from mtpbuild.builder.weights.requantised import Requantised, see
 from mtpbuild.builder.weights.scheme import Scheme
@@ -241,7 +241,9 @@ def choose(checkpoint: Checkpoint, config: ModelConfig, style: WeightStyle, rank
             formats[weight.name] = format
     formats = in_pairs(own, formats)
     if style.cpu_kernels:  # attention never expands its cache, so products by head are all it reads
-        formats |= dict.fromkeys(quantised_heads(own, formats), INT8)
+        head = formats.get("lm_head")
+        narrow = INT4 if head is not None and head.name == INT4.name else INT8
+        formats |= dict.fromkeys(quantised_heads(own, formats), narrow)
     packed = packable(own, formats, style.dtype) if style.cpu_kernels else set()
     rows = plain_experts(own, formats) - packed if style.expert_rows else set[str]()
     return Held(formats, rows, joined, packed)
@@ -288,7 +290,7 @@ def in_pairs(own: list[Weight], formats: Mapping[str, Format]) -> dict[str, Form
 
 
 def quantised_heads(own: list[Weight], formats: Mapping[str, Format]) -> Iterator[str]:
-    """Name the products by head that go to int8, as the other products of their layer are integers.
+    """Name the products by head to quantise, as the other products of their layer are integers.
 
     In fp32 the absorbed projections of a 10B model are a third of the bytes that a token reads.
     """

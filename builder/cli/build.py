@@ -35,7 +35,7 @@ def build(
     layers: str | None = flag(None, "Build only these main layers, 0-3, and the modules."),
     weights: str | None = flag(None, "Quantise to int8, int4, fp8 or nvfp4. Default: as stored."),
     head_weights: str | None = flag(
-        None, "With --weights, embedding and head: int8 or none. Default: int8 for int8 and int4."
+        None, "With --weights, embedding and head: int8, int4 or none. Default: int8 for integers."
     ),
     acceptance_rule: list[str] | None = flag(
         None, "Rule of acceptance of another package that requests may choose; may be repeated."
@@ -113,7 +113,7 @@ def quantize(
     to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
     out: Annotated[Path, Option(help="Folder of the new checkpoint.")],
     mtp: str | None = flag(None, "Format of the MTP modules. Default: as --to; with nvfp4, bf16."),
-    head: str | None = flag(None, "Format of embedding and head: int8 or none. Default: none."),
+    head: str | None = flag(None, "Format of embedding and head: int8, int4 or none. Default: none."),
     exclude: list[str] | None = flag(
         None, "Glob of modules to leave as they are, instead of the format's own."
     ),

@@ -34,7 +34,8 @@ USUAL_HEADS = {"int8": "int8", "int4": "int8"}
 class Scheme:
     """Holds the formats of the main model, of the MTP modules, and of embedding and head.
 
-    exclude: globs of modules that are not quantised; None means each format's own list.
+    exclude: globs of modules that are not quantised; None means each format's own list. With a head
+    in int4 the embedding is in int8: of its rows a step reads few.
     """
 
     main: str | None
@@ -54,7 +55,8 @@ class Scheme:
     def _asked(self, config: ModelConfig, name: str) -> str | None:
         family = family_of(config)
         if name in (EMBEDDING, HEAD, *(copy.name for copy in family.copies(config))):
-            return self.head
+            looked_up = name.endswith(EMBEDDING.removeprefix("model."))
+            return "int8" if looked_up and self.head == "int4" else self.head
         layer = family.may_be_quantised(config, name)
         if layer is None:
             return None

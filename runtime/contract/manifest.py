@@ -27,7 +27,7 @@ HASH_LIMIT = 10**9  # bytes; larger engines are hashed only on request
 
 FloatType = Literal["float32", "bfloat16"]
 QuantisedType = Literal["int8", "int4", "fp8", "nvfp4"]
-HeadType = Literal["int8"]  # of embedding and head, where they are quantised
+HeadType = Literal["int8", "int4"]  # of embedding and head, where they are quantised
 WeightsType = Literal[FloatType, QuantisedType]
 Dimension = int | str  # a number, or the name of a size that varies between calls
 

@@ -200,8 +200,8 @@ def test_a_weight_is_encoded_once(
         ),
         ("--weights int5", "--weights int5 is unknown; supported: int8, int4, fp8, nvfp4"),
         (
-            "--weights int4 --head-weights int4",
-            "--head-weights int4 is unknown; supported: int8, none",
+            "--weights int4 --head-weights int5",
+            "--head-weights int5 is unknown; supported: int8, int4, none",
         ),
         (
             "--head-weights int8",
@@ -239,6 +239,18 @@ class TestQuick:
         out = invoke("inspect", bare.folder)[1]
         assert "int4, quantised by the build; embedding and head float32" in out
 
+    def test_a_head_in_int4(self, small: Path, tmp_path: Path) -> None:
+        """The embedding stays in int8, of whose rows a step reads few."""
+        request = BuildRequest(str(small), (0,), out=tmp_path, scheme=build_scheme("int4", "int4"))
+        (built,) = build(request)
+        assert built.manifest.build.head_weights == "int4"
+        held = load_file(built.folder / WEIGHTS)
+        bits = {
+            name: 4 * held[f"{name}.values"].numel() // held[f"{name}.scales"].numel() // 16
+            for name in ("lm_head", "embed_tokens", "layers.0.mlp.down_proj")
+        }
+        assert bits == {"lm_head": 4, "embed_tokens": 8, "layers.0.mlp.down_proj": 4}
+
     @pytest.mark.usefixtures("quick_inductor")
     def test_target_inductor(self, small: Path, tmp_path: Path) -> None:
         request = BuildRequest(
@@ -247,7 +259,7 @@ class TestQuick:
         found = build(request)[0].manifest.build
         assert (found.weights, found.quantised_to, found.head_weights) == ("fp8", "fp8", None)
 
-    @pytest.mark.parametrize("head", [None, "none"])
+    @pytest.mark.parametrize("head", [None, "none", "int4"])
     def test_new_weights(self, head: str | None, small: Path, tmp_path: Path) -> None:
         """A refit quantises the new checkpoint as the build did."""
         other = save(tmp_path / "other", 1, **SMALL)
