@@ -19,12 +19,14 @@ from mtpbuild.runtime.sampling_flags import RequestFlags, SamplingFlags, samplin
 from mtpbuild.runtime.target_options import changed, load_options, option_flags
 
 if TYPE_CHECKING:
-    from mtpbuild.runtime.chat_template import ChatOptions
-    from mtpbuild.runtime.engine import Engine
+    from mtpbuild.runtime.chat_template import ChatOptions, Message
+    from mtpbuild.runtime.engine import Prompt
     from mtpbuild.runtime.structured import StructuredOutputs
 
 INTERRUPTED = 130  # as shells report SIGINT
 DIFFERENT = 1  # exit code, as of diff(1)
+PROMPTS = "--prompt, --prompt-file, --prompt-ids, --chat and --input"
+STDIN = Path("-")
 
 P = ParamSpec("P")
 LoadFlags: Any = option_flags(load_options)
@@ -57,9 +59,10 @@ def run(
     relaxed: RelaxedFlags,
     load_flags: LoadFlags,
     prompt: str | None = flag(None, "Text to continue."),
-    prompt_file: Path | None = flag(None, "File with the text to continue."),
+    prompt_file: Path | None = flag(None, "File with the text to continue; -: standard input."),
     prompt_ids: str | None = flag(None, "Token ids to continue: 5,7,9."),
     chat: str | None = flag(None, "Question, put by the chat template."),
+    system: str | None = flag(None, "System message of a chat."),
     chat_template_kwargs: str | None = flag(
         None, """For the chat template: '{"enable_thinking": false}'."""
     ),
@@ -72,13 +75,17 @@ def run(
     threads: int | None = flag(None, "CPU threads; default: all cores."),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
-    """Generate text; without a prompt on a terminal: ask for prompts until Ctrl-D.
+    """Generate text; without a prompt, talk on a terminal until Ctrl-D, or answer what is piped in.
 
     Text goes to standard output, accepted draft tokens in green if that is a terminal; the summary
     goes to standard error.
     """
     given = [value for value in (prompt, prompt_file, prompt_ids, chat, input) if value is not None]
-    _check_usage(len(given), json)
+    if len(given) > 1:
+        raise UsageError(f"give one of {PROMPTS}, not {len(given)}")
+    talks = not given and sys.stdin is not None and sys.stdin.isatty()
+    if talks and (json or trace):
+        raise UsageError("--json and --trace need a prompt: a conversation has neither")
     settings = read_flags(compat, relaxed)
     from mtpbuild.runtime import terminal
     from mtpbuild.runtime.compat.settings import check_engine
@@ -89,11 +96,10 @@ def run(
     from mtpbuild.runtime.trace.recorder import Trace, check_paths
 
     check_paths(trace or ())
-    options = _chat_options(chat_template_kwargs, alone=len(given) - (chat is not None) == 0)
+    options = _chat_options(chat_template_kwargs, system, chats=given in ([], [chat]))
+    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     if own.logprobs is not None and not json:
         raise UsageError("--logprobs is part of the JSON output: add --json")
-    if trace and not given:
-        raise UsageError("--trace needs a prompt: a conversation is not traced")
     manifest = read_manifest(engine)
     check_engine(settings, manifest.build)
     form = None if json_schema is None else _form(json_schema)
@@ -111,18 +117,26 @@ def run(
                 engine,
                 threads=threads,
                 verify_hashes=verify_hashes,
-                prefix_cache=not given,  # a conversation's next turn begins as the last one did
+                prefix_cache=talks,  # a conversation's next turn begins as the last one did
                 **changed(load_flags),
             )
         )
         recorder = stack.enter_context(Trace(loaded, *trace)) if trace else None
         if input is not None:
             terminal.answer_file(loaded, input, params, json, recorder)
-        elif not given:
-            terminal.converse(loaded, params, options)
+        elif talks:
+            terminal.converse(loaded, params, messages, options)
         else:
-            typed = prompt if prompt_file is None else _read_text(prompt_file)
-            asked = typed if typed is not None else _ids(loaded, prompt_ids, chat, options)
+            asked: Prompt
+            if prompt_ids is not None:
+                asked = parse_list("--prompt-ids", prompt_ids, int, "5,7,9") if prompt_ids else ()
+            elif prompt is not None or prompt_file is not None:
+                asked = _read_text(prompt_file) if prompt is None else prompt
+            elif chat is not None:
+                asked = loaded.chat_ids([*messages, _question(chat, "--chat")], **options)
+            else:
+                piped = _question(_read_text(STDIN).strip(), "standard input")
+                asked = terminal.chat_or_text(loaded, [*messages, piped], options)
             terminal.answer(loaded, asked, params, json, recorder)
 
 
@@ -171,20 +185,13 @@ def diff(
         raise typer.Exit(DIFFERENT)
 
 
-def _check_usage(prompts: int, json: bool) -> None:
-    flags = "--prompt, --prompt-file, --prompt-ids, --chat and --input"
-    if prompts > 1:
-        raise UsageError(f"give one of {flags}, not {prompts}")
-    if prompts == 0 and (json or not sys.stdin.isatty()):
-        raise UsageError(f"give one of {flags}: only a terminal can be asked for prompts")
-
-
-def _chat_options(kwargs: str | None, *, alone: bool) -> "ChatOptions":
-    """Reads --chat-template-kwargs, which needs a prompt that is a chat (`alone`)."""
+def _chat_options(kwargs: str | None, system: str | None, *, chats: bool) -> "ChatOptions":
+    """Reads --chat-template-kwargs, which like --system needs a prompt that is a chat."""
+    flags = {"--chat-template-kwargs": kwargs, "--system": system}
+    for name in (name for name, value in flags.items() if value is not None and not chats):
+        raise UsageError(f"{name} goes with --chat; a line of --input has its own messages")
     if kwargs is None:
         return {}
-    if not alone:
-        raise UsageError("--chat-template-kwargs goes with --chat; a line of --input has its own")
     return {"chat_template_kwargs": _parsed(kwargs, "--chat-template-kwargs")}
 
 
@@ -203,19 +210,17 @@ def _parsed(text: str, flag: str) -> Any:
         raise UsageError(f"{flag}: not JSON ({error})") from None
 
 
-def _ids(
-    engine: "Engine", prompt_ids: str | None, chat: str | None, options: "ChatOptions"
-) -> list[int]:
-    """Returns the token ids of --prompt-ids or --chat."""
-    if chat is not None:
-        if not chat:
-            raise UsageError("--chat: the question is empty")
-        return engine.chat_ids([{"role": "user", "content": chat}], **options)
-    return [*parse_list("--prompt-ids", prompt_ids, int, "5,7,9")] if prompt_ids else []
+def _question(text: str, source: str) -> "Message":
+    if not text:
+        raise UsageError(f"{source}: the question is empty; or give one of {PROMPTS}")
+    return {"role": "user", "content": text}
 
 
 def _read_text(path: Path, flag: str = "--prompt-file") -> str:
+    """Reads a text in UTF-8; `STDIN` is standard input."""
     try:
+        if path == STDIN:
+            return "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {path}: can't be read ({error})") from None

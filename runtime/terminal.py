@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from json import dumps
@@ -13,7 +14,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from mtpbuild.runtime.chat_template import ChatOptions
+from mtpbuild.runtime.chat_template import ChatOptions, Message
 from mtpbuild.runtime.contract.manifest import (
     HASH_LIMIT,
     BuildInfo,
@@ -22,6 +23,7 @@ from mtpbuild.runtime.contract.manifest import (
     TensorSpec,
     ranks_here,
 )
+from mtpbuild.runtime.driver import Stream
 from mtpbuild.runtime.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.input_file import generate_all, read_requests
@@ -90,10 +92,14 @@ def show(
     *,
     echo: bool = False,
     observer: Observer | None = None,
+    ending: Callable[[Stream], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Result:
-    """Stream the text to standard output, then print the summary to standard error."""
+    """Stream the text to standard output, then print the summary to standard error.
+
+    ending: the context in which the stream is read; `ended_by_ctrl_c` is one.
+    """
     colour = _has_colour(sys.stdout)
-    with engine.stream(prompt, params, observer=observer) as stream:
+    with engine.stream(prompt, params, observer=observer) as stream, ending(stream):
         if echo and colour and isinstance(prompt, str):
             print(f"{DIM}{prompt}{RESET}", end="")
         for chunk in stream:
@@ -105,26 +111,59 @@ def show(
     return result
 
 
-def converse(engine: Engine, params: SamplingParams, options: ChatOptions) -> None:
-    """Ask for prompts until Ctrl-D; chat if there is a chat template, else continue texts."""
-    if engine.tokenizer is None:
-        raise RequestError("this engine was built without a tokenizer: give --prompt-ids")
+@contextlib.contextmanager
+def ended_by_ctrl_c(stream: Stream) -> Iterator[None]:
+    """Let the first Ctrl-C end the stream's request, and a second one interrupt the program."""
+
+    def end(*signal_and_frame: object) -> None:
+        signal.signal(signal.SIGINT, usual)
+        stream.cancel()
+
+    usual = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def converse(
+    engine: Engine, params: SamplingParams, opening: Sequence[Message], options: ChatOptions
+) -> None:
+    """Ask for prompts until Ctrl-D; chat if there is a chat template, else continue texts.
+
+    opening: the messages that every conversation begins with. Ctrl-C ends an answer, and the
+    conversation goes on with what was said; at the prompt it raises KeyboardInterrupt.
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing in `input`)
-    messages: list[dict[str, str]] = []
+    messages = [*opening]
+    chat_or_text(engine, [*messages, {"role": "user", "content": "?"}], options)  # refuses now
     while (line := _ask()) is not None:
+        messages.append({"role": "user", "content": line})
         try:
-            if engine.tokenizer.chat_template is None:
-                show(engine, line, params)
-            else:
-                messages.append({"role": "user", "content": line})
-                answer = show(engine, engine.chat_ids(messages, **options), params)
+            prompt = chat_or_text(engine, messages, options)
+            answer = show(engine, prompt, params, ending=ended_by_ctrl_c)
+            if answer.text and not isinstance(prompt, str):
                 messages.append({"role": "assistant", "content": answer.text})
+            else:  # nothing was said, or texts do not follow each other
+                messages.pop()
         except RequestError as error:
             print(f"error: {error}", file=sys.stderr)
-            if len(messages) > 1:
+            if len(messages) > len(opening) + 1:
                 print("the conversation starts again", file=sys.stderr)
-            messages.clear()
+            messages = [*opening]
+
+
+def chat_or_text(engine: Engine, messages: Sequence[Message], options: ChatOptions) -> Prompt:
+    """Put the messages through the chat template, or take the last one as a text to continue.
+
+    Raises RequestError if the engine has no tokenizer, or messages that only a template can take.
+    """
+    if engine.tokenizer is None:
+        raise RequestError("this engine was built without a tokenizer: give --prompt-ids")
+    if engine.tokenizer.chat_template or messages[0]["role"] == "system" or options:
+        return engine.chat_ids(messages, **options)
+    return str(messages[-1]["content"])
 
 
 def describe(folder: Path, manifest: Manifest) -> None:

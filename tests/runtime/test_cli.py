@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typer.testing import Result as CliResult
 
 from mtpbuild.runtime import Engine, SamplingParams, terminal
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
+from mtpbuild.runtime.contract.programs import Bools, StepOutput
 from mtpbuild.runtime.input_file import read_requests
 from tests.support.engines import write_engine, write_manifest
 from tests.support.fakes import FakePrograms, continuation, fake_manifest, fake_tokenizer
@@ -214,11 +216,14 @@ def test_a_bad_line_is_named_before_anything_runs(
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        ([], 2, "only a terminal"),
-        (["--json"], 2, "only a terminal"),
+        ([], 2, "standard input: the question is empty; or give one of --prompt, "),
+        (["--json"], 2, "standard input: the question is empty"),
+        (["--prompt-file", "-"], 2, "the prompt is empty"),
         (["--prompt", "a", "--chat", "b"], 2, "give one of .*, not 2"),
         (["--prompt", ""], 2, "the prompt is empty"),
-        (["--chat", ""], 2, "the question is empty"),
+        (["--chat", ""], 2, "--chat: the question is empty"),
+        (["--prompt", "a", "--system", "s"], 2, "--system goes with --chat"),
+        (["--input", "a", "--system", "s"], 2, "a line of --input has its own messages"),
         (["--chat", "a", "--chat-template-kwargs", "{"], 2, "--chat-template-kwargs: not JSON"),
         (["--chat", "a", "--chat-template-kwargs", "5"], 2, "is an object such as"),
         (["--chat", "a", "--chat-template-kwargs", '{"tools": []}'], 2, "tools can't be one of"),
@@ -345,6 +350,73 @@ def test_a_terminal_is_asked_for_prompts(engine_dir: Path) -> None:
     assert printed.count("4 tokens (length)") == 2
     assert "this engine takes at most 63" in printed
     assert "the conversation starts again" in printed
+
+
+def test_what_is_piped_in_is_a_question_or_a_prompt(engine_dir: Path) -> None:
+    """The fake engine's answer depends on the whole prompt."""
+    run = ("run", "--engine", engine_dir, "--max-tokens", 9)
+    for flags, typed, same in (
+        ([], "hello\n", ["--chat", "hello"]),
+        (["--prompt-file", "-"], "hello\n", ["--prompt", "hello\n"]),
+    ):
+        piped = call(*run, *flags, input=typed)
+        assert (piped.exit_code, piped.stdout) == (0, call(*run, *same).stdout)
+    assert call(*run, "--json", input="hello").stdout.startswith('{"task_id": 0, ')
+    fails(call(*run, "--prompt-file", "-", input=b"\xff"), 2, "--prompt-file -: can't be read")
+
+
+def test_a_system_message_opens_every_chat(engine_dir: Path) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    (engine_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
+    write_manifest(engine_dir, read_manifest(engine_dir))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    with Engine.load(engine_dir) as engine:
+        wanted = engine.generate(engine.chat_ids(messages), SamplingParams(max_tokens=3)).text
+    run = ("run", "--engine", engine_dir, "--max-tokens", 3, "--system", "Be brief.")
+    assert call(*run, "--chat", "hi").stdout == call(*run, input="hi").stdout == wanted + "\n"
+    talk = type_in(["hi", "and " * 60, "hi"], *run)
+    assert "the conversation starts again" in talk.stderr
+    assert talk.stdout.count(wanted) == 2  # it opens the second conversation too
+
+
+def test_an_engine_without_a_chat_template_continues_texts(engine_dir: Path) -> None:
+    (engine_dir / "chat_template.jinja").unlink()
+    write_manifest(engine_dir, read_manifest(engine_dir))
+    run = ("run", "--engine", engine_dir, "--max-tokens", 4)
+    wanted = call(*run, "--prompt", "hi").stdout
+    assert call(*run, input="hi").stdout == wanted
+    assert type_in(["hi", "hi"], *run).stdout.count(wanted.strip()) == 2
+    fails(call(*run, "--system", "s", input="hi"), 2, "no chat_template.jinja")
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(engine_dir: Path) -> None:
+    class Interrupted(FakePrograms):
+        def step(self, active: Bools, rows: int) -> StepOutput:
+            if self.steps == 2:
+                signal.raise_signal(signal.SIGINT)
+            return super().step(active, rows)
+
+    run = ("run", "--engine", engine_dir, "--max-tokens", 20)
+    handler = signal.getsignal(signal.SIGINT)
+    with programs_by(Interrupted):
+        done = type_in(["hello", "more"], *run)
+    assert (done.exit_code, signal.getsignal(signal.SIGINT)) == (0, handler)
+    first, second = done.stderr.strip().splitlines()
+    assert "tokens (cancelled), " in first
+    assert "tokens (length), " in second
+    assert type_in([KeyboardInterrupt()], *run).exit_code == 130  # at the prompt
+
+
+def test_a_second_ctrl_c_interrupts_an_answer_that_does_not_end(engine_dir: Path) -> None:
+    class Stuck(FakePrograms):
+        def step(self, active: Bools, rows: int) -> StepOutput:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            raise AssertionError
+
+    with programs_by(Stuck):
+        done = type_in(["hello"], "run", "--engine", engine_dir)
+    assert (done.exit_code, done.stderr.strip()) == (130, "interrupted")
 
 
 def test_the_version_and_a_short_help() -> None:
