@@ -14,6 +14,7 @@ from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, measure
 from mtpbuild.builder.bench.picture import draw, draw_batches
 from mtpbuild.builder.bench.report import Benchmark, to_batches_json, to_json
+from mtpbuild.builder.show.picture import missing
 from mtpbuild.builder.show.results import prepare, write_json
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.engine import Engine
@@ -98,9 +99,14 @@ def load(built: Built, request: BenchRequest, stack: ExitStack) -> Contender:
 
 
 def write(reports: Sequence[Benchmark], out: Path) -> None:
-    """Write bench.json and the first concurrency's picture; several get one more together."""
+    """Write bench.json and the first concurrency's picture; several get one more together.
+
+    Without matplotlib there are no pictures.
+    """
     first, several = reports[0], len(reports) > 1
     write_json(out / JSON, to_batches_json(reports) if several else to_json(first))
+    if missing():
+        return
     m = first.machine
     note = f"{m['cpu']}, {m['cores']} cores; {m['command']}"
     draw(first.rows, out / PICTURE, f"{first.model}: what MTP gives", note)

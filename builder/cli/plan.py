@@ -10,7 +10,7 @@ from mtpbuild.builder.cli.shared import RankFlags, parse_range, show
 from mtpbuild.builder.flags import PlanFlags
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.cli import error_line
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.errors import MissingDependencyError, UsageError
 from mtpbuild.runtime.flag_groups import flag, grouped
 
 FOR_GPUS = (  # parameters that mean nothing with --cpu
@@ -51,10 +51,10 @@ def plan(
         from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
         from mtpbuild.builder.forecast.latency import parse_measured
         from mtpbuild.builder.forecast.report import as_json, draw, print_report
-        from mtpbuild.builder.show.picture import require_matplotlib
+        from mtpbuild.builder.show.picture import missing
 
-    if picture is not None:
-        require_matplotlib()
+    if picture is not None and (why := missing()):
+        raise MissingDependencyError(why)
     lengths = None
     if acceptance is not None:
         lengths = parse_list("--acceptance", acceptance, float, "1,1.92,2.58")

@@ -74,12 +74,20 @@ def progress(first: str) -> Iterator[Callable[[str], None]]:
 
 
 def show_results(path: Path, json: bool, show: Callable[[], None], pictures: str) -> None:
-    """Print the JSON file that was written, or tables and where the file is."""
+    """Print the JSON file that was written, or tables and where the file is.
+
+    Without matplotlib, a line on standard error says why there are no pictures.
+    """
+    from mtpbuild.builder.show.picture import missing
+
+    why = missing()
     if json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
     else:
         show()
-        typer.echo(f"wrote {path} and its {pictures}")
+        typer.echo(f"wrote {path}" if why else f"wrote {path} and its {pictures}")
+    if why:
+        typer.echo(f"note: {why}", err=True)
 
 
 def show(json: bool, document: Any, print_tables: Callable[[], None]) -> None:

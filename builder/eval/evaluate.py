@@ -11,6 +11,7 @@ from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.eval.figures import rows
 from mtpbuild.builder.eval.problems import Settings, ask, load_problems
 from mtpbuild.builder.eval.report import Evaluation, draw, to_json
+from mtpbuild.builder.show.picture import missing
 from mtpbuild.builder.show.results import prepare, write_json
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import UsageError
@@ -66,7 +67,8 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
             answered=answered,
         )
     write_json(request.out / JSON, to_json(report))
-    draw(report, request.out / PICTURE)
+    if not missing():
+        draw(report, request.out / PICTURE)
     return report
 
 

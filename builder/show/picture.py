@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from mtpbuild.runtime.errors import MissingDependencyError, install
+from mtpbuild.runtime.errors import install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,11 +17,11 @@ COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 GREY = "#777777"
 
 
-def require_matplotlib() -> None:
+def missing() -> str | None:
+    """Say why nothing can be drawn; None if it can."""
     if find_spec("matplotlib") is None:
-        raise MissingDependencyError(
-            f"the picture of a benchmark needs matplotlib: {install('bench')}"
-        )
+        return f"pictures need matplotlib, which is not installed: {install('bench')}"
+    return None
 
 
 @contextmanager

@@ -5,13 +5,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mtpbuild.builder.show.picture import require_matplotlib
 from mtpbuild.runtime.errors import UsageError
 
 
 def prepare(out: Path) -> None:
-    """Check before the measurement that its results can be drawn and written."""
-    require_matplotlib()
+    """Check before the measurement that its results can be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()

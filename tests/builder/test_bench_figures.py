@@ -2,15 +2,13 @@
 
 import io
 import json
-import re
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from mtpbuild.builder.bench import picture
-from mtpbuild.builder.bench.bench import BenchRequest, bench
-from mtpbuild.builder.bench.engines import Wanted
+from mtpbuild.builder.bench.bench import JSON, write
 from mtpbuild.builder.bench.figures import (
     ALL,
     Cost,
@@ -25,8 +23,10 @@ from mtpbuild.builder.bench.figures import (
 )
 from mtpbuild.builder.bench.measure import Measured
 from mtpbuild.builder.bench.report import Benchmark, print_report, spread, table, to_json
+from mtpbuild.builder.cli.shared import show_results
 from mtpbuild.builder.plan import Nextn
-from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
+from mtpbuild.builder.show.results import prepare
+from mtpbuild.runtime.errors import UsageError
 from tests.support.bench_samples import (
     contender,
     drafting,
@@ -230,8 +230,14 @@ def test_the_picture(tmp_path: Path) -> None:
     assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
 
 
-def test_matplotlib_is_a_group_of_its_own(tmp_path: Path) -> None:
-    says = re.escape(install("bench"))
-    with importing({"matplotlib": None}), pytest.raises(MissingDependencyError, match=says):
-        bench(BenchRequest(Wanted("deepseek-tiny", (0,)), out=tmp_path / "out"))
-    assert not any(tmp_path.iterdir())
+def test_without_matplotlib_there_are_figures_and_no_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with importing({"matplotlib": None}):
+        prepare(tmp_path / "out")
+        write([made_by_hand()], tmp_path / "out")
+        show_results(tmp_path / "out" / JSON, False, lambda: print("tables"), "picture")
+    printed = capsys.readouterr()
+    assert printed.out == f"tables\nwrote {tmp_path / 'out' / JSON}\n"
+    assert printed.err.startswith("note: pictures need matplotlib, which is not installed: pip ")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [JSON]
