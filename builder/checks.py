@@ -21,4 +21,4 @@ def needs(group: str, *modules: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in modules:
             raise
-        raise MissingDependencyError(f"building needs {error.name}: {install(group)}") from None
+        raise MissingDependencyError(f"this needs {error.name}: {install(group)}") from None

@@ -37,6 +37,7 @@ class PlanFlags:
     gpu: str = flag("b200", "h100, h200 or b200.")
     max_seq_len: int = flag(4096, "Prompt and output tokens of a request together.")
     max_batch: int = flag(1, "Requests that run at once.")
+    bandwidth: float | None = flag(None, "GB/s of memory, with --cpu. Default: measured now.")
     context_len: int = flag(2048, "Cached tokens that a step reads per request.")
     kv_cache: str = flag("bf16", "Number format of the caches: bf16 or fp8.")
     prefill_chunk: int = flag(256, "Prompt tokens per prefill call.")

@@ -14,7 +14,7 @@ from mtpbuild.builder.plan import Plan
 from mtpbuild.builder.program.programs import Program
 from mtpbuild.builder.program.trace import Traced
 from mtpbuild.builder.step_counts import Counts, counted
-from mtpbuild.builder.weights.formats import TYPES, Shape
+from mtpbuild.builder.weights.formats import Shape
 from mtpbuild.builder.weights.made import Share, made, whole
 from mtpbuild.builder.weights.stored import Checkpoint
 from mtpbuild.runtime.errors import BuildError
@@ -34,7 +34,7 @@ class Shapes(Checkpoint):
         assert format is not None
         parts = {suffix: self.tensors[name + suffix] for suffix in format.suffixes}
         return {
-            suffix: torch.empty(entry.shape, dtype=TYPES[entry.dtype], device="meta")
+            suffix: torch.empty(entry.shape, dtype=entry.type, device="meta")
             for suffix, entry in parts.items()
         }
 

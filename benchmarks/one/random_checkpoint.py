@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.side_files import CONFIG
 from mtpbuild.builder.models import ModelConfig, family_of
-from mtpbuild.builder.weights.formats import TYPES, Entry, Format
+from mtpbuild.builder.weights.formats import SIZES, Entry, Format
 from mtpbuild.builder.weights.made import WHOLE, Stored
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.quantize import quantization_config
@@ -96,7 +96,7 @@ def pieces(part: Entry, like: Tensor, random: np.random.Generator) -> Iterator[T
         yield like
         return
     row = prod(part.shape[1:])
-    step = max(1, PIECE // (row * TYPES[part.dtype].itemsize))
+    step = max(1, PIECE // (row * SIZES[part.dtype]))
     for start in range(0, part.shape[0], step):
         rows = min(step, part.shape[0] - start)
         if part.dtype == "U8":

@@ -15,7 +15,7 @@ from mtpbuild.runtime.flag_groups import flag, grouped
 
 FOR_GPUS = (  # parameters that mean nothing with --cpu
     *("gpu", "tp", "ep", "attention_dp", "kv_cache", "prefill_chunk"),
-    *("acceptance", "calibrate", "picture"),
+    *("calibrate", "picture"),
 )
 
 
@@ -41,17 +41,16 @@ def plan(
 
     With --cpu: what it needs of this machine.
     """
-    from mtpbuild.builder.checks import needs
-
     if cpu:
         refuse_gpu_flags(context)
-    with needs("build", "torch", "safetensors"):
-        from mtpbuild.builder.forecast import cpu_report
-        from mtpbuild.builder.forecast.cpu import forecast_cpu
-        from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
-        from mtpbuild.builder.forecast.latency import parse_measured
-        from mtpbuild.builder.forecast.report import as_json, draw, print_report
-        from mtpbuild.builder.show.picture import missing
+    elif flags.bandwidth is not None:
+        raise UsageError("--bandwidth goes with --cpu: a GPU's is the data sheet's")
+    from mtpbuild.builder.forecast import cpu_report
+    from mtpbuild.builder.forecast.cpu import forecast_cpu
+    from mtpbuild.builder.forecast.forecast import ForecastRequest, forecast
+    from mtpbuild.builder.forecast.latency import parse_measured
+    from mtpbuild.builder.forecast.report import as_json, draw, print_report
+    from mtpbuild.builder.show.picture import missing
 
     if picture is not None and (why := missing()):
         raise MissingDependencyError(why)

@@ -6,13 +6,19 @@ integers those that `build --weights` quantises, in fp32 all others.
 
 from dataclasses import dataclass, replace
 
-from mtpbuild.builder.forecast.forecast import ForecastRequest, check, with_nextn
+from mtpbuild.builder.forecast.forecast import (
+    ByNextn,
+    ForecastRequest,
+    acceptance_lengths,
+    check,
+    with_nextn,
+)
 from mtpbuild.builder.forecast.machines import UNKNOWN
 from mtpbuild.builder.forecast.step import Load, Model
 from mtpbuild.builder.forecast.weights import TIED, Layout, Portion, classes, find_layout, portions
-from mtpbuild.builder.host import Machine, this_machine
+from mtpbuild.builder.host import Machine, read_bandwidth, this_machine
 from mtpbuild.builder.models import family_of
-from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
+from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.plan import choose_drafter
 from mtpbuild.builder.recipe import name_model
 from mtpbuild.builder.weights.formats import INT8, Format, Integers
@@ -20,6 +26,7 @@ from mtpbuild.builder.weights.made import WHOLE, Stored
 from mtpbuild.builder.weights.requantised import format_by
 from mtpbuild.builder.weights.scheme import Scheme, build_scheme
 from mtpbuild.runtime.cpu_library import find_library
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import ALONE
 
 ASKED = (None, "int8", "int4")  # of --weights; None: integers as the checkpoint has them, or fp32
@@ -62,11 +69,22 @@ class CpuForecast:
     portions: dict[str, Portion]
     download: int  # bytes; 0: the weights are here, or are made here
     machine: Machine
+    bandwidth: float  # of memory, in bytes/s
+    lengths: ByNextn  # acceptance lengths
     engines: list[CpuEngine]
 
     @property
     def checkpoint_bytes(self) -> int:
         return sum(portion.bytes for portion in self.portions.values())
+
+    def speeds(self, engine: CpuEngine) -> list[float | None]:
+        """Tokens/s of one user for each nextn, if reading is all that a step does.
+
+        None: the engine does not fit.
+        """
+        pairs = zip(self.request.nextn, engine.reads, strict=True)
+        found = [self.lengths[nextn] * self.bandwidth / bytes for nextn, bytes in pairs]
+        return [speed if engine.fits else None for speed in found]
 
     @property
     def shares_disk(self) -> bool:
@@ -80,10 +98,13 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
     machine: this machine if it is not given."""
     machine = machine or this_machine()
     check(request)
+    if request.bandwidth is not None and not request.bandwidth > 0:
+        raise UsageError(f"--bandwidth {request.bandwidth:g} must be above 0")
     layout = find_layout(request.model, request.checkpoint)
     request = with_nextn(request, layout.config)
     for nextn in request.nextn:
         choose_drafter(layout.config, nextn, None)
+    lengths = acceptance_lengths(request)
     sizes = portions(layout, classes(layout, ALONE))
     fetched = must_be_fetched(request)
     download = sum(portion.bytes for portion in sizes.values()) if fetched else 0
@@ -92,7 +113,17 @@ def forecast_cpu(request: ForecastRequest, machine: Machine | None = None) -> Cp
         foresee(request, weights, model, factor(), download, machine)
         for weights, model in models.items()
     ]
-    return CpuForecast(request, layout.name, models[None], sizes, download, machine, engines)
+    return CpuForecast(
+        request=request,
+        name=layout.name,
+        model=models[None],
+        portions=sizes,
+        download=download,
+        machine=machine,
+        bandwidth=1e9 * request.bandwidth if request.bandwidth else read_bandwidth(),
+        lengths=lengths,
+        engines=engines,
+    )
 
 
 def must_be_fetched(request: ForecastRequest) -> bool:

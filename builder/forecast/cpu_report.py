@@ -30,6 +30,8 @@ def as_json(f: CpuForecast) -> dict[str, Any]:
         "memory_available_bytes": machine.available,
         "disk_free_bytes": {"downloads": machine.downloads.free, "engines": machine.engines.free},
         "nextn": list(request.nextn),
+        "acceptance_lengths": [f.lengths[nextn] for nextn in request.nextn],
+        "bandwidth_bytes_per_s": f.bandwidth,
         "distinct_experts": [distinct_experts(model.costs, count) for count in tokens],
         "kv_bytes_per_token": [model.cache_bytes(nextn, "fp32") for nextn in request.nextn],
         "kv_bytes": [cached_bytes(request, model, nextn) for nextn in request.nextn],
@@ -39,6 +41,7 @@ def as_json(f: CpuForecast) -> dict[str, Any]:
                 "engine_bytes": engine.bytes,
                 "memory_bytes": engine.memory,
                 "bytes_per_step": engine.reads,
+                "tokens_per_s": f.speeds(engine),
                 "fits_memory": not engine.too_much,
                 "fits_disk": not engine.lacking,
             }
@@ -48,7 +51,7 @@ def as_json(f: CpuForecast) -> dict[str, Any]:
 
 
 def print_report(f: CpuForecast) -> None:
-    """Print the checkpoint's portions, an engine for each --weights, and the bytes of its steps."""
+    """Print the checkpoint's portions, an engine for each --weights, its steps' bytes and speed."""
     console, machine = Console(highlight=False, soft_wrap=True), f.machine
     console.print(
         f"{f.name} on this machine's CPU: memory {size(machine.memory)}, of it "
@@ -98,12 +101,23 @@ def verdict(engine: CpuEngine) -> str:
 
 def _reads(console: Console, f: CpuForecast) -> None:
     request = f.request
-    table = Table("GB read per step, nextn", *map(str, request.nextn))
+    read, speed = (
+        Table(name, *map(str, request.nextn)) for name in ("GB per step", "tokens/s, most")
+    )
     for engine in f.engines:
-        reads = (f"{bytes / 1e9:.3f}" for bytes in engine.reads)
-        table.add_row(engine.weights or AS_STORED, *reads)
-    console.print(table)
+        name, speeds = engine.weights or AS_STORED, f.speeds(engine)
+        read.add_row(name, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads))
+        speed.add_row(name, *("-" if each is None else f"{each:.3g}" for each in speeds))
+    console.print(read)
     console.print(
-        f"{request.max_batch} at once, each with {request.context_len:,} cached tokens; routed "
-        "experts: those that the tokens choose, if all are equally likely"
+        f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "
+        "routed experts: those that the tokens choose, if all are equally likely"
+    )
+    console.print(speed)
+    measured = "given" if request.bandwidth else "measured now, all cores"
+    lengths = "given" if request.acceptance else "DeepSeek-R1's, published"
+    console.print(
+        f"by nextn, of one user, if a step did nothing but read these bytes from memory, at "
+        f"{f.bandwidth / 1e9:.3g} GB/s ({measured}); arithmetic, prompts and other programs take "
+        f"their part. Acceptance lengths: {lengths}"
     )

@@ -76,6 +76,7 @@ class Forecast:
     scratch_bytes: float
     latency: Latency
     steps: list[Step]
+    without: Step  # with nextn 0
 
     @property
     def is_published(self) -> bool:
@@ -100,6 +101,11 @@ class Forecast:
         request = self.request
         rows = request.max_seq_len + max(request.nextn) + 1
         return request.ranks.local(request.max_batch) * rows
+
+    @property
+    def speedups(self) -> list[float]:
+        """Each nextn's speed over that of nextn 0, asked for or not."""
+        return [step.tokens_per_s / self.without.tokens_per_s for step in self.steps]
 
     @property
     def fits(self) -> bool:
@@ -135,6 +141,7 @@ def forecast(request: ForecastRequest) -> Forecast:
         scratch_bytes=model.scratch_bytes(most, request.max_batch, request.prefill_chunk),
         latency=late,
         steps=[Step(n, lengths[n], model.step(n, load), late.seconds(n)) for n in request.nextn],
+        without=Step(0, 1.0, model.step(0, load), late.seconds(0)),
     )
 
 

@@ -67,6 +67,7 @@ def as_json(f: Forecast) -> dict[str, Any]:
         "predicted_step_s": [step.seconds for step in f.steps],
         "roofline_tokens_per_s": [step.acceptance / step.roofline for step in f.steps],
         "predicted_tokens_per_s": [step.tokens_per_s for step in f.steps],
+        "predicted_speedups": f.speedups,
         "limits": [step.limit for step in f.steps],
         "latency": asdict(f.latency),
     }
@@ -123,7 +124,6 @@ def _memory(console: Console, f: Forecast) -> None:
 
 def _steps(console: Console, f: Forecast) -> None:
     table = Table("nextn", *(str(step.nextn) for step in f.steps))
-    first = f.steps[0].tokens_per_s
     lines: dict[str, Callable[[Step], str]] = {
         "acceptance": lambda s: f"{s.acceptance:.2f}",
         "GB read": lambda s: f"{sum(part.bytes for part in s.parts) / 1e9:.2f}",
@@ -131,12 +131,14 @@ def _steps(console: Console, f: Forecast) -> None:
         "roofline, ms": lambda s: f"{1e3 * s.roofline:.2f}",
         "step, ms": lambda s: f"{1e3 * s.seconds:.2f}",
         "limit": lambda s: s.limit,
-        "roofline, tok/s": lambda s: f"{s.acceptance / s.roofline:.0f}",
-        "tokens/s": lambda s: f"{s.tokens_per_s:.0f}",
-        "speedup": lambda s: f"{s.tokens_per_s / first:.2f}",
     }
+    if f.fits:
+        lines["roofline, tok/s"] = lambda s: f"{s.acceptance / s.roofline:.0f}"
+        lines["tokens/s"] = lambda s: f"{s.tokens_per_s:.0f}"
     for name, figure in lines.items():
         table.add_row(name, *map(figure, f.steps))
+    if f.fits:
+        table.add_row("over nextn 0", *(f"{speedup:.2f}" for speedup in f.speedups))
     console.print(table)
 
 

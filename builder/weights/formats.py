@@ -1,29 +1,33 @@
 """The number formats of weights: how each stores values, and how a checkpoint shows its format."""
 
+from __future__ import annotations  # Tensor is imported for types alone
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
+from mtpbuild.builder.late_torch import torch
 
-from mtpbuild.plugins.matmul_nbits.op import BLOCK, dequantise
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 FP8_BLOCK = 128
+BLOCK = 32  # columns of integers that share a scale, as `matmul_nbits` has it
 GROUP = 16  # columns of NVFP4 that share a scale
 LARGEST = 448.0  # of e4m3
 LEAST = 2.0**-9  # positive e4m3 value
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1 codes 0..7; bit 3 is the sign
-TYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
+SIZES = {"F8_E4M3": 1, "U8": 1, "BF16": 2, "F16": 2, "F32": 4}  # bytes
+NAMES = {  # of torch's types in safetensors
+    "float8_e4m3fn": "F8_E4M3",
+    "uint8": "U8",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
 }
-NAMES = {dtype: name for name, dtype in TYPES.items()}
+TYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,16 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return TYPES[self.dtype].itemsize * prod(self.shape)
+        return SIZES[self.dtype] * prod(self.shape)
+
+    @property
+    def type(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, TYPES[self.dtype])
+        return dtype
 
 
 def entry_of(tensor: Tensor) -> Entry:
-    return Entry(NAMES[tensor.dtype], tuple(tensor.shape))
+    return Entry(NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
 
 
 class Format(Protocol):
@@ -171,8 +180,12 @@ class Integers:
     suffixes: tuple[str, ...] = ("", "_scale")
     needs_amax = False
 
-    def __init__(self, bits: int, scales: torch.dtype = torch.float16) -> None:
-        self.name, self.bits, self.zero, self.scales = f"int{bits}", bits, 1 << bits - 1, scales
+    def __init__(self, bits: int, scales: str = "F16") -> None:
+        self.name, self.bits, self.zero, self._scales = f"int{bits}", bits, 1 << bits - 1, scales
+
+    @property
+    def scales(self) -> torch.dtype:
+        return Entry(self._scales, ()).type
 
     def fits(self, shape: Shape) -> bool:
         return shape[1] % BLOCK == 0
@@ -180,9 +193,11 @@ class Integers:
     def parts(self, shape: Shape) -> dict[str, Entry]:
         rows, blocks = shape[0], shape[1] // BLOCK
         packed = (rows, blocks, BLOCK * self.bits // 8)
-        return {"": Entry("U8", packed), "_scale": Entry(NAMES[self.scales], (rows, blocks))}
+        return {"": Entry("U8", packed), "_scale": Entry(self._scales, (rows, blocks))}
 
     def decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        from mtpbuild.plugins.matmul_nbits.op import dequantise
+
         return dequantise(parts[""], parts["_scale"], self.bits)
 
     def encode(self, weight: Tensor, amax: Tensor | None = None) -> dict[str, Tensor]:
@@ -200,7 +215,7 @@ class Integers:
 
 
 FP8, NVFP4, INT8, INT4 = Fp8(), Nvfp4(), Integers(8), Integers(4)
-WIDE = {4: Integers(4, torch.float32), 8: Integers(8, torch.float32)}  # with scales in fp32
+WIDE = {4: Integers(4, "F32"), 8: Integers(8, "F32")}  # with scales in fp32
 FORMATS: dict[str, Format] = {f.name: f for f in (FP8, NVFP4, INT8, INT4)}
 DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised
 SUPPORTED = f"{', '.join(DTYPES)}, FP8 with its weight_scale_inv, NVFP4 or int with weight_scale"

@@ -4,31 +4,26 @@ Stored tensors are cut to the share of a rank, then joined, permuted or stacked.
 the end make the rows that all families have: vectors, products, MLPs, embedding and head.
 """
 
+from __future__ import annotations  # Tensor is imported for types alone
+
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
 from math import gcd, prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
-
+from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.copies import EMBEDDING, HEAD
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, Format, Integers, Nvfp4, spread
-from mtpbuild.plugins.cpu.layout import (
-    gates_then_ups,
-    packed_floats,
-    packed_scales,
-    packed_values,
-    pairs_of_floats,
-)
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mtpbuild.builder.weights.stored import Checkpoint
 
-Transform = Callable[..., Tensor]
+Transform: TypeAlias = "Callable[..., Tensor]"
 PARTS = ("values", "scales", "scales_2")  # what an engine calls a format's parts, in their order
 
 
@@ -99,7 +94,7 @@ class Weight:
     slices: int = 1  # how many slices are stacked along a first axis
     joined: int | None = None  # for products: the axis along which stored tensors are joined
     looked_up: bool = False  # an embedding: tokens choose its rows
-    per_head: bool = False  # a stack of products [H, in, out]
+    per_head: tuple[int, ...] = ()  # a stack of products: its shape [H, in, out]
     format: Format | None = None  # the format in which the engine holds it; None: floats
     packed: bool = False  # in the layout of the CPU's kernels
 
@@ -117,7 +112,7 @@ class Weight:
     @property
     def multiplied(self) -> bool:
         """Whether it is a product, or a stack of them, whose outputs fill panels."""
-        return self.joined is not None or self.per_head
+        return self.joined is not None or bool(self.per_head)
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
@@ -128,7 +123,7 @@ class Weight:
     @property
     def wide_heads(self) -> bool:
         """Tells whether it is a stack of products so large that engines of integers round it."""
-        return self.per_head and prod(self.slice_shape) >= WIDE
+        return bool(self.per_head) and prod(self.per_head) >= WIDE
 
     @property
     def tensors(self) -> dict[str, str]:
@@ -145,7 +140,7 @@ class Weight:
         widths = (share.shape(stored)[1] for stored in self.stored)
         return gcd(GROUP if isinstance(self.format, Nvfp4) else FP8_BLOCK, *widths)
 
-    def made(self, checkpoint: "Checkpoint", share: Share) -> Iterator[tuple[str, Tensor]]:
+    def made(self, checkpoint: Checkpoint, share: Share) -> Iterator[tuple[str, Tensor]]:
         """Yields the weight's tensors, contiguous; of stacked weights slice by slice."""
         for group in self.groups:
             if self.format is not None and not self.per_head:
@@ -168,6 +163,8 @@ class Weight:
         """Pack a slice that is in no format, if it is to be."""
         if not self.packed:
             return slice
+        from mtpbuild.plugins.cpu.layout import packed_floats, pairs_of_floats
+
         return packed_floats(pairs_of_floats(slice) if self.paired else slice)
 
     def _by_head(self, format: Format, heads: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -188,6 +185,8 @@ class Weight:
     ) -> Tensor:
         """Joins one part of each stored weight into a tensor of the engine, or a slice of it."""
         if isinstance(self.format, Integers):
+            from mtpbuild.plugins.cpu.layout import gates_then_ups
+
             if self.rows is not None:
                 return self._packed(suffix, self.rows(*parts))
             if self.packed:
@@ -201,6 +200,8 @@ class Weight:
         """Pack integers' values or scales, if they are to be."""
         if not self.packed:
             return part
+        from mtpbuild.plugins.cpu.layout import packed_scales, packed_values
+
         return packed_values(part) if suffix == "" else packed_scales(part)
 
     def _rows(self, suffix: str, stored: Stored, part: Tensor, share: Share) -> Tensor:
@@ -216,7 +217,7 @@ class Weight:
 
 
 def made(
-    checkpoint: "Checkpoint", table: Iterable[Weight], share: Share = WHOLE
+    checkpoint: Checkpoint, table: Iterable[Weight], share: Share = WHOLE
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a rank's table as the engine holds them, one at a time.
 
@@ -229,7 +230,7 @@ def made(
 def whole(pieces: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Joins the rows that `made` yields for each weight."""
     for _, owned in groupby(pieces, lambda named: weight_of(named[0])):
-        rows = dict[str, list[Tensor]]()
+        rows: dict[str, list[Tensor]] = {}
         for name, piece in owned:
             rows.setdefault(name, []).append(piece)
         for name, found in rows.items():

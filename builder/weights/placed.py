@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtpbuild.builder.checkpoint.shards import INDEX, SINGLE, read_header
 from mtpbuild.builder.engine import layout
-from mtpbuild.builder.weights.formats import TYPES, Entry, entry_of
+from mtpbuild.builder.weights.formats import Entry, entry_of
 from mtpbuild.builder.weights.made import Share, made
 from mtpbuild.runtime.contract.manifest import WEIGHTS, hash_file
 
@@ -86,7 +86,7 @@ def write_shards(folder: Path, shards: list[Shard], tensors: Iterable[tuple[str,
     A tensor may come in pieces, some rows at a time, with other tensors in between.
     """
     files, at, end = dict[str, BinaryIO](), dict[str, int](), dict[str, int]()
-    dtypes = {name: TYPES[each.dtype] for shard in shards for name, each in shard.tensors.items()}
+    dtypes = {name: each.type for shard in shards for name, each in shard.tensors.items()}
     with ExitStack() as opened:
         for shard in shards:
             file = opened.enter_context((folder / shard.file).open("wb"))

@@ -13,7 +13,7 @@ from mtpbuild.builder.checkpoint.side_files import CONFIG, copy_side_files
 from mtpbuild.builder.engine.building import is_taken, under_construction
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.recipe import find_model
-from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, NAMES, Format
+from mtpbuild.builder.weights.formats import FP8_BLOCK, GROUP, Format, entry_of
 from mtpbuild.builder.weights.made import Stored
 from mtpbuild.builder.weights.placed import split, write_shards
 from mtpbuild.builder.weights.requantised import Parts, Requantised, requantise
@@ -88,7 +88,7 @@ def write_all(
         watch(f"quantising {name}")
         if format is None:
             parts = {"": checkpoint.tensor(name)}
-            portion = done.portions[NAMES[parts[""].dtype].lower()]
+            portion = done.portions[entry_of(parts[""]).dtype.lower()]
         else:
             portion = done.portions[format.name]
             pieces = counted(checkpoint.encoded(name), format, portion)

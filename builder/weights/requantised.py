@@ -1,18 +1,22 @@
 """Shows a checkpoint in other number formats than it is stored in, quantising while it reads."""
 
+from __future__ import annotations  # Tensor is imported for types alone
+
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
-
+from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models import ModelConfig
 from mtpbuild.builder.weights.formats import FORMATS, Entry, Format
 from mtpbuild.builder.weights.made import Stored
 from mtpbuild.builder.weights.scheme import Scheme
 from mtpbuild.builder.weights.stored import Checkpoint, FileEntry
 
-Parts = dict[str, Tensor]  # by suffix
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Parts: TypeAlias = "dict[str, Tensor]"  # by suffix
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Requantised(Checkpoint):
         Pieces are copied into place at once: keeping them fragments the heap, and joining them at
         the end needs twice the memory.
         """
-        whole, at = Parts(), dict[str, int]()
+        whole: Parts = {}
+        at = dict[str, int]()
         for piece in pieces:
             for suffix, rows in piece.items():
                 if rows.dim() == 0:

@@ -1,24 +1,28 @@
 """Reads the tensors of a Hugging Face checkpoint, and checks them against a family's table."""
 
+from __future__ import annotations  # Tensor is imported for types alone
+
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.checkpoint.shards import find_shards, more
+from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.copies import Config
 from mtpbuild.builder.weights.formats import DTYPES, SUPPORTED, Entry, Format, Shape, stored_format
 from mtpbuild.builder.weights.made import WHOLE, Stored, Weight
 from mtpbuild.runtime.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PIECE = 2048  # rows of a large weight in memory at once; blocks of all formats divide it
 # Tensors that other programs store and ours do not need: our caches are not quantised.
@@ -185,7 +189,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     tensors: dict[str, FileEntry] = {}
     for path in paths:
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     if name in tensors:
                         other = tensors[name].file

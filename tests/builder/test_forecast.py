@@ -195,12 +195,14 @@ def test_json() -> None:
         "nextn",
         "operations_per_step",
         "parts",
+        "predicted_speedups",
         "predicted_step_s",
         "predicted_tokens_per_s",
         "roofline_step_s",
         "roofline_tokens_per_s",
     }
     assert all(len(found[key]) == 6 for key in lists)
+    assert found["predicted_speedups"][0] == 1
     one: dict[str, Any] = json.loads(plan("--nextn 3 --json")[1])
     assert one["nextn"] == [3]
     assert all(one[key] == [found[key][3]] for key in lists)
@@ -216,10 +218,13 @@ def test_tables(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
     code, out, _ = plan("--nextn 1 --gpu h200")
     assert "assumed to hold here" in out
+    assert "over nextn 0" in out
     code, out, _ = plan("--nextn 0 --gpu h100", "deepseek-r1")
     assert code == 0
     assert "does not fit: " in out
     assert "GB too much before any cache" in out
+    assert "over nextn 0" not in out
+    assert "tokens/s" not in out
     code, out, _ = plan("--nextn 0 --max-batch 400 --max-seq-len 8192")
     assert "does not fit: lower --max-batch or --max-seq-len" in out
 
@@ -231,6 +236,7 @@ def test_tables(tmp_path: Path) -> None:
         ("--tp 16", "--tp 16: a b200 machine has 8 GPUs"),
         ("--tp 0", "--tp 0 is outside 1..64"),
         ("--ep 3", "--ep 3 does not divide both --tp 8 and the 256 routed experts; possible: 1, 2"),
+        ("--bandwidth 9", "--bandwidth goes with --cpu: a GPU's is the data sheet's"),
         ("--gpu b300", "--gpu b300 is unknown; supported: h100, h200, b200"),
         ("--nextn 16", "--nextn 16 is outside 0..15"),
         ("--nextn 0..6", "no acceptance length is published for nextn 6: give --acceptance"),

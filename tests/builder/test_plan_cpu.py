@@ -1,6 +1,8 @@
 """`mtpbuild plan --cpu`: sizes of engines that are built, bytes by hand, this machine, refusals."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.forecast.cpu import MAPPED, PACKED, CpuForecast, forecast_cpu
 from mtpbuild.builder.forecast.forecast import ForecastRequest
-from mtpbuild.builder.host import Disk, Machine, find_disk, this_machine
+from mtpbuild.builder.host import Disk, Machine, find_disk, read_bandwidth, this_machine
 from mtpbuild.builder.models import family_of, load_config
+from mtpbuild.builder.recipe import load_recipes
 from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.weights.quantize import QuantizeRequest, quantize
 from mtpbuild.builder.weights.scheme import make_scheme
@@ -41,7 +44,7 @@ def machine(available: float = 24e9, downloads: float = 70e9, engines: float = 7
 
 
 def foretold(model: str | Path, *nextn: int, **flags: Any) -> CpuForecast:
-    return forecast_cpu(ForecastRequest(str(model), nextn, **flags), machine())
+    return forecast_cpu(ForecastRequest(str(model), nextn, bandwidth=20, **flags), machine())
 
 
 def engine_sizes(f: CpuForecast) -> dict[str, int]:
@@ -194,7 +197,8 @@ def test_json() -> None:
     assert (code, err) == (0, "")
     found: dict[str, Any] = json.loads(out)
     assert " ".join(sorted(found)) == (
-        "checkpoint_bytes context_len disk_free_bytes distinct_experts download_bytes engines "
+        "acceptance_lengths bandwidth_bytes_per_s checkpoint_bytes context_len disk_free_bytes "
+        "distinct_experts download_bytes engines "
         "kv_bytes kv_bytes_per_token max_batch max_seq_len memory_available_bytes memory_bytes "
         "model nextn portions target"
     )
@@ -223,13 +227,52 @@ def test_tables(smallest: Path) -> None:
     assert "copies" not in out
 
 
+def test_speed_follows_from_bytes_and_bandwidth() -> None:
+    """An engine that does not fit has none; --acceptance says how many tokens a step gives."""
+    found = foretold(GIGACHAT, 0, 3, acceptance=(1.0, 2.5))
+    for engine in found.engines:
+        if engine.fits:
+            wanted = [1.0 * 20e9 / engine.reads[0], 2.5 * 20e9 / engine.reads[1]]
+        else:
+            wanted = [None, None]
+        assert found.speeds(engine) == wanted
+    assert [engine.fits for engine in found.engines] == [False, True, True]
+    flags = ("--nextn", "0,3", "--acceptance", "1,2.5", "--bandwidth", "20")
+    code, out, err = invoke("plan", "--model", GIGACHAT, "--cpu", *flags)
+    assert (code, err) == (0, "")
+    assert "at 20 GB/s (given)" in out
+
+
+def test_the_bandwidth_of_memory_is_measured() -> None:
+    assert 1e8 < read_bandwidth(passes=1) < 1e13
+
+
+def test_a_plan_needs_no_torch(tmp_path: Path) -> None:
+    """For each layout of recipes, and for a folder with weights: a process that has none."""
+    models = {recipe.config: recipe.name for recipe in load_recipes()}
+    folder = random_checkpoint(tmp_path / "model", **EVEN)
+    plans = [["plan", "--cpu", "--model", m, "--json"] for m in (*models.values(), str(folder))]
+    plans.append(["plan", "--model", "deepseek-r1-fp4", "--tp", "8"])
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys(("torch", "onnx", "onnxscript", "onnx_ir", "onnxruntime")))
+from mtpbuild.builder.cli import app
+for plan in {plans}:
+    app(plan, standalone_mode=False)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('"tokens_per_s"') == 3 * (len(models) + 1)
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         ("--gpu b200", "--cpu does not go with --gpu: they are for plans of GPUs"),
         ("--tp 1 --ep 1 --attention-dp", "--cpu does not go with --tp, --ep, --attention-dp: "),
         ("--kv-cache fp8 --prefill-chunk 64", "does not go with --kv-cache, --prefill-chunk: "),
-        ("--acceptance 1 --calibrate 0=1,1=2", "does not go with --acceptance, --calibrate: "),
+        ("--bandwidth 0", "--bandwidth 0 must be above 0"),
+        ("--calibrate 0=1,1=2", "does not go with --calibrate: "),
         ("--picture x.png", "does not go with --picture: "),
         ("--max-seq-len 0", "--max-seq-len 0 must be at least 1"),
         ("--nextn 16", "--nextn 16 is outside 0..15"),

@@ -4,8 +4,6 @@ Shapes: B slots, T tokens, E hidden size, H query heads, G heads of keys and val
 C = 2 G D values of a cache row. `plain.py` has the plain counterpart.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import softmax_scale
-from mtpbuild.builder.weights.made import Stored, Weight, product, stack_rows, vector
 from mtpbuild.plugins import grouped_attention, rope
 from mtpbuild.runtime.ranks import Ranks
 
@@ -51,20 +48,3 @@ class GroupedAttention(Attention):
         q = q.unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, D]
         o = grouped_attention(q, cache, fresh, rows.base, first, self.scale, self.groups)
         return o.transpose(1, 2).flatten(2) @ self.o_proj
-
-
-def grouped_weights(c: GroupedConfig, at: str, to: str) -> Iterator[Weight]:
-    """Yields the weights of one attention, from the names that Llama-like checkpoints use."""
-    E, D = c.hidden_size, c.head_dim
-    counts = {"q": c.num_attention_heads, "k": c.num_key_value_heads, "v": c.num_key_value_heads}
-    sizes = {f"{at}.{name}_proj": count * D for name, count in counts.items()}
-    weights = (Stored(f"{name}.weight", (size, E), axis=0) for name, size in sizes.items())
-    yield product(f"{to}.qkv_proj", *weights)
-    if c.attention_bias:
-        biases = tuple(Stored(f"{name}.bias", (size,), axis=0) for name, size in sizes.items())
-        yield Weight(f"{to}.qkv_bias", biases, stack_rows)
-    if c.use_qk_norm:
-        yield vector(to, at, "q_norm.weight", D)
-        yield vector(to, at, "k_norm.weight", D)
-    rows = c.num_attention_heads * D
-    yield product(f"{to}.o_proj", Stored(f"{at}.o_proj.weight", (E, rows), axis=1))

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from mtpbuild.builder.models.common.blocks import ExpertBlocks, PackedExperts, parts_of
 from mtpbuild.builder.models.common.collectives import every_rank, own_sum, rank_constant
 from mtpbuild.builder.models.common.layers import MLP, Kernels
+from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
 from mtpbuild.plugins import experts, moe, moe_route
 from mtpbuild.plugins.moe.op import MAX_TOKENS, NOBODY, with_shared
 from mtpbuild.runtime.ranks import ALONE, Ranks
-
-DENSE_EXPERTS = 16  # up to here all experts are computed, chosen or not
 
 
 class Gate(Kernels):

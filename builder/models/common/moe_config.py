@@ -4,6 +4,8 @@ from mtpbuild.builder.models.config import ModelConfig, MoEConfig
 from mtpbuild.builder.models.family import Split
 from mtpbuild.runtime.ranks import Ranks
 
+DENSE_EXPERTS = 16  # up to here all experts are computed, chosen or not
+
 
 def expert_splits(c: MoEConfig, ranks: Ranks) -> list[Split]:
     """Returns the sizes, beside attention's, that must divide; an error names the first misfit."""

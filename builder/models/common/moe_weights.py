@@ -1,16 +1,20 @@
 """The weights of a layer's second half: a dense MLP, or a router and its experts."""
 
+from __future__ import annotations  # Tensor is imported for types alone
+
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from mtpbuild.builder.models.common.moe import DENSE_EXPERTS
+from mtpbuild.builder.late_torch import torch
+from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.config import MoEConfig
 from mtpbuild.builder.weights import made
 from mtpbuild.builder.weights.made import Share, Stored, Weight, mlp, product, projection, vector
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STACKS = ("gate_up_proj", "down_proj")
 PROJECTIONS = ("gate", "up", "down")

@@ -1,14 +1,18 @@
 """DeepSeek-V3's table from checkpoint tensors to the program's weights."""
 
+from __future__ import annotations  # Tensor is imported for types alone
+
 from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.moe_weights import moe_table
 from mtpbuild.builder.models.deepseek_v3.config import DeepseekV3Config
 from mtpbuild.builder.weights.made import Share, Stored, Weight, product, vector
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def weight_table(c: DeepseekV3Config, share: Share) -> list[Weight]:
@@ -48,6 +52,6 @@ def _attention(c: DeepseekV3Config, s: Share, at: str, to: str) -> Iterator[Weig
     def values(w: Tensor) -> Tensor:
         return w.unflatten(0, (own, n + v))[:, n:].mT
 
-    yield Weight(f"{to}.w_uk", (kv_b,), keys, per_head=True)
-    yield Weight(f"{to}.w_uv", (kv_b,), values, per_head=True)
+    yield Weight(f"{to}.w_uk", (kv_b,), keys, per_head=(H, n, r))
+    yield Weight(f"{to}.w_uv", (kv_b,), values, per_head=(H, r, v))
     yield product(f"{to}.o_proj", Stored(f"{at}.o_proj.weight", (E, H * v), axis=1))

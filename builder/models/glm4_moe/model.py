@@ -1,13 +1,9 @@
-"""GLM-4.5 with its MTP module: its layers' attention and feed-forward, and its weight table."""
-
-from functools import partial
+"""GLM-4.5 with its MTP module: its layers' attention and feed-forward."""
 
 from mtpbuild.builder.models.common.causal_lm import Block, UniformLM
-from mtpbuild.builder.models.common.grouped import GroupedAttention, grouped_weights
+from mtpbuild.builder.models.common.grouped import GroupedAttention
 from mtpbuild.builder.models.common.moe import feed_forward
-from mtpbuild.builder.models.common.moe_weights import moe_table
 from mtpbuild.builder.models.glm4_moe.config import Glm4MoeConfig
-from mtpbuild.builder.weights.made import Share, Weight
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
 
@@ -21,8 +17,3 @@ class Glm4Moe(UniformLM):
             return GroupedAttention(c, ranks), feed_forward(c, layer, ranks)
 
         super().__init__(c, block, c.rotary_dim, ranks)
-
-
-def weight_table(c: Glm4MoeConfig, share: Share) -> list[Weight]:
-    """Returns every weight of main model and MTP modules, in the order of use."""
-    return moe_table(c, share, partial(grouped_weights, c))

@@ -1,27 +1,10 @@
-"""MiMo-7B with its MTP module: its layers' attention and feed-forward, and its weight table."""
-
-from collections.abc import Iterator
+"""MiMo-7B with its MTP module: its layers' attention and feed-forward."""
 
 from mtpbuild.builder.models.common.causal_lm import Block, UniformLM
-from mtpbuild.builder.models.common.grouped import GroupedAttention, grouped_weights
+from mtpbuild.builder.models.common.grouped import GroupedAttention
 from mtpbuild.builder.models.common.layers import MLP
-from mtpbuild.builder.models.mimo.config import PREFIX, MimoConfig
-from mtpbuild.builder.weights.made import (
-    Share,
-    Stored,
-    Weight,
-    decoder_layer,
-    mlp,
-    product,
-    whole_table,
-)
+from mtpbuild.builder.models.mimo.config import MimoConfig
 from mtpbuild.runtime.ranks import ALONE, Ranks
-
-NORMS = {  # the program's names -> the checkpoint's
-    "enorm": "token_layernorm",
-    "hnorm": "hidden_layernorm",
-    "shared_head.norm": "final_layernorm",
-}
 
 
 class Mimo(UniformLM):
@@ -35,23 +18,3 @@ class Mimo(UniformLM):
             return GroupedAttention(c, ranks), MLP(c.hidden_size, inner)
 
         super().__init__(c, block, c.rotary_dim, ranks)
-
-
-def weight_table(c: MimoConfig, share: Share) -> list[Weight]:
-    """Returns every weight of main model and MTP modules, in the order of use."""
-
-    def layer(at: str, to: str) -> Iterator[Weight]:
-        attention = grouped_weights(c, f"{at}.self_attn", f"{to}.self_attn")
-        feed_forward = mlp(c.hidden_size, c.intermediate_size, f"{at}.mlp", f"{to}.mlp")
-        return decoder_layer(c, at, to, attention, feed_forward)
-
-    def modules() -> Iterator[Weight]:
-        E = c.hidden_size
-        for j in range(c.num_nextn_predict_layers):
-            at, to = f"{PREFIX}{j}", f"mtp.{j}"
-            for ours, theirs in NORMS.items():
-                yield Weight(f"{to}.{ours}.weight", (Stored(f"{at}.{theirs}.weight", (E,)),))
-            yield product(f"{to}.eh_proj", Stored(f"{at}.input_proj.weight", (E, 2 * E), axis=1))
-            yield from layer(at, to)
-
-    return whole_table(c, lambda i, to: layer(f"model.layers.{i}", to), modules())
