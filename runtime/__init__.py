@@ -5,8 +5,8 @@
     with Engine.load("engines/tiny_n3") as engine:
         for chunk in engine.stream("def fibonacci(n):", SamplingParams(max_tokens=64)):
             print(chunk.text, end="", flush=True)
-        result = engine.generate(engine.chat_ids([{"role": "user", "content": "2 + 3?"}]))
-        print(result.text, result.finish_reason, result.metrics.tokens_per_s)
+        answer = engine.chat([{"role": "user", "content": "2 + 3?"}])
+        print(answer.content, answer.finish_reason, answer.metrics.tokens_per_s)
 
 Names are loaded on first use, so that `mtpbuild --help` needs neither numpy nor pydantic.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.errors import EngineError as EngineError
     from mtpbuild.runtime.errors import MtpbuildError as MtpbuildError
     from mtpbuild.runtime.errors import RequestError as RequestError
+    from mtpbuild.runtime.request import ChatResult as ChatResult
     from mtpbuild.runtime.request import Chunk as Chunk
     from mtpbuild.runtime.request import Result as Result
     from mtpbuild.runtime.request import TokenLogprobs as TokenLogprobs
@@ -37,7 +38,7 @@ _MODULES = {
     "engine": ("Engine",),
     "errors": ("EngineError", "MtpbuildError", "RequestError"),
     "contract.manifest": ("Manifest",),
-    "request": ("Chunk", "Result", "TokenLogprobs"),
+    "request": ("ChatResult", "Chunk", "Result", "TokenLogprobs"),
     "sampling": ("SamplingParams",),
     "stats": ("EngineStats", "RequestMetrics", "SpeculativeDecoding"),
     "structured": ("StructuredOutputs",),

@@ -117,6 +117,7 @@ def run(
                 engine,
                 threads=threads,
                 verify_hashes=verify_hashes,
+                warm=[params],
                 prefix_cache=talks,  # a conversation's next turn begins as the last one did
                 **changed(load_flags),
             )

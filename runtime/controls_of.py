@@ -10,6 +10,7 @@ from mtpbuild.runtime.contract.programs import MIXED
 from mtpbuild.runtime.contract.rules import BUILT_IN, find_rule
 from mtpbuild.runtime.contract.settings import Wishes, defaults_of
 from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.reasoning import opens_thought
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.synthetic import conditional, synthetic_rates
 from mtpbuild.runtime.targets import targets_with
@@ -32,7 +33,7 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
         synthetic=conditional(rates_of(params, manifest.build.nextn)),
         sampled_drafts=params.draft_sample_method == "probabilistic",
         thinking_ids=marks,
-        thinking=next((t == marks[0] for t in reversed(prompt) if t in marks), False),
+        thinking=opens_thought(prompt, marks),
         banned_ids=banned,
         banned_until=len(prompt) + params.min_tokens if banned else 0,
         bias_ids=tuple(bias),

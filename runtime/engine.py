@@ -3,6 +3,7 @@
 import contextlib
 import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack, cast, overload
@@ -18,13 +19,14 @@ from mtpbuild.runtime.grammar import Grammars
 from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
 from mtpbuild.runtime.programs import load_programs
-from mtpbuild.runtime.request import Chunk, Observer, Request, Result
+from mtpbuild.runtime.reasoning import BEGIN, END, ThinkingSplitter, opens_thought
+from mtpbuild.runtime.request import ChatResult, Chunk, Observer, Request, Result
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import EngineStats
 from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
+from mtpbuild.runtime.warm import warm_up
 
 Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are taken as they are
-Prompts: TypeAlias = list[str] | list[list[int]] | list[Prompt]
 
 
 class Engine:
@@ -54,6 +56,7 @@ class Engine:
         verify_hashes: bool = False,
         overlap: bool = True,
         prefix_cache: bool = False,
+        warm: Sequence[SamplingParams] = (),
         **options: Any,
     ) -> Self:
         """Check an engine directory and load it.
@@ -62,9 +65,10 @@ class Engine:
         whatever the size. overlap: where the target can, launch a step before the last one's tokens
         are read; False is for measuring. prefix_cache: a prompt that begins as one before it is
         filled in from where they differ, if the target can; tokens stay the same but for near-ties,
-        and the time to the first token depends on what came before. options: those of the engine's
-        target, such as provider="cuda" (target onnxruntime) or no_cuda_graphs=True (target
-        inductor: slower, and easier to debug); docs/targets.md lists them.
+        and the time to the first token depends on what came before. warm: settings of requests to
+        come, whose programs are loaded and run once now; nothing counts these runs. options: those
+        of the engine's target, such as provider="cuda" (target onnxruntime) or no_cuda_graphs=True
+        (target inductor: slower, and easier to debug); docs/targets.md lists them.
 
         Raises UsageError, EngineError or one of its kinds, with what to do.
         """
@@ -77,6 +81,7 @@ class Engine:
                 check_files(place, own, verify_hashes=verify_hashes)
             tokenizer = load_tokenizer(folder, manifest)
             programs = load_programs(folder, manifest, threads=threads, **options)
+            warm_up(programs, manifest, warm)
             return cls(programs, manifest, tokenizer, overlap=overlap, prefix_cache=prefix_cache)
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
@@ -86,11 +91,13 @@ class Engine:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise EngineError(f"{folder}: can't be loaded ({reason}); rebuild it") from error
 
-    @overload
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result: ...
+    @overload  # a text is a sequence of texts too, but is one prompt
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result: ...  # type: ignore[overload-overlap]
     @overload
     def generate(
-        self, prompt: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Result]: ...
 
     def generate(self, prompt: Any, params: Any = None) -> Result | list[Result]:
@@ -98,7 +105,8 @@ class Engine:
 
         Raises RequestError before anything has run, EngineError if the programs fail.
         """
-        if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], Integral)):
+        several = isinstance(prompt, list | tuple)
+        if not several or (prompt and isinstance(prompt[0], Integral)):
             return self.stream(prompt, params).result()
         each = params if isinstance(params, Sequence) else [params] * len(prompt)
         if len(each) != len(prompt):
@@ -107,6 +115,26 @@ class Engine:
         with contextlib.ExitStack() as stack:
             streams = [stack.enter_context(Stream(self._driver, r)) for r in requests]
             return [stream.result() for stream in streams]
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatResult:
+        """Answer a conversation, with the thought and the rest of the text apart.
+
+        options: as for `chat_prompt`. To go on, append the result's `message` to `messages`.
+        """
+        ids, params = self.chat_ids(messages, **options), params or SamplingParams()
+        marks = self.manifest.model.thinking_token_ids
+        if marks is None:
+            return ChatResult.of(self.stream(ids, params).result())
+        special = self._text_tokenizer().special_ids
+        shown = [special[mark] for mark in (BEGIN, END) if mark in special]
+        params = replace(params, shown_tokens=[*params.shown_tokens, *shown])
+        splitter = ThinkingSplitter(opens_thought(ids, marks))
+        return ChatResult.of(self.stream(ids, params).result(), splitter)
 
     def stream(
         self,

@@ -1,5 +1,6 @@
 """Splits an answer into its thought and its content while it comes in pieces."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -21,6 +22,11 @@ class Piece(NamedTuple):
     call: int = 0
     from_draft: bool = False
     block: int = 0
+
+
+def opens_thought(prompt: Sequence[int], marks: tuple[int, int]) -> bool:
+    """Tells whether a prompt ends within a thought; marks: the tokens that begin and end one."""
+    return next((token == marks[0] for token in reversed(prompt) if token in marks), False)
 
 
 @dataclass(slots=True)

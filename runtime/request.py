@@ -3,14 +3,15 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Literal, Protocol, Self
 
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.controls_of import controls_of, end_ids, rates_of
 from mtpbuild.runtime.errors import MtpbuildError, RequestError
 from mtpbuild.runtime.grammar import Grammar
+from mtpbuild.runtime.reasoning import ThinkingSplitter
 from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.stats import Acceptance, RequestMetrics
 from mtpbuild.runtime.text import Span, TextStream
@@ -58,6 +59,31 @@ class Result:
     logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)  # if asked for
     # Not empty: drafts were accepted by chance, at these rates, and the text means nothing.
     synthetic_acceptance_rates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatResult(Result):
+    """A result that is a conversation's answer: `text` is all of it, thought and marks included."""
+
+    content: str = ""
+    reasoning_content: str = ""  # the thought, if the model marks it
+
+    @classmethod
+    def of(cls, result: Result, splitter: ThinkingSplitter | None = None) -> Self:
+        """Split a result's text; without a splitter all of it is content."""
+        found = {each.name: getattr(result, each.name) for each in fields(Result)}
+        if splitter is None:
+            return cls(**found, content=result.text)
+        said = {piece.kind: piece.text for piece in splitter.feed(result.text, last=True)}
+        thought, content = said.get("reasoning", ""), said.get("content", "")
+        return cls(**found, content=content, reasoning_content=thought)
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The answer as a message of the conversation."""
+        said = {"role": "assistant", "content": self.content}
+        thought = {"reasoning_content": self.reasoning_content}
+        return said | (thought if self.reasoning_content else {})
 
 
 class Observer(Protocol):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from mtpbuild.runtime.chat_template import ChatOptions
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MtpbuildError, RequestError
-from mtpbuild.runtime.reasoning import BEGIN, END, Piece, ThinkingSplitter
+from mtpbuild.runtime.reasoning import BEGIN, END, Piece, ThinkingSplitter, opens_thought
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
 from mtpbuild.runtime.server.answers import Answer, Choice, seeded
 from mtpbuild.runtime.server.errors import ApiError
@@ -44,8 +44,8 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
     choices = [Choice(index, ids, own) for index, own in enumerate(seeded(params, body.n or 1))]
     for choice in choices:
         if marks is not None:
-            open_thought = next((t == marks[0] for t in reversed(ids) if t in marks), False)
-            choice.splitter, choice.end_of_thought = ThinkingSplitter(open_thought), marks[1]
+            choice.splitter = ThinkingSplitter(opens_thought(ids, marks))
+            choice.end_of_thought = marks[1]
         choice.calls = ToolCalls(form) if form else None
     return kind(
         service.model,

@@ -97,6 +97,7 @@ def serve(
             threads=own.threads,
             verify_hashes=verify_hashes,
             prefix_cache=not own.no_prefix_cache,
+            warm=[SamplingParams(), SamplingParams(temperature=1.0)],
             **changed(load_flags),
         )
         # The first grammar reads the vocabulary, which may take a second; no request waits for it.

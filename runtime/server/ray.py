@@ -12,6 +12,7 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtpbuild.runtime.engine import Engine
+from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.server.app import make_app
 from mtpbuild.runtime.server.command import ReplicaFlags
 from mtpbuild.runtime.server.server import engine_defaults
@@ -70,6 +71,7 @@ class Replica:
                 folder,
                 threads=own.threads,
                 prefix_cache=not own.no_prefix_cache,
+                warm=[SamplingParams(), SamplingParams(temperature=1.0)],
                 **{name: getattr(arguments, name) for name in LOADING},
             )
         )

@@ -55,7 +55,8 @@ def test_text_is_that_of_plain_decoding(
     prompts = [rng.integers(9, 61, n).tolist() for n in (11, 1, 6, 2)]
     plain = [PLAIN] * 4
     mixed = [PLAIN, HOT, replace(HOT, seed=6, draft_sample_method="greedy"), PLAIN]
-    with Engine.load(folder, threads=1) as engine, Engine.load(base, threads=1) as without:
+    warm = Engine.load(folder, threads=1, warm=[HOT])
+    with warm as engine, Engine.load(base, threads=1) as without:
         engine._loop._pace = Restless(engine.manifest.build.nextn)
         for prompt, result in zip(prompts, engine.generate(prompts, plain), strict=True):
             assert result.token_ids == greedy(predictable, prompt, COUNT)

@@ -13,6 +13,7 @@ from tests.support.fakes import (
     BOS,
     FakePrograms,
     NextToken,
+    backend_tokenizer,
     continuation,
     fake_manifest,
     fake_tokenizer,
@@ -87,6 +88,32 @@ def test_a_list_of_prompts_gives_a_list_of_results() -> None:
     assert len(engine.generate(["a"])) == 1
     none: list[str] = []
     assert engine.generate(none) == []
+    mixed: list[str | list[int]] = ["a", [5]]  # and other sequences are prompts to mypy, too
+    assert len(engine.generate(mixed)) == len(engine.generate(("a", "b"))) == 2
+    assert engine.generate((5, 6)).token_ids == engine.generate([5, 6]).token_ids
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    ("said", "thought", "content"),
+    [("<think>def hello</think>return", "def hello", "return"), ("world", "", "world")],
+)
+def test_a_chats_thought_and_text_are_apart(
+    special: bool, said: str, thought: str, content: str
+) -> None:
+    """Whether `<think>` and `</think>` are special tokens, which texts leave out, or plain ones."""
+    backend = backend_tokenizer()
+    (backend.add_special_tokens if special else backend.add_tokens)(["<think>", "</think>"])
+    tokenizer, messages = fake_tokenizer(backend), [{"role": "user", "content": "hi"}]
+    tokens = tokenizer.encode(said, add_special_tokens=False)
+    ids = tokenizer.encode(tokenizer.chat_prompt(messages), add_special_tokens=False)
+    manifest = fake_manifest(max_seq_len=99, vocab_size=330)
+    programs = FakePrograms(manifest, next_token=scripted(len(ids), tokens))
+    answer = Engine(programs, manifest, tokenizer).chat(messages, SamplingParams(len(tokens)))
+    assert (answer.reasoning_content, answer.content) == (thought, content)
+    assert answer.text == said
+    named = {"reasoning_content": thought} if thought else {}
+    assert answer.message == {"role": "assistant", "content": content} | named
 
 
 @pytest.mark.parametrize(

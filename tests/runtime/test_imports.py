@@ -65,6 +65,7 @@ def test_the_run_time_imports_neither_builder_nor_plugins() -> None:
 
 def test_exports() -> None:
     assert mtpbuild.runtime.__all__ == [
+        "ChatResult",
         "Chunk",
         "Engine",
         "EngineError",

@@ -27,6 +27,26 @@ def test_a_whole_engine_loads_and_runs(engine_dir: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0, seed=5)])
+def test_warming_up_runs_the_programs_and_counts_nothing(
+    engine_dir: Path, params: SamplingParams
+) -> None:
+    made = list[FakePrograms]()
+
+    def programs(manifest: Manifest) -> FakePrograms:
+        made.append(FakePrograms(manifest))
+        return made[0]
+
+    with programs_by(programs), Engine.load(engine_dir, warm=[params]) as engine:
+        assert made[0].turns == ["c", "s"]
+        assert made[0].controls[0].temperature == params.temperature
+        assert engine.stats.output_tokens == engine.stats.requests_ended == 0
+        ids = engine.encode("hello")
+        assert engine.generate("hello", SamplingParams(max_tokens=9)).token_ids == continuation(
+            ids, 9
+        )
+
+
 def test_no_such_directory(tmp_path: Path) -> None:
     with pytest.raises(EngineFormatError, match="no such engine directory"):
         Engine.load(tmp_path / "nothing")

@@ -1,0 +1,31 @@
+"""Runs an engine's programs once, so that no request waits for what a first one loads."""
+
+from collections.abc import Iterable
+from typing import cast
+
+import numpy as np
+
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Adaptive, Programs
+from mtpbuild.runtime.controls_of import controls_of
+from mtpbuild.runtime.sampling import SamplingParams
+
+PROMPT = 8  # tokens
+
+
+def warm_up(programs: Programs, manifest: Manifest, each: Iterable[SamplingParams]) -> None:
+    """Fill in a short prompt and make a step, for requests with each of these settings.
+
+    An adaptive engine makes one with each nextn, as each is a program of its own. Nobody has the
+    slot afterwards; the next request begins in it as in any other.
+    """
+    build = manifest.build
+    length = min(PROMPT, build.prefill_chunk, build.max_seq_len - 1)
+    active = np.arange(build.slots) == 0
+    for params in each:
+        programs.prefill(0, 0, np.zeros(length + programs.lookahead, np.int64))
+        for nextn in range(build.nextn + 1) if build.adaptive else (None,):
+            if nextn is not None:
+                cast(Adaptive, programs).draft(nextn)
+            programs.begin(0, length, 0, controls_of([0], params, manifest))
+            programs.step(active, length + manifest.window)
