@@ -72,7 +72,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             model = job.open_model()
             model.tell_formats()
             model.tell_copies()
-            weights = EngineWeights(model)
+            weights = EngineWeights(model, stages.watch)
 
     for out, ranks in todo.items():
         plan, inputs = job.plans[out], f"{job.fingerprints[out]} {[*ranks]}"

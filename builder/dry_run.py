@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.builder.engine import layout
 from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.prepare import prepare
 from mtpbuild.builder.request import BuildRequest
@@ -30,7 +29,7 @@ class Foreseen:
     weights: int  # bytes of the weights file
     state: int  # bytes of the state at run time
     caches: int  # of these, the caches'
-    graphs: "dict[str, Counts]"  # program -> what its graph counts
+    graphs: "dict[str, Counts]"  # program -> what its graph counts; none of an engine that stands
     unchanged: bool
 
 
@@ -59,15 +58,17 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         # Ranks of one group have equal parts.
         weightless.check_slices(model, job.ranks[: request.ranks.ep])
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
+    todo = {out: plan for out, plan in job.plans.items() if job.lacking(out)}
     with stages("export"):
-        graphs = weightless.export(model, job.plans.values(), job.target.trace)
+        graphs = weightless.export(model, todo.values(), job.target.trace)
+    exported = dict(zip(todo, graphs, strict=True))
     engines = []
-    for (out, plan), exported in zip(job.plans.items(), graphs, strict=True):
+    for out, plan in job.plans.items():
         specs = state_specs(plan)
         state = sum(map(size_of, specs))
         caches = sum(size_of(s) for s in specs if s.role == "rows")
-        stands = not layout.lacking(out, job.fingerprints[out], job.ranks)
-        engines.append(Foreseen(out, plan, weights, state, caches, exported, stands))
+        found = exported.get(out, {})
+        engines.append(Foreseen(out, plan, weights, state, caches, found, out not in todo))
     return DryRun(model, engines, list(lacking))
 
 
@@ -111,7 +112,8 @@ def print_dry_run(done: DryRun) -> None:
     console.print(table)
     for engine in done.engines:
         sizes = ", ".join(f"{name} {each.nodes:,} nodes" for name, each in engine.graphs.items())
-        console.print(f"{engine.folder}: exported without weights: {sizes}")
+        if sizes:
+            console.print(f"{engine.folder}: exported without weights: {sizes}")
         if step := engine.graphs.get(PLAIN):
             each = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
             held = f"weights {in_bytes(engine.weights)}, caches {in_bytes(engine.caches)}"

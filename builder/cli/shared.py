@@ -1,5 +1,7 @@
 """Helpers of several commands: flags, numbers of drafts, progress and results."""
 
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,11 +68,38 @@ def parse_range(text: str) -> tuple[int, ...]:
 
 @contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Show the current stage on a terminal's error output; yields a function that changes it."""
-    from rich.console import Console
+    """Show the current stage on standard error; yields a function that changes it.
 
-    with Console(stderr=True).status(first) as status:
-        yield status.update
+    A terminal shows it with the seconds since the command began. Elsewhere each stage that follows
+    the first one is a line.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield StageLines()
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as shown:
+        task = shown.add_task(first, total=None)
+        yield lambda stage: shown.update(task, description=stage)
+
+
+class StageLines:
+    """Prints a line for each stage; of one that counts, at most every `EVERY` seconds."""
+
+    EVERY = 30.0
+
+    def __init__(self) -> None:
+        self._begun = self._printed = time.monotonic()
+        self._last = ""
+
+    def __call__(self, stage: str) -> None:
+        now, name = time.monotonic(), re.sub(r"\d+", "", stage.partition(",")[0])
+        if name != self._last or now - self._printed >= self.EVERY:
+            self._last, self._printed = name, now
+            typer.echo(f"[{now - self._begun:.0f} s] {stage}", err=True)
 
 
 def show_results(path: Path, json: bool, show: Callable[[], None], pictures: str) -> None:

@@ -96,7 +96,7 @@ def verify(
         )
         checks = {}
         for name in CHECKS:
-            watch(f"checking: {name}")
+            watch(f"checking {name}")
             checks[name] = check(name, case)
     return Verification(request.engine, engine.manifest, against, checks)
 

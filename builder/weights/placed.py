@@ -1,9 +1,10 @@
 """Writes safetensors files tensor by tensor, and finds where each tensor lies in them."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -135,6 +136,7 @@ class EngineWeights:
     """Writes the weights of a model's ranks, once for all engines of a build."""
 
     model: "OpenedModel"
+    watch: Callable[[str], None] = lambda stage: None
     written: dict[int, WrittenWeights] = field(default_factory=dict)  # by rank
 
     def write(
@@ -158,7 +160,18 @@ class EngineWeights:
             parameters = dict(self.model.model.named_parameters())
             entries = {name: entry_of(parameters[name]) for w in table for name in w.tensors}
             tensors = made(self.model.checkpoint, table, Share(ranks, rank))
+            tensors = self._told(tensors, sum(prod(each.shape) for each in entries.values()))
             done = WrittenWeights(write_weights(path, entries, tensors), hash_file(path))
             shared(done.sha256)
         self.written[rank] = done
         return done
+
+    def _told(
+        self, tensors: Iterable[tuple[str, Tensor]], total: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Tell the share of the elements that is written as they pass."""
+        done = 0
+        for name, tensor in tensors:
+            yield name, tensor
+            done += tensor.numel()
+            self.watch(f"write weights, {done / total:.0%}")

@@ -84,8 +84,8 @@ def write_all(
     checkpoint: Requantised, done: Quantized, watch: Watch
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields all tensors to store; counts their bytes, and how far quantising moves values."""
-    for name, format in checkpoint.formats.items():
-        watch(f"quantising {name}")
+    for number, (name, format) in enumerate(checkpoint.formats.items(), 1):
+        watch(f"quantising weight {number:,} of {len(checkpoint.formats):,}")
         if format is None:
             parts = {"": checkpoint.tensor(name)}
             portion = done.portions[entry_of(parts[""]).dtype.lower()]

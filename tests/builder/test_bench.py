@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from mtpbuild.builder.bench import dataset, engines, measure
 from mtpbuild.builder.bench.bench import BenchRequest, bench
@@ -33,6 +32,7 @@ from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.sampling_flags import SamplingFlags
 from tests.support.bench_samples import contender, fake_engine, prompt, small_tokens, write_lines
 from tests.support.fakes import FakePrograms
+from tests.support.invoke import invoke as command
 from tests.support.registry import programs_by
 
 # The requests
@@ -234,10 +234,7 @@ def test_engines_of_another_target(smallest: Path) -> None:
 # The command
 
 
-def invoke(*args: str | Path) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["bench", *map(str, args)], env={"COLUMNS": "300"})
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.stdout, done.stderr
+invoke = partial(command, "bench")
 
 
 def test_frozen_flags() -> None:

@@ -10,11 +10,12 @@ import pytest
 import typer
 
 from mtpbuild.builder.cli import app
+from mtpbuild.builder.cli.shared import StageLines, progress
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.errors import CheckpointError, UsageError
-from tests.support.invoke import invoke, options
+from tests.support.invoke import invoke, options, without_stages
 from tests.support.requests import noted
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
@@ -132,6 +133,36 @@ def test_the_report(smallest: Path, tmp_path: Path) -> None:
     assert "peak memory" not in out
 
 
+def test_stages_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a stage that counts, only those that come late enough behind the last line."""
+    with progress("first") as watch:
+        for stage in (
+            "write weights, 1%",
+            "write weights, 2%",
+            "trace",
+            "request 1 of 2, 4 at once",
+        ):
+            watch(stage)
+        watch("request 2 of 2, 4 at once")
+        assert isinstance(watch, StageLines)
+        watch.EVERY = 0.0
+        watch("request 3 of 2, 4 at once")
+    stages = [line.partition("s] ")[2] for line in capsys.readouterr().err.splitlines()]
+    requests = [f"request {number} of 2, 4 at once" for number in (1, 3)]
+    assert stages == ["write weights, 1%", "trace", *requests]
+
+
+def test_a_terminal_shows_the_stage_and_the_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress("first") as watch:
+        watch("lower decode")
+    shown = capsys.readouterr().err
+    assert "lower decode" in shown
+    assert "0:00:00" in shown
+
+
 def test_recipes_are_listed() -> None:
     code, out, _ = invoke("recipes")
     assert code == 0
@@ -210,7 +241,8 @@ def test_interrupted(smallest: Path, tmp_path: Path) -> None:
     out, err = process.communicate()
     left, note = tmp_path / ".engine.building", "goes on from what is finished: weights, in"
     note = f"note: the same build of {tmp_path / 'engine'} {note} {left}"
-    assert (process.returncode, out, err) == (130, "", f"{note}\n\ninterrupted\n")
+    assert (process.returncode, out) == (130, "")
+    assert without_stages(err) == f"{note}\n\ninterrupted\n"
     assert list(tmp_path.iterdir()) == [left]
 
 

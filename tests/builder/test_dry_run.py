@@ -42,6 +42,8 @@ def test_what_it_foretells(smallest: Path, tmp_path: Path) -> None:
     assert done.model.parameters == built.manifest.model.parameters
     (again,) = dry_run(request, Stages()).engines
     assert again.unchanged
+    assert (bool(foreseen.graphs), again.graphs) == (True, {})
+    assert dry_run(replace(request, force=True), Stages()).engines == done.engines
 
 
 @pytest.mark.usefixtures("quick")

@@ -3,12 +3,12 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from mtpbuild.builder.bench.figures import ALL
 from mtpbuild.builder.cli import app
@@ -30,6 +30,7 @@ from mtpbuild.runtime.errors import UsageError
 from tests.support.bench_samples import fake_engine, sample, write_lines
 from tests.support.engines import write_engine
 from tests.support.fakes import EOS, THINKING, FakePrograms, fake_manifest
+from tests.support.invoke import invoke as command
 from tests.support.registry import programs_by
 
 THINK, CLOSE = THINKING
@@ -204,10 +205,7 @@ def answer_ids(text: str) -> list[int]:
     return fake_engine(0).encode(text, add_special_tokens=False)
 
 
-def invoke(*args: str | Path) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["eval", *map(str, args)], env={"COLUMNS": "120"})
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.stdout, done.stderr
+invoke = partial(command, "eval")
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
@@ -30,6 +30,7 @@ from tests.reference.recompute import next_logits
 from tests.support.engines import EngineBuilder, write_engine, write_manifest
 from tests.support.fake_target import quick_target
 from tests.support.fakes import FakePrograms, fake_manifest
+from tests.support.invoke import invoke as command
 from tests.support.registry import programs_by
 from tests.support.toy import (
     Biased,
@@ -306,10 +307,7 @@ def test_the_plain_model_judges(predictable_folder: Path, predictable: Transform
     assert "off: other weights" in judge(model, prompts, said(best, 0.1)).detail
 
 
-def invoke(*args: str | Path | int) -> tuple[int, str, str]:
-    done = CliRunner().invoke(app, ["verify", *map(str, args)], env={"COLUMNS": "200"})
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.stdout, done.stderr
+invoke = partial(command, "verify")
 
 
 @pytest.fixture

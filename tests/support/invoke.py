@@ -1,7 +1,7 @@
 """Runs the compiler's commands in the test's own process."""
 
+import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import typer
 from typer.testing import CliRunner
@@ -9,11 +9,19 @@ from typer.testing import CliRunner
 from mtpbuild.builder.cli import app
 
 
-def invoke(*args: str | Path) -> tuple[int, str, str]:
-    """Runs a command; returns its exit code, standard output and standard error."""
+def invoke(*args: object) -> tuple[int, str, str]:
+    """Runs a command; returns its exit code, standard output and standard error.
+
+    The lines on standard error that say at which stage it is are left out.
+    """
     done = CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "300"})
     assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.stdout, done.stderr
+    return done.exit_code, done.stdout, without_stages(done.stderr)
+
+
+def without_stages(errors: str) -> str:
+    """Leaves out the lines of `StageLines`."""
+    return re.sub(r"^\[\d+ s\] .*\n", "", errors, flags=re.MULTILINE)
 
 
 def options(command: str) -> list[str]:
