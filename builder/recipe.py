@@ -3,7 +3,6 @@
 A recipe is inert TOML data that names a model, its engine and the place of its checkpoint.
 """
 
-import difflib
 import os
 import re
 import tomllib
@@ -16,7 +15,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtpbuild.builder.checkpoint.hub_cache import cached_snapshot
-from mtpbuild.builder.checkpoint.readable import refuse_folder
+from mtpbuild.builder.checkpoint.readable import refuse_folder, refuse_gguf
+from mtpbuild.runtime.checks import did_you_mean
 from mtpbuild.runtime.errors import (
     CheckpointError,
     MissingWeightsError,
@@ -125,8 +125,8 @@ def parse_recipe(path: Path) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        near = difflib.get_close_matches(key, list(Recipe.model_fields), 1)
-        hint = f"; did you mean {near[0]}?" if first["type"] == "extra_forbidden" and near else ""
+        unknown = first["type"] == "extra_forbidden"
+        hint = did_you_mean(key, Recipe.model_fields) if unknown else ""
         raise CheckpointError(f"{path}: {key}: {first['msg']}{hint}") from None
 
 
@@ -164,12 +164,17 @@ def name_model(model: str) -> Model:
     if os.path.isdir(folder):  # never raises, however odd the name
         name = folder.resolve().name
         return Model(name, name, folder=folder)
+    if folder.suffix == ".gguf":
+        refuse_gguf(model, [model], instead_of(folder.stem))
+    if os.path.isfile(folder):
+        raise CheckpointError(f"{model} is a file: --model names the folder that it is in")
     if REPOSITORY.fullmatch(model):
         return Model(model, model.partition("/")[2], repository=model)
-    known = ", ".join(recipe.name for recipe in load_recipes())
+    names = [recipe.name for recipe in load_recipes()]
+    near = did_you_mean(model.lower(), names)
     raise UnknownRecipeError(
         f"{model!r} is neither a recipe nor a checkpoint folder, nor OWNER/NAME of a Hugging Face "
-        f"repository; recipes: {known}"
+        f"repository{near or '; recipes: ' + ', '.join(names)}"
     )
 
 

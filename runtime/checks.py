@@ -4,12 +4,13 @@ A check takes a value and returns it as it is kept; its ValueError says what the
 """
 
 import contextlib
+import difflib
 import itertools
 import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from mtpbuild.runtime.errors import UsageError
@@ -139,3 +140,9 @@ def parse_object(flag: str, text: str, example: str) -> dict[str, Any]:
         if isinstance(found := json.loads(text), dict):
             return found
     raise UsageError(f"{flag} {text!r:.60} is no JSON object: '{example}'")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Ends a message with the known word that is nearest to an unknown one, if one is near."""
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""

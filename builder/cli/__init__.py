@@ -1,10 +1,12 @@
 """The `mtpbuild` command: each command parses, calls one function and prints."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from mtpbuild.builder.cli.build import build, quantize, recipes, refit
 from mtpbuild.builder.cli.measure import bench, evaluate, verify
@@ -12,10 +14,41 @@ from mtpbuild.builder.cli.plan import plan
 from mtpbuild.runtime.cli import diff, inspect, run
 from mtpbuild.runtime.server.command import serve
 
+# Typer exports its UsageError only as the base of another one.
+USAGE_ERROR: Any = typer.BadParameter.__base__
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """Print what Typer refuses as the commands print their own errors."""
+    try:
+        yield
+    except USAGE_ERROR as error:
+        if "\n" in error.message:  # the help, where nothing was asked
+            raise
+        command = error.ctx.command_path if error.ctx else "mtpbuild"
+        typer.echo(
+            f"error: {error.format_message().rstrip('.')} (see `{command} --help`)", err=True
+        )
+        raise typer.Exit(error.exit_code) from None
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands, whose usage errors are one line."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with one_line():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with one_line():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
     name="mtpbuild",
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={
         "token_normalize_func": lambda name: name.replace("_", "-"),  # of flags

@@ -204,14 +204,26 @@ def test_usage_errors_exit_2(flags: str, says: str, smallest: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "args",
-    [["build"], ["build", "--model"], ["build", "--model", "x", "--max-batch", "y"], ["bild"]],
+    ("args", "says"),
+    [
+        (["build"], "Missing option '--model' (see `mtpbuild build --help`)"),
+        (["build", "--model"], "Option '--model' requires an argument (see `mtpbuild"),
+        (["build", "--model", "x", "--max-batch", "y"], "Invalid value for '--max-batch': "),
+        (["run", "--engin", "x"], "No such option: --engin (Possible options: --engine) (see"),
+        (["inspect"], "Missing argument 'engine' (see `mtpbuild inspect --help`)"),
+        (["bild"], "No such command 'bild'. Did you mean 'build'? (see `mtpbuild --help`)"),
+        (["--versio"], "No such option: --versio (Possible options: --version) (see `mtpbuild "),
+    ],
 )
-def test_what_typer_refuses_exits_2(args: list[str]) -> None:
+def test_what_typer_refuses_is_one_line_too(args: list[str], says: str) -> None:
     code, out, err = invoke(*args)
-    assert (code, out) == (2, "")
-    assert "Error" in err
-    assert "Traceback" not in err
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {says}")
+
+
+def test_a_shell_can_complete() -> None:
+    code, out, _ = invoke("--show-completion", "bash")
+    assert (code, "_mtpbuild_completion" in out) == (0, True)
 
 
 def test_errors_of_the_real_command(tmp_path: Path) -> None:
@@ -219,6 +231,7 @@ def test_errors_of_the_real_command(tmp_path: Path) -> None:
     done = mtpbuild("build", "--model", "deepseek-tinny")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: 'deepseek-tinny' is neither a recipe nor")
+    assert done.stderr.endswith("; did you mean deepseek-tiny?\n")
     assert done.stderr.count("\n") == 1
     done = mtpbuild("build", "--model", tmp_path)
     assert (done.returncode, done.stdout) == (1, "")

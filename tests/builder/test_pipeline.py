@@ -354,13 +354,20 @@ def test_without_modules(tmp_path: Path) -> None:
 
 def test_unknown_models(tmp_path: Path) -> None:
     known = ", ".join(recipe.name for recipe in load_recipes())
-    for name in ("deepseek-tinny", str(tmp_path / "nowhere"), "x" * 300, "a\0b"):
+    names = {"deepseek-tinny": "; did you mean deepseek-tiny?"}
+    names["GLM-4.7flash"] = "; did you mean glm-4.7-flash?"
+    for name in (str(tmp_path / "nowhere"), "x" * 300, "a\0b"):
+        names[name] = f"; recipes: {known}"
+    for name, ends in names.items():
         with pytest.raises(UnknownRecipeError) as caught:
             build(BuildRequest(name))
         assert str(caught.value).endswith(
             "is neither a recipe nor a checkpoint folder, nor OWNER/NAME of a Hugging Face "
-            f"repository; recipes: {known}"
+            f"repository{ends}"
         )
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="is a file: --model names the folder that it is in"):
+        build(BuildRequest(str(tmp_path / "model.safetensors")))
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         build(BuildRequest(str(tmp_path)))
 

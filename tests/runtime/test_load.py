@@ -50,7 +50,7 @@ def test_warming_up_runs_the_programs_and_counts_nothing(
 def test_no_such_directory(tmp_path: Path) -> None:
     with pytest.raises(EngineFormatError, match="no such engine directory"):
         Engine.load(tmp_path / "nothing")
-    with pytest.raises(EngineFormatError, match="not an engine"):
+    with pytest.raises(EngineFormatError, match=r"not an engine .*; make one with"):
         Engine.load(tmp_path)
 
 
