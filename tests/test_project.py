@@ -2,17 +2,19 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from pathlib import Path
 
 import pytest
 
+import mtpbuild
 import mtpbuild.recipes
 from mtpbuild.builder.recipe import load_recipes
 from mtpbuild.runtime.errors import install
@@ -141,11 +143,23 @@ def test_every_package_is_typed(part: str) -> None:
     assert link.resolve() == ROOT / part
 
 
-def test_mtpbuild_is_a_namespace() -> None:
+def test_the_version() -> None:
+    assert mtpbuild.__version__ == version("mtpbuild") == PYPROJECT["project"]["version"]
+    assert not hasattr(mtpbuild, "version")
+
+
+def test_a_clone_hides_no_installed_package(tmp_path: Path) -> None:
+    """Its folder `mtpbuild` has no `builder`, which lies beside it and is installed elsewhere."""
     assert not (ROOT / "__init__.py").exists()
-    assert [path.name for path in (ROOT / "mtpbuild").glob("*.py")] == ["__main__.py"]
     paths = [Path(path).resolve() for path in mtpbuild.recipes.__path__]
     assert paths == [ROOT / "recipes"]
+    for package in ("clone/mtpbuild", "site/mtpbuild", "site/mtpbuild/builder"):
+        (tmp_path / package).mkdir(parents=True)
+        shutil.copy(ROOT / "mtpbuild" / "__init__.py", tmp_path / package)
+    places = [str(tmp_path / name) for name in ("clone", "site")]
+    code = f"import sys; sys.path[:0] = {places}; import mtpbuild.builder as b; print(b.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "site" / "mtpbuild" / "builder" / "__init__.py")
 
 
 def test_imports_go_down() -> None:
@@ -405,7 +419,7 @@ def test_a_wheel_holds_everything(
     shipped += [ROOT / part / "py.typed" for part in PARTS]
     wanted = {f"mtpbuild/{path.relative_to(ROOT).as_posix()}" for path in shipped}
     wanted |= {"mtpbuild/runtime/libmtpbuild_cpu.so"} if compiler == "g++" else set()
-    assert names == wanted | {"mtpbuild/__main__.py"}
+    assert names == wanted | {"mtpbuild/__init__.py", "mtpbuild/__main__.py"}
     assert "mtpbuild/recipes/deepseek_tiny/tokenizer.json" in names
 
 

@@ -281,6 +281,6 @@ def test_numbers() -> None:
 
 def test_frozen_flags() -> None:
     assert " ".join(options("plan")) == (
-        "--acceptance --attention-dp --calibrate --checkpoint --context-len --cpu --ep --gpu "
+        "--acceptance --attention-dp --bandwidth --calibrate --checkpoint --context-len --cpu --ep --gpu "
         "--json --kv-cache --max-batch --max-seq-len --model --nextn --picture --prefill-chunk --tp"
     )

@@ -1,0 +1,1 @@
+../../mtpbuild/__init__.py
