@@ -281,6 +281,7 @@ def test_numbers() -> None:
 
 def test_frozen_flags() -> None:
     assert " ".join(options("plan")) == (
-        "--acceptance --attention-dp --bandwidth --calibrate --checkpoint --context-len --cpu --ep --gpu "
-        "--json --kv-cache --max-batch --max-seq-len --model --nextn --picture --prefill-chunk --tp"
+        "--acceptance --attention-dp --bandwidth --calibrate --checkpoint --context-len --cpu --ep "
+        "--gpu --json --kv-cache --max-batch --max-seq-len --model --nextn --picture "
+        "--prefill-chunk --tp"
     )
