@@ -27,6 +27,7 @@ class BuildFlags:
     exact: bool = flag(
         False, "Refuse an engine whose texts may depend on nextn, batch, chunks or threads."
     )
+    score: bool = flag(False, "Let prompts have log-probabilities too, by a program of their own.")
     dry_run: bool = flag(False, "Check all, say what it would be, write nothing.")
 
 

@@ -25,7 +25,8 @@ from mtpbuild.runtime.ranks import Ranks
 Nextn = int | Literal["auto"]  # as said on the command line
 ADAPTIVE_NEXTN = 4  # drafts of a step, at most, where nextn is "auto"
 DrafterName = str  # of a record that `find_drafter` finds
-INPUTS = ("active", "tokens", "start", "ahead")  # of programs, beside state and controls
+# Of programs, beside state and controls.
+INPUTS = ("active", "tokens", "start", "ahead", "following")
 ALIGNED_ROWS = 64  # of 4 bytes: every slot of a fixed cache begins at a multiple of 256 bytes
 
 
@@ -46,6 +47,7 @@ class Plan:
     adaptive: bool = False  # nextn is the most: each step drafts as many as the run time says
     scheme: Scheme | None = None  # by which the build quantises weights; None: it does not
     rules: tuple[str, ...] = ()  # of acceptance, that other packages bring
+    score: bool = False  # whether prompts may have log-probabilities
     draft_ids: tuple[int, ...] = ()  # tokens that drafts are chosen from; none: all
 
     @property

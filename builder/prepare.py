@@ -187,6 +187,12 @@ def make_plans(
             f"{family.name}: its grouped-query attention has no GPU kernel yet: build for the CPU"
         )
     check_rules(target, request, style)
+    if request.score and (
+        style.for_gpu
+        or request.ranks.tp > 1
+        or Feature.SCORE not in find_target(target.name).features
+    ):
+        raise UsageError(f"--score is for target {targets_with(Feature.SCORE)}")
     check_ranks(config, request.ranks)
     capabilities = target.compute_capabilities(request, options)
     length = request.max_seq_len
@@ -218,6 +224,7 @@ def make_plans(
                 adaptive=asked == "auto",
                 scheme=request.scheme,
                 rules=request.acceptance_rules,
+                score=request.score,
                 draft_ids=drafted,  # nextn 0 too: engines of one build share their weights
             ),
         )

@@ -46,10 +46,27 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
     )
     if controls.penalised:
         controls = replace(controls, prompt_length=len(prompt))
+    check_logprobs(params, manifest)
     for control in CONTROLS:
         if control.setting and controls.counts(control.name):
             check_control(manifest, control)
     return controls
+
+
+def check_logprobs(params: SamplingParams, manifest: Manifest) -> None:
+    """Raises RequestError for log-probabilities that the engine's programs do not report."""
+    if params.prompt_logprobs is not None and Feature.SCORE not in manifest.features:
+        raise RequestError(
+            "prompt_logprobs are not supported by this engine: build it anew with --score for "
+            f"target {targets_with(Feature.SCORE)}"
+        )
+    mixed = manifest.programs.get(MIXED)
+    for tensor in mixed.outputs if mixed else ():
+        if tensor.name != "top_ids":
+            continue
+        most = int(tensor.shape[-1])  # of an engine that is older than the limit
+        if (params.logprobs or 0) > most < manifest.model.vocab_size:
+            raise RequestError(f"logprobs: this engine has up to {most}: build it anew for more")
 
 
 def check_control(manifest: Manifest, control: Control) -> None:

@@ -14,6 +14,8 @@ from mtpbuild.runtime.contract.programs import (
     Ints,
     Keeping,
     Programs,
+    Scores,
+    Scoring,
     StepOutput,
 )
 from mtpbuild.runtime.errors import EngineError, RequestError
@@ -150,10 +152,20 @@ class Loop:
             self._place(filling)
         if not filling.done:
             end = min(filling.at + self._chunk, filling.end)
-            self.programs.prefill(slot, filling.at, self._tokens(request.prompt, filling.at, end))
+            tokens = self._tokens(request.prompt, filling.at, end)
+            if (count := request.params.prompt_logprobs) is None:
+                self.programs.prefill(slot, filling.at, tokens)
+            else:
+                following = request.prompt[filling.at + 1 : end + 1]
+                given = np.array(following, np.int64)
+                scores = cast(Scoring, self.programs).score(slot, filling.at, tokens, given)
+                request.prompt_logprobs += _scored(scores, following, count)
             self._tokens_now += end - filling.at
             filling.at = end
-        if filling.done:
+        if filling.done and not request.wants_tokens:
+            request.end("length")
+            self.scheduler.drop(filling)
+        elif filling.done:
             self.programs.begin(slot, filling.end, request.prompt[-1], request.controls)
             self.scheduler.begin(filling)
 
@@ -173,9 +185,10 @@ class Loop:
             return
         programs = cast(Keeping, self.programs)
         held = ((s, tokens) for s, tokens in self.scheduler.held() if s != slot)
-        placement = self.prefixes.place(
-            request.prompt, slot, sorted([slot, *self.scheduler.free(0)]), held
-        )
+        # All of a prompt that is scored is filled in.
+        sought = request.prompt if request.params.prompt_logprobs is None else []
+        free = sorted([slot, *self.scheduler.free(0)])
+        placement = self.prefixes.place(sought, slot, free, held)
         if placement.saved_to >= 0:
             rows = self.prefixes.save(slot, placement.saved_to)
             programs.copy(slot, placement.saved_to, rows)
@@ -195,6 +208,16 @@ class Loop:
                 self.programs.move(source, target)
             if self.prefixes:
                 self.prefixes.exchange(source, target)
+
+
+def _scored(scores: Scores, tokens: list[int], count: int) -> list[TokenLogprobs]:
+    """Log-probabilities of a chunk of a prompt, each with the `count` likeliest."""
+    tops = scores.top_ids[:, :count], scores.top_logprobs[:, :count]
+    rows = (array.tolist() for array in (scores.logprobs, scores.ranks, *tops))
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(ids, values, strict=True)), rank)
+        for token, logprob, rank, ids, values in zip(tokens, *rows, strict=True)
+    ]
 
 
 def _alternatives(output: StepOutput, slot: int, count: int) -> list[TokenLogprobs]:

@@ -27,6 +27,7 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # the N most probable tokens, the most probable first
+    rank: int = 0  # of a prompt's token: 1 for the most probable one
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Chunk:
     stop_reason: str | int | None = None  # which of the request's stop strings or tokens ended it
     metrics: RequestMetrics | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # per token, if asked for
+    # In the first chunk: of the prompt's tokens behind its first one, if asked for.
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -57,6 +60,7 @@ class Result:
     metrics: RequestMetrics = field(repr=False)
     seed: int | None
     logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)  # if asked for
+    prompt_logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
     # Not empty: drafts were accepted by chance, at these rates, and the text means nothing.
     synthetic_acceptance_rates: tuple[float, ...] = ()
 
@@ -123,6 +127,7 @@ class Request:
         self.outbox: deque[Chunk] = deque()
         self.acceptance = Acceptance(manifest.build.nextn)
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.controls = controls_of(prompt, params, manifest)
         self.synthetic = rates_of(params, manifest.build.nextn)
         self.seed = self.controls.seed if params.temperature > 0 else params.seed
@@ -179,9 +184,14 @@ class Request:
         self.logprobs += logprobs[: len(self.token_ids) - had]
         self._publish(had, reason)
 
-    def cancel(self) -> None:
+    def end(self, reason: FinishReason) -> None:
         """Ends the request with the tokens that it has."""
-        self._publish(len(self.token_ids), "cancelled")
+        self._publish(len(self.token_ids), reason)
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether it is not all about the prompt."""
+        return self.params.max_tokens > 0
 
     def fail(self, error: MtpbuildError) -> None:
         self.error = error
@@ -198,6 +208,7 @@ class Request:
             self.metrics(),
             self.seed,
             None if self.params.logprobs is None else self.logprobs,
+            None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             self.synthetic,
         )
 
@@ -252,6 +263,7 @@ class Request:
                 self._stop_reason() if reason == "stop" else None,
                 self.metrics() if reason else None,
                 None if self.params.logprobs is None else tuple(self.logprobs[had:]),
+                tuple(self.prompt_logprobs) if had == 0 and self.prompt_logprobs else None,
             )
         )
         self.finish_reason = reason  # last: other threads read it without a lock

@@ -80,14 +80,15 @@ class SamplingParams(Wishes):
     string is cut off the text, unless `include_stop_str_in_output`. Before `min_tokens` tokens the
     former are not emitted and the latter do not end the request. `logprobs` N reports each token's
     log-probability, before temperature and filters, and the N most probable tokens (0: none of
-    them). A special token adds nothing to the text, unless it is one of `shown_tokens`: then its
-    name is text.
+    them); `prompt_logprobs` N does so for the prompt's tokens behind the first, where the engine
+    was built with `--score`, and then `max_tokens` may be 0. A special token adds nothing to the
+    text, unless it is one of `shown_tokens`: then its name is text.
 
     `structured_outputs` holds the answer to a form. If the prompt has opened a thought, the form
     begins at the thought's end.
     """
 
-    max_tokens: Annotated[int, private(whole_number(1), "End after so many tokens.")] = 256
+    max_tokens: Annotated[int, private(whole_number(0), "End after so many tokens.")] = 256
     min_tokens: Annotated[int, noted(whole_number(0), "Don't end before so many tokens.")] = 0
     stop: Annotated[
         Sequence[str], Setting(list_of(str, MAX_STOPS), "End before this text; may be repeated.")
@@ -143,9 +144,10 @@ class SamplingParams(Wishes):
         int | None,
         private(
             whole_number(0, MAX_LOGPROBS),
-            "With --json: log-probabilities of the tokens, and of the N most probable (to 5).",
+            "With --json: log-probabilities of the tokens, and of the N most probable (to 20).",
         ),
     ] = None
+    prompt_logprobs: Annotated[int | None, Setting(whole_number(0, MAX_LOGPROBS))] = None
     structured_outputs: Annotated[
         StructuredOutputs | None, private(instance_of(StructuredOutputs))
     ] = None
@@ -169,6 +171,8 @@ class SamplingParams(Wishes):
         method = self.rejection_sample_method
         if method != "standard" and self.acceptance != "rejection":
             raise RequestError(f'rejection_sample_method {method} needs acceptance "rejection"')
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError("max_tokens must be a number from 1; 0 is for prompt_logprobs")
         self._check_rule()
         for name in ("min_tokens", "ignore_eos", "synthetic"):
             # They would emit tokens that the form forbids, or go on behind its end.

@@ -97,6 +97,10 @@ class Scheduler:
         self._filling[self._rank_of(filling.slot)] = None
         self.active[filling.slot] = True
 
+    def drop(self, filling: Filling) -> None:
+        """The prompt is whole, and its request has ended with it."""
+        self._filling[self._rank_of(filling.slot)] = None
+
     def close_gaps(self) -> Iterator[tuple[int, int]]:
         """Yield moves (source, target) that leave a rank no free slot below one that steps advance.
 
@@ -153,4 +157,4 @@ class Scheduler:
             if not request.ended:
                 with contextlib.suppress(ValueError):  # it is running
                     self.waiting.remove(request)
-                request.cancel()
+                request.end("cancelled")

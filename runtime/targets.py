@@ -100,7 +100,7 @@ BUILT_IN = (
         install=f"{install('cpu')} (or [onnxruntime-gpu])",
         LoadOptions=OnnxLoadOptions,
         features=dict.fromkeys(
-            (Feature.KEEP, Feature.ADAPT, Feature.CONSTRAIN, Feature.PENALISE), ""
+            (Feature.KEEP, Feature.ADAPT, Feature.CONSTRAIN, Feature.PENALISE, Feature.SCORE), ""
         ),
     ),
     TargetRecord(
@@ -115,6 +115,7 @@ BUILT_IN = (
             Feature.OVERLAP: "on a GPU",
             Feature.CONSTRAIN: "on a CPU with one rank",
             Feature.PENALISE: "on a CPU",
+            Feature.SCORE: "on a CPU with one rank",
             Feature.SHARE: "with several ranks",
         },
     ),

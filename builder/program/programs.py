@@ -1,7 +1,7 @@
 """Makes the programs of an engine from its plan: modules, state and example inputs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 
 import torch
@@ -12,7 +12,12 @@ from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, drafter_states, state_specs
 from mtpbuild.builder.program.accept import KernelAcceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import CheckedDrafter, Drafter
-from mtpbuild.builder.program.step import MixedStepProgram, PrefillProgram, StepProgram
+from mtpbuild.builder.program.step import (
+    MixedStepProgram,
+    PrefillProgram,
+    ScoreProgram,
+    StepProgram,
+)
 from mtpbuild.builder.targets.style import Kernels
 from mtpbuild.runtime.contract.controls import (
     CONSTRAINTS,
@@ -23,7 +28,7 @@ from mtpbuild.runtime.contract.controls import (
     control_shapes,
 )
 from mtpbuild.runtime.contract.drafters import find_drafter
-from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, program_name
+from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, SCORE, Scores, program_name
 from mtpbuild.runtime.contract.rules import find_rule
 from mtpbuild.runtime.contract.state import module_rows
 
@@ -68,11 +73,14 @@ def make_drafter(plan: Plan, nextn: int) -> Drafter | None:
 # What the host and the step keep to themselves; prefill fills the rest of the state.
 OWN = {"lengths", "window", "num_drafts", "thinking", "draft_probs", HISTORY}
 OUTPUTS = ("tokens", "num_tokens", "logprobs", "margins")
+SCORES = tuple(field.name for field in fields(Scores))
 MIXED_OUTPUTS = (*OUTPUTS, "top_ids", "top_logprobs")
 
 
 def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     """Makes prefill (one slot), decode (all slots, greedy) and decode_mixed (all slots, any mode).
+
+    Where prompts may have log-probabilities, score does what prefill does and reports them.
 
     An adaptive engine has decode and decode_mixed for each number of drafts up to nextn.
     """
@@ -83,17 +91,20 @@ def make_programs(plan: Plan, model: CausalLM) -> tuple[Program, ...]:
     state = tuple(spec.name for spec in state_specs(plan))
     counts = range(plan.nextn + 1) if plan.adaptive else (plan.nextn,)
     steps = (_steps(plan, model, state, nextn, B) for nextn in counts)
-    return _prefill(plan, model, state), *chain.from_iterable(steps)
+    return *_prefill(plan, model, state), *chain.from_iterable(steps)
 
 
-def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Program:
+def _prefill(plan: Plan, model: CausalLM, state: tuple[str, ...]) -> Iterator[Program]:
     filled = tuple(name for name in state if name not in OWN)
     prompt = {"tokens": _ints(1, EXAMPLE_CHUNK), "start": _ints(1)}
-    if plan.lookahead:
-        prompt["ahead"] = _ints(1, plan.lookahead)
-    module = PrefillProgram(model, make_drafter(plan, plan.nextn)).eval()
-    whole, most = plan.style.fixed, most_tokens(plan)
-    return Program(PREFILL, module, filled, prompt, whole=whole, most=most)
+    ahead = {"ahead": _ints(1, plan.lookahead)} if plan.lookahead else {}
+    drafter, whole, most = make_drafter(plan, plan.nextn), plan.style.fixed, most_tokens(plan)
+    module = PrefillProgram(model, drafter).eval()
+    yield Program(PREFILL, module, filled, prompt | ahead, whole=whole, most=most)
+    if plan.score:
+        module = ScoreProgram(model, drafter).eval()
+        asked = prompt | {"following": _ints(1, EXAMPLE_CHUNK)} | ahead
+        yield Program(SCORE, module, filled, asked, SCORES, whole=whole, most=most)
 
 
 def _steps(

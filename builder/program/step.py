@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import State
+from mtpbuild.builder.models.common.layers import Rows, State
 from mtpbuild.builder.program.accept import Acceptance, MixedAcceptance
 from mtpbuild.builder.program.draft import Accepted, Drafter
 from mtpbuild.builder.program.window import Window
 from mtpbuild.plugins.asked import named
-from mtpbuild.runtime.contract.controls import CORE_CONTROLS, Control
+from mtpbuild.runtime.contract.controls import CORE_CONTROLS, MAX_LOGPROBS, Control
 from mtpbuild.runtime.contract.rules import Rule
 
 
@@ -144,14 +144,50 @@ class PrefillProgram(nn.Module):
 
         ahead [1, lookahead]: the tokens behind these, where a drafter reads them.
         """
-        rows = self.model.rope(start, tokens.shape[1])
-        rows = replace(rows, expand=not self.model.cpu_kernels)
+        if self.drafter is not None and ahead is not None:
+            return self.filled(state, tokens, start, ahead)[0]
         chunk = torch.full_like(start, tokens.shape[1])
-        if self.drafter is None or ahead is None:
-            new = self.model.fill(tokens, state, rows).behind(chunk)
-            return {name: new[name] for name in state}
-        hidden, passed = self.model(tokens, state, rows)
-        tokens = torch.cat([tokens, ahead], dim=1)
-        updates = self.drafter.prefill(self.model, state, tokens, hidden, rows)
-        new = passed.behind(chunk) | updates
+        new = self.model.fill(tokens, state, self.rows(start, tokens)).behind(chunk)
         return {name: new[name] for name in state}
+
+    def filled(
+        self, state: State, tokens: Tensor, start: Tensor, ahead: Tensor | None
+    ) -> tuple[State, Tensor]:
+        """Returns the new state, and the main model's hidden states [1, T, E]."""
+        rows = self.rows(start, tokens)
+        hidden, passed = self.model(tokens, state, rows)
+        updates: State = {}
+        if self.drafter is not None and ahead is not None:
+            behind = torch.cat([tokens, ahead], dim=1)
+            updates = self.drafter.prefill(self.model, state, behind, hidden, rows)
+        chunk = torch.full_like(start, tokens.shape[1])
+        new = passed.behind(chunk) | updates
+        return {name: new[name] for name in state}, hidden
+
+    def rows(self, start: Tensor, tokens: Tensor) -> Rows:
+        rows = self.model.rope(start, tokens.shape[1])
+        return replace(rows, expand=not self.model.cpu_kernels)
+
+
+class ScoreProgram(PrefillProgram):
+    """Fills one slot's caches too, and says how probable the token behind each one is."""
+
+    def forward(  # type: ignore[override]
+        self,
+        state: State,
+        tokens: Tensor,
+        start: Tensor,
+        following: Tensor,
+        ahead: Tensor | None = None,
+    ) -> tuple[State, State]:
+        """Returns the new state, and of each token of `following` [1, T] what `Scores` has."""
+        new, hidden = self.filled(state, tokens, start, ahead)
+        logprobs = self.model.logits(hidden).log_softmax(-1)
+        found = logprobs.gather(-1, following[..., None])
+        top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
+        return new, {
+            "logprobs": found[..., 0],
+            "ranks": (logprobs > found).sum(-1) + 1,
+            "top_ids": top.indices,
+            "top_logprobs": top.values,
+        }

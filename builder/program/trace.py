@@ -8,12 +8,12 @@ from torch.export import Dim, ExportedProgram
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import use_kernels
 from mtpbuild.builder.plan import Plan, state_specs
-from mtpbuild.builder.program.programs import EXAMPLE_BATCH, Program, most_tokens
+from mtpbuild.builder.program.programs import EXAMPLE_BATCH, SCORES, Program, most_tokens
 from mtpbuild.runtime.contract.manifest import ProgramSpec, TensorSpec
-from mtpbuild.runtime.contract.programs import PREFILL
 
 Specs = tuple[TensorSpec, ...]
-CHUNKED = "tokens"  # what prefill takes for each token of a prompt's chunk
+# What the programs of a prompt take and report for each token of its chunk.
+CHUNKED = ("tokens", "following", *SCORES)
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def trace(program: Program, plan: Plan) -> Traced:
             shapes[spec.name][list(sizes).index("rows")] = rows
         state[spec.name] = torch.zeros(*sizes.values(), dtype=getattr(torch, spec.dtype))
     slots_of = dict.fromkeys(program.arguments, slots)
-    if program.name == PREFILL:
-        slots_of[CHUNKED] = slots | {1: chunk}
+    if "start" in program.arguments:
+        slots_of |= {name: {1: chunk} for name in CHUNKED if name in program.arguments}
     if plan.style.kernels:
         use_kernels(program.module, program.most, plan.style.fused)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def trace(program: Program, plan: Plan) -> Traced:
 
 def _spec(name: str, value: torch.Tensor) -> TensorSpec:
     # A size that varies shows as a symbol: slots come first, caches have `rows`, prompts `chunk`.
-    symbols = ("batch", *("chunk" if name == CHUNKED else "rows" for _ in value.shape[1:]))
+    symbols = ("batch", *("chunk" if name in CHUNKED else "rows" for _ in value.shape[1:]))
     sizes = zip(value.shape, symbols, strict=True)
     shape = tuple(int(d) if isinstance(d, int) else symbol for d, symbol in sizes)
     dtype = str(value.dtype).removeprefix("torch.")

@@ -77,7 +77,7 @@ def refuse_copies(model: "OpenedModel", plan: "Plan", memory: int) -> None:
     Each program's session packs the products' weights in a layout of its own; what our kernels read
     is mapped instead.
     """
-    programs = 1 + 2 * (plan.nextn + 1 if plan.adaptive else 1)
+    programs = 1 + plan.score + 2 * (plan.nextn + 1 if plan.adaptive else 1)
     each = model.stock_bytes
     if programs * each <= memory:
         return

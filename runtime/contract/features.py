@@ -11,6 +11,7 @@ class Feature(StrEnum):
     ADAPT = "adapt"  # steps may draft fewer tokens than there are places for: `Adaptive`
     CONSTRAIN = "constrain"  # a grammar decides what steps may emit: `Constraining`
     PENALISE = "penalise"  # requests may have penalties and biases
+    SCORE = "score"  # prompts may have log-probabilities: `Scoring`
     SHARE = "share"  # other processes run the same programs and may fail: `Shared`
 
 

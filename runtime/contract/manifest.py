@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mtpbuild.runtime.checks import NEXTN_LIMIT
 from mtpbuild.runtime.contract.controls import ALLOWED
 from mtpbuild.runtime.contract.features import Feature, Features
-from mtpbuild.runtime.contract.programs import MIXED
+from mtpbuild.runtime.contract.programs import MIXED, SCORE
 from mtpbuild.runtime.contract.state import StateSpec, from_version_2
 from mtpbuild.runtime.errors import EngineFileError, EngineFormatError, UsageError
 from mtpbuild.runtime.ranks import MAX_RANKS, Ranks
@@ -194,6 +194,7 @@ class Manifest(_Record):
             Feature.ADAPT: self.build.adaptive,
             Feature.CONSTRAIN: mixed is not None and any(t.name == ALLOWED for t in mixed.inputs),
             Feature.PENALISE: any(s.role == "history" for s in self.state),
+            Feature.SCORE: SCORE in self.programs,
         }
         return frozenset(feature for feature, there in has.items() if there)
 

@@ -16,6 +16,7 @@ Bools = NDArray[np.bool_]
 Words = NDArray[np.int32]
 
 PREFILL = "prefill"  # the program of a prompt's chunk
+SCORE = "score"  # the same, with the log-probabilities of the tokens behind
 PLAIN, MIXED = "decode", "decode_mixed"  # the programs of a step
 
 
@@ -117,6 +118,24 @@ class Constraining(Programs, Protocol):
 
     def constrain(self, slot: int, constraint: Constraint) -> None:
         """Hold the slot's next step to a constraint; each step of such a slot has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a prompt's tokens were to the model, under the plain softmax of its logits."""
+
+    logprobs: Floats  # [T]
+    ranks: Ints  # [T] 1 for the most probable token of the vocabulary
+    top_ids: Ints  # [T, MAX_LOGPROBS]
+    top_logprobs: Floats  # [T, MAX_LOGPROBS]
+
+
+class Scoring(Programs, Protocol):
+    """Programs that say how probable a prompt is."""
+
+    def score(self, slot: int, start: int, tokens: Ints, following: Ints) -> Scores:
+        """Do what `prefill` does; returns the scores of `following` [T], a token behind each."""
+        ...
 
 
 class Keeping(Programs, Protocol):

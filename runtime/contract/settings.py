@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 from mtpbuild.runtime.checks import Check, above, number, whole_number
 
 T = TypeVar("T")
-MAX_LOGPROBS = 5  # alternatives that a row reports
+MAX_LOGPROBS = 20  # alternatives that a row reports, as many as OpenAI's API takes
 MAX_STOPS = 64  # stop strings; each token's text is searched for all of them
 MAX_BIASES = 300  # tokens that a request may bias, as many as OpenAI's API takes
 

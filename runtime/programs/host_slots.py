@@ -10,13 +10,22 @@ from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import ALLOWED
 from mtpbuild.runtime.contract.manifest import Manifest
-from mtpbuild.runtime.contract.programs import PREFILL, Bools, Constraint, host_type
+from mtpbuild.runtime.contract.programs import (
+    PREFILL,
+    SCORE,
+    Bools,
+    Constraint,
+    Ints,
+    Scores,
+    host_type,
+)
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.programs.slots import Caches, Slots, own_outputs
 
 ROW_STEP = 128  # a program's caches are given in multiples of this many rows
 GROWTH = 1.25  # of the rows of several slots, when one of them outgrows them
 LARGE = 1 << 24  # bytes of a cache from which on it gives back memory that it left
+FILLING = (PREFILL, SCORE)  # programs of a prompt's chunk
 HUGE_PAGES = 1 << 22  # bytes from which on NumPy asks for huge pages, and so does this
 
 
@@ -43,7 +52,7 @@ class HostSlots(Slots):
         self._outputs = {
             name: self._zeros(own_outputs(program))
             for name, program in manifest.programs.items()
-            if name != PREFILL
+            if name not in FILLING
         }
 
     def drafts(self, slot: int) -> list[int]:
@@ -60,6 +69,22 @@ class HostSlots(Slots):
         for place in range(kept, count):
             carries["draft_probs"][slot, place] = 0
             carries["draft_probs"][slot, place, constraint.drafts[place]] = 1
+
+    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
+        self._caches.park(slot, start + len(tokens) - self.lookahead)
+        self._run_chunk(PREFILL, slot, self._prompt_inputs(start, tokens))
+
+    def score(self, slot: int, start: int, tokens: Ints, following: Ints) -> Scores:
+        self._caches.park(slot, start + len(tokens) - self.lookahead)
+        asked = {"following": following[None]}
+        found = self._run_chunk(SCORE, slot, self._prompt_inputs(start, tokens) | asked)
+        return Scores(**{name: array[0] for name, array in found.items()})
+
+    def _run_chunk(
+        self, program: str, slot: int, given: dict[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
+        """Runs a program of a prompt's chunk; returns its outputs, which the next run may reuse."""
+        raise NotImplementedError
 
     def _activate(self, active: Bools) -> tuple[str, int]:
         """The program of this step, and how many slots it computes."""

@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import Manifest, TensorSpec
-from mtpbuild.runtime.contract.programs import PLAIN, PREFILL, Bools, Ints, StepOutput
+from mtpbuild.runtime.contract.programs import PLAIN, PREFILL, Bools, StepOutput
 from mtpbuild.runtime.programs.aot_package import Opener
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
-from mtpbuild.runtime.programs.slots import JUDGED, reported
+from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
 
 
 class InductorPrograms(HostSlots):
@@ -23,9 +23,12 @@ class InductorPrograms(HostSlots):
         self._packages = {name: self._open(name) for name in (PREFILL, PLAIN)}
         self._judged = {name: np.zeros_like(self._carries[0][name]) for name in JUDGED}
 
-    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._caches.park(slot, start + len(tokens) - self.lookahead)
-        self._run(PREFILL, self._bind(PREFILL, slot, 1, self._prompt_inputs(start, tokens)))
+    def _run_chunk(
+        self, program: str, slot: int, given: dict[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
+        results = self._run(program, self._bind(program, slot, 1, given))
+        outputs = own_outputs(self._programs[program])
+        return {t.name: array.numpy() for t, array in zip(outputs, results, strict=True)}
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
@@ -52,7 +55,7 @@ class InductorPrograms(HostSlots):
         return [shared(arrays[spec.name], spec) for spec in self._programs[program].inputs]
 
     def _run(self, program: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        if program not in self._packages:  # the mixed program is loaded by who first needs it
+        if program not in self._packages:  # one that few need is loaded by the first of them
             self._packages[program] = self._open(program)
         torch.set_num_threads(self._threads)  # each thread that calls has a number of its own
         return self._packages[program].run(inputs)

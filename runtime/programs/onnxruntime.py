@@ -17,13 +17,13 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest
-from mtpbuild.runtime.contract.programs import MIXED, PREFILL, Bools, Ints, StepOutput
+from mtpbuild.runtime.contract.programs import MIXED, SCORE, Bools, StepOutput
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.cpu_library import library_for
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, UsageError, install
 from mtpbuild.runtime.programs.host_slots import HostSlots, PackedCaches
 from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, mapped
-from mtpbuild.runtime.programs.slots import reported
+from mtpbuild.runtime.programs.slots import own_outputs, reported
 
 Carries = dict[str, NDArray[Any]]
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -94,22 +94,29 @@ class OnnxPrograms(HostSlots):
         self._library = None if packed is None else library_for(packed, folder)
         # All sessions read one mapping; onnxruntime by itself would map the file for each.
         self._weights = {} if packed is None else _weights(folder / WEIGHTS)
-        names = [name for name in self._programs if not name.startswith(MIXED)]
+        names = [name for name in self._programs if not name.startswith((MIXED, SCORE))]
         with ThreadPoolExecutor() as pool:  # onnxruntime prepares a graph on one core
             self._sessions = dict(zip(names, pool.map(self._session, names), strict=True))
         self._slots = 0  # of the last step; from there on both copies are equal
 
-    def prefill(self, slot: int, start: int, tokens: Ints) -> None:
-        self._caches.park(slot, start + len(tokens) - self.lookahead)
-        given = self._prompt_inputs(start, tokens)
-        names = {t.name for t in self._programs[PREFILL].inputs} & self._carries[0].keys()
+    def _run_chunk(
+        self, program: str, slot: int, given: dict[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
+        names = {t.name for t in self._programs[program].inputs} & self._carries[0].keys()
         before, after = (
             {name: self._carries[i][name][slot : slot + 1] for name in names}
             for i in (self._now, 1 - self._now)
         )
-        self._run(self._bind(PREFILL, slot, 1, before | given, new_state(after)), PREFILL)
+        chunk = given["tokens"].shape[1]
+        found = {
+            t.name: np.zeros((1, chunk, *map(int, t.shape[2:])), t.dtype)
+            for t in own_outputs(self._programs[program])
+        }
+        results = new_state(after) | found
+        self._run(self._bind(program, slot, 1, before | given, results), program)
         for name, array in after.items():
             before[name][:] = array
+        return found
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         self._fit(rows)
@@ -144,7 +151,7 @@ class OnnxPrograms(HostSlots):
         results: dict[str, NDArray[Any]],
     ) -> Any:
         """Some slots' caches, what their program reads of `given`, where it writes its results."""
-        if program not in self._sessions:  # a mixed program is loaded by who first needs it
+        if program not in self._sessions:  # one that few need is loaded by the first of them
             self._sessions[program] = self._session(program)
         binding = self._sessions[program].io_binding()
         held = {t.name for t in self._programs[program].inputs}

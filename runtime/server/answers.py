@@ -44,6 +44,7 @@ class Choice:
     blocks: list[Block] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     metrics: RequestMetrics | None = None
     reason: str | None = None
     stop_reason: str | int | None = None
@@ -54,6 +55,7 @@ class Choice:
         self._count(chunk.token_ids)
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs or ()
+        self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         last = chunk.finish_reason is not None
         spans = (*chunk.spans, Span("", False)) if last else chunk.spans
         pieces = [Piece("content", span.text, from_draft=span.from_draft) for span in spans]
@@ -105,6 +107,11 @@ class Choice:
             return
         ended = self.end_of_thought in ids
         self.reasoning_tokens += ids.index(self.end_of_thought) + 1 if ended else len(ids)
+
+
+def finite(logprob: float) -> float:
+    """Give a log-probability as JSON can say it: that of a token that is ruled out too."""
+    return max(logprob, -9999.0)
 
 
 def seeded(params: SamplingParams, count: int) -> list[SamplingParams]:
@@ -260,6 +267,29 @@ class Answer:
             "forced_tokens": told.forced_tokens,
             "speculative_decoding": asdict(told.speculative_decoding),
         }
+
+    def of_prompt(self, choice: Choice) -> dict[str, Any]:
+        """Give a prompt's log-probabilities as vLLM does, if they are asked for.
+
+        One entry per token, of which the first has none.
+        """
+        if choice.params.prompt_logprobs is None:
+            return {}
+        told: list[Any] = [None]
+        for token in choice.prompt_logprobs:
+            own = [(token.token_id, token.logprob, token.rank)]
+            top = [(id, logprob, rank) for rank, (id, logprob) in enumerate(token.top, 1)]
+            told.append(
+                {
+                    str(id): {
+                        "logprob": finite(logprob),
+                        "rank": rank,
+                        "decoded_token": self.token_text(id)[0],
+                    }
+                    for id, logprob, rank in own + top
+                }
+            )
+        return {"prompt_logprobs": told}
 
     def token_text(self, token: int) -> tuple[str, list[int] | None]:
         """Give a token's text for logprobs, and its bytes; a special token has none."""

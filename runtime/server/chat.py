@@ -9,7 +9,7 @@ from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MtpbuildError, RequestError
 from mtpbuild.runtime.reasoning import BEGIN, END, Piece, ThinkingSplitter, opens_thought
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
-from mtpbuild.runtime.server.answers import Answer, Choice, seeded
+from mtpbuild.runtime.server.answers import Answer, Choice, finite, seeded
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody
 from mtpbuild.runtime.server.sampled import read_sampled
@@ -166,7 +166,8 @@ class ChatAnswer(Answer):
 
     def whole(self) -> Json:
         choices = [self._choice(choice) for choice in self.choices]
-        return self.said("chat.completion", choices) | self.prompt() | self.used()
+        prompt = self.prompt() | self.of_prompt(self.choices[0])
+        return self.said("chat.completion", choices) | prompt | self.used()
 
     def prompt(self) -> Json:
         """Returns the prompt's token ids, if they are asked for."""
@@ -240,7 +241,7 @@ class ChatAnswer(Answer):
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Json:
         def entry(id: int, logprob: float) -> Json:
             text, raw = self.token_text(id)
-            return {"token": text, "logprob": max(logprob, -9999.0), "bytes": raw}
+            return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
         content = [
             entry(token.token_id, token.logprob)

@@ -1,13 +1,14 @@
 """Serves POST /v1/completions, which continues prompts as they are."""
 
 from collections.abc import Sequence
+from math import isnan, nan
 from typing import Any
 
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import MtpbuildError
 from mtpbuild.runtime.reasoning import Piece
 from mtpbuild.runtime.request import Chunk, TokenLogprobs
-from mtpbuild.runtime.server.answers import Answer, Choice, seeded
+from mtpbuild.runtime.server.answers import Answer, Choice, finite, seeded
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import CompletionBody
 from mtpbuild.runtime.server.sampled import read_sampled
@@ -22,8 +23,6 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
     """Makes the choices that a body asks for; an ApiError names the field that is wrong."""
     if body.suffix:
         raise ApiError(400, "suffix is not supported", "suffix")
-    if body.echo and body.logprobs is not None:
-        raise ApiError(400, "echo with logprobs: a prompt's tokens have none here", "echo")
     if body.best_of not in (None, 1, body.n):
         raise ApiError(400, "best_of above n is not supported", "best_of")
     choices: list[Choice] = []
@@ -33,7 +32,15 @@ def read_completion(service: Service, engine: Engine, body: CompletionBody) -> "
         except MtpbuildError as error:
             raise ApiError(400, str(error), "prompt") from None
         most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-        params = read_sampled(service, engine, body, len(ids), most, logprobs=body.logprobs)
+        params = read_sampled(
+            service,
+            engine,
+            body,
+            len(ids),
+            most,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
         for own in seeded(params, body.n or 1):
             choices.append(Choice(len(choices), ids, own))
             if body.echo:
@@ -76,9 +83,11 @@ class CompletionAnswer(Answer):
         told = []
         for choice in self.choices:
             text = choice.echo + choice.said("content")
-            logprobs = self._logprobs(choice.logprobs, 0) if self.with_logprobs else None
+            scored = [TokenLogprobs(choice.ids[0], nan, ()), *choice.prompt_logprobs]
+            tokens = [*(scored if choice.echo else ()), *choice.logprobs]
+            logprobs = self._logprobs(tokens, 0) if self.with_logprobs else None
             own = self._told(choice, text, logprobs, choice.token_ids, first=True)
-            told.append(own | choice.end)
+            told.append(own | choice.end | self.of_prompt(choice))
         return self.said(KIND, told) | self.used()
 
     def opening(self, choice: Choice) -> Json | None:
@@ -115,14 +124,19 @@ class CompletionAnswer(Answer):
         return told | {"token_ids": ids} | ({"prompt_token_ids": choice.ids} if first else {})
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs], offset: int) -> Json:
-        """Returns four lists with an entry per token; offsets count the text's characters."""
+        """Returns four lists with an entry per token; offsets count the text's characters.
+
+        The first token of a prompt has no log-probability.
+        """
         told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
             text, _ = self.token_text(token.token_id)
             told["tokens"].append(text)
-            told["token_logprobs"].append(max(token.logprob, -9999.0))
-            top = {self.token_text(id)[0]: max(logprob, -9999.0) for id, logprob in token.top}
-            told["top_logprobs"].append(top)
+            first = isnan(token.logprob)
+            told["token_logprobs"].append(None if first else finite(token.logprob))
+            # Of tokens with the same text the most probable one counts.
+            top = {self.token_text(id)[0]: finite(logprob) for id, logprob in reversed(token.top)}
+            told["top_logprobs"].append(None if first else top)
             told["text_offset"].append(offset)
             offset += len(text)
         return told

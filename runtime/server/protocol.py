@@ -26,7 +26,6 @@ REFUSED = {  # what a client means who sends it, or what does it here
     "length_penalty": "it belongs to beam search, which is not there",
     "logits_processors": "a server runs no code of its clients",
     "n_predict": "max_tokens takes its place",
-    "prompt_logprobs": "a prompt's tokens have no log-probabilities here",
     "repeat_penalty": "repetition_penalty takes its place",
     "truncate_prompt_tokens": "a prompt is taken whole or not at all",
     "use_beam_search": "beam search is not there",

@@ -23,14 +23,16 @@ def read_sampled(
     most: int | None,
     *,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     calls: StructuredOutputs | None = None,
     markers: Sequence[str] = (),
 ) -> SamplingParams:
     """Makes the settings of a request; raises ApiError for one that the engine can't do.
 
     prompt: the number of its tokens. most: how many tokens the answer may have; None: as many as
-    the engine has room for. calls: the form of an answer that must be tool calls. markers: texts
-    that the answer must show, even where they are special tokens.
+    the engine has room for. prompt_logprobs: where the body has none of its own. calls: the form of
+    an answer that must be tool calls. markers: texts that the answer must show, even where they are
+    special tokens.
     """
     service.check_model(body.model)
     if body.stream_options is not None and not body.stream:
@@ -46,6 +48,9 @@ def read_sampled(
         )
         raise ApiError(400, message, "max_tokens")
     asked = DEFAULTS | service.settings.defaults | as_fields(body.settings)
+    asked.setdefault("prompt_logprobs", prompt_logprobs)
+    if body.stream and asked["prompt_logprobs"] is not None:
+        raise ApiError(400, "prompt_logprobs can't go with stream", "prompt_logprobs")
     if asked.get("stop") and engine.tokenizer is None:
         raise ApiError(400, "this engine was built without a tokenizer", "stop")
     form = read_structured(body)

@@ -71,6 +71,7 @@ def test_frozen_flags() -> None:
         "--prefill-chunk",
         "--rank",
         "--revision",
+        "--score",
         "--spec-decode-algo",
         "--spec-decode-max-draft-len",
         "--spec-decode-nextn",

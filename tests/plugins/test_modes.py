@@ -12,6 +12,7 @@ import torch
 from mtpbuild.plugins.accept_mixed.op import Verdict, accept_mixed
 from mtpbuild.plugins.asked import Asked
 from mtpbuild.plugins.shaped_probs.op import SHAPING, draw, shaped_probs
+from mtpbuild.runtime.contract.controls import MAX_LOGPROBS
 from tests.support.acceptance_cases import (
     BANNED,
     BEGIN,
@@ -58,8 +59,9 @@ def test_case(case: Case) -> None:
     assert verdict.top_ids is not None
     assert verdict.top_logprobs is not None
     logprobs = (rows / rows.sum(-1, keepdim=True)).log()
-    assert torch.allclose(verdict.top_logprobs[0], logprobs.topk(5).values, atol=1e-5)
-    assert torch.equal(logprobs.gather(1, verdict.top_ids[0]), logprobs.topk(5).values)
+    top = logprobs.topk(min(MAX_LOGPROBS, rows.shape[1])).values
+    assert torch.allclose(verdict.top_logprobs[0], top, atol=1e-5)
+    assert torch.equal(logprobs.gather(1, verdict.top_ids[0]), top)
 
 
 def shaped(rows: list[list[float]], *settings: float) -> torch.Tensor:

@@ -11,7 +11,8 @@ import pytest
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
-from mtpbuild.runtime.errors import EngineFormatError
+from mtpbuild.runtime.controls_of import controls_of
+from mtpbuild.runtime.errors import EngineFormatError, RequestError
 
 pytestmark = pytest.mark.xdist_group("tiny")  # another worker would wait for the same engine
 # That of an engine as it was built then: four slots, three drafts by MTP vanilla.
@@ -27,7 +28,8 @@ def test_states_get_roles(tmp_path: Path) -> None:
     raw = json.loads(OLD.read_text(encoding="utf-8"))
     manifest = read_manifest(written(tmp_path, raw))
     assert manifest.build.capacity == 2052
-    assert manifest.features == set(Feature) - {Feature.ADAPT, Feature.OVERLAP, Feature.SHARE}
+    lacking = {Feature.ADAPT, Feature.OVERLAP, Feature.SCORE, Feature.SHARE}
+    assert manifest.features == set(Feature) - lacking
     found = [(s.name, s.role, s.owner) for s in manifest.state]
     L, K = raw["model"]["num_hidden_layers"], raw["build"]["nextn"]
     carries = "lengths window num_drafts thinking history draft_probs past_tokens past_hidden"
@@ -41,6 +43,13 @@ def test_states_get_roles(tmp_path: Path) -> None:
     assert manifest.state[0].sizes == {"batch": 4, "head": 1, "rows": 2052, "width": 80}
     (tmp_path / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     assert read_manifest(tmp_path) == manifest  # in today's form
+
+
+def test_they_report_fewer_alternatives(tmp_path: Path) -> None:
+    manifest = read_manifest(written(tmp_path, json.loads(OLD.read_text(encoding="utf-8"))))
+    controls_of([5], SamplingParams(logprobs=5), manifest)
+    with pytest.raises(RequestError, match="logprobs: this engine has up to 5: build it anew"):
+        controls_of([5], SamplingParams(logprobs=6), manifest)
 
 
 @pytest.mark.parametrize(
