@@ -16,7 +16,7 @@ from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
-from mtpbuild.runtime.structured import StructuredOutputs
+from mtpbuild.runtime.structured import StructuredOutputs, closed
 from mtpbuild.runtime.targets import targets_with
 from mtpbuild.runtime.tokenizer import Tokenizer
 
@@ -181,7 +181,8 @@ def _source(asked: StructuredOutputs) -> str:
         raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
     try:
         if kind == "json":
-            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
+            defaults = {"whitespace_flexible": False}
+            return LLMatcher.grammar_from_json_schema(closed(text), defaults=defaults)
         return grammar_from(kind, text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs: {_line(str(error))}") from None

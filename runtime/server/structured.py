@@ -8,7 +8,7 @@ from mtpbuild.runtime.errors import RequestError
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.protocol import ChatBody, Sampled, Tool
 from mtpbuild.runtime.server.tools import Form
-from mtpbuild.runtime.structured import StructuredOutputs
+from mtpbuild.runtime.structured import StructuredOutputs, closed
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -93,7 +93,7 @@ def calls_grammar(form: Form, tools: Sequence[Tool], tokenizer: Tokenizer, *, on
             name = json.dumps(name, ensure_ascii=False)[1:-1]
         opening = _literal(form.begin + before + name + between, tokenizer)
         closing = _literal(after + form.end, tokenizer)
-        arguments = json.dumps(schema | NO_WHITE_SPACE)
+        arguments = closed(json.dumps(schema | NO_WHITE_SPACE))
         rules.append(f"call_{number}: {opening} %json {arguments} {closing}")
     first, last = (_literal(mark, tokenizer) for mark in form.outer or ("", ""))
     call = " | ".join(f"call_{number}" for number in range(len(tools)))

@@ -26,6 +26,7 @@ from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.errors import install
 from mtpbuild.runtime.grammar import Grammars, Matcher
+from mtpbuild.runtime.structured import closed
 from mtpbuild.runtime.tokenizer import Tokenizer, read_backend
 from tests.support.fakes import fake_manifest
 
@@ -341,3 +342,28 @@ def test_anything_is_followed_or_refused(
         said = str(error)
     assert "\n" not in said
     assert allowed, "a token is always allowed"
+
+
+def test_an_object_has_the_properties_that_are_listed() -> None:
+    """Closed where that is said nowhere; never where properties come from several places."""
+    inner = {"type": "object", "properties": {"properties": {"const": {"properties": {}}}}}
+    schema = {"properties": {"a": {"items": inner}}, "$defs": {"b": {"anyOf": [inner]}}}
+    shut = inner | {"additionalProperties": False}
+    assert json.loads(closed(json.dumps(schema))) == {
+        "properties": {"a": {"items": shut}},
+        "$defs": {"b": {"anyOf": [shut]}},
+        "additionalProperties": False,
+    }
+    listed: dict[str, Any] = {"properties": {"a": {}}}
+    others: list[Any] = [
+        listed | {"additionalProperties": True},
+        listed | {"additionalProperties": {"type": "string"}},
+        listed | {"anyOf": [{"properties": {"b": {}}}]},
+        {"allOf": [listed, {"properties": {"b": {}}}]},
+        {"type": "object"},
+        True,
+    ]
+    for other in others:
+        assert json.loads(closed(json.dumps(other))) == other
+    assert closed("no JSON") == "no JSON"
+    assert closed("[" * 100_000) == "[" * 100_000

@@ -253,6 +253,25 @@ def test_parse(client: openai.OpenAI) -> None:
         assert answer.model_extra["metrics"]["forced_tokens"] > 0
 
 
+def test_a_schema_of_pydantic_ends(client: openai.OpenAI) -> None:
+    """It leaves open whether there are other properties, which this model would go on inventing."""
+
+    class Open(BaseModel):
+        left: int = Field(ge=0, le=999)
+        right: int = Field(ge=0, le=999)
+
+    schema = Open.model_json_schema()
+    assert "additionalProperties" not in schema
+    form: Any = {"type": "json_schema", "json_schema": {"name": "open", "schema": schema}}
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=SUM, response_format=form, seed=seed, max_tokens=400
+        )
+        (choice,) = answer.choices
+        assert choice.finish_reason == "stop"
+        assert Open.model_validate_json(choice.message.content or "").model_extra is None
+
+
 def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
     asked: Any = {
         "model": MODEL,
