@@ -181,8 +181,8 @@ def _source(asked: StructuredOutputs) -> str:
         raise RequestError(f"structured_outputs: longer than {LONGEST} characters")
     try:
         if kind == "json":
-            defaults = {"whitespace_flexible": False}
-            return LLMatcher.grammar_from_json_schema(closed(text), defaults=defaults)
+            text = closed(text)
+            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
         return grammar_from(kind, text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"structured_outputs: {_line(str(error))}") from None

@@ -67,6 +67,7 @@ def serve(
     port: int = flag(8000, "Port to listen on; 0: any."),
     drain_timeout: float = flag(60.0, "Seconds for running requests after SIGTERM."),
     log_requests: bool = flag(False, "Log prompts."),
+    no_access_log: bool = flag(False, "Log no line for each request."),
     verify_hashes: bool = flag(False, "Hash all files, however large."),
 ) -> None:
     """Serve an engine over HTTP, as OpenAI's API (docs/serving.md)."""
@@ -89,7 +90,7 @@ def serve(
     _check(10**9, max_queue=own.max_queue, max_body=own.max_body)
     _check(10**9, request_timeout=own.request_timeout, drain_timeout=drain_timeout)
     manifest = read_manifest(engine)  # a folder that is no engine is refused before we listen
-    settings = own.settings(log_requests=log_requests)
+    settings = own.settings(log_requests=log_requests, access_log=not no_access_log)
 
     def load() -> Engine:
         loaded = Engine.load(

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -9,6 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mtpbuild.runtime.server.errors import ApiError
 from mtpbuild.runtime.server.service import Settings
 
+access = logging.getLogger("mtpbuild.access")  # uvicorn writes a line of each request to it
 HEADERS = 64 * 1024  # bytes of a request's headers
 
 
@@ -21,6 +24,10 @@ def limited(settings: Settings) -> type[H11Protocol]:
     """
 
     class Connection(H11Protocol):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.access_logger, self.access_log = access, settings.access_log
+
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._timers: dict[str, asyncio.TimerHandle] = {}

@@ -100,7 +100,7 @@ def serve(folder: Path, load: Callable[[], Engine], settings: Settings, address:
     hosts = (*settings.hosts, address.host)
     settings = replace(settings, defaults=engine_defaults(folder), hosts=hosts)
     own = listen(address)
-    if settings.log_requests:
+    if settings.log_requests or settings.access_log:
         log = logging.getLogger("mtpbuild")
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)

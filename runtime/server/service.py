@@ -36,6 +36,7 @@ class Settings:
     thinking: bool = True  # thoughts are a field of their own
     tool_parser: str | None = None  # None: the chat template decides; "none": calls stay text
     log_requests: bool = False
+    access_log: bool = False  # a line for each request: who asked, method, path and status
     defaults: dict[str, float | int] = field(default_factory=dict)  # of generation_config.json
 
 

@@ -47,6 +47,7 @@ def test_flags() -> None:
         "--log-requests",
         "--max-body",
         "--max-queue",
+        "--no-access-log",
         "--no-cuda-graphs",
         "--no-prefix-cache",
         "--no-thinking-split",

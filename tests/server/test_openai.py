@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.support.live_server import Live, live
 pytestmark = pytest.mark.xdist_group("tiny")
 SUM: Any = [{"role": "user", "content": "What is 47 + 85?"}]
 MODEL = "deepseek-tiny"
+ACCESS = r'127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1\.1" 200\n'
 
 
 @pytest.fixture(scope="module")
@@ -271,4 +273,4 @@ def test_the_process(tiny_engine: Callable[..., Path]) -> None:
                         seen.add(line)
                 assert {line for line in seen if line == "data: [DONE]"} == ends
             assert process.wait(20) == code
-            assert process.stderr.read() == ""
+            assert re.fullmatch(ACCESS, process.stderr.read())
