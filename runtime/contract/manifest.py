@@ -1,5 +1,6 @@
 """`engine.json`: what an engine directory is made of, and the check that it is whole."""
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -209,7 +210,7 @@ def read_manifest(folder: Path) -> Manifest:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         what = f"not an engine (no {MANIFEST})" if folder.is_dir() else "no such engine directory"
-        raise EngineFormatError(f"{folder}: {what}; make one with `mtpbuild build`") from None
+        raise EngineFormatError(f"{folder}: {what}{_meant(folder)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise EngineFormatError(f"{path}: not readable as JSON ({error}); {COPY_AGAIN}") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
@@ -227,6 +228,15 @@ def read_manifest(folder: Path) -> Manifest:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"its states are damaged ({error})"
         raise EngineFormatError(f"{path}: {what}; rebuild the engine") from None
+
+
+def _meant(folder: Path) -> str:
+    """Names an engine in this folder, or of a like name beside it or in `engines`."""
+    places = (folder,) if folder.is_dir() else (folder.parent, Path("engines"))
+    found = (path.parent for place in places for path in place.glob(f"[!.]*/{MANIFEST}"))
+    there = {path.name: path for path in sorted(found)}
+    near = list(there) if folder.is_dir() else difflib.get_close_matches(folder.name, there, 1)
+    return f"; did you mean {there[near[0]]}?" if near else "; make one with `mtpbuild build`"
 
 
 def first_error(error: ValidationError, part: slice) -> str:

@@ -54,6 +54,20 @@ def test_no_such_directory(tmp_path: Path) -> None:
         Engine.load(tmp_path)
 
 
+def test_a_name_of_an_engine_is_not_its_path(
+    engine_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked for in `engines`; one that is misspelt beside what stands there."""
+    monkeypatch.chdir(engine_dir.parent)
+    shutil.copytree(engine_dir, Path("engines", "tiny_n3"))
+    shutil.copytree(engine_dir, Path("engines", ".bench", "tiny_n2"))
+    for name in ("tiny_n3", "tiny_n2", "engines/tiny_n1", "engines"):
+        with pytest.raises(EngineFormatError, match=r"; did you mean engines/tiny_n3\?$"):
+            read_manifest(Path(name))
+    with pytest.raises(EngineFormatError, match=r"; did you mean fake_n3\?$"):
+        read_manifest(Path("fake_n2"))
+
+
 def test_files_are_checked(engine_dir: Path) -> None:
     weights = engine_dir / "weights.safetensors"
     weights.write_bytes(b"X" + weights.read_bytes()[1:])
