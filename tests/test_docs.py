@@ -118,7 +118,9 @@ def check(command: str) -> None:
                 assert not flag.startswith("--") or f'"{flag.partition("=")[0]}"' in code, flag
         case ["make", target]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        case ["pip", "install", *_] | ["serve", "run", _] | ["curl" | "rsync" | "hf", *_]:
+        case (
+            ["pip", "install", *_] | ["serve", "run", _] | ["curl" | "rsync" | "hf" | "lm_eval", *_]
+        ):
             pass
         case [script, *_] if script.startswith("tools/"):
             assert (ROOT / script).is_file()

@@ -113,7 +113,9 @@ def quantize(
     to: Annotated[str, Option(help="Format of the main model: fp8, nvfp4, int8, int4 or bf16.")],
     out: Annotated[Path, Option(help="Folder of the new checkpoint.")],
     mtp: str | None = flag(None, "Format of the MTP modules. Default: as --to; with nvfp4, bf16."),
-    head: str | None = flag(None, "Format of embedding and head: int8, int4 or none. Default: none."),
+    head: str | None = flag(
+        None, "Format of embedding and head: int8, int4 or none. Default: none."
+    ),
     exclude: list[str] | None = flag(
         None, "Glob of modules to leave as they are, instead of the format's own."
     ),
