@@ -1,7 +1,6 @@
 """Measures this machine: its memory, and the disks of downloads and engines."""
 
 import math
-import os
 import re
 import shutil
 import time
@@ -10,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtpbuild.builder.bench.machine import physical_memory
+from mtpbuild.builder.bench.machine import count_cores, physical_memory
 from mtpbuild.builder.checkpoint.hub_cache import cache_folder
 from mtpbuild.runtime.errors import UsageError
 
@@ -57,7 +56,7 @@ def read_bandwidth(passes: int = 4) -> float:
     """Measures the bytes a second that all cores together read from memory: the best pass."""
     import numpy as np
 
-    cores, best = len(os.sched_getaffinity(0)), math.inf
+    cores, best = count_cores(), math.inf
     parts = np.array_split(np.ones(READ // 4, np.float32), cores)
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(passes):

@@ -131,8 +131,10 @@ def run(
             asked: Prompt
             if prompt_ids is not None:
                 asked = parse_list("--prompt-ids", prompt_ids, int, "5,7,9") if prompt_ids else ()
-            elif prompt is not None or prompt_file is not None:
-                asked = _read_text(prompt_file) if prompt is None else prompt
+            elif prompt is not None:
+                asked = prompt
+            elif prompt_file is not None:
+                asked = _read_text(prompt_file)
             elif chat is not None:
                 asked = loaded.chat_ids([*messages, _question(chat, "--chat")], **options)
             else:

@@ -3,6 +3,8 @@
 from dataclasses import make_dataclass
 from typing import Any, get_type_hints
 
+import typer
+
 from mtpbuild.runtime.compat.flags import HINTS, RELAXED
 from mtpbuild.runtime.compat.settings import Settings, sampling_settings
 from mtpbuild.runtime.contract.rules import all_rules
@@ -12,6 +14,7 @@ from mtpbuild.runtime.flag_groups import flag
 from mtpbuild.runtime.sampling import DEFAULTS, SETTINGS, SamplingParams, as_fields
 
 Field = tuple[str, Any, Any]
+GREEDY_REJECTION = "at temperature 0 rejection acceptance is the same as strict: nothing is drawn"
 
 
 def flag_field(name: str, hint: Any, setting: Setting) -> Field:
@@ -65,7 +68,10 @@ def sampling_params(flags: Any, settings: Settings, **others: Any) -> SamplingPa
         if (said := asked.setdefault(name, wanted)) != wanted:
             by = "rejection_sample_method" if name == "acceptance" else f"{name} {said}"
             raise UsageError(f"{option(name)} {wanted} contradicts the configuration's {by}")
-    return SamplingParams(**asked)
+    params = SamplingParams(**asked)
+    if params.acceptance == "rejection" and params.temperature == 0 and not params.synthetic:
+        typer.echo(f"note: {GREEDY_REJECTION}", err=True)
+    return params
 
 
 def option(name: str) -> str:

@@ -92,14 +92,17 @@ def show(
     *,
     echo: bool = False,
     observer: Observer | None = None,
-    ending: Callable[[Stream], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ending: Callable[[Stream], contextlib.AbstractContextManager[None]] | None = None,
 ) -> Result:
     """Stream the text to standard output, then print the summary to standard error.
 
     ending: the context in which the stream is read; `ended_by_ctrl_c` is one.
     """
     colour = _has_colour(sys.stdout)
-    with engine.stream(prompt, params, observer=observer) as stream, ending(stream):
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(engine.stream(prompt, params, observer=observer))
+        if ending is not None:
+            stack.enter_context(ending(stream))
         if echo and colour and isinstance(prompt, str):
             print(f"{DIM}{prompt}{RESET}", end="")
         for chunk in stream:

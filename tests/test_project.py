@@ -182,6 +182,13 @@ def test_what_comes_from_outside() -> None:
             assert name.split(".")[0] in allowed, f"{path} imports {name} at module level"
 
 
+def test_what_only_some_systems_have_is_imported_in_one_place() -> None:
+    """And there Windows does without it: `resource` where a build prints its peak of memory."""
+    some = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+    users = {module for module, path in sources() if some & set(imports(path, module_level=False))}
+    assert users == {"mtpbuild.builder.cli.tables"}
+
+
 def test_only_a_download_imports_the_hubs_client() -> None:
     """`hub` alone names it, `download` alone names `hub`, and `build` when it runs."""
     users = {"huggingface_hub": {"hub"}, "httpx2": {"hub"}, "mtpbuild.builder.hub": {"download"}}

@@ -19,9 +19,7 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
     found = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": count_cores(),
         "threads": threads,
         "memory_bytes": physical_memory(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
@@ -31,6 +29,13 @@ def describe_machine(threads: int | None) -> dict[str, Any]:
         "command": shlex.join(["mtpbuild", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def count_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on every system
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def cpu_model() -> str:

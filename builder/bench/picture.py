@@ -35,9 +35,11 @@ def draw_speedup(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> Non
         reach = picture.spans([(ratio.value, ratio.low, ratio.high) for ratio in ratios])
         axes.bar(places, values, width * 0.92, color=picture.colour(k), label=kind)
         axes.errorbar(places, values, reach, fmt="none", ecolor="#333333", capsize=2)
-        for place, value, up in zip(places, values, reach[1], strict=True):
-            picture.write_above(axes, f"{value:.2f}", place, value + up)
         predicted = [row.kinds[kind].predicted or math.nan for row in rows]
+        for place, value, up, mark in zip(places, values, reach[1], predicted, strict=True):
+            picture.write_above(
+                axes, f"{value:.2f}", place, max(value + up, mark if mark > 0 else 0)
+            )
         label = "predicted: L / (v + d)" if k == len(kinds) - 1 else None
         axes.plot(places, predicted, "_", color="black", markersize=14, label=label)
     axes.axhline(1, color=picture.GREY, linewidth=0.8)

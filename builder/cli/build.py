@@ -136,8 +136,9 @@ def quantize(
 
 
 @error_line
-def recipes() -> None:
+@grouped
+def recipes(json: bool = flag(False, "As one JSON list.")) -> None:
     """List what can be built by name."""
     from mtpbuild.builder.cli.tables import print_recipes
 
-    print_recipes()
+    print_recipes(json)

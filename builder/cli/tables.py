@@ -1,5 +1,8 @@
 """Prints the results of the building commands; imported only for printing."""
 
+import contextlib
+import sys
+from json import dumps
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,8 +17,11 @@ if TYPE_CHECKING:
     from mtpbuild.builder.weights.quantize import Quantized
 
 
-def print_recipes() -> None:
-    """Print a line for each model that can be built by name."""
+def print_recipes(json: bool) -> None:
+    """Print a line for each model that can be built by name, or all of each as JSON."""
+    if json:
+        print(dumps([recipe.model_dump() for recipe in load_recipes()], indent=1))
+        return
     table = Table("model", "engine", "description")
     for recipe in load_recipes():
         table.add_row(recipe.name, f"engines/{recipe.engine}_n<nextn>", recipe.summary)
@@ -45,12 +51,14 @@ def print_engines(engines: list["BuiltEngine"]) -> None:
 
 
 def print_stages(stages: "Stages") -> None:
-    """Show how long each stage took, and the peak memory of all."""
-    import resource
+    """Show how long each stage took, and the peak memory of all where the system tells it."""
+    said = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
+    with contextlib.suppress(ImportError):  # on Windows
+        import resource
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    times = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.seconds.items())
-    Console().print(f"{times}; peak memory {peak:.0f} MiB", highlight=False, soft_wrap=True)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        said += f"; peak memory {peak / (1 << 20 if sys.platform == 'darwin' else 1 << 10):.0f} MiB"
+    Console().print(said, highlight=False, soft_wrap=True)
 
 
 def print_quantized(done: "Quantized") -> None:

@@ -99,7 +99,8 @@ def conclusion(rows: Sequence[Row]) -> str:
     count = strict.overall.problems_asked
     said = f"strict: {strict.overall.right} of {count} {'problem' if count == 1 else 'problems'}"
     fastest = max(others, key=lambda row: row.overall.speedup_over_strict.value)
-    said += f"; fastest: {fastest.name}, {fastest.overall.speedup_over_strict.value:.2f}x"
+    ratio = fastest.overall.speedup_over_strict.value
+    said += f"; fastest: {fastest.name}, {ratio:.2f}x" if ratio > 1 else "; none is faster"
     apart = [row.name for row in others if row.overall.against_strict.p_value < 0.05]
     if apart:
         return f"{said}. Other than strict's accuracy (p < 0.05): {', '.join(apart)}"

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from rich.console import Console
 
 from mtpbuild.builder.bench import picture
@@ -228,6 +230,15 @@ def test_the_picture(tmp_path: Path) -> None:
     data = (tmp_path / "x.png").read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(data[16:20], "big") > 1000  # pixels wide
+
+
+def test_the_numbers_stand_above_bar_and_prediction() -> None:
+    axes, rows = Figure().subplots(), made_by_hand().rows
+    picture.draw_speedup(axes, rows, ["code", "talk"])
+    heights = [text.xy[1] for text in axes.texts if isinstance(text, Annotation)]
+    marks = [row.kinds[kind].predicted or 0.0 for kind in ("code", "talk") for row in rows]
+    assert len(heights) == len(marks) == 4
+    assert all(height >= mark for height, mark in zip(heights, marks, strict=True))
 
 
 def test_without_matplotlib_there_are_figures_and_no_picture(

@@ -1,5 +1,6 @@
 """The command line of the compiler: exit codes, one-line errors, frozen flags, light imports."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -11,12 +12,15 @@ import typer
 
 from mtpbuild.builder.cli import app
 from mtpbuild.builder.cli.shared import StageLines, progress
+from mtpbuild.builder.cli.tables import print_stages
 from mtpbuild.builder.recipe import load_recipes, parse_recipe
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.checks import parse_list
 from mtpbuild.runtime.errors import CheckpointError, UsageError
 from tests.support.invoke import invoke, options, without_stages
 from tests.support.requests import noted
+from tests.support.stand_ins import importing
 
 MAIN = [sys.executable, "-c", "from mtpbuild.builder.cli import app; app()"]
 BLOCKED = """
@@ -82,7 +86,7 @@ def test_frozen_flags() -> None:
         "--weights",
     ]
     assert options("diff") == ["--engine", "--json"]
-    assert options("recipes") == []
+    assert options("recipes") == ["--json"]
     assert options("refit") == ["--checkpoint", "--engine"]
     assert options("quantize") == [
         "--checkpoint",
@@ -171,6 +175,20 @@ def test_recipes_are_listed() -> None:
     for recipe in load_recipes():
         line = next(line for line in out.splitlines() if f" {recipe.name} " in line)
         assert f"engines/{recipe.engine}_n<nextn>" in line
+
+
+def test_recipes_as_json() -> None:
+    code, out, err = invoke("recipes", "--json")
+    assert (code, err) == (0, "")
+    assert [recipe["name"] for recipe in json.loads(out)] == [r.name for r in load_recipes()]
+    assert {"engine", "target", "repository", "download"} <= json.loads(out)[0].keys()
+
+
+def test_stages_are_printed_where_no_peak_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """Windows has no module `resource`."""
+    with importing({"resource": None}):
+        print_stages(Stages(seconds={"package": 1.5}))
+    assert capsys.readouterr().out == "package 1.5 s\n"
 
 
 def test_help() -> None:

@@ -151,6 +151,9 @@ def test_rows_by_hand() -> None:
     assert (first.overall.user_tokens_per_s, second.overall.user_tokens_per_s) == (1, 2)
     assert first.overall.spec_decode_acceptance_length == pytest.approx(5 / 3)
     assert conclusion([first, second]).endswith("seen to differ from strict's (p < 0.05)")
+    assert "strict: 4 of 5 problems; fastest: 5 / 0.1, 2.00x. " in conclusion([first, second])
+    slow = rows({"strict": fast, "5 / 0.1": strict})
+    assert "; none is faster. " in conclusion(slow)
     lost = rows({"strict": answers("a", "3" * 9, [1, 2]), "x": answers("a", "1" * 9, [1, 2])})
     assert conclusion(lost).endswith("Other than strict's accuracy (p < 0.05): x")
 

@@ -231,11 +231,8 @@ def test_speed_follows_from_bytes_and_bandwidth() -> None:
     """An engine that does not fit has none; --acceptance says how many tokens a step gives."""
     found = foretold(GIGACHAT, 0, 3, acceptance=(1.0, 2.5))
     for engine in found.engines:
-        if engine.fits:
-            wanted = [1.0 * 20e9 / engine.reads[0], 2.5 * 20e9 / engine.reads[1]]
-        else:
-            wanted = [None, None]
-        assert found.speeds(engine) == wanted
+        speeds = [1.0 * 20e9 / engine.reads[0], 2.5 * 20e9 / engine.reads[1]]
+        assert found.speeds(engine) == (speeds if engine.fits else [None, None])
     assert [engine.fits for engine in found.engines] == [False, True, True]
     flags = ("--nextn", "0,3", "--acceptance", "1,2.5", "--bandwidth", "20")
     code, out, err = invoke("plan", "--model", GIGACHAT, "--cpu", *flags)

@@ -95,6 +95,14 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(engine_dir: Path, tmp_pat
         )
 
 
+def test_rejection_without_sampling_is_said_to_change_nothing(engine_dir: Path) -> None:
+    run = ("run", "--engine", engine_dir, "--prompt", "a", "--max-tokens", 3)
+    plain, asked = call(*run), call(*run, "--acceptance", "rejection")
+    assert asked.stdout == plain.stdout
+    assert asked.stderr.startswith("note: at temperature 0 rejection acceptance is the same as")
+    assert "note" not in call(*run, "--acceptance", "rejection", "--temperature", 1).stderr
+
+
 def test_input_file(engine_dir: Path, tmp_path: Path) -> None:
     lines = [
         {"prompt": "hello", "task_id": "a"},

@@ -28,7 +28,7 @@ class Keyboard(Terminal):
         super().__init__()
         self._lines = iter(lines)
 
-    def readline(self, size: int | None = -1) -> str:
+    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
         line = next(self._lines, None)
         if isinstance(line, KeyboardInterrupt):
             raise line
