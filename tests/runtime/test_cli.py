@@ -57,7 +57,7 @@ def test_logprobs(engine_dir: Path) -> None:
     args = ("run", "--engine", engine_dir, "--prompt-ids", "5,6", "--max-tokens", 3, "--json")
     answer = json.loads(call(*args, "--logprobs", 2).stdout)
     assert answer["logprobs"] == [
-        {"token_id": token, "logprob": 0.0, "top": [[token, 0.0], [token + 1, -1.0]]}
+        {"token_id": token, "logprob": 0.0, "top": [[token, 0.0], [token + 1, -1.0]], "rank": 0}
         for token in answer["token_ids"]
     ]
     assert [entry["top"] for entry in json.loads(call(*args, "--logprobs", 0).stdout)["logprobs"]]
@@ -253,9 +253,9 @@ def test_a_bad_line_is_named_before_anything_runs(
         (["--prompt", "a", "--logit-bias", "5"], 2, "--logit-bias '5' is no JSON object"),
         (["--prompt", "a", "--repetition-penalty", "1.1"], 2, "not supported by this engine"),
         (
-            ["--prompt", "a", "--json", "--logprobs", "6"],
+            ["--prompt", "a", "--json", "--logprobs", "21"],
             2,
-            "logprobs must be a whole number in 0..5",
+            "logprobs must be a whole number in 0..20",
         ),
         (
             ["--prompt", "a", "--rejection-sample-method", "exact"],
