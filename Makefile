@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv run check fix test test-full test-tensorrt bench-check clean
+.PHONY: venv run check fix test test-full test-tensorrt bench-check dist clean
 
 venv: .venv/.installed
 
@@ -41,6 +41,13 @@ test-tensorrt: venv  ## what needs TensorRT-RTX's packages, but no GPU; 0.3 GB i
 
 bench-check: venv  ## a few ratios beside the recorded ones; under 5 minutes, on a quiet machine
 	$(BIN)/python benchmarks/check.py
+
+dist: venv  ## a wheel of this machine's kind and a source archive, in dist/
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > /dev/null
+	rm -rf build *.egg-info
+	ls -l dist
 
 clean:
 	rm -rf .venv .venv-rtx .venv-peers engines/*_n* engines/.*.building build dist *.egg-info

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -428,6 +428,38 @@ def test_a_wheel_holds_everything(
     wanted |= {"mtpbuild/runtime/libmtpbuild_cpu.so"} if compiler == "g++" else set()
     assert names == wanted | {"mtpbuild/__init__.py", "mtpbuild/__main__.py"}
     assert "mtpbuild/recipes/deepseek_tiny/tokenizer.json" in names
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("tiny")
+def test_an_installed_wheel_runs_an_engine(
+    tiny_engine: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """Without the repository and torch: what `pip install 'WHEEL[cpu]'` brings is enough."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    for name in tracked.stdout.splitlines():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "wheel", *offline, "--wheel-dir", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", *offline, "--target", site, wheel], check=True)
+    shutil.rmtree(source)
+    code = f"""
+import sys
+sys.path.insert(0, {str(site)!r})
+sys.modules.update(dict.fromkeys(("torch", "onnx", "onnxscript", "onnx_ir", "huggingface_hub")))
+from mtpbuild.builder.cli import app
+import mtpbuild.runtime
+assert mtpbuild.runtime.__file__.startswith({str(site)!r})
+app()
+"""
+    flags = ["run", "--engine", tiny_engine(3), "--chat", "What is 47 + 85?"]
+    run = [sys.executable, "-c", code, *flags]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "132" in done.stdout, done.stderr
 
 
 def test_documents_name_files_that_exist() -> None:
