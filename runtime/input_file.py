@@ -122,6 +122,10 @@ class Line(AskingLine):
             return raw
         if "settings" in raw:
             raise ValueError("settings: unknown; each setting is a key of the line")
+        if "max_tokens" in raw:
+            if "output_tokens" in raw:
+                raise ValueError("output_tokens and max_tokens are the same: give one")
+            raw = {"output_tokens" if n == "max_tokens" else n: v for n, v in raw.items()}
         settings = {name: value for name, value in raw.items() if name in http_settings()}
         return {n: v for n, v in raw.items() if n not in settings} | {"settings": settings}
 

@@ -6,7 +6,7 @@ from json import dumps
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from mtpbuild.builder.recipe import load_recipes
 from mtpbuild.runtime.contract.manifest import ranks_here
@@ -22,16 +22,16 @@ def print_recipes(json: bool) -> None:
     if json:
         print(dumps([recipe.model_dump() for recipe in load_recipes()], indent=1))
         return
-    table = Table("model", "engine", "description")
+    table = Table(Column("model", no_wrap=True), Column("in engines/", no_wrap=True), "about")
     for recipe in load_recipes():
-        table.add_row(recipe.name, f"engines/{recipe.engine}_n<nextn>", recipe.summary)
+        table.add_row(recipe.name, f"{recipe.engine}_n<nextn>", recipe.summary)
     Console().print(table)
 
 
 def print_engines(engines: list["BuiltEngine"]) -> None:
     """Show the engines with their sizes, and which of their ranks are here."""
     console = Console()
-    table = Table("engine", "nextn", "drafter", "files", "size", "status")
+    table = Table(Column("engine", overflow="fold"), "nextn", "drafter", "files", "size", "status")
     for engine in engines:
         build, files = engine.manifest.build, engine.file_sizes()
         table.add_row(

@@ -107,7 +107,12 @@ def test_input_file(engine_dir: Path, tmp_path: Path) -> None:
     lines = [
         {"prompt": "hello", "task_id": "a"},
         {"input_ids": [5, 6], "output_tokens": 4},
-        {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "stop": "zzz"},
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "seed": 3,
+            "stop": "zzz",
+            "max_tokens": 5,
+        },
     ]
     path = tmp_path / "in.jsonl"
     path.write_text("\n\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
@@ -115,7 +120,7 @@ def test_input_file(engine_dir: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     answers = [json.loads(line) for line in result.stdout.splitlines()]
     assert [answer["task_id"] for answer in answers] == ["a", 1, 2]
-    assert [len(answer["token_ids"]) for answer in answers] == [6, 4, 6]
+    assert [len(answer["token_ids"]) for answer in answers] == [6, 4, 5]
     assert answers[1]["token_ids"] == continuation([5, 6], 4)
     plain = call("run", "--engine", engine_dir, "--input", path, "--max-tokens", 6)
     assert plain.stdout == "".join(answer["text"] + "\n" for answer in answers)
@@ -193,6 +198,10 @@ def test_chat_template_kwargs(engine_dir: Path) -> None:
         ('{"input_ids": [5], "output_tokens": 0}', r"in\.jsonl:2: max_tokens"),
         ('{"input_ids": [5], "presence_penalty": 3}', r"in\.jsonl:2: presence_penalty must be"),
         ('{"input_ids": [5], "logit_bias": {"x": 3}}', r"in\.jsonl:2: logit_bias must map"),
+        (
+            '{"prompt": "a", "max_tokens": 5, "output_tokens": 5}',
+            r":2: output_tokens and max_tokens",
+        ),
         ('{"prompt": "a", "stop": [""]}', r"in\.jsonl:2: stop"),
         ('{"prompt": "a", "temprature": 1}', r"in\.jsonl:2: temprature"),
         ('{"messages": [{"role": "x", "content": "y"}]}', r"in\.jsonl:2: .*no role x"),
