@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from json import dumps
+from math import prod
 from pathlib import Path
 from typing import TextIO
 
@@ -23,6 +24,7 @@ from mtpbuild.runtime.contract.manifest import (
     TensorSpec,
     ranks_here,
 )
+from mtpbuild.runtime.contract.programs import host_type
 from mtpbuild.runtime.driver import Stream
 from mtpbuild.runtime.engine import Engine, Prompt
 from mtpbuild.runtime.errors import RequestError
@@ -209,10 +211,20 @@ def _facts(folder: Path, manifest: Manifest) -> dict[str, str]:
         "target": f"{target.name} on {target.hardware} ({versions})",
         **({"attention by": target.attention_backend} if target.attention_backend else {}),
         **_cross(target),
+        "needs": _needs(manifest),
         "capabilities": ", ".join(f"{k}: {' '.join(v)}" for k, v in manifest.capabilities.items()),
         "built by": f"mtpbuild {manifest.mtpbuild}, fingerprint {build.fingerprint[:16]}",
         "size": f"{size / 1e6:,.1f} MB, all files present, {checked} as built",
     }
+
+
+def _needs(manifest: Manifest) -> str:
+    """Say what the engine takes of a machine, beside its hardware."""
+    state = sum(prod(s.shape) * host_type(s.dtype).itemsize for s in manifest.state)
+    weights = sum(f.size for name, f in manifest.files.items() if name.endswith(".safetensors"))
+    held = f"{state / 1e6:,.1f} MB of memory for its slots, and its weights once or oftener"
+    kernels = "" if manifest.build.cpu_layout is None else "; mtpbuild's library of CPU kernels"
+    return f"{held} ({weights / 1e6:,.1f} MB; docs/targets.md#memory){kernels}"
 
 
 def _cross(target: TargetInfo) -> dict[str, str]:

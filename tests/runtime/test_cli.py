@@ -334,6 +334,7 @@ def test_inspect(engine_dir: Path) -> None:
     assert result.exit_code == 0
     for fact in ("DeepseekV3ForCausalLM", "mtp-eagle", "1 slots of 64 tokens", "decode.onnx"):
         assert fact in result.stdout
+    assert "0.0 MB of memory for its slots, and its weights" in " ".join(result.stdout.split())
     raw = json.loads(call("inspect", engine_dir, "--json").stdout)
     assert raw == read_manifest(engine_dir).model_dump(mode="json")
 
