@@ -1,6 +1,7 @@
 """The engine as its users see it: load a directory, then generate or stream."""
 
 import contextlib
+import logging
 import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
@@ -27,6 +28,8 @@ from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
 from mtpbuild.runtime.warm import warm_up
 
 Prompt: TypeAlias = str | Sequence[int]  # text, or token ids that are taken as they are
+
+log = logging.getLogger("mtpbuild")
 
 
 class Engine:
@@ -82,6 +85,7 @@ class Engine:
             tokenizer = load_tokenizer(folder, manifest)
             programs = load_programs(folder, manifest, threads=threads, **options)
             warm_up(programs, manifest, warm)
+            log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
             return cls(programs, manifest, tokenizer, overlap=overlap, prefix_cache=prefix_cache)
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None

@@ -47,6 +47,12 @@ def test_warming_up_runs_the_programs_and_counts_nothing(
         )
 
 
+def test_loading_is_logged(engine_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "mtpbuild"):
+        Engine.load(engine_dir).close()
+    assert caplog.messages == [f"loaded {engine_dir}: onnxruntime, nextn 3"]
+
+
 def test_no_such_directory(tmp_path: Path) -> None:
     with pytest.raises(EngineFormatError, match="no such engine directory"):
         Engine.load(tmp_path / "nothing")
