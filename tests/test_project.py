@@ -456,7 +456,7 @@ import mtpbuild.runtime
 assert mtpbuild.runtime.__file__.startswith({str(site)!r})
 app()
 """
-    flags = ["run", "--engine", tiny_engine(3), "--chat", "What is 47 + 85?"]
+    flags = ["run", "--engine", str(tiny_engine(3)), "--chat", "What is 47 + 85?"]
     run = [sys.executable, "-c", code, *flags]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "132" in done.stdout, done.stderr
