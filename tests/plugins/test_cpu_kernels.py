@@ -542,7 +542,7 @@ def test_an_expert_that_is_not_there(expert: int) -> None:
 
 def test_a_missing_attribute() -> None:
     given, _ = product_operands(4, 1, 32, 32)
-    with pytest.raises(Exception, match="attribute with name:'N'"):
+    with pytest.raises(Exception, match="attribute N is missing"):
         run("Product", given)
 
 

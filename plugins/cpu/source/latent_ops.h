@@ -1,7 +1,7 @@
-// What latent attention does around its products, and routing and acceptance: operators that take
-// the place of many small ones. A part of ops.cpp, whose helpers it uses.
+// What latent attention does around its products.
 #pragma once
-#include "logarithm.h"
+#include "attention_ops.h"
+#include "float_ops.h"
 
 namespace {
 
@@ -46,24 +46,22 @@ struct LatentRows : Usual {
   float epsilon;
   bool interleaved;
 
-  LatentRows(const Kernels& k, const ort::Info* info)
-      : k(k),
-        epsilon(ort::float_attribute(info, "epsilon")),
-        interleaved(attribute(info, "interleaved") != 0) {}
+  LatentRows(const Kernels& k, const Attributes& from)
+      : k(k), epsilon(from.real("epsilon")), interleaved(from.integer("interleaved") != 0) {}
 
-  void compute(ort::Context* context) const {
-    Tensor a = ort::input(context, 0), weight = ort::input(context, 1);
-    Tensor q_weight = ort::input(context, 4, true);
+  void compute(Call& call) const {
+    Tensor a = call.input(0), weight = call.input(1);
+    Tensor q_weight = call.input(4, true);
     NEED(a.rank() == 3 && weight.rank() == 1, name, a.text() + ", norm " + weight.text());
     int64_t slots = a.shape[0], tokens = a.shape[1], rows = slots * tokens;
-    Angles angles(name, ort::input(context, 2), ort::input(context, 3), slots, tokens);
+    Angles angles(name, call.input(2), call.input(3), slots, tokens);
     int64_t latent = weight.shape[0], rotary = 2 * angles.half, width = latent + rotary;
     int64_t queries = a.shape[2] - width;
     NEED(queries >= 0 && (!q_weight.memory || q_weight.shape == std::vector<int64_t>{queries}),
          name, a.text() + ", norms " + weight.text() + ", " + q_weight.text());
-    float* q = ort::output<float>(context, {slots, tokens, queries});
-    float* fresh = ort::output<float>(context, {slots, 1, tokens, width}, 1);
-    tasks(context, rows, 8 * rows * a.shape[2], [&](int64_t m) {
+    float* q = call.output({slots, tokens, queries});
+    float* fresh = call.output({slots, 1, tokens, width}, 1);
+    tasks(call, rows, 8 * rows * a.shape[2], [&](int64_t m) {
       const float* row = a.data<float>() + m * a.shape[2];
       if (q_weight.memory)
         k.norm(row, q_weight.data<float>(), queries, epsilon, q + m * queries);
@@ -73,18 +71,18 @@ struct LatentRows : Usual {
       k.norm(row + queries, weight.data<float>(), latent, epsilon, own);
       angles.rotate_row(m, row + queries + latent, interleaved, own + latent);
     });
-    Tensor cache = ort::input(context, 5, true);
-    if (cache.memory) write(context, cache, fresh, slots, tokens, width);
+    Tensor cache = call.input(5, true);
+    if (cache.memory) write(call, cache, fresh, slots, tokens, width);
   }
 
  private:
-  static void write(ort::Context* context, const Tensor& cache, const float* fresh, int64_t slots,
+  static void write(Call& call, const Tensor& cache, const float* fresh, int64_t slots,
                     int64_t tokens, int64_t width) {
-    Tensor start = ort::input(context, 6);
+    Tensor start = call.input(6);
     NEED(cache.rank() == 4 && cache.shape[0] == slots && cache.shape[1] == 1 &&
              cache.shape[3] == width && start.shape == std::vector<int64_t>{slots},
          name, "rows of " + std::to_string(width) + " numbers into " + cache.text());
-    float* held = ort::output<float>(context, cache.shape, 2);
+    float* held = call.output(cache.shape, 2);
     if (held != cache.memory) std::memcpy(held, cache.memory, cache.count(0, 4) * sizeof(float));
     for (int64_t slot = 0; slot < slots; slot++) {
       int64_t at = start.data<int64_t>()[slot], rows = cache.shape[2];
@@ -149,27 +147,27 @@ struct LatentAttention : Usual {
   int64_t latent, outputs;
   bool interleaved;
 
-  LatentAttention(const Kernels& k, const ort::Info* info)
+  LatentAttention(const Kernels& k, const Attributes& from)
       : k(k),
-        attention(k, info),
-        latent(attribute(info, "latent")),
-        outputs(attribute(info, "N")),
-        interleaved(attribute(info, "interleaved") != 0) {}
+        attention(k, from),
+        latent(from.integer("latent")),
+        outputs(from.integer("N")),
+        interleaved(from.integer("interleaved") != 0) {}
 
-  void compute(ort::Context* context) const {
-    Tensor q = ort::input(context, 0);
-    Heads uk(name, ort::input(context, 1), ort::input(context, 9, true), latent);
-    Heads uv(name, ort::input(context, 2), ort::input(context, 10, true), outputs);
+  void compute(Call& call) const {
+    Tensor q = call.input(0);
+    Heads uk(name, call.input(1), call.input(9, true), latent);
+    Heads uv(name, call.input(2), call.input(10, true), outputs);
     NEED(q.rank() == 3 && uk.count == uv.count && uv.inputs == latent, name,
          "queries " + q.text() + " of " + std::to_string(uk.count) + " heads");
     int64_t slots = q.shape[0], tokens = q.shape[1], heads = uk.count, rows = slots * tokens;
-    Angles angles(name, ort::input(context, 3), ort::input(context, 4), slots, tokens);
+    Angles angles(name, call.input(3), call.input(4), slots, tokens);
     int64_t nope = heads * uk.inputs, rotary = 2 * angles.half, width = latent + rotary;
     NEED(q.shape[2] == nope + heads * rotary, name,
          "queries " + q.text() + " of " + std::to_string(heads) + " heads");
-    Tensor cache = ort::input(context, 5), fresh = ort::input(context, 6);
-    Tensor base = ort::input(context, 7), first = ort::input(context, 8);
-    float* y = ort::output<float>(context, {slots, tokens, heads * outputs});
+    Tensor cache = call.input(5), fresh = call.input(6);
+    Tensor base = call.input(7), first = call.input(8);
+    float* y = call.output({slots, tokens, heads * outputs});
 
     Tensor queries{{slots, heads, tokens, width}, nullptr, ort::FLOAT};
     auto memory = scratch<float>(heads * rows * width);
@@ -177,7 +175,7 @@ struct LatentAttention : Usual {
     int64_t pieces = up(tokens, ROWS);
     // Some tokens of a head: row i lies at place(i) of what is by heads, at row(i) of the others.
     auto by_head = [&](int64_t work, auto&& task) {
-      tasks(context, slots * heads * pieces, work, [&](int64_t t) {
+      tasks(call, slots * heads * pieces, work, [&](int64_t t) {
         int64_t slot = t / pieces / heads, head = t / pieces % heads, begin = t % pieces * ROWS;
         int64_t some = min(ROWS, tokens - begin);
         task(head, some, slot * tokens + begin, (slot * heads + head) * tokens + begin);
@@ -195,7 +193,7 @@ struct LatentAttention : Usual {
       uk.multiply(k, head, some, from, to);
     });
     auto mixed = scratch<float>(heads * rows * latent);
-    attention.attend(context, queries, cache, fresh, base, first, mixed.get());
+    attention.attend(call, queries, cache, fresh, base, first, mixed.get());
     by_head(rows * heads * latent * outputs,
             [&](int64_t head, int64_t some, int64_t row, int64_t place) {
               const float* from[ROWS];
@@ -206,163 +204,6 @@ struct LatentAttention : Usual {
               }
               uv.multiply(k, head, some, from, to);
             });
-  }
-};
-
-// logits [.., X], bias [X] -> weights and ids [.., experts + always]: `experts` of the highest
-// biased sigmoid among the kept groups, in that order, the lower id first where they tie; then
-// experts X, X + 1, .. with weight 1.
-struct Route : Usual {
-  static constexpr const char* name = "Route";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
-  static constexpr ort::Type results[] = {ort::FLOAT, ort::INT32};
-  const Kernels& k;
-  int64_t groups, kept, experts, always;
-  bool normalise;
-  float factor;
-
-  Route(const Kernels& k, const ort::Info* info)
-      : k(k),
-        groups(attribute(info, "groups")),
-        kept(attribute(info, "kept")),
-        experts(attribute(info, "experts")),
-        always(attribute(info, "always")),
-        normalise(attribute(info, "normalise") != 0),
-        factor(ort::float_attribute(info, "factor")) {}
-
-  void compute(ort::Context* context) const {
-    Tensor logits = ort::input(context, 0), bias = ort::input(context, 1);
-    int64_t all = logits.last();
-    bool fit = logits.rank() > 0 && bias.shape == std::vector<int64_t>{all} && groups > 0 &&
-               all % groups == 0 && kept > 0 && kept <= groups && experts > 0 && always >= 0 &&
-               always <= MOST && experts <= all / groups * kept;
-    NEED(fit, name, "logits " + logits.text() + ", bias " + bias.text());
-    int64_t chosen = experts + always, rows = logits.count(0, logits.rank() - 1);
-    std::vector<int64_t> shape = logits.shape;
-    shape.back() = chosen;
-    float* weights = ort::output<float>(context, shape);
-    int32_t* ids = ort::output<int32_t>(context, shape, 1);
-    tasks(context, rows, rows * all * 16, [&](int64_t m) {
-      const float* row = logits.data<float>() + m * all;
-      choose(row, bias.data<float>(), all, weights + m * chosen, ids + m * chosen);
-    });
-  }
-
- private:
-  // The highest number that is not taken, the first of equal ones.
-  static int64_t highest(const float* x, const std::vector<char>& taken) {
-    int64_t best = -1, count = static_cast<int64_t>(taken.size());
-    for (int64_t i = 0; i < count; i++)
-      if (!taken[i] && (best < 0 || x[i] > x[best])) best = i;
-    return best;
-  }
-
-  void choose(const float* logits, const float* bias, int64_t all, float* weights,
-              int32_t* ids) const {
-    std::vector<float> scores(all), biased(all);
-    k.sigmoid(logits, all, scores.data());
-    for (int64_t i = 0; i < all; i++) biased[i] = scores[i] + bias[i];
-    std::vector<char> taken(all, kept < groups);
-    if (kept < groups) {
-      int64_t size = all / groups;
-      std::vector<float> sums(groups);
-      for (int64_t g = 0; g < groups; g++) {
-        std::vector<char> own(all, 1);
-        std::fill_n(own.begin() + g * size, size, 0);
-        for (int64_t i = 0; i < min<int64_t>(2, size); i++) {
-          int64_t best = highest(biased.data(), own);
-          own[best] = 1;
-          sums[g] += biased[best];
-        }
-      }
-      std::vector<char> used(groups, 0);
-      for (int64_t i = 0; i < kept; i++) {
-        int64_t best = highest(sums.data(), used);
-        used[best] = 1;
-        std::fill_n(taken.begin() + best * size, size, 0);
-      }
-    }
-    float total = 0.0f;
-    for (int64_t i = 0; i < experts; i++) {
-      int64_t best = highest(biased.data(), taken);
-      taken[best] = 1;
-      ids[i] = static_cast<int32_t>(best);
-      total += weights[i] = scores[best];
-    }
-    for (int64_t i = 0; i < experts; i++)
-      weights[i] = (normalise ? weights[i] / (total + 1e-20f) : weights[i]) * factor;
-    for (int64_t i = 0; i < always; i++) {
-      ids[experts + i] = static_cast<int32_t>(all + i);
-      weights[experts + i] = 1.0f;
-    }
-  }
-};
-
-// Strict greedy acceptance, as `plugins/accept_rewind/op.py` says: logits [B, T, V], window [B, T],
-// num_drafts, lengths and active [B] -> tokens [B, T], how many count, new lengths,
-// log-probabilities and margins [B, T].
-struct Accept : Usual {
-  static constexpr const char* name = "Accept";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::INT64, ort::INT64, ort::INT64, ort::BOOL};
-  static constexpr ort::Type results[] = {ort::INT64, ort::INT64, ort::INT64, ort::FLOAT,
-                                          ort::FLOAT};
-  const Kernels& k;
-
-  Accept(const Kernels& k, const ort::Info*) : k(k) {}
-
-  void compute(ort::Context* context) const {
-    Tensor logits = ort::input(context, 0), window = ort::input(context, 1);
-    Tensor drafts = ort::input(context, 2), lengths = ort::input(context, 3);
-    Tensor active = ort::input(context, 4);
-    std::vector<int64_t> slots{logits.rank() == 3 ? logits.shape[0] : -1};
-    NEED(logits.rank() == 3 && window.rank() == 2 && window.shape[0] == slots[0] &&
-             window.shape[1] == logits.shape[1] && window.shape[1] > 0 && logits.shape[2] > 1 &&
-             drafts.shape == slots && lengths.shape == slots && active.shape == slots,
-         name, "logits " + logits.text() + " of a window " + window.text());
-    int64_t T = window.shape[1], rows = slots[0] * T, V = logits.shape[2];
-    int64_t* tokens = ort::output<int64_t>(context, window.shape);
-    int64_t* counts = ort::output<int64_t>(context, slots, 1);
-    int64_t* ends = ort::output<int64_t>(context, slots, 2);
-    float* logprobs = ort::output<float>(context, window.shape, 3);
-    float* margins = ort::output<float>(context, window.shape, 4);
-    tasks(context, rows, rows * V * 8, [&](int64_t m) {
-      mtp::Best best = k.best(logits.data<float>() + m * V, V);
-      tokens[m] = best.id;
-      logprobs[m] = 0.0f - mtp::logarithm(best.total);  // as LogSoftmax has it
-      margins[m] = best.top - best.second;
-    });
-    for (int64_t slot = 0; slot < slots[0]; slot++) {
-      const int64_t* drafted = window.data<int64_t>() + slot * T + 1;
-      int64_t* own = tokens + slot * T;
-      int64_t most = min(T - 1, drafts.data<int64_t>()[slot]), n = 0;
-      if (active.data<uint8_t>()[slot])
-        for (n = 1; n <= most && drafted[n - 1] == own[n - 1];) n++;
-      for (int64_t i = n; i < T; i++) own[i] = -1;
-      counts[slot] = n;
-      ends[slot] = lengths.data<int64_t>()[slot] + n;
-    }
-  }
-};
-
-// x [.., V] -> x - log(sum(exp(x))), the sum as Accept adds it up.
-struct LogSoftmax : Usual {
-  static constexpr const char* name = "LogSoftmax";
-  static constexpr ort::Type inputs[] = {ort::FLOAT};
-  const Kernels& k;
-
-  LogSoftmax(const Kernels& k, const ort::Info*) : k(k) {}
-
-  void compute(ort::Context* context) const {
-    Tensor x = ort::input(context, 0);
-    NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
-    int64_t rows = x.count(0, x.rank() - 1), V = x.last();
-    float* y = ort::output(context, x.shape);
-    tasks(context, rows, rows * V * 8, [&](int64_t m) {
-      const float* row = x.data<float>() + m * V;
-      mtp::Best best = k.best(row, V);
-      float log = mtp::logarithm(best.total);
-      for (int64_t i = 0; i < V; i++) y[m * V + i] = (row[i] - best.top) - log;
-    });
   }
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -98,34 +99,6 @@ inline void check(Status* status) {
   throw Bad(why);
 }
 
-inline int64_t attribute(const Info* info, const char* name) {
-  int64_t value;
-  check(call<Status*>(ATTRIBUTE_INT, info, name, &value));
-  return value;
-}
-
-inline int64_t attribute_or(const Info* info, const char* name, int64_t otherwise) {
-  int64_t value;
-  Status* missing = call<Status*>(ATTRIBUTE_INT, info, name, &value);
-  if (!missing) return value;
-  call<void>(RELEASE_STATUS, missing);
-  return otherwise;
-}
-
-inline float float_attribute(const Info* info, const char* name) {
-  float value;
-  check(call<Status*>(ATTRIBUTE_FLOAT, info, name, &value));
-  return value;
-}
-
-inline float float_attribute_or(const Info* info, const char* name, float otherwise) {
-  float value;
-  Status* missing = call<Status*>(ATTRIBUTE_FLOAT, info, name, &value);
-  if (!missing) return value;
-  call<void>(RELEASE_STATUS, missing);
-  return otherwise;
-}
-
 // An input: its shape, and its memory, which onnxruntime has checked to be as long. Its type is the
 // one that the operator declares, if it does. One that is optional and missing has no memory.
 struct Tensor {
@@ -152,11 +125,7 @@ struct Tensor {
   }
 };
 
-inline Tensor input(Context* context, size_t place, bool optional = false) {
-  const Value* value = nullptr;
-  check(call<Status*>(CONTEXT_INPUT, static_cast<const Context*>(context), place, &value));
-  if (!value && optional) return {};
-  if (!value) throw Bad("an operand is missing");
+inline Tensor tensor_of(const Value* value) {
   Shape* shape = nullptr;
   check(call<Status*>(TENSOR_SHAPE, value, &shape));
   Tensor tensor;
@@ -175,13 +144,23 @@ inline Tensor input(Context* context, size_t place, bool optional = false) {
   return tensor;
 }
 
-template <class T = float>
-T* output(Context* context, const std::vector<int64_t>& shape, size_t place = 0) {
+inline Tensor input(Context* context, size_t place, bool optional = false) {
+  const Value* value = nullptr;
+  check(call<Status*>(CONTEXT_INPUT, static_cast<const Context*>(context), place, &value));
+  if (!value && !optional) throw Bad("an operand is missing");
+  return value ? tensor_of(value) : Tensor{};
+}
+
+// The memory of a result; `type`, if it is said, must be the one that the graph declares.
+inline void* output(Context* context, const std::vector<int64_t>& shape, size_t place,
+                    int type = ANY) {
   Value* value = nullptr;
   check(call<Status*>(CONTEXT_OUTPUT, context, place, shape.data(), shape.size(), &value));
+  if (!value) throw Bad("a result is missing");
+  if (type != ANY && tensor_of(value).type != type) throw Bad("a result is of another type");
   void* memory = nullptr;
   check(call<Status*>(TENSOR_DATA, value, &memory));
-  return static_cast<T*>(memory);
+  return memory;
 }
 
 // Do tasks 0 .. count - 1 on the session's threads. They are taken from a counter, so that a slow

@@ -1,0 +1,183 @@
+// Attention over cached and fresh rows.
+#pragma once
+#include "op.h"
+
+namespace {
+
+// q [B, H, T, C], cache [B, 1, S, R], fresh [B, 1, F, R], base [B], first [B] -> [B, H, T, latent].
+//
+// Query t sees the cache's rows before base and the fresh rows up to first + t, whose positions
+// begin at base. `written`: the fresh rows lie in the cache from base on. A row has a key of C
+// numbers for each of `groups` heads, then or among them, from number `values` on, `latent` values
+// for each. H / groups query heads beside each other share one.
+struct Attention : Usual {
+  static constexpr const char* name = "Attention";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::INT64,
+                                         ort::INT64};
+  const Kernels& k;
+  float scale;
+  int64_t groups, values, latent;
+  bool written;
+
+  Attention(const Kernels& k, const Attributes& from)
+      : k(k),
+        scale(from.real("scale")),
+        groups(from.integer("groups")),
+        values(from.integer("values")),
+        latent(from.integer("latent")),
+        written(from.integer("written") != 0) {}
+
+  void compute(Call& call) const {
+    Tensor q = call.input(0), cache = call.input(1);
+    Tensor fresh = call.input(2), base = call.input(3);
+    Tensor first = call.input(4);
+    checked(q, cache, fresh);
+    float* y = call.output({q.shape[0], q.shape[1], q.shape[2], latent});
+    attend(call, q, cache, fresh, base, first, y);
+  }
+
+  // The same for operands that another operator has; y [B, H, T, latent].
+  void attend(Call& call, const Tensor& q, const Tensor& cache, const Tensor& fresh,
+              const Tensor& base, const Tensor& first, float* y) const {
+    Job job = checked(q, cache, fresh);
+    std::vector<int64_t> slots{job.slots};
+    NEED(base.shape == slots && first.shape == slots, name, "no place for each slot");
+    job.y = y;
+    std::vector<Lanes> lanes;
+    int64_t most = 0, sixteens = up(job.queries(), LANES);
+    for (int64_t i = 0; i < job.slots * groups * sixteens; i++) {
+      lanes.push_back(look(job, i, base.data<int64_t>(), first.data<int64_t>()));
+      most = std::max(most, lanes.back().end);
+    }
+    int64_t width = job.width + latent;
+    run(call, job, lanes, job.slots * job.heads * job.tokens * most * width);
+  }
+
+ private:
+  struct Job {
+    int64_t slots, heads, tokens, width, stride, rows, fresh_rows, per_group;
+    const float *q, *cache, *fresh;
+    float* y;
+    // Of a slot and a group: query i is token i / per_group.
+    int64_t queries() const { return per_group * tokens; }
+    int64_t place(int64_t slot, int64_t group, int64_t query) const {
+      int64_t head = group * per_group + query % per_group;
+      return (slot * heads + head) * tokens + query / per_group;
+    }
+  };
+  // 16 queries of a slot and a group.
+  struct Lanes {
+    int64_t slot, group, first, base, end;
+    int32_t seen[LANES];
+  };
+
+  Job checked(const Tensor& q, const Tensor& cache, const Tensor& fresh) const {
+    NEED(q.rank() == 4 && cache.rank() == 4 && fresh.rank() == 4, name, "operands have 4 axes");
+    Job job{};
+    job.slots = q.shape[0], job.heads = q.shape[1], job.tokens = q.shape[2];
+    job.width = q.shape[3], job.stride = cache.shape[3];
+    job.rows = cache.shape[2], job.fresh_rows = fresh.shape[2];
+    auto fit = [&](const Tensor& rows) {
+      return rows.shape[0] == job.slots && rows.shape[1] == 1 && rows.shape[3] == job.stride;
+    };
+    int64_t most = job.stride;  // so that no product below overflows
+    bool inside = groups > 0 && groups <= most && latent > 0 && latent <= most && values >= 0 &&
+                  values <= most && job.width <= most && job.heads % groups == 0 &&
+                  groups * job.width <= most && values + groups * latent <= most;
+    NEED(fit(cache) && fit(fresh) && inside, name,
+         "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
+    NEED(job.rows <= INT32_MAX && job.fresh_rows <= INT32_MAX, name, "too many rows");
+    job.per_group = job.heads / groups;
+    job.q = q.data<float>(), job.cache = cache.data<float>(), job.fresh = fresh.data<float>();
+    return job;
+  }
+
+  // Where 16 queries look. A slot that idles may point anywhere: it is kept inside.
+  Lanes look(const Job& job, int64_t number, const int64_t* base, const int64_t* first) const {
+    int64_t sixteens = up(job.queries(), LANES), group = number / sixteens;
+    Lanes lanes{group / groups, group % groups, number % sixteens * LANES, 0, 0, {}};
+    int64_t from = std::max<int64_t>(0, min(base[lanes.slot], job.rows));
+    lanes.base = written ? job.rows : from;
+    int64_t limit = written ? job.rows : min<int64_t>(from + job.fresh_rows, INT32_MAX);
+    int64_t offset = std::max<int64_t>(0, min(first[lanes.slot], limit));
+    for (int64_t i = 0; i < LANES && lanes.first + i < job.queries(); i++) {
+      int64_t seen = min(limit, from + offset + (lanes.first + i) / job.per_group + 1);
+      lanes.seen[i] = static_cast<int32_t>(seen);
+      lanes.end = std::max(lanes.end, seen);
+    }
+    return lanes;
+  }
+
+  // Few lanes share out their splits too, many do them one behind the other; sums are the same.
+  void run(Call& call, const Job& job, const std::vector<Lanes>& lanes, int64_t work) const {
+    int64_t count = static_cast<int64_t>(lanes.size()), splits = 1;
+    for (const Lanes& each : lanes) splits = std::max(splits, up(each.end, mtp::SPLIT));
+    int64_t size = (2 + latent) * LANES;
+    if (count >= 16 || splits == 1) {
+      tasks(call, count, work, [&](int64_t i) {
+        auto parts = scratch<float>(2 * size);
+        attend_all(job, lanes[i], partial(&parts[0]), partial(&parts[size]));
+        finish(job, lanes[i], partial(&parts[0]));
+      });
+      return;
+    }
+    auto parts = scratch<float>(count * splits * size);
+    tasks(call, count * splits, work, [&](int64_t t) {
+      if (t % splits == 0 || t % splits * mtp::SPLIT < lanes[t / splits].end)
+        attend(job, lanes[t / splits], t % splits, partial(&parts[t * size]));
+    });
+    tasks(call, count, count * splits * latent * LANES, [&](int64_t i) {
+      mtp::Partial into = partial(&parts[i * splits * size]);
+      for (int64_t n = 1; n * mtp::SPLIT < lanes[i].end; n++)
+        k.fold(into, partial(&parts[(i * splits + n) * size]), latent);
+      finish(job, lanes[i], into);
+    });
+  }
+
+  static mtp::Partial partial(float* memory) {
+    return {memory, memory + LANES, memory + 2 * LANES};
+  }
+
+  void attend_all(const Job& job, const Lanes& lanes, mtp::Partial into, mtp::Partial next) const {
+    attend(job, lanes, 0, into);
+    for (int64_t n = 1; n * mtp::SPLIT < lanes.end; n++) {
+      attend(job, lanes, n, next);
+      k.fold(into, next, latent);
+    }
+  }
+
+  void attend(const Job& job, const Lanes& lanes, int64_t split, const mtp::Partial& out) const {
+    auto queries = scratch<float>(job.width * LANES);
+    for (int64_t i = 0; i < LANES; i++) {
+      bool there = lanes.first + i < job.queries();
+      int64_t place = there ? job.place(lanes.slot, lanes.group, lanes.first + i) : 0;
+      const float* row = job.q + place * job.width;
+      for (int64_t c = 0; c < job.width; c++)
+        queries[c * LANES + i] = there ? row[c] * scale : 0.0f;
+    }
+    int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
+    bool meet = begin < lanes.base && lanes.base < end;
+    auto copy = scratch<float>(meet ? mtp::CHUNK * job.stride : 0);
+    mtp::Attention a{queries.get(),
+                     lanes.seen,
+                     job.cache + lanes.slot * job.rows * job.stride,
+                     job.fresh + lanes.slot * job.fresh_rows * job.stride,
+                     lanes.base,
+                     job.stride,
+                     lanes.group * job.width,
+                     job.width,
+                     values + lanes.group * latent,
+                     latent};
+    k.attend(a, begin, end, copy.get(), out);
+  }
+
+  void finish(const Job& job, const Lanes& lanes, const mtp::Partial& done) const {
+    for (int64_t i = 0; i < LANES && lanes.first + i < job.queries(); i++) {
+      float* row = job.y + job.place(lanes.slot, lanes.group, lanes.first + i) * latent;
+      float total = done.total[i], factor = total > 0.0f ? 1.0f / total : 0.0f;
+      for (int64_t d = 0; d < latent; d++) row[d] = done.mixed[d * LANES + i] * factor;
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,57 @@
+// What all operators share: what they are made of and called with, and how they share out tasks.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "call.h"
+#include "kernels.h"
+
+namespace {
+
+using mtp::BLOCK;
+using mtp::InputBlock;
+using mtp::Kernels;
+using mtp::LANES;
+using mtp::Panel;
+using mtp::PANEL;
+using ort::Attributes;
+using ort::Bad;
+using ort::Call;
+using ort::Tensor;
+using std::min;
+
+constexpr int64_t SMALL = 1 << 18;  // fp32 multiplications that are not worth a second thread
+constexpr int64_t MOST = int64_t{1} << 40;  // a size without memory, so that no product overflows
+constexpr int64_t ROWS = 48;                // of a task, at most
+
+// A macro, so that the text is made where it is thrown alone.
+#define NEED(holds, op, ...)                                                                    \
+  do {                                                                                          \
+    if (!(holds)) throw Bad(std::string("mtpbuild ") + (op) + ": " + std::string(__VA_ARGS__)); \
+  } while (false)
+
+int64_t up(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }  // never overflows
+
+// Memory that is not cleared first.
+template <class T>
+std::unique_ptr<T[]> scratch(int64_t count) {
+  return std::unique_ptr<T[]>(new T[static_cast<size_t>(std::max<int64_t>(count, 1))]);
+}
+
+// Tasks, on the session's threads if they are large enough together.
+template <class F>
+void tasks(Call& call, int64_t count, int64_t multiplications, const F& task) {
+  if (multiplications < SMALL)
+    for (int64_t i = 0; i < count; i++) task(i);
+  else
+    ort::parallel(call.context, count, task);
+}
+
+// What operators are unless they say otherwise.
+struct Usual : ort::Operator {
+  static constexpr ort::Type results[] = {ort::FLOAT};
+  static constexpr unsigned optional = 0, optional_results = 0;  // a bit for each operand or result
+};
+
+}  // namespace

@@ -1,0 +1,116 @@
+// Operators over single rows: norms, circles, acceptance.
+#pragma once
+#include "logarithm.h"
+#include "op.h"
+#include "trigonometry.h"
+
+namespace {
+
+// x [.., N] / rms(x) * weight [N]
+struct Norm : Usual {
+  static constexpr const char* name = "Norm";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT};
+  const Kernels& k;
+  float epsilon;
+
+  Norm(const Kernels& k, const Attributes& from) : k(k), epsilon(from.real("epsilon")) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0), w = call.input(1);
+    NEED(w.rank() == 1 && x.rank() > 0 && x.last() == w.shape[0], name, x.text() + ", " + w.text());
+    int64_t rows = x.count(0, x.rank() - 1), size = x.last();
+    float* y = call.output(x.shape);
+    tasks(call, rows, 4 * rows * size, [&](int64_t m) {
+      k.norm(x.data<float>() + m * size, w.data<float>(), size, epsilon, y + m * size);
+    });
+  }
+};
+
+// Cosines of x, or sines: of the angles that queries and keys are rotated by.
+template <bool COSINE>
+struct Circle : Usual {
+  static constexpr const char* name = COSINE ? "Cos" : "Sin";
+  static constexpr ort::Type inputs[] = {ort::FLOAT};
+
+  Circle(const Kernels&, const Attributes&) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0);
+    float* y = call.output(x.shape);
+    for (int64_t i = 0; i < x.count(0, x.rank()); i++) {
+      float sine, cosine;
+      mtp::sine_and_cosine(x.data<float>()[i], &sine, &cosine);
+      y[i] = COSINE ? cosine : sine;
+    }
+  }
+};
+
+// Strict greedy acceptance, as `plugins/accept_rewind/op.py` says: logits [B, T, V], window [B, T],
+// num_drafts, lengths and active [B] -> tokens [B, T], how many count, new lengths,
+// log-probabilities and margins [B, T].
+struct Accept : Usual {
+  static constexpr const char* name = "Accept";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::INT64, ort::INT64, ort::INT64, ort::BOOL};
+  static constexpr ort::Type results[] = {ort::INT64, ort::INT64, ort::INT64, ort::FLOAT,
+                                          ort::FLOAT};
+  const Kernels& k;
+
+  Accept(const Kernels& k, const Attributes&) : k(k) {}
+
+  void compute(Call& call) const {
+    Tensor logits = call.input(0), window = call.input(1);
+    Tensor drafts = call.input(2), lengths = call.input(3);
+    Tensor active = call.input(4);
+    std::vector<int64_t> slots{logits.rank() == 3 ? logits.shape[0] : -1};
+    NEED(logits.rank() == 3 && window.rank() == 2 && window.shape[0] == slots[0] &&
+             window.shape[1] == logits.shape[1] && window.shape[1] > 0 && logits.shape[2] > 1 &&
+             drafts.shape == slots && lengths.shape == slots && active.shape == slots,
+         name, "logits " + logits.text() + " of a window " + window.text());
+    int64_t T = window.shape[1], rows = slots[0] * T, V = logits.shape[2];
+    int64_t* tokens = call.output<int64_t>(window.shape);
+    int64_t* counts = call.output<int64_t>(slots, 1);
+    int64_t* ends = call.output<int64_t>(slots, 2);
+    float* logprobs = call.output(window.shape, 3);
+    float* margins = call.output(window.shape, 4);
+    tasks(call, rows, rows * V * 8, [&](int64_t m) {
+      mtp::Best best = k.best(logits.data<float>() + m * V, V);
+      tokens[m] = best.id;
+      logprobs[m] = 0.0f - mtp::logarithm(best.total);  // as LogSoftmax has it
+      margins[m] = best.top - best.second;
+    });
+    for (int64_t slot = 0; slot < slots[0]; slot++) {
+      const int64_t* drafted = window.data<int64_t>() + slot * T + 1;
+      int64_t* own = tokens + slot * T;
+      int64_t most = min(T - 1, drafts.data<int64_t>()[slot]), n = 0;
+      if (active.data<uint8_t>()[slot])
+        for (n = 1; n <= most && drafted[n - 1] == own[n - 1];) n++;
+      for (int64_t i = n; i < T; i++) own[i] = -1;
+      counts[slot] = n;
+      ends[slot] = lengths.data<int64_t>()[slot] + n;
+    }
+  }
+};
+
+// x [.., V] -> x - log(sum(exp(x))), the sum as Accept adds it up.
+struct LogSoftmax : Usual {
+  static constexpr const char* name = "LogSoftmax";
+  static constexpr ort::Type inputs[] = {ort::FLOAT};
+  const Kernels& k;
+
+  LogSoftmax(const Kernels& k, const Attributes&) : k(k) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0);
+    NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
+    int64_t rows = x.count(0, x.rank() - 1), V = x.last();
+    float* y = call.output(x.shape);
+    tasks(call, rows, rows * V * 8, [&](int64_t m) {
+      const float* row = x.data<float>() + m * V;
+      mtp::Best best = k.best(row, V);
+      float log = mtp::logarithm(best.total);
+      for (int64_t i = 0; i < V; i++) y[m * V + i] = (row[i] - best.top) - log;
+    });
+  }
+};
+
+}  // namespace
