@@ -16,17 +16,16 @@ import contextlib
 import json
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import psutil
+from script import served
 
 QUESTIONS = ("What is 47 + 85?", "What is 912 - 388?", "Sort these numbers: 42, 7, 19, 88")
 CODE = ("def fibonacci(n):", "import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n")
@@ -43,23 +42,6 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     level: int = 0  # resident bytes after the first SETTLED requests
     threads: int = 0  # threads at that time
-
-
-@contextlib.contextmanager
-def served(engine: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """Starts `mtpbuild serve` on a free port."""
-    command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        if not line.startswith("serving"):
-            sys.exit(line)
-        try:
-            yield line.split()[-1], psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            if code := process.wait(60):
-                sys.exit(f"the server ended with {code}")
 
 
 class Marathon:
@@ -208,7 +190,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with served(arguments.engine) as (url, process):
+    with served(arguments.engine) as (url, server):
+        process = psutil.Process(server.pid)
         marathon = Marathon(url, process, arguments.requests, arguments.seed)
         began = time.perf_counter()
         asyncio.run(marathon.run(arguments.clients))

@@ -29,7 +29,7 @@ from pathlib import Path
 import httpx2
 from rich.console import Console
 from rich.table import Table
-from script import run
+from script import run, served
 
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.runtime import Engine, SamplingParams
@@ -65,18 +65,9 @@ class Load:
 
 
 @contextlib.contextmanager
-def served(engine: Path) -> Iterator[str]:
-    """Starts `mtpbuild serve` on a free port."""
-    command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        if not line.startswith("serving"):
-            sys.exit(line)
-        try:
-            yield line.split()[-1]
-        finally:
-            process.terminate()
+def ours(engine: Path) -> Iterator[str]:
+    with served(engine) as (url, _):
+        yield url
 
 
 def running(url: str) -> contextlib.AbstractContextManager[str]:
@@ -239,7 +230,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     users = [int(count) for count in arguments.users.split(",")]
-    servers = [Server(path.name, partial(served, path), path) for path in arguments.engines]
+    servers = [Server(path.name, partial(ours, path), path) for path in arguments.engines]
     with tempfile.TemporaryDirectory() as folder:
         for kind in arguments.llama_server:
             weights = convert(arguments.model, kind, Path(folder))

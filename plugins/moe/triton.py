@@ -6,6 +6,7 @@ are read once, and nothing is sorted or gathered. A pair gives a row of zeros if
 `NOBODY` or an earlier pair of the same token names the same expert.
 """
 
+from math import prod
 from typing import Any
 
 import torch
@@ -219,14 +220,15 @@ def down(
 
 def route_launch(logits: Tensor, bias: Tensor, *how: Any) -> Launch:
     """Returns the launch of moe_route, whose outputs are the op's results."""
-    (N, X), names = logits.shape, ("groups", "kept_groups", "experts", "normalise", "factor")
+    *axes, X = logits.shape
+    names = ("groups", "kept_groups", "experts", "normalise", "factor")
     known = bind(moe_route, (logits, bias, *how))
     kernels = ("GROUPS", "KEPT", "CHOSEN", "NORMALISE", "FACTOR")
     constants = {"EXPERTS": X, "ROW": tile(X, 2), "ALWAYS": known["always"]}
     constants |= {to: known[name] for to, name in zip(kernels, names, strict=True)}
     constants["WIDE"] = tile(known["experts"] + known["always"], 2)
     results = empty_routes(logits, bias, *how)
-    return Launch(route, (N,), (logits, bias), (), results, constants, warps=1)
+    return Launch(route, (prod(axes),), (logits, bias), (), results, constants, warps=1)
 
 
 def moe_route_launches(*operands: Any) -> Launches:

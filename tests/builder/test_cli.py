@@ -2,6 +2,7 @@
 
 import json
 import signal
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -249,8 +250,10 @@ def test_what_typer_refuses_is_one_line_too(args: list[str], says: str) -> None:
 
 
 def test_a_shell_can_complete() -> None:
-    code, out, _ = invoke("--show-completion", "bash")
-    assert (code, "_mtpbuild_completion" in out) == (0, True)
+    program = shlex.quote(str(Path(sys.executable).with_name("mtpbuild")))
+    command = f"{program} --show-completion; exit $?"  # bash stays its parent
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, "_mtpbuild_completion" in done.stdout) == (0, True), done.stderr
 
 
 def test_errors_of_the_real_command(tmp_path: Path) -> None:

@@ -261,8 +261,9 @@ def test_the_flags(source: Path, tmp_path: Path) -> None:
         make_scheme("fp9", None, None)
     with pytest.raises(UsageError, match="--to bf16 quantises nothing"):
         make_scheme("bf16", None, None, head="none")
-    with pytest.raises(UsageError, match="--head int4 is unknown; supported: int8, none"):
-        make_scheme("int4", None, None, head="int4")
+    with pytest.raises(UsageError, match="--head int3 is unknown; supported: int8, int4, none"):
+        make_scheme("int4", None, None, head="int3")
+    assert make_scheme("int4", None, None, head="int4").head == "int4"
     assert make_scheme("bf16", None, None, head="int8") == Scheme(None, None, None, "int8")
     flags = ("quantize", "--model", source, "--to", "fp8", "--out")
     code, out, err = invoke(*flags, tmp_path / "new", "--exclude", "*.mlp.*")

@@ -114,7 +114,8 @@ def test_the_headline_command(engine: Path, trt: FakeDataCentre, r1: Path, tmp_p
         "bfloat16" in each or "float32 [1, 4, 64]" in each or "[1, 1, 64]" in each for each in done
     ), "what is summed in fp32 are logits"
     launches = trt.gpu.launches
-    assert 0 < launches <= COUNT, "a step is one CUDA graph, its collectives in it"
+    # `run` warms up with a step of its own.
+    assert 0 < launches <= COUNT + 1, "a step is one CUDA graph, its collectives in it"
 
 
 def test_collectives_in_another_order(engine: Path, tmp_path: Path) -> None:
