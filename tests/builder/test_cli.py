@@ -1,8 +1,8 @@
 """The command line of the compiler: exit codes, one-line errors, frozen flags, light imports."""
 
 import json
-import signal
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
