@@ -12,6 +12,7 @@ MtpbuildError
     ├── EngineFormatError    engine.json missing, damaged or of another format version
     ├── EngineFileError      a file that is missing, foreign or changed
     ├── MissingDependencyError   a package group that is not installed
+    ├── NotFiniteError           a request whose logits were NaN or infinite; others go on
     └── RankError            another rank of the engine died or hung
 """
 
@@ -71,6 +72,10 @@ class EngineFileError(EngineError):
 
 class MissingDependencyError(EngineError):
     """A package group that this engine needs is not installed."""
+
+
+class NotFiniteError(EngineError):
+    """The model's numbers for a request are NaN or infinite; other requests go on."""
 
 
 class RankError(EngineError):

@@ -18,7 +18,7 @@ from mtpbuild.runtime.contract.programs import (
     Scoring,
     StepOutput,
 )
-from mtpbuild.runtime.errors import EngineError, RequestError
+from mtpbuild.runtime.errors import EngineError, NotFiniteError, RequestError
 from mtpbuild.runtime.pace import Land, OverlappingPace, Pace, Running
 from mtpbuild.runtime.prefixes import Prefixes
 from mtpbuild.runtime.request import Request, TokenLogprobs
@@ -89,19 +89,24 @@ class Loop:
     def forget(self) -> None:
         """Forget the rows of all slots that nobody runs in."""
         self._release()
-        if self.prefixes:
-            self.prefixes.clear()
+        self._forget_kept()
 
     def fail(self, error: EngineError) -> None:
         """End all requests with an error; a step in flight is forgotten."""
         self._flight = None
+        self._forget_kept()
+        self.scheduler.fail(error)
+
+    def _forget_kept(self) -> None:
         if self.prefixes:
             self.prefixes.clear()
-        self.scheduler.fail(error)
 
     def _release(self) -> None:
         for slot, request, rows in self.scheduler.release():
-            if self.prefixes:
+            if isinstance(request.error, NotFiniteError):
+                self.programs.clear(slot)
+                self._forget_kept()  # it may have begun with theirs
+            elif self.prefixes:
                 self.prefixes.keep(slot, (request.prompt + request.token_ids)[:rows])
 
     def _launch(self, running: Running, last: Flight | None) -> Flight:
@@ -131,6 +136,9 @@ class Loop:
         for slot, request in flight.requests:
             if request.ended:
                 continue
+            if not output.finite(slot):
+                request.fail(_not_finite(f"behind {len(request.token_ids)} tokens of the answer"))
+                continue
             if request.observer:
                 request.observer.step(request, output, slot)
             logprobs = request.params.logprobs
@@ -159,6 +167,9 @@ class Loop:
                 following = request.prompt[filling.at + 1 : end + 1]
                 given = np.array(following, np.int64)
                 scores = cast(Scoring, self.programs).score(slot, filling.at, tokens, given)
+                if not np.isfinite(scores.logprobs).all():
+                    request.fail(_not_finite("in the prompt"))
+                    return
                 request.prompt_logprobs += _scored(scores, following, count)
             self._tokens_now += end - filling.at
             filling.at = end
@@ -208,6 +219,13 @@ class Loop:
                 self.programs.move(source, target)
             if self.prefixes:
                 self.prefixes.exchange(source, target)
+
+
+def _not_finite(where: str) -> NotFiniteError:
+    return NotFiniteError(
+        f"the model's logits {where} are NaN or infinite: the weights are damaged, or their "
+        "numbers are beyond the engine's type; other requests go on"
+    )
 
 
 def _scored(scores: Scores, tokens: list[int], count: int) -> list[TokenLogprobs]:

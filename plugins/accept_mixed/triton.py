@@ -45,6 +45,7 @@ def law_of_row(
     where = tl.load(ids + at, i < blocks, 2147483647)
     first = tl.max(top, 0)
     token = tl.min(tl.where(top == first, where, 2147483647), 0)
+    token = tl.minimum(token, vocab - 1)  # of a row of NaN
     below = tl.load(best + at * 4 + 1, i < blocks, float("-inf"))
     second = tl.max(tl.where(where == token, below, top), 0)
     of_block = tl.load(best + at * 4 + 2, i < blocks, float("-inf"))

@@ -35,7 +35,8 @@ def best_of_block(
         if tl.load(lengths + b) + 1 + r % TOKENS < tl.load(banned_until + b):
             x = without(x, v, banned_ids + b * BANNED, BANNED)
     top = tl.max(x, 0)
-    where = tl.min(tl.where(x == top, v, vocab), 0)
+    # A NaN equals nothing: a row of them names a token all the same, and says so by its sums.
+    where = tl.minimum(tl.min(tl.where(x == top, v, vocab), 0), vocab - 1)
     at = r * tl.num_programs(1) + tl.program_id(1)
     tl.store(best + at * 4, top)
     tl.store(best + at * 4 + 1, tl.max(tl.where(v == where, float("-inf"), x), 0))
@@ -68,6 +69,7 @@ def verdict_of_slot(
     where = tl.load(ids + at, there, 2147483647)
     first = tl.max(top, 1)
     target = tl.min(tl.where(top == first[:, None], where, 2147483647), 1)
+    target = tl.minimum(target, tl.max(tl.where(there, where, 0), 1))  # of a row of NaN
     below = tl.load(best + at * 4 + 1, there, float("-inf"))
     second = tl.max(tl.where(where == target[:, None], below, top), 1)
     highest = tl.load(best + at * 4 + 2, there, LOWEST)

@@ -68,6 +68,7 @@ def route(
     chosen, weight = tl.zeros((WIDE,), tl.int32), tl.zeros((WIDE,), tl.float32)
     for i in tl.static_range(CHOSEN):
         at = tl.min(tl.where(biased == tl.max(biased, 0), x, ROW), 0)
+        at = tl.minimum(at, EXPERTS - 1)  # of a row of NaN, which equals nothing
         chosen = tl.where(k == i, at, chosen)
         weight = tl.where(k == i, tl.sum(tl.where(x == at, scores, 0.0), 0), weight)
         biased = tl.where(x == at, float("-inf"), biased)

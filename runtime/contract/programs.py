@@ -47,6 +47,13 @@ class StepOutput:
     top_ids: Ints | None = None  # [B, T, MAX_LOGPROBS] most probable tokens of each row
     top_logprobs: Floats | None = None  # [B, T, MAX_LOGPROBS]
 
+    def finite(self, slot: int) -> bool:
+        """Whether the logits behind the slot's tokens were finite.
+
+        A log-probability is a number only if its row's logits are: it holds the sum of all.
+        """
+        return bool(np.isfinite(self.logprobs[slot, : self.num_tokens[slot]]).all())
+
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
@@ -83,6 +90,9 @@ class Programs(Protocol):
 
         Between steps, for a slot that has begun.
         """
+
+    def clear(self, slot: int) -> None:
+        """Make all that a free slot holds finite: masked rows count as zeros only if they are."""
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         """Verify, accept, rewind and draft in the active slots [B].

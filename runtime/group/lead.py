@@ -69,6 +69,9 @@ class LeadingPrograms:
     def move(self, source: int, target: int) -> None:
         self._call("move", source, target)
 
+    def clear(self, slot: int) -> None:
+        self._call("clear", slot)
+
     def copy(self, source: int, target: int, rows: int) -> None:
         self._call("copy", source, target, rows)
 

@@ -58,6 +58,11 @@ class AttentionDP(Slots):
         if rank == self._rank:
             super().move(source % self._batch, to)
 
+    def clear(self, slot: int) -> None:
+        rank, own = divmod(slot, self._batch)
+        if rank == self._rank:
+            super().clear(own)
+
     def _fill(self) -> None:
         """Run the chunks that wait, at once those that are next on their rank and of one length."""
         while any(self._chunks):

@@ -97,6 +97,13 @@ def rounded(rows: int, capacity: int) -> int:
     return min(-(-rows // ROW_STEP) * ROW_STEP, capacity)
 
 
+def finite(numbers: NDArray[Any]) -> NDArray[np.bool_]:
+    """Say which are neither NaN nor infinite; bfloat16 is held as bits."""
+    if numbers.dtype == np.uint16:
+        return (numbers & 0x7F80) != 0x7F80
+    return np.isfinite(numbers)
+
+
 class Pages:
     """Zeros [rows, width] in memory that comes as it is written to, and can be given back."""
 
@@ -206,6 +213,22 @@ class PackedCaches(Caches):
             self._unpack(slot)
         self._relocate([(self.start(source), self.start(slot))], rows)
         self._parked[slot] = rows
+
+    def clear(self, slot: int) -> None:
+        """Leave no NaN where no slot has rows: a later one may read it behind its own, masked.
+
+        Only blocks that have some are written to, so that the others go on taking no memory.
+        """
+        self._unpack(0)
+        self._parked[slot] = 0
+        starts = [b * self._capacity for b in range(self._batch)]
+        with self._on_host():
+            for flat in self._flat.values():
+                for start, rows in zip(starts, self._parked, strict=True):
+                    for at in range(start + rows, start + self._capacity, ROW_STEP):
+                        block = flat[at : min(at + ROW_STEP, start + self._capacity)]
+                        if not finite(block).all():
+                            block[~finite(block)] = 0
 
     def swap(self, first: int, second: int) -> None:
         low, high = sorted((first, second))

@@ -14,7 +14,15 @@ from mtpbuild.runtime.contract.controls import (
     Controls,
 )
 from mtpbuild.runtime.contract.manifest import Manifest, ProgramSpec, TensorSpec
-from mtpbuild.runtime.contract.programs import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
+from mtpbuild.runtime.contract.programs import (
+    MIXED,
+    PLAIN,
+    Bools,
+    Ints,
+    StepOutput,
+    host_type,
+    program_name,
+)
 from mtpbuild.runtime.contract.state import StateSpec
 from mtpbuild.runtime.errors import EngineError
 
@@ -65,6 +73,12 @@ class Caches:
         for array in self.tensors.values():
             self._memory.copy(array[source : source + 1], array[slot : slot + 1])
 
+    def clear(self, slot: int) -> None:
+        """Make the slot's rows zeros."""
+        for name, array in self.tensors.items():
+            zeros = np.zeros((1, *array.shape[1:]), host_type(self._dtypes[name]))
+            self._memory.copy(zeros, array[slot : slot + 1])
+
     def swap(self, first: int, second: int) -> None:
         """Exchange what two slots hold."""
         for name, array in self.tensors.items():
@@ -91,9 +105,10 @@ class Slots:
         self.features = manifest.features
         self._memory, self._caches = memory, caches
         self._batch, self._capacity = manifest.build.max_batch, manifest.build.capacity
-        carried = [s for s in manifest.state if s.role != "rows"]
+        carried = {s.name: (s.shape, s.dtype) for s in manifest.state if s.role != "rows"}
+        self._carried = carried
         self._carries = [
-            {s.name: memory.zeros(s.shape, s.dtype) for s in carried} for _ in range(copies)
+            {name: memory.zeros(*kind) for name, kind in carried.items()} for _ in range(copies)
         ]
         self._now = 0  # the copy that is read next
         # An engine may lack some of our controls, and may have a rule that is not installed here.
@@ -135,6 +150,13 @@ class Slots:
     def move(self, source: int, target: int) -> None:
         self._caches.move(source, target, self._carries[self._now]["lengths"])
         self._carry(source, target)
+
+    def clear(self, slot: int) -> None:
+        self._caches.clear(slot)
+        for name, (shape, dtype) in self._carried.items():
+            zeros = np.zeros((1, *shape[1:]), host_type(dtype))
+            for copy in self._carries:
+                self._memory.copy(zeros, copy[name][slot : slot + 1])
 
     def copy(self, source: int, target: int, rows: int) -> None:
         self._caches.copy(source, target, rows)

@@ -1,6 +1,7 @@
 """Batches in a built engine: any number of slots, joining, leaving and moving (oracle O7)."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,53 @@ def test_a_slot_that_pauses_keeps_its_state(vanilla: OnnxPrograms) -> None:
         for _ in range(pauses):
             step(vanilla, 0)
     assert got == wanted
+
+
+@pytest.mark.parametrize(
+    ("kernels", "cleared"),
+    [
+        ("auto", True),
+        pytest.param("stock", True, marks=pytest.mark.full),
+        pytest.param("stock", False, marks=pytest.mark.full),
+    ],
+)
+def test_nan_ends_in_its_slot(
+    kernels: str, cleared: bool, predictable_folder: Path, build_engine: EngineBuilder
+) -> None:
+    """A slot says so, and others go on.
+
+    Once it is cleared it can be used again. Our kernels read no row that is masked, others do.
+    """
+    flags: dict[str, Any] = {"prefill_chunk": CHUNK, "max_batch": SLOTS}
+    flags |= {} if kernels == "auto" else {"kernels": kernels}
+    vanilla = load(build_engine(predictable_folder, 3, "mtp-vanilla", **flags))
+    asked = prompt(2, 14)
+    for slot in (0, 1):
+        start(vanilla, slot, asked, GREEDY)
+    wanted = [seen(step(vanilla, 0, 1), 0) for _ in range(6)]
+
+    start(vanilla, 0, asked, GREEDY)
+    start(vanilla, 1, prompt(3, 60), GREEDY)
+    step(vanilla, 0, 1)  # and again: rows of both lie beside each other now
+    start(vanilla, 0, asked, GREEDY)
+    vanilla.state["kv.0"][1, 0, 40] = np.nan
+    outputs = []
+    for _ in range(3):
+        output = step(vanilla, 0, 1)
+        assert output.finite(0)
+        assert not output.finite(1)
+        assert (output.tokens[1, : output.num_tokens[1]] >= 0).all()
+        outputs.append(seen(output, 0))
+    if cleared:
+        vanilla.clear(1)
+    start(vanilla, 1, asked, GREEDY)
+    again = []
+    for _ in range(6):
+        output = step(vanilla, 0, 1)
+        outputs.append(seen(output, 0))
+        again.append((seen(output, 1), output.finite(1)))
+    assert outputs[:6] == wanted
+    assert (again == [(each, True) for each in wanted]) == cleared
 
 
 def on_a_device(engine: Path) -> OnnxPrograms:

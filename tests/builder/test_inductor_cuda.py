@@ -17,6 +17,7 @@ from mtpbuild.builder.plan import DrafterName, Plan
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime import Engine, EngineError
 from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.errors import NotFiniteError
 from mtpbuild.runtime.programs import flashinfer_attention, inductor_cuda
 from mtpbuild.runtime.programs.flashinfer_attention import WORKSPACE
 from mtpbuild.runtime.programs.inductor_cuda import CudaPrograms
@@ -104,6 +105,27 @@ def test_modes_share_a_batch(on_gpu: MakePrograms) -> None:
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     assert together[2].logprobs is not None
     assert [entry.top[0][0] for entry in together[2].logprobs] == together[2].token_ids
+
+
+def test_nan_ends_a_request_and_no_other(on_gpu: MakePrograms, predictable: Transformer) -> None:
+    """The slot is used again afterwards, and nothing is left in it."""
+    asked, short = prompts(40, 6, 5), replace(GREEDY, max_tokens=12)
+    wanted = [greedy(predictable, prompt, 12) for prompt in asked]
+    programs, manifest, gpu = on_gpu(3, "mtp-vanilla", 2)
+    gpu.ahead = True
+    engine = Engine(programs, manifest)
+    first = engine.stream(asked[0], replace(short, max_tokens=99))
+    second = engine.stream(asked[1], short)
+    assert next(first).token_ids
+    assert next(second).token_ids
+    for name in ("kv.0", "past_hidden"):
+        programs._state[name][0] = torch.nan
+    with pytest.raises(NotFiniteError, match=r"behind \d+ tokens .* are NaN or infinite"):
+        first.result()
+    assert second.result().token_ids == wanted[1]
+    again = engine.generate(asked[1:] * 2, short)
+    assert [result.token_ids for result in again] == wanted[1:] * 2
+    assert not any(np.isnan(array).any() for array in programs.state.values())
 
 
 @pytest.mark.parametrize("drafter", ["mtp-eagle", "mtp-vanilla"])

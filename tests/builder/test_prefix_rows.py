@@ -58,6 +58,9 @@ class Counted:
     def move(self, source: int, target: int) -> None:
         self._own.move(source, target)
 
+    def clear(self, slot: int) -> None:
+        self._own.clear(slot)
+
     def copy(self, source: int, target: int, rows: int) -> None:
         self._own.copy(source, target, rows)
 

@@ -71,6 +71,13 @@ def test_greedy_acceptance() -> None:
     assert 1 in seen  # somewhere all drafts are kept
 
 
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which interprets
+def test_what_is_no_number_ends_in_its_own_slot() -> None:
+    kernels.check_rows_of_nan(70, "cpu")
+    kernels.check_routes_of_nan("cpu")
+
+
 @pytest.mark.parametrize("drafts", [0, 1, 2, 3])
 def test_the_table_of_modes(drafts: int) -> None:
     """All cases of `test_modes` with so many drafts, as one batch."""

@@ -56,6 +56,10 @@ class EagerPrograms:
         for tensor in self.tensors.values():
             tensor[target] = tensor[source]
 
+    def clear(self, slot: int) -> None:
+        for tensor in self.tensors.values():
+            tensor[slot] = 0
+
     def copy(self, source: int, target: int, rows: int) -> None:
         for name in self.caches:
             self.tensors[name][target, :, :rows] = self.tensors[name][source, :, :rows]

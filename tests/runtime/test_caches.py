@@ -2,13 +2,14 @@
 
 import mmap
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.state import StateSpec, rows_spec
-from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, PackedCaches, rounded
+from mtpbuild.runtime.programs.host_slots import GROWTH, ROW_STEP, PackedCaches, finite, rounded
 
 SLOTS, CAPACITY = 4, 1000
 
@@ -57,6 +58,26 @@ def test_slots_keep_their_rows_when_all_get_more() -> None:
     grown = caches.views(0, 3)["kv.0"]
     assert grown.shape[2] == 2 * ROW_STEP
     assert np.array_equal(grown[:, :, :ROW_STEP], held)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_nan_is_left_behind_a_slot(dtype: Literal["float32", "bfloat16"]) -> None:
+    """Wherever its rows have lain; what other slots' rows hold stays."""
+    caches = PackedCaches([rows_spec("kv.0", "layers.0", dtype, (SLOTS, 1, CAPACITY, 4))])
+    (flat,) = caches._flat.values()
+    damaged = np.nan if dtype == "float32" else 0x7FC0
+    for slot in range(SLOTS):
+        fill(caches, slot, 300, damaged if slot == 1 else slot + 1)  # parked
+    held(caches, 2)[7] = damaged  # nobody has found it yet
+    caches.fit(300)
+    caches.pack(3)
+    caches.clear(1)
+    left = np.flatnonzero(~finite(flat).all(1))
+    assert left.tolist() == [2 * CAPACITY + 7]
+    assert all((held(caches, slot)[8:300] == slot + 1).all() for slot in (0, 2, 3))
+    caches.fit(900)
+    caches.pack(2)
+    assert finite(caches.views(0, 2)["kv.0"]).all()
 
 
 @pytest.mark.parametrize("large", [True, False])

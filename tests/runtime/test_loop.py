@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import NotFiniteError
 from tests.support.fakes import EOS, FakePrograms, continuation, fake_manifest, mixed, scripted
 
 PATTERNS = {
@@ -215,6 +216,25 @@ def test_a_prompt_that_is_cancelled_takes_no_more_turns() -> None:
     running.result()
     assert turns(programs) == "s" + "cs" * 2 + "s" * 27
     assert [chunk.finish_reason for chunk in late] == ["cancelled"]
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_logits_that_are_no_numbers_end_their_request(prefix_cache: bool) -> None:
+    """Its slot is cleared, and no rows are kept for later prompts, which may have been its own."""
+    manifest = fake_manifest(max_batch=2)
+    programs = FakePrograms(manifest)
+    engine = Engine(programs, manifest, prefix_cache=prefix_cache)
+    asked, ten = list(range(10, 20)), SamplingParams(max_tokens=10)
+    engine.generate(asked, ten)
+    programs.damage = 299
+    other, damaged = engine.stream(asked[:5], ten), engine.stream([*asked, 299, 7], ten)
+    with pytest.raises(NotFiniteError, match="behind 0 tokens of the answer are NaN or infinite"):
+        damaged.result()
+    assert other.result().token_ids == continuation(asked[:5], 10)
+    result = engine.generate(asked, ten)
+    assert result.token_ids == continuation(asked, 10)
+    assert result.metrics.cached_tokens <= 4  # what `other` left
+    assert len(programs.cleared) == 1
 
 
 def test_moves_wait_for_no_prompt() -> None:

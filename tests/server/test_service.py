@@ -100,6 +100,18 @@ def test_what_a_client_gets_wrong(body: dict[str, Any], says: str, param: str) -
         assert programs.steps == 0
 
 
+def test_a_prompt_whose_logits_are_no_numbers() -> None:
+    """It alone ends, by an error; who runs beside it, and the server, go on."""
+    with served(step_s=0.002) as (server, programs), server.client() as client:
+        programs.damage, long = 300, LONG | {"stream": True, "max_tokens": 400}
+        with client.stream("POST", "/v1/completions", json=long) as other:
+            until(lambda: programs.steps > 3)
+            fails(client.post("/v1/completions", json=ASK | {"prompt": [5, 300]}), 500, "are NaN")
+            assert "error" not in other.read().decode()
+        assert client.post("/v1/completions", json=ASK).status_code == 200
+        assert client.get("/health").status_code == 200
+
+
 def test_messages_that_can_not_be() -> None:
     with served() as (server, _), server.client() as client:
 

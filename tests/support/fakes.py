@@ -99,7 +99,8 @@ class FakePrograms:
     enough rows, no missing row of a prefix, no gap below a running slot of a rank, and no move to
     another rank. `steps` counts decode steps; `turns` has a letter for each chunk and step; `slots`
     has how many slots each step computed (on the fullest rank), `moves` each move's slots, and
-    `told` each nextn that an adaptive engine's loop chose. The next step raises `fail`.
+    `told` each nextn that an adaptive engine's loop chose, `cleared` the slots that were cleared.
+    The next step raises `fail`. A slot that knows the token `damage` has logits of NaN.
     """
 
     def __init__(
@@ -124,6 +125,8 @@ class FakePrograms:
         self.copies: list[tuple[int, int]] = []
         self.turns: list[str] = []  # c for a chunk, s for a step
         self.told: list[int] = []
+        self.cleared: list[int] = []
+        self.damage = -1
         self.steps = 0
         self.fail: BaseException | None = None
 
@@ -148,6 +151,10 @@ class FakePrograms:
         self.history[target], self.history[source] = self.history[source], []
         self.drafts[target], self.drafts[source] = self.drafts[source], []
         self.controls[target] = self.controls[source]
+
+    def clear(self, slot: int) -> None:
+        self.cleared.append(slot)
+        self.history[slot] = []
 
     def copy(self, source: int, target: int, rows: int) -> None:
         assert len(self.history[source]) >= rows
@@ -179,6 +186,7 @@ class FakePrograms:
         assert rows <= self.capacity
         tokens, window = np.full((B, T), -1), np.zeros((B, T), np.int64)
         counts, num_drafts = np.zeros(B, np.int64), np.zeros(B, np.int64)
+        logprobs, margins = np.zeros((2, B, T), np.float32)
         for b in np.flatnonzero(active).tolist():
             assert rows >= len(self.history[b]) - 1 + T, "rows must bound every active slot"
             num_drafts[b] = len(self.drafts[b])
@@ -186,10 +194,11 @@ class FakePrograms:
             emitted = self._accept(b)
             counts[b] = len(emitted)
             tokens[b, : len(emitted)] = emitted
-        zeros = np.zeros((B, T), np.float32)
+            if self.damage in self.history[b]:
+                logprobs[b] = np.nan
         top_ids = tokens[..., None] + np.arange(MAX_LOGPROBS)  # the token and the ones after it
         top = np.broadcast_to(-np.arange(MAX_LOGPROBS, dtype=np.float32), top_ids.shape)
-        return StepOutput(tokens, counts, window, num_drafts, zeros, zeros, top_ids, top)
+        return StepOutput(tokens, counts, window, num_drafts, logprobs, margins, top_ids, top)
 
     def _accept(self, b: int) -> list[int]:
         history, emitted = self.history[b], []

@@ -256,6 +256,53 @@ def check_mixed(case: Mixed, device: str) -> Tensor:
     return wanted[0]
 
 
+def check_rows_of_nan(vocab: int, device: str) -> None:
+    """Checks that a slot's NaN leave other slots alone, name a token, and show in its figures."""
+    from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches
+    from mtpbuild.plugins.accept_rewind.triton import accept_rewind_triton
+
+    case = random_mixed(4, vocab, 2, slots=3)
+    case.active[:] = True
+    slots = case.operands[1:5]
+    wanted = accept_rewind(case.logits, *slots), accept_mixed_op(*case.operands)
+    for damaged in (slice(None), slice(vocab - 1, None)):  # a whole row, or its last logit
+        case.logits[1, :, damaged] = float("nan")
+        greedy = accept_rewind_triton(*(x.to(device) for x in (case.logits, *slots)))
+        mixed = accept_mixed_launches(*case.to(device).operands).run()
+        for got, right in zip((greedy, mixed), wanted, strict=True):
+            tokens, n, _, logprobs = (x.cpu() for x in got[:4])
+            assert 1 <= n[1] <= 3
+            assert (tokens[1, : n[1]] >= 0).all()
+            assert (tokens < vocab).all()
+            assert not logprobs[1, : n[1]].isfinite().any()
+            for i in (0, 2):
+                assert torch.equal(tokens[i], right[0][i])
+                torch.testing.assert_close(logprobs[i], right[3][i])
+
+
+def check_routes_of_nan(device: str) -> None:
+    """Checks that a token of NaN is sent to experts that there are, and no other one changes."""
+    from mtpbuild.plugins.moe.triton import moe_route_triton, moe_triton
+
+    for experts, groups, kept in ((12, 1, 1), (16, 1, 1), (12, 3, 2), (16, 4, 2)):
+        g = torch.Generator().manual_seed(experts + groups)
+        logits, bias = torch.randn(3, experts, generator=g), torch.randn(experts, generator=g)
+        x, down = torch.randn(3, 8, generator=g), torch.randn(experts + 1, 4, 8, generator=g)
+        gate_up = torch.randn(experts + 1, 8, 8, generator=g)
+        settings = (groups, kept, 3, True, 1.0, 1)
+        wanted = moe_route(logits, bias, *settings)
+        right = moe(x, *wanted, gate_up, down)
+        logits[1] = x[1] = float("nan")
+        given = [tensor.to(device) for tensor in (logits, bias, x, gate_up, down)]
+        weights, ids = (found.cpu() for found in moe_route_triton(*given[:2], *settings))
+        assert ((ids >= 0) & (ids < experts)).sum(1).tolist() == [3, 3, 3]
+        assert (ids[:, 3] == experts).all()
+        y = moe_triton(given[2], weights.to(device), ids.to(device), *given[3:]).cpu()
+        assert y[1].isnan().all()
+        assert torch.equal(ids[::2], wanted[1][::2])
+        torch.testing.assert_close(y[::2], right[::2], rtol=1e-4, atol=1e-4)
+
+
 def check_filters(case: Mixed, device: str) -> None:
     """Checks the tokens that top-k, top-p and min-p leave, found without sorting."""
     from mtpbuild.plugins.accept_mixed.triton import accept_mixed_launches

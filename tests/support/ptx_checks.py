@@ -61,6 +61,8 @@ def checks(shared: int) -> Iterator[tuple[str, Check]]:
     yield "mixed acceptance", partial(kernels.check_mixed, mixed, "cpu")
     larger = kernels.random_mixed(4, 5000, 3, slots=3)
     yield "mixed acceptance of many tokens", partial(kernels.check_mixed, larger, "cpu")
+    yield "rows of NaN", partial(kernels.check_rows_of_nan, 4500, "cpu")
+    yield "routes of NaN", partial(kernels.check_routes_of_nan, "cpu")
     yield "laws", partial(kernels.check_shaped_probs, 5, 700, 2, "cpu")
     for dtype in (wide, narrow):
         kind = str(dtype).removeprefix("torch.")

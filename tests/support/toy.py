@@ -61,6 +61,9 @@ class Toy:
         for tensors in self.slots:
             tensors[target] = tensors[source]
 
+    def clear(self, slot: int) -> None:
+        self.history[slot] = []
+
     def step(self, active: Bools, rows: int) -> StepOutput:
         B, T = len(self.history), self.window
         self.running = int(active.sum())

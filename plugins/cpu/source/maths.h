@@ -5,9 +5,9 @@
 namespace {
 
 // exp(x) for x in [-87, 88], to which x is clamped: 2^n * p(r), by Cephes' polynomial for expf.
-// exp(0) is 1.
+// exp(0) is 1. A NaN stays one: max and min give their second operand then.
 inline Floats exp(Floats x) {
-  x = min(max(x, same(-87.0f)), same(88.0f));
+  x = min(same(88.0f), max(same(-87.0f), x));
   Ints n = to_ints(mul(x, same(1.44269504f)));
   Floats whole = to_floats(n);
   Floats r = fma(whole, same(-0.693359375f), x);
@@ -96,11 +96,11 @@ mtp::Best best(const float* x, int64_t count) {
     if (i != found.id && x[i] > found.second) found.second = x[i];
   Floats sums = same(0.0f), top = same(found.top), floor = same(-73.682724f);
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16) sums = add(sums, exp(max(sub(load(x + i), top), floor)));
+  for (; i + 16 <= count; i += 16) sums = add(sums, exp(max(floor, sub(load(x + i), top))));
   found.total = tree(sums);
   for (; i < count; i++) {
     float lanes[16];
-    store(lanes, exp(max(same(x[i] - found.top), floor)));
+    store(lanes, exp(max(floor, same(x[i] - found.top))));
     found.total += lanes[0];
   }
   return found;
