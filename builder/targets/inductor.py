@@ -1,5 +1,6 @@
 """Target inductor: AOTInductor packages for a CPU or an NVIDIA GPU, also of several ranks."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -8,7 +9,7 @@ from mtpbuild.builder.checks import needs
 from mtpbuild.builder.targets.capability import GPUS, architecture, dotted
 from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
-from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.errors import BuildError, EngineError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from mtpbuild.builder.program.programs import Program
     from mtpbuild.builder.program.trace import Traced
     from mtpbuild.builder.request import BuildRequest
+    from mtpbuild.runtime.programs.torch_cuda import Gpu
 
 DEVICES = ("cpu", "cuda")
 BACKENDS = ("triton", "flashinfer")
+ASSUMED = "10.0"  # by a dry run without a GPU; all backends build for it
 DTYPES = ("float32", "bfloat16")  # not float16: DeepSeek's activations overflow it
 
 
@@ -65,15 +68,28 @@ class Inductor(Target):
     def compute_capabilities(
         self, request: "BuildRequest", options: InductorOptions
     ) -> tuple[str, ...]:
-        """Returns the capability that the user gave, or that of this machine's GPU."""
+        """Returns the capability that the user gave, or that of this machine's GPU.
+
+        A dry run without a GPU assumes one, and lists that it is missing.
+        """
         if options.device == "cpu":
             return ()
         if options.compute_capability is not None:
             return (dotted(options.compute_capability),)
-        with needs("build", "torch"):
-            from mtpbuild.runtime.programs import torch_cuda
+        try:
+            return (this_gpu().compute_capability,)
+        except EngineError as error:
+            if request.dry_run:
+                return (ASSUMED,)
+            raise BuildError(without(error)) from None
 
-        return (torch_cuda.Gpu().compute_capability,)
+    def lacks(self, plan: "Plan") -> Iterator[str]:
+        if plan.options.device == "cuda" and plan.options.compute_capability is None:
+            try:
+                this_gpu()
+            except EngineError as error:
+                yield without(error)
+        yield from super().lacks(plan)
 
     def style(self, options: InductorOptions, config: "ModelConfig") -> GraphStyle:
         if options.device == "cpu":
@@ -98,6 +114,18 @@ class Inductor(Target):
         from mtpbuild.builder.targets.lower_inductor import shared_kernels
 
         return shared_kernels()
+
+
+def this_gpu() -> "Gpu":
+    with needs("build", "torch"):
+        from mtpbuild.runtime.programs import torch_cuda
+
+    return torch_cuda.Gpu()
+
+
+def without(error: EngineError) -> str:
+    """Says what is missing, and how an engine is built without it."""
+    return f"{error}; --compute-capability sm90 (or another one) builds without a GPU"
 
 
 def check_capability(options: InductorOptions) -> None:

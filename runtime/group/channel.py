@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from mtpbuild.runtime.contract.programs import StepOutput
 from mtpbuild.runtime.errors import EngineError, RankError
 from mtpbuild.runtime.group.start import GROUP, LISTENER, SECONDS, time_limit
 
+# How lines begin that compiled code, gloo and NCCL write when they throw.
+THROWN = re.compile(rb"(Error: |Exception |frame #|\[?[EWF]\d{4} |\[rank\d|terminate|\s*$)")
 HEAD = 512  # bytes of a message; what is longer follows
 
 
@@ -213,14 +216,44 @@ def _typed(said: dict[str, Any]) -> Any:
     return said
 
 
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Close standard error: compiled code writes there what it throws, and we say it in a line."""
-    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nothing)
+class Silence:
+    """Holds standard error back: compiled code writes there what it throws, and we say it in a line.
+
+    What is written meanwhile is passed on in the end, for other threads may log. If the work fails,
+    compiled code's lines are left out. Any thread may enter; the last one to leave passes it on.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._failed = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            self._failed, self._stderr = False, os.dup(2)
+            self._held = tempfile.TemporaryFile()
+            os.dup2(self._held.fileno(), 2)
+
+    def __exit__(self, kind: object, *failure: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            self._failed |= kind is not None
+            if self._inside:
+                return
+            os.dup2(self._stderr, 2)
+            os.close(self._stderr)
+            with self._held as held:
+                held.seek(0)
+                lines = held.readlines()
+            if kept := [line for line in lines if not (self._failed and THROWN.match(line))]:
+                os.write(2, b"".join(kept))
+
+
+_SILENCE = Silence()
+
+
+def silent() -> Silence:
+    """Returns this process's `Silence`."""
+    return _SILENCE

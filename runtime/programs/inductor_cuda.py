@@ -21,6 +21,8 @@ from mtpbuild.runtime.programs.host_slots import rounded
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
 from mtpbuild.runtime.programs.torch_cuda import Gpu, Wait, Work
 
+ALIGNMENT = 16  # bytes: what compiled code assumes of its inputs' addresses
+
 
 class Report:
     """A step's report to the host: tensors one behind the other, which one copy brings over.
@@ -84,7 +86,7 @@ class CudaPrograms(DeviceSlots):
         """Queue the program of a prompt's chunk, which fills in rows of caches [1, 1, rows, C]."""
         given = self._prompt | caches
         given["tokens"] = given["tokens"][:, :chunk]
-        inputs = [given[spec.name] for spec in self._programs[PREFILL].inputs]
+        inputs = aligned([given[spec.name] for spec in self._programs[PREFILL].inputs])
         self._gpu.run(partial(self._packages[PREFILL].run, inputs))
 
     def step(self, active: Bools, rows: int) -> StepOutput:
@@ -114,7 +116,7 @@ class CudaPrograms(DeviceSlots):
         """A step of the first slots, and its report on the GPU."""
         package, report = self._packages[program], self._reports[program]
         spec = self._programs[program]
-        inputs = [self._given[t.name][:slots] for t in spec.inputs]
+        inputs = aligned([self._given[t.name][:slots] for t in spec.inputs])
         outputs = [report.tensors[t.name] for t in own_outputs(spec)]
         judged = [(self._state[name], report.tensors[name]) for name in JUDGED]
 
@@ -141,6 +143,12 @@ class CudaPrograms(DeviceSlots):
         self._gpu.run(work)
         self._wait(self._gpu.mark())
         return self._gpu.capture(work)
+
+
+def aligned(inputs: list[Tensor]) -> list[Tensor]:
+    """Require addresses that AOTInductor takes; it would copy others, and lose what is written."""
+    assert not any(tensor.data_ptr() % ALIGNMENT for tensor in inputs), "a program would copy it"
+    return inputs
 
 
 def load(

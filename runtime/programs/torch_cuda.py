@@ -33,6 +33,9 @@ class Gpu:
         if index >= found:
             raise EngineError(f"GPU {index} is asked for, torch finds {found} (numbered from 0)")
         self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)  # else this thread would take memory of the first one
+        # Products in bfloat16 sum in fp32, as everywhere else; cuBLAS may join its splits in bf16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._stream = torch.cuda.Stream(self.device)
         self._pool = torch.cuda.graph_pool_handle()  # of intermediate results, for all graphs
 
@@ -75,7 +78,10 @@ class Gpu:
         may use the GPU meanwhile: NCCL's watchdog asks for its events.
         """
         graph, own = torch.cuda.CUDAGraph(), "thread_local"
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=own):
+        with (
+            torch.cuda.device(self.device),  # which is waited for, whatever this thread's was
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=own),
+        ):
             work()
         return lambda: self.run(graph.replay)
 

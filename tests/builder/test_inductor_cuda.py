@@ -242,6 +242,31 @@ def test_a_full_slot_beside_a_running_one(on_gpu: MakePrograms, predictable: Tra
         assert result.token_ids == greedy(predictable, prompt, count)
 
 
+def test_a_rank_uses_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads begin with the first one; and products in bfloat16 sum in fp32."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    products = torch.backends.cuda.matmul
+    before = products.allow_bf16_reduced_precision_reduction
+    with torch_finds(2):
+        Gpu(1)
+    assert chosen == [torch.device("cuda", 1)]
+    assert before
+    assert not products.allow_bf16_reduced_precision_reduction
+    products.allow_bf16_reduced_precision_reduction = before
+
+
+def test_what_a_program_would_copy_is_noticed(on_gpu: MakePrograms) -> None:
+    programs, *_ = on_gpu()
+    caches = {name: cache[0, 0, :8][None, None] for name, cache in programs._caches.tensors.items()}
+    programs._fill_rows(caches, 1)
+    caches["kv.0"] = caches["kv.0"].flatten()[1:].view(1, 1, 1, -1)
+    with pytest.raises(AssertionError, match="a program would copy it"):
+        programs._fill_rows(caches, 1)
+
+
 def test_without_a_gpu() -> None:
     says = "no NVIDIA GPU can be used here: torch finds none"
     with torch_finds(0), pytest.raises(EngineError, match=says):

@@ -19,10 +19,12 @@ import pytest
 import torch
 
 from mtpbuild.builder.build import build
+from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName
 from mtpbuild.builder.refit import refit
 from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.stages import Stages
 from mtpbuild.builder.targets import lower_inductor as target
 from mtpbuild.runtime import Engine, EngineError, SamplingParams
 from mtpbuild.runtime.contract.controls import Controls
@@ -291,7 +293,7 @@ def test_machines_that_can_not_build(
 @pytest.mark.parametrize(
     ("fields", "error", "says"),
     [
-        ({"device": "cuda"}, EngineError, "no NVIDIA GPU can be used here: torch finds none"),
+        ({"device": "cuda"}, BuildError, "torch finds none.*; --compute-capability sm90 .* builds"),
         ({"device": "gpu"}, UsageError, "--device gpu is unknown; supported: cpu, cuda"),
         (
             {"device": "cuda", "target": "onnxruntime"},
@@ -306,6 +308,16 @@ def test_devices_that_can_not_be(
     with torch_finds(0), pytest.raises(error, match=says) as caught:
         build(altered(small_place, **fields))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("quick_inductor")
+def test_a_dry_run_lists_the_gpu_that_is_missing(small_place: BuildRequest) -> None:
+    asked = altered(small_place, device="cuda", dry_run=True)
+    with torch_finds(0):
+        done = dry_run(asked, Stages())
+    (line,) = done.lacking
+    assert re.match("no NVIDIA GPU can be used here: torch finds none.*; --compute-capability", line)
+    assert done.engines[0].plan.compute_capabilities == ("10.0",)
 
 
 @pytest.mark.usefixtures("quick_inductor")
