@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch import Tensor
 from data import EXTRA, Batch, ChatRows, CodeRows, Tokens, make_batch
 from eagle import eagle
 from export import load_model
+from families import FAMILIES, Phase
 from generate import continuations
-from model import Model
+from model import TrainedModel
 from muon import Optimizer
 from threads import Threads
-from train import State, Trainer, rows, save
+from train import State, Trainer, average, join_processes, parts_of, processes, rows, save
 
 SHARPNESS = 2.0  # the teacher's logits are multiplied by this: acceptance counts its argmax
+SMOKE_PHASE = Phase(1.0, (1, 128), (1, 256), mtp=True)
 EAGLE_PASSES = 3
 EAGLE_WEIGHT = 0.7  # weight of a recycled pass; each module's is 1
 
@@ -95,7 +98,9 @@ class MixedRows(CodeRows):
             yield row, used
 
 
-def own_text(args: argparse.Namespace, model: Model, code: CodeRows, count: int) -> list[Tokens]:
+def own_text(
+    args: argparse.Namespace, model: TrainedModel, code: CodeRows, count: int
+) -> list[Tokens]:
     """Writes continuations of training code by the trunk, half greedy, half at temperature 0.6."""
     length = 512 + EXTRA
     prompts = torch.stack(
@@ -109,21 +114,23 @@ def own_text(args: argparse.Namespace, model: Model, code: CodeRows, count: int)
 
 
 def run(args: argparse.Namespace) -> None:
-    torch.manual_seed(args.seed)
-    random.seed(args.seed)
+    rank = join_processes()
+    seed = args.seed + 1000 * rank
+    torch.manual_seed(seed)
+    random.seed(seed)
     source = load_model(Path(args.checkpoint))
     compiled = not (args.smoke or args.eager)
-    trainer = Trainer(source.shape, args.device, args.dtype, compiled)
-    trainer.model.load_state_dict(source.state_dict())
-    code, chats = rows(args, args.seed)
+    trainer = Trainer(load_model(Path(args.checkpoint)), args.device, args.dtype, compiled)
+    code, chats = rows(args, seed)
     own = own_text(args, source, code, args.own)
     distiller = Distiller(trainer, compiled)
     optimizer = Optimizer(distiller.model.parameters(), args.muon_lr, args.adam_lr)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "distill.jsonl").open("a") as log:
+    with nullcontext() if rank else (out / "distill.jsonl").open("a") as log:
         state = loop(args, distiller, optimizer, MixedRows(code, own, args.own_share), chats, log)
-    save(out / "distill.pt", trainer, optimizer, state)
+    if not rank:
+        save(out / "distill.pt", trainer, optimizer, state)
 
 
 def loop(
@@ -131,33 +138,35 @@ def loop(
     code: CodeRows, chats: ChatRows, log: Any,
 ) -> State:  # fmt: skip
     started, state, threads = time.monotonic(), State(), Threads(args.polite)
-    shapes = ((1, 128), (1, 256)) if args.smoke else ((4, 512), (8, 256))
+    phase = SMOKE_PHASE if args.smoke else FAMILIES[args.model].distilled
+    found: dict[str, list[float]] = {}
     while True:
-        state.elapsed = time.monotonic() - started
         progress = state.step / args.steps if args.steps else state.elapsed / args.seconds
         if progress >= 1:
             return state
         threads.adjust()
-        found = []
-        for (count, length), share in zip(shapes, (1.0, 0.0), strict=True):
-            batch = make_batch(code, chats, count, length, share)
-            found.append(distiller.backward(batch, length, 0.5))
-            state.seen += count * length
+        for kind, (count, length) in parts_of(phase, state.step).items():
+            batch = make_batch(code, chats, count, length, float(kind == "code"))
+            found[kind] = distiller.backward(batch, length, 0.5)
+            state.seen += count * length * processes()
+        state.elapsed = time.monotonic() - started
+        average(distiller.trainer, state)
         optimizer.step(min(1.0, 0.1 + progress * 20, 1 - progress))
         state.step += 1
-        if state.step % args.log_every == 0:
+        if log and state.step % args.log_every == 0:
             line: dict[str, Any] = {
                 "step": state.step,
                 "seconds": round(state.elapsed, 1),
                 "tokens": state.seen,
             }
-            line |= {"code": found[0], "reasoning": found[1]}
+            line |= found
             print(json.dumps(line), file=log, flush=True)
             print(json.dumps(line), flush=True)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=FAMILIES, default="deepseek-tiny")
     parser.add_argument("--checkpoint", default="runs/tiny/train.pt")
     parser.add_argument("--out", default="runs/tiny")
     parser.add_argument("--tokenizer", default="recipes/deepseek_tiny")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Attention, Model
+from model import TrainedModel
 
 Row = tuple[Tensor, Tensor]  # keys, values [B, H, T, D]
 
@@ -39,7 +39,7 @@ def attend_recycled(q: Tensor, rows: list[Row], mask: Tensor) -> Tensor:
 
 
 def eagle(
-    model: Model, hidden: Tensor, following: Tensor, mask: Tensor, passes: int
+    model: TrainedModel, hidden: Tensor, following: Tensor, mask: Tensor, passes: int
 ) -> list[Tensor]:
     """Returns module 1's normalised outputs of passes 1..passes, each [B, T, hidden] by own slot.
 
@@ -49,14 +49,14 @@ def eagle(
     module = model.mtp[0]
     cos, sin = model.cos[: following.shape[1]], model.sin[: following.shape[1]]
     embedded = F.embedding(following, model.embed)
-    attention: Attention = module.block.attention
+    attention = module.block.attention
     rows: list[Row] = []
     outputs: list[Tensor] = []
     for _ in range(passes):
         x = module.join(hidden, embedded)
-        q, k, v = attention.project(module.block.input_norm(x), cos, sin)
+        q, k, v, *gate = attention.project(module.block.input_norm(x), cos, sin)
         rows.append((k, v))
-        x = x + attention.output(attend_recycled(q, rows, mask))
+        x = x + attention.output(attend_recycled(q, rows, mask), *gate)
         outputs.append(module.norm(x + module.block.ffn(module.block.post_norm(x))))
         hidden = shifted(outputs[-1], 1, 1)
     return outputs

@@ -15,7 +15,7 @@ from data import ChatRows, CodeRows, code_documents, common_words, library_files
 from export import load_folder, load_model
 from generate import continuations
 from measure import DRAFTERS, acceptance, drafts, held_out, repeated_share
-from model import Model
+from model import TrainedModel
 from problems import Problem, held_out_problems, is_correct
 from tokenizer import BOS_ID, EOS_ID, chat, generation_prompt
 
@@ -55,7 +55,7 @@ def code_prompts(tokenizer: Tokenizer, count: int, size: int, seed: int) -> list
 
 
 def generate(
-    model: Model,
+    model: TrainedModel,
     tokenizer: Tokenizer,
     prompts: list[list[int]],
     count: int,
@@ -90,7 +90,7 @@ def engine_generate(engine: Any, prompts: list[list[int]], count: int) -> list[O
     return outputs
 
 
-def report_held_out(model: Model, tokenizer: Tokenizer, rows: int) -> None:
+def report_held_out(model: TrainedModel, tokenizer: Tokenizer, rows: int) -> None:
     """Prints loss and agreement on text that was never trained on."""
     words = common_words()
     code = CodeRows(code_documents(tokenizer, library_files(held_out=True)), seed=5)
@@ -112,7 +112,7 @@ def report_held_out(model: Model, tokenizer: Tokenizer, rows: int) -> None:
         )
 
 
-def report_acceptance(model: Model, kind: str, outputs: list[Output], most: int) -> None:
+def report_acceptance(model: TrainedModel, kind: str, outputs: list[Output], most: int) -> None:
     """Prints mean tokens per step, and acceptance per position."""
     kept = [o for o in outputs if repeated_share(o.tokens) < LOOPING]
     looping = len(outputs) - len(kept)

@@ -12,14 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from model import Block, Model, MoE, MTPModule, Shape
+from families import model_of
+from model import Block, Model, MoE, MTPModule, Shape, TrainedModel
+from qwen import QwenModel
+from qwen_export import qwen_config, qwen_shape, qwen_views
 from tokenizer import BOS_ID, EOS_ID
 
 
-def load_model(path: Path) -> Model:
+def load_model(path: Path) -> TrainedModel:
     """Loads the model from a checkpoint written by train.py or distill.py."""
     stored = torch.load(path, map_location="cpu")
-    model = Model(Shape(**stored["shape"]))
+    model = model_of(stored["shape"])
     model.load_state_dict(stored["model"])
     return model.eval()
 
@@ -69,8 +72,10 @@ def module_tensors(module: MTPModule) -> dict[str, Tensor]:
     }
 
 
-def views(model: Model) -> dict[str, Tensor]:
+def views(model: TrainedModel) -> dict[str, Tensor]:
     """Maps each Hugging Face name to a view of the fused parameter that holds the tensor."""
+    if isinstance(model, QwenModel):
+        return qwen_views(model)
     found: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embed,
         "model.norm.weight": model.norm.weight,
@@ -83,26 +88,32 @@ def views(model: Model) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def tensors(model: Model) -> dict[str, Tensor]:
+def tensors(model: TrainedModel) -> dict[str, Tensor]:
     """Returns the tensors to store: bf16, but the router's bias in fp32."""
     return {
-        name: t.to(torch.float32 if name.endswith("bias") else torch.bfloat16).clone().contiguous()
+        name: t.to(torch.float32 if name.endswith("correction_bias") else torch.bfloat16)
+        .clone()
+        .contiguous()
         for name, t in views(model).items()
     }
 
 
-def load_folder(folder: Path) -> Model:
-    """Loads an exported folder's weights into the training model, which computes in fp32."""
-    values = json.loads((folder / "config.json").read_text())
+def shape_of(values: dict[str, Any]) -> Shape:
+    """Reads the sizes from a config.json that `config` made."""
     known = {f.name for f in fields(Shape)}
     rope = values["rope_scaling"]
-    model = Model(
-        Shape(
-            **{k: v for k, v in values.items() if k in known},
-            rope_factor=rope["factor"],
-            rope_original_positions=rope["original_max_position_embeddings"],
-        )
+    return Shape(
+        **{k: v for k, v in values.items() if k in known},
+        rope_factor=rope["factor"],
+        rope_original_positions=rope["original_max_position_embeddings"],
     )
+
+
+def load_folder(folder: Path) -> TrainedModel:
+    """Loads an exported folder's weights into the training model, which computes in fp32."""
+    values = json.loads((folder / "config.json").read_text())
+    ours = values["model_type"].startswith("qwen3_5")
+    model = QwenModel(qwen_shape(values)) if ours else Model(shape_of(values))
     stored = load_file(folder / "model.safetensors")
     for name, view in views(model).items():
         view.copy_(stored[name])
@@ -154,11 +165,13 @@ GENERATION = {
 }
 
 
-def write(model: Model, folder: Path) -> None:
+def write(model: TrainedModel, folder: Path) -> None:
     """Writes the folder; each file is complete before it replaces an old one, the weights last."""
     folder.mkdir(parents=True, exist_ok=True)
+    qwen = isinstance(model, QwenModel)
+    made_config = qwen_config(model.shape) if qwen else config(model.shape)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as made:
-        for name, content in (("config", config(model.shape)), ("generation_config", GENERATION)):
+        for name, content in (("config", made_config), ("generation_config", GENERATION)):
             (Path(made) / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
         save_file(tensors(model), Path(made) / "model.safetensors", metadata={"format": "pt"})
         for name in ("config.json", "generation_config.json", "model.safetensors"):

@@ -4,14 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Model
+from model import TrainedModel
+from qwen import DeltaAttention, links
 from tokenizer import EOS_ID
 
 
 class Cache:
-    """Holds keys and values of every trunk layer for a batch of equally long sequences."""
+    """Holds every trunk layer's rows or state for a batch of equally long sequences."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: TrainedModel) -> None:
         self.model, self.length = model, 0
         self.rows: list[tuple[Tensor, Tensor] | None] = [None] * len(model.layers)
 
@@ -21,15 +22,23 @@ class Cache:
         cos, sin = model.cos[self.length : end], model.sin[self.length : end]
         x = F.embedding(tokens, model.embed)
         for i, layer in enumerate(model.layers):
-            q, k, v = layer.attention.project(layer.input_norm(x), cos, sin)
-            if (past := self.rows[i]) is not None:
-                k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
-            self.rows[i] = (k, v)
-            attended = ((q @ k.mT) + mask).softmax(-1) @ v
-            x = x + layer.attention.output(attended)
+            if isinstance(layer.attention, DeltaAttention):
+                seen = links(mask, model.shape.linear_conv_kernel_dim)
+                mixed, self.rows[i] = layer.attention.step(layer.input_norm(x), seen, self.rows[i])
+            else:
+                mixed = self.attend(i, layer.input_norm(x), cos, sin, mask)
+            x = x + mixed
             x = x + layer.ffn(layer.post_norm(x))
         self.length = end
         return model.norm(x)
+
+    def attend(self, i: int, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
+        attention = self.model.layers[i].attention
+        q, k, v, *gate = attention.project(x, cos, sin)
+        if (past := self.rows[i]) is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        self.rows[i] = (k, v)
+        return attention.output(((q @ k.mT) + mask).softmax(-1) @ v, *gate)
 
 
 def pick(logits: Tensor, temperature: float) -> Tensor:
@@ -40,7 +49,11 @@ def pick(logits: Tensor, temperature: float) -> Tensor:
 
 @torch.no_grad()
 def continuations(
-    model: Model, prompts: Tensor, count: int, temperature: float = 0.0, pad: Tensor | None = None
+    model: TrainedModel,
+    prompts: Tensor,
+    count: int,
+    temperature: float = 0.0,
+    pad: Tensor | None = None,
 ) -> Tensor:
     """Returns prompts [B, P] with up to `count` more tokens; an ended row repeats the end token.
 

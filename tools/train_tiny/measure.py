@@ -9,9 +9,10 @@ from torch import Tensor
 
 from data import Batch
 from eagle import eagle
-from model import Model
+from model import TrainedModel
 
 DRAFTERS = ("vanilla", "eagle")
+PASSES = 3  # of the recycled module, on held-out text
 
 
 @dataclass
@@ -33,10 +34,10 @@ class Agreement:
 
 
 @torch.no_grad()
-def held_out(model: Model, batches: Sequence[Batch], length: int) -> dict[str, Agreement]:
+def held_out(model: TrainedModel, batches: Sequence[Batch], length: int) -> dict[str, Agreement]:
     """Measures trunk, modules ("vanilla") and recycled module 1 ("eagle") on batches of text."""
     depth = len(model.mtp)
-    sums = {drafter: Agreement.zero(depth + 1) for drafter in DRAFTERS}
+    sums = {"vanilla": Agreement.zero(depth + 1), "eagle": Agreement.zero(PASSES + 1)}
     for batch in batches:
         mask = batch.mask(length)
         hidden = model.trunk(batch.tokens[:, :length], mask)
@@ -46,7 +47,7 @@ def held_out(model: Model, batches: Sequence[Batch], length: int) -> dict[str, A
         for k in range(depth):
             g = model.draft(k, g, batch.tokens[:, k + 1 : length + k + 1], mask)
             chain.append((k + 1, g))
-        passes = eagle(model, hidden, following, mask, depth)
+        passes = eagle(model, hidden, following, mask, PASSES)
         for k, g in chain:
             add(sums["vanilla"], k, model, g, best, batch, k)
         for k, g in enumerate([hidden, *passes]):
@@ -55,7 +56,13 @@ def held_out(model: Model, batches: Sequence[Batch], length: int) -> dict[str, A
 
 
 def add(
-    sums: Agreement, k: int, model: Model, hidden: Tensor, best: Tensor, batch: Batch, ahead: int
+    sums: Agreement,
+    k: int,
+    model: TrainedModel,
+    hidden: Tensor,
+    best: Tensor,
+    batch: Batch,
+    ahead: int,
 ) -> None:
     """Counts slots p whose prediction is for position p + ahead + 1."""
     length = best.shape[1] - ahead
@@ -72,7 +79,7 @@ def add(
 
 
 @torch.no_grad()
-def drafts(model: Model, tokens: Tensor, drafter: str, count: int) -> Tensor:
+def drafts(model: TrainedModel, tokens: Tensor, drafter: str, count: int) -> Tensor:
     """Returns guesses [count + 1, T]: draft j of start slot p guesses tokens[p + j + 1].
 
     Row 0 is the trunk's own guess. Each draft assumes that the earlier ones are right. Behind a

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -132,11 +133,10 @@ class Attention(nn.Module):
 
 
 class DenseFFN(nn.Module):
-    def __init__(self, s: Shape, std: float, out_std: float) -> None:
+    def __init__(self, hidden: int, size: int, std: float, out_std: float) -> None:
         super().__init__()
-        size = s.intermediate_size
-        self.gate_up = linear(2 * size, s.hidden_size, std, (size, size))
-        self.down = linear(s.hidden_size, size, out_std)
+        self.gate_up = linear(2 * size, hidden, std, (size, size))
+        self.down = linear(hidden, size, out_std)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up).chunk(2, -1)
@@ -197,7 +197,8 @@ class Block(nn.Module):
         self.input_norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
         self.attention = Attention(s, std, out_std)
         self.post_norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
-        self.ffn = MoE(s, std, out_std) if moe else DenseFFN(s, std, out_std)
+        sizes = s.hidden_size, s.intermediate_size
+        self.ffn = MoE(s, std, out_std) if moe else DenseFFN(*sizes, std, out_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
         x = x + self.attention(self.input_norm(x), cos, sin, mask)
@@ -225,30 +226,50 @@ class MTPModule(nn.Module):
         return F.linear(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1), self.eh_proj)
 
 
-class Model(nn.Module):
-    """Holds trunk and MTP modules, which share embedding and head."""
+class TrainedModel(nn.Module):
+    """Is what the scripts know of a model: trunk and MTP modules share embedding and head."""
+
+    shape: Any
+    layers: Any
+    mtp: Any
+    norm: Any
+    embed: nn.Parameter
+    head: nn.Parameter
+    cos: Tensor
+    sin: Tensor
+
+    def trunk(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Computes the hidden states [B, T, hidden], after model.norm, of tokens [B, T]."""
+        raise NotImplementedError
+
+    def draft(self, index: int, hidden: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Runs module `index` on hidden [B, T, hidden] and tokens [B, T], from index + 1 on."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head)
+
+    def moes(self) -> list[MoE]:
+        return [m for m in self.modules() if isinstance(m, MoE)]
+
+
+class Model(TrainedModel):
+    """Is DeepSeek-V3's architecture."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         s = self.shape = shape
         self.embed = nn.Parameter(torch.randn(s.vocab_size, s.hidden_size) * 0.5)
         dense = s.first_k_dense_replace
-        self.layers: list[Block] = nn.ModuleList(  # type: ignore[assignment]
-            Block(s, moe=i >= dense) for i in range(s.num_hidden_layers)
-        )
+        self.layers = nn.ModuleList(Block(s, moe=i >= dense) for i in range(s.num_hidden_layers))
         self.norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
-        self.mtp: list[MTPModule] = nn.ModuleList(  # type: ignore[assignment]
-            MTPModule(s) for _ in range(s.num_nextn_predict_layers)
-        )
+        self.mtp = nn.ModuleList(MTPModule(s) for _ in range(s.num_nextn_predict_layers))
         self.head = nn.Parameter(torch.randn(s.vocab_size, s.hidden_size) * 0.02)
         angles = torch.outer(torch.arange(s.max_position_embeddings).float(), yarn_frequencies(s))
         self.register_buffer("cos", angles.cos().unsqueeze(1), persistent=False)  # [P, 1, R/2]
         self.register_buffer("sin", angles.sin().unsqueeze(1), persistent=False)
-        self.cos: Tensor
-        self.sin: Tensor
 
     def trunk(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Computes the hidden states [B, T, hidden], after model.norm, of tokens [B, T]."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         x = F.embedding(tokens, self.embed)
         for layer in self.layers:
@@ -256,13 +277,6 @@ class Model(nn.Module):
         return self.norm(x)
 
     def draft(self, index: int, hidden: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Runs module `index` on hidden [B, T, hidden] and tokens [B, T], from index + 1 on."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         embedded = F.embedding(tokens, self.embed)
         return self.mtp[index](hidden, embedded, cos, sin, mask)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.head)
-
-    def moes(self) -> list[MoE]:
-        return [m for m in self.modules() if isinstance(m, MoE)]

@@ -18,7 +18,8 @@ import torch
 import train
 from data import make_batch
 from export import write
-from model import Model, Shape
+from families import Phase
+from model import Model, Shape, TrainedModel
 from muon import Optimizer
 
 SHAPES = {
@@ -37,22 +38,21 @@ SHAPES = {
     ),
 }  # fmt: skip
 NEXTN = 3
-TRIAL = (train.Phase(1.0, (8, 256), (8, 256), mtp=True),)
+TRIAL = (Phase(1.0, (8, 256), (8, 256), mtp=True),)
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def trained(shape: Shape, args: argparse.Namespace) -> tuple[Model, dict[str, float]]:
+def trained(shape: Shape, args: argparse.Namespace) -> tuple[TrainedModel, dict[str, float]]:
     """Trains a model for `args.seconds`; returns it and its losses on held-out text."""
     torch.manual_seed(7)
     torch.set_num_threads(args.threads)
     settings = SimpleNamespace(
         **vars(args), smoke=False, problems=20_000, muon_lr=0.01, adam_lr=0.003, steps=0,
-        log_every=20, polite=False,
+        log_every=20, polite=False, phases=TRIAL,
     )  # fmt: skip
-    trainer = train.Trainer(shape, "cpu", "bf16", compiled=True)
+    trainer = train.Trainer(Model(shape), "cpu", "bf16", compiled=True)
     optimizer = Optimizer(trainer.model.parameters(), settings.muon_lr, settings.adam_lr)
     code, chats = train.rows(settings, seed=7)  # type: ignore[arg-type]
-    train.PHASES = TRIAL
     state, log = train.State(), args.out / "train.jsonl"
     warm_up(trainer, code, chats)
     with log.open("a") as file:
@@ -77,7 +77,7 @@ def warm_up(trainer: train.Trainer, code: Any, chats: Any) -> None:
     trainer.model.zero_grad(set_to_none=True)
 
 
-def timed(model: Model, folder: Path, args: argparse.Namespace) -> dict[str, float]:
+def timed(model: TrainedModel, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Measures milliseconds per step and their quotients with mtpbuild's own benchmark."""
     from mtpbuild.builder.bench.bench import BenchRequest, bench
     from mtpbuild.builder.bench.dataset import Asked

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -28,7 +29,8 @@ from data import (
     read,
     reasoning_documents,
 )
-from model import Model, Shape
+from families import FAMILIES, Phase
+from model import TrainedModel
 from muon import Optimizer
 from problems import training_problems
 from threads import Threads
@@ -39,28 +41,8 @@ MTP_WEIGHT = (
 BALANCE_RATE = 0.001
 
 
-@dataclass(frozen=True)
-class Phase:
-    """Lasts until the share `end` of the budget; code and chat are (rows, length) of each step."""
-
-    end: float
-    code: tuple[int, int]
-    chat: tuple[int, int]
-    mtp: bool
-    long_every: int = 0  # one step in so many has one code row of 2,048 tokens
-
-
-PHASES: tuple[Phase, ...] = (
-    Phase(0.45, (8, 256), (8, 256), mtp=False),
-    Phase(0.75, (8, 256), (8, 256), mtp=True),
-    Phase(0.92, (4, 512), (8, 256), mtp=True, long_every=8),
-    Phase(1.00, (2, 512), (14, 256), mtp=True),
-)
+LONGEST_COMPILED = 1024
 SMOKE_PHASES = (Phase(0.5, (1, 64), (1, 256), mtp=False), Phase(1.0, (1, 128), (1, 256), mtp=True))
-SMOKE_SHAPE = Shape(
-    hidden_size=64, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
-    first_k_dense_replace=1, num_attention_heads=2, q_lora_rank=32, kv_lora_rank=16,
-)  # fmt: skip
 
 
 def cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -72,9 +54,9 @@ def cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 class Trainer:
     """Holds the model and its optimised loss, and computes the losses of a batch."""
 
-    def __init__(self, shape: Shape, device: str, dtype: str, compiled: bool) -> None:
+    def __init__(self, model: TrainedModel, device: str, dtype: str, compiled: bool) -> None:
         self.device, self.dtype = torch.device(device), dtype
-        self.model = Model(shape).to(self.device)
+        self.model = model.to(self.device)
         self.loss = cross_entropy
         if compiled:
             torch._dynamo.config.recompile_limit = 64
@@ -111,16 +93,46 @@ class Trainer:
         return [m.item() for m in means]
 
 
-def schedule(progress: float) -> float:
-    """Returns the learning rates' factor: a warm-up, a flat part, then linear to zero."""
-    return min(1.0, progress / 0.01 + 0.05, max(0.0, (1 - progress) / 0.65))
-
-
 @dataclass
 class State:
     step: int = 0
     seen: int = 0
     elapsed: float = 0.0
+
+
+def join_processes() -> int:
+    """Joins the processes that torchrun started, if it did, and returns this one's rank."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    return int(os.environ.get("RANK", "0"))
+
+
+def processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def average(trainer: Trainer, state: State) -> None:
+    """Averages gradients over the processes that torchrun started, and their times."""
+    if not dist.is_initialized():
+        return
+    gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    flat = torch.cat([*(g.flatten() for g in gradients), torch.tensor([state.elapsed])])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    state.elapsed = float(flat[-1])
+    means = flat[:-1].split([g.numel() for g in gradients])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def eager_if(long: bool) -> Any:
+    """Runs what is compiled as it stands: a length that is rare isn't worth its compilation."""
+    return torch.compiler.set_stance("force_eager") if long else nullcontext()
+
+
+def schedule(progress: float) -> float:
+    """Returns the learning rates' factor: a warm-up, a flat part, then linear to zero."""
+    return min(1.0, progress / 0.01 + 0.05, max(0.0, (1 - progress) / 0.65))
 
 
 def save(path: Path, trainer: Trainer, optimizer: Optimizer, state: State) -> None:
@@ -156,9 +168,12 @@ def rows(args: argparse.Namespace, seed: int, held_out: bool = False) -> tuple[C
 def run(args: argparse.Namespace) -> None:
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
+    rank = join_processes()
     torch.manual_seed(args.seed)
-    shape = SMOKE_SHAPE if args.smoke else Shape()
-    trainer = Trainer(shape, args.device, args.dtype, compiled=not (args.smoke or args.eager))
+    family = FAMILIES[args.model]
+    args.phases = SMOKE_PHASES if args.smoke else family.phases
+    model = family.make(family.smoke if args.smoke else family.shape)
+    trainer = Trainer(model, args.device, args.dtype, compiled=not (args.smoke or args.eager))
     optimizer = Optimizer(trainer.model.parameters(), args.muon_lr, args.adam_lr)
     state, checkpoint = State(), out / "train.pt"
     if checkpoint.exists() and not args.fresh:
@@ -166,11 +181,13 @@ def run(args: argparse.Namespace) -> None:
         trainer.model.load_state_dict(stored["model"])
         optimizer.load(stored["optimizer"])
         state = State(**stored["state"])
-    seed = args.seed + state.step
+    elif args.start_from:
+        trainer.model.load_state_dict(torch.load(args.start_from, map_location="cpu")["model"])
+    seed = args.seed + state.step + 1000 * rank
     random.seed(seed)
     np.random.seed(seed % 2**32)
     code, chats = rows(args, seed)
-    with (out / "train.jsonl").open("a") as log:
+    with nullcontext() if rank else (out / "train.jsonl").open("a") as log:
         loop(args, trainer, optimizer, state, code, chats, log, checkpoint)
 
 
@@ -180,30 +197,42 @@ def loop(
 ) -> None:  # fmt: skip
     """Trains until the budget is spent: seconds, or steps if --steps is given."""
     threads = Threads(args.polite)
-    phases = SMOKE_PHASES if args.smoke else PHASES
-    saved, shown = time.monotonic(), time.monotonic()
+    saved = shown = counted = time.monotonic()
+    found: dict[str, list[float]] = {}
     while (progress := progress_of(args, state)) < 1:
-        started = time.monotonic()
         threads.adjust()
-        phase = next(p for p in phases if progress < p.end)
-        long = phase.long_every and state.step % phase.long_every == 0
-        count, length = (1, 2048) if long else phase.code
-        parts = [(make_batch(code, chats, count, length, 1.0), length)]
-        parts.append((make_batch(code, chats, phase.chat[0], phase.chat[1], 0.0), phase.chat[1]))
-        found = [trainer.backward(b, length, phase.mtp, 0.5) for b, length in parts]
+        phase = next(p for p in args.phases if progress < p.end)
+        for kind, (count, length) in parts_of(phase, state.step).items():
+            batch = make_batch(code, chats, count, length, float(kind == "code"))
+            with eager_if(length > LONGEST_COMPILED):
+                found[kind] = trainer.backward(batch, length, phase.mtp, 0.5)
+            state.seen += count * length * processes()
+        state.elapsed, counted = state.elapsed + time.monotonic() - counted, time.monotonic()
+        average(trainer, state)
         optimizer.step(schedule(progress))
         for moe in trainer.model.moes():
+            if processes() > 1:
+                dist.all_reduce(moe.load)
             moe.rebalance(BALANCE_RATE * (progress < 0.9))
         state.step += 1
-        state.seen += sum(len(b.tokens) * length for b, length in parts)
-        state.elapsed += time.monotonic() - started
+        if not log:
+            continue
         if state.step % args.log_every == 0:
             report(log, state, found, progress, args.log_every, time.monotonic() - shown)
             shown = time.monotonic()
         if time.monotonic() - saved > 240:
             save(checkpoint, trainer, optimizer, state)
             saved = time.monotonic()
-    save(checkpoint, trainer, optimizer, state)
+    if log:
+        save(checkpoint, trainer, optimizer, state)
+
+
+def parts_of(phase: Phase, step: int) -> dict[str, tuple[int, int]]:
+    """Returns the (rows, length) of a step's code, if it has any, and of its problems."""
+    parts = {"reasoning": phase.chat}
+    if phase.long_every and step % phase.long_every == 0:
+        return {"code": (1, 2048)} | parts
+    return {"code": phase.code} | parts if step % phase.code_every == 0 else parts
 
 
 def progress_of(args: argparse.Namespace, state: State) -> float:
@@ -212,7 +241,7 @@ def progress_of(args: argparse.Namespace, state: State) -> float:
 
 
 def report(
-    log: Any, state: State, found: list[list[float]], progress: float, n: int, s: float
+    log: Any, state: State, found: dict[str, list[float]], progress: float, n: int, s: float
 ) -> None:
     line = {
         "step": state.step,
@@ -220,8 +249,7 @@ def report(
         "seconds": round(state.elapsed, 1),
         "tokens": state.seen,
         "steps_per_s": round(n / s, 3),
-        "code": [round(x, 4) for x in found[0]],
-        "reasoning": [round(x, 4) for x in found[1]],
+        **{kind: [round(x, 4) for x in means] for kind, means in found.items()},
     }
     print(json.dumps(line), file=log, flush=True)
     print(json.dumps(line), flush=True)
@@ -229,6 +257,8 @@ def report(
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=FAMILIES, default="deepseek-tiny")
+    parser.add_argument("--start-from", help="take the first weights of this checkpoint")
     parser.add_argument("--out", default="runs/tiny", help="folder of the checkpoint and the log")
     parser.add_argument("--tokenizer", default="recipes/deepseek_tiny")
     parser.add_argument(
