@@ -217,7 +217,7 @@ def _typed(said: dict[str, Any]) -> Any:
 
 
 class Silence:
-    """Holds standard error back: compiled code writes there what it throws, and we say it in a line.
+    """Holds back standard error: compiled code writes there what it throws, which we say in a line.
 
     What is written meanwhile is passed on in the end, for other threads may log. If the work fails,
     compiled code's lines are left out. Any thread may enter; the last one to leave passes it on.

@@ -316,7 +316,9 @@ def test_a_dry_run_lists_the_gpu_that_is_missing(small_place: BuildRequest) -> N
     with torch_finds(0):
         done = dry_run(asked, Stages())
     (line,) = done.lacking
-    assert re.match("no NVIDIA GPU can be used here: torch finds none.*; --compute-capability", line)
+    assert re.match(
+        "no NVIDIA GPU can be used here: torch finds none.*; --compute-capability", line
+    )
     assert done.engines[0].plan.compute_capabilities == ("10.0",)
 
 
