@@ -16,7 +16,10 @@ if platform.machine() in ("x86_64", "AMD64"):
     # GCC's header warns of itself with AVX-512: its bug 105593.
     quiet = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
     FLAGS["avx2.cpp"] = ["-O3", "-mavx2", "-mfma", "-mf16c"]
+    FLAGS["avxvnni.cpp"] = ["-O3", "-mavx2", "-mfma", "-mf16c", "-mavxvnni"]
     FLAGS["avx512.cpp"] = ["-O3", "-march=x86-64-v4", "-mavx512vnni", *quiet]
+elif platform.machine() in ("aarch64", "arm64"):
+    FLAGS["neon.cpp"] = ["-O3", "-march=armv8.2-a+dotprod"]
 
 
 class BuildLibrary(build_ext):

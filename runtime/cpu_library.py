@@ -9,7 +9,7 @@ from mtpbuild.runtime.errors import EngineError, MissingDependencyError
 
 FILE = "libmtpbuild_cpu.so"
 LAYOUT = "panels32"  # how weights lie: docs/cpu-kernels.md
-ISAS = ("plain", "avx2", "avx512")  # sets of instructions that it has kernels for
+ISAS = ("plain", "avx2", "avxvnni", "avx512", "neon")  # instructions that it has kernels for
 ISA_VARIABLE = "MTPBUILD_CPU_ISA"  # names one of them; by default the machine's best
 DOMAIN = "mtpbuild"  # of its operators
 COMPILE = "install g++, then install mtpbuild again with pip"

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import helper
 
 from mtpbuild.plugins.cpu.layout import (
     gates_then_ups,
@@ -26,9 +23,10 @@ from mtpbuild.plugins.cpu.layout import (
     unpacked_scales,
     unpacked_values,
 )
-from mtpbuild.runtime.cpu_library import DOMAIN
-from tests.support import exact
+from mtpbuild.runtime.cpu_library import ISAS
+from tests.support import cpu_kernels, exact
 from tests.support.cpu_kernels import (
+    HOST,
     LIBRARY,
     SANITIZED,
     SOURCE,
@@ -40,33 +38,12 @@ from tests.support.cpu_kernels import (
 from tests.support.isas import isas
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it")
-ISAS = ("plain", "avx2", "avx512")
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def session(op: str, given: Arrays, threads: int = 1, **attributes: Any) -> ort.InferenceSession:
-    """One node over operands of these types, whose shapes are open."""
-    inputs = [
-        helper.make_tensor_value_info(
-            name, helper.np_dtype_to_tensor_dtype(array.dtype), [None] * array.ndim
-        )
-        for name, array in given.items()
-    ]
-    y = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
-    node = helper.make_node(op, [*given], ["y"], domain=DOMAIN, **attributes)
-    graph = helper.make_graph([node], "one", inputs, [y])
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.enable_cpu_mem_arena = False  # so that a sanitizer sees where a result ends
-    options.register_custom_ops_library(str(LIBRARY))
-    return ort.InferenceSession(model.SerializeToString(), options)
-
-
 def run(op: str, given: Arrays, threads: int = 1, **attributes: Any) -> NDArray[np.float32]:
-    [y] = session(op, given, threads, **attributes).run(None, dict(given))
-    return np.asarray(y)
+    [y] = cpu_kernels.run(op, given, (np.float32,), threads, **attributes)
+    return y
 
 
 def same_everywhere(
@@ -563,25 +540,28 @@ def test_sources_are_formatted() -> None:
     tool = Path(sys.executable).with_name("clang-format")
     if not tool.exists():
         pytest.skip("clang-format is not installed")
-    files = [*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp")]
-    done = subprocess.run([tool, "--dry-run", "-Werror", *files], capture_output=True, text=True)
+    files = [*SOURCE.glob("*.h"), *SOURCE.glob("*.cpp"), HOST]
+    style = f"--style=file:{SOURCE / '.clang-format'}"
+    command = [str(tool), style, "--dry-run", "-Werror", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:2000]
 
 
 def test_instruction_sets_share_no_function() -> None:
     """The linker keeps one copy of a library's inline function, maybe one for AVX-512."""
+    intrinsics = ("immintrin.h", "arm_neon.h")
     for isa in ISAS:
         files, seen = [f"{isa}.cpp"], set[str]()
         while files:
             text = (SOURCE / files.pop()).read_text()
             seen |= set(re.findall(r"#include <(.*)>", text))
             files += re.findall(r'#include "(.*)"', text)
-        assert seen <= {"cmath", "cstddef", "cstdint", "cstring", "immintrin.h"}
+        assert seen <= {"cmath", "cstddef", "cstdint", "cstring", *intrinsics}
 
 
 @pytest.mark.full
 @pytest.mark.skipif(SANITIZED is not None, reason="it is about the sources")
-@pytest.mark.parametrize("name", ["ops.cpp", "plain.cpp", "avx2.cpp", "avx512.cpp"])
+@pytest.mark.parametrize("name", ["ops.cpp", "plain.cpp", "avx2.cpp", "avxvnni.cpp", "avx512.cpp"])
 def test_warnings_are_errors(name: str, tmp_path: Path) -> None:
     common, own = setup_flags()
     source, to = str(SOURCE / name), str(tmp_path / "o")

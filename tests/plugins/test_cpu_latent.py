@@ -225,3 +225,35 @@ def test_acceptance(B: int, T: int, V: int, monkeypatch: pytest.MonkeyPatch) -> 
     alone = {**given, "logits": logits[:, :1].copy(), "window": window[:, :1].copy()}
     first = run("Accept", alone, types, 1)
     np.testing.assert_array_equal(first[3], got[3][:, :1])
+
+
+@pytest.mark.parametrize("V", [1, 16, 700, 5000])
+def test_log_probabilities(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the definition's as far as rounding goes, and of each row by itself."""
+    x = np.random.default_rng(V).standard_normal((2, 3, V), np.float32)
+    [got] = same_everywhere(monkeypatch, "LogSoftmax", {"x": x}, (np.float32,))
+    wanted = torch.from_numpy(x).double().log_softmax(-1)
+    np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-6, atol=1e-6)
+    [alone] = run("LogSoftmax", {"x": x[1:, 1].copy()}, (np.float32,), 1)
+    np.testing.assert_array_equal(alone, got[1:, 1])
+
+
+@pytest.mark.parametrize("V", [2, 16, 600])
+def test_zeros_of_either_sign(V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are equal, and the first one counts: which of them is read as the largest shows in no
+    bit.
+    """
+    signs = np.random.default_rng(V).integers(0, 2, (1, 50, V))
+    given = {
+        "logits": np.where(signs, np.float32(0.0), np.float32(-0.0)),
+        "window": np.zeros((1, 50), np.int64),
+        "num_drafts": np.array([49]),
+        "lengths": np.array([0]),
+        "active": np.array([True]),
+    }
+    types = (np.int64, np.int64, np.int64, np.float32, np.float32)
+    tokens, _, _, _, margins = same_everywhere(monkeypatch, "Accept", given, types)
+    assert not tokens.any()
+    assert not np.signbit(margins).any()
+    assert not margins.any()
+    same_everywhere(monkeypatch, "LogSoftmax", {"x": given["logits"]}, (np.float32,))

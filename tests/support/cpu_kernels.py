@@ -16,9 +16,11 @@ from onnx import helper
 
 from mtpbuild.runtime.cpu_library import find_library
 from tests.support import exact
+from tests.support.cpu_host import record
 from tests.support.isas import isas
 
 SOURCE = Path(__file__).parents[2] / "plugins/cpu/source"
+HOST = Path(__file__).with_name("cpu_host.cpp")
 SANITIZED = os.environ.get("SANITIZED_CPU_LIBRARY")  # `test_sanitizers` sets it
 LIBRARY = Path(SANITIZED) if SANITIZED else find_library()
 Operands = Mapping[str, NDArray[Any] | None]  # None: it is left out
@@ -32,6 +34,18 @@ TYPES: dict[type, int] = {
 
 def run(op: str, given: Operands, results: tuple[type, ...], threads: int, **how: Any) -> Results:
     """Run one node of the library, with results of these types."""
+    try:
+        found = _run(op, given, results, threads, how)
+    except Exception as error:
+        record(op, how, given.values(), str(error))
+        raise
+    record(op, how, given.values(), [*found])
+    return found
+
+
+def _run(
+    op: str, given: Operands, results: tuple[type, ...], threads: int, how: Mapping[str, Any]
+) -> Results:
     there = {name: array for name, array in given.items() if array is not None}
     inputs = [
         helper.make_tensor_value_info(
@@ -51,7 +65,7 @@ def run(op: str, given: Operands, results: tuple[type, ...], threads: int, **how
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
-    options.enable_cpu_mem_arena = False
+    options.enable_cpu_mem_arena = False  # so that a sanitizer sees where a result ends
     options.register_custom_ops_library(str(LIBRARY))
     found = ort.InferenceSession(model.SerializeToString(), options).run(None, there)
     return [np.asarray(each) for each in found]
@@ -99,23 +113,33 @@ def attended(given: Mapping[str, NDArray[Any]], scale: float, latent: int) -> ND
     return y
 
 
-def compiled(sources: Path, library: Path, *flags: str, level: str = "-O2") -> Path:
+def compiled(
+    sources: Path,
+    library: Path,
+    *flags: str,
+    level: str = "-O2",
+    compiler: str = "g++",
+    machine: str = "x86_64",
+) -> Path:
     """Compile the library from a copy of its sources, as setup.py does but for these flags."""
-    objects, (common, files) = [], setup_flags()
+    objects, (common, files) = [], setup_flags(machine)
     for name, own in files.items():
         objects.append(library.with_name(f"{name}.o"))
-        command = ["g++", *common, *own, *flags, level, "-c"]
+        command = [compiler, *common, *own, *flags, level, "-c"]
         subprocess.run([*command, sources / name, "-o", objects[-1]], check=True)
-    subprocess.run(["g++", "-shared", *flags, *objects, "-o", library], check=True)
+    whole = [] if flags else ["-Wl,--no-undefined"]  # it needs C++'s libraries alone
+    linked = [compiler, "-shared", *whole, *flags, *map(str, objects), "-o", str(library)]
+    subprocess.run(linked, check=True)
     return library
 
 
-def setup_flags() -> tuple[list[str], dict[str, list[str]]]:
-    """What setup.py compiles all files with, and each."""
+def setup_flags(machine: str = "x86_64") -> tuple[list[str], dict[str, list[str]]]:
+    """What setup.py compiles all files with on such a machine, and each."""
     text = (SOURCE.parents[2] / "setup.py").read_text()
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("setuptools.setup", lambda **_: None)
+        patch.setattr("platform.machine", lambda: machine)
         patch.chdir(SOURCE.parents[2])
         exec(compile(text, "setup.py", "exec"), names)
     return names["COMMON"], names["FLAGS"]

@@ -94,7 +94,9 @@ struct Kernels {
 
 extern const Kernels kPlain;
 #if defined(__x86_64__)
-extern const Kernels kAvx2, kAvx512;
+extern const Kernels kAvx2, kAvxVnni, kAvx512;
+#elif defined(__aarch64__)
+extern const Kernels kNeon;
 #endif
 
 }  // namespace mtp

@@ -1,4 +1,4 @@
-// 16 lanes in two registers of AVX2, with FMA and F16C.
+// 16 lanes in two registers of AVX2, with FMA and F16C; avxvnni.cpp adds AVX-VNNI's dot product.
 #pragma once
 #include <immintrin.h>
 
@@ -96,11 +96,23 @@ inline Floats load_halves(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
 }
 
+#ifdef __AVXVNNI__
+constexpr bool VNNI = true;  // weights stay unsigned in both widths
+#else
+constexpr bool VNNI = false;
+#endif
 template <int BITS>
 inline Ints first_sum(int32_t inputs) {
-  const __m256i c = _mm256_set1_epi32(BITS == 4 ? -8 * inputs : 0);
+  constexpr int zero = BITS == 4 || VNNI ? 1 << (BITS - 1) : 0;
+  const __m256i c = _mm256_set1_epi32(-zero * inputs);
   return {c, c};
 }
+#ifdef __AVXVNNI__
+template <int BITS>
+inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
+  return _mm256_dpbusd_avx_epi32(sum, w, x);
+}
+#else
 // A pair of products must fit 16 bits. With 4 bits it does, 15 * 127 * 2; with 8 bits it does
 // between -128 and 127, so the weight gives its sign to the input.
 template <int BITS>
@@ -113,6 +125,7 @@ inline __m256i dot4(__m256i sum, __m256i w, __m256i x) {
   __m256i pairs = _mm256_maddubs_epi16(w, x);
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+#endif
 template <int BITS>
 inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
   int32_t bits;

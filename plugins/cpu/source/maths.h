@@ -94,6 +94,8 @@ mtp::Best best(const float* x, int64_t count) {
   for (found.id = place; found.id + 1 < end && x[found.id] != found.top;) found.id++;
   for (int64_t i = place; i < end; i++)
     if (i != found.id && x[i] > found.second) found.second = x[i];
+  // Among zeros of either sign each set finds another one: they become +0.
+  found.top += 0.0f, found.second += 0.0f;
   Floats sums = same(0.0f), top = same(found.top), floor = same(-73.682724f);
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) sums = add(sums, exp(max(floor, sub(load(x + i), top))));

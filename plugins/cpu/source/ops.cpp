@@ -1,6 +1,10 @@
 // What onnxruntime is told: the operators, domain `mtpbuild`. They check their operands, cut the
 // work into tasks and leave the arithmetic to the kernels of the machine's instruction set.
 #include <cstdlib>
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 #include "latent_ops.h"
 #include "mixture_ops.h"
@@ -10,7 +14,8 @@ const void* const* ort::api = nullptr;
 
 namespace {
 
-// The instruction set of new sessions: the best, or what MTPBUILD_CPU_ISA names.
+// The instruction set of new sessions: the best, or what MTPBUILD_CPU_ISA names. The compiler's
+// __builtin_cpu_supports asks the system, too, whether it keeps such registers (XGETBV).
 const Kernels& chosen() {
   std::vector<const Kernels*> sets{&mtp::kPlain};
 #if defined(__x86_64__)
@@ -18,8 +23,13 @@ const Kernels& chosen() {
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
               __builtin_cpu_supports("f16c");
   if (avx2) sets.push_back(&mtp::kAvx2);
+  if (avx2 && __builtin_cpu_supports("avxvnni")) sets.push_back(&mtp::kAvxVnni);
   if (avx2 && __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512vnni"))
     sets.push_back(&mtp::kAvx512);
+#elif defined(__APPLE__) && defined(__aarch64__)
+  sets.push_back(&mtp::kNeon);  // each of its processors has the dot product
+#elif defined(__aarch64__)
+  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) sets.push_back(&mtp::kNeon);
 #endif
   const char* asked = std::getenv("MTPBUILD_CPU_ISA");
   if (!asked || !*asked) return *sets.back();

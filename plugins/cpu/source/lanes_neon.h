@@ -1,0 +1,129 @@
+// 16 lanes in four registers of NEON, with the dot product of ARMv8.2.
+#pragma once
+#include <arm_neon.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int WIDE = 1;
+constexpr int TILE_ROWS = 3;  // 12 sums in int32, 12 in fp32, 8 registers for a line's two halves
+constexpr int TILE_KEYS = 6;
+constexpr int FLOAT_ROWS = 6;
+constexpr int FLOAT_VECTORS = 1;
+constexpr int LONE_VECTORS = 4;
+
+struct Floats {
+  float32x4_t v[4];
+};
+struct Ints {
+  int32x4_t v[4];
+};
+struct Bytes {
+  uint8x16_t v[4];
+};
+
+template <class R = Floats, class F>
+inline R each(F&& four) {
+  return {four(0), four(1), four(2), four(3)};
+}
+
+inline Floats same(float x) {
+  return each([&](int) { return vdupq_n_f32(x); });
+}
+inline Floats load(const float* p) {
+  return each([&](int i) { return vld1q_f32(p + 4 * i); });
+}
+inline Floats load_some(const float* p, int64_t count) {
+  float lanes[16] = {};
+  std::memcpy(lanes, p, count * sizeof(float));
+  return load(lanes);
+}
+inline void store(float* p, Floats x) {
+  for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, x.v[i]);
+}
+inline Floats add(Floats x, Floats y) {
+  return each([&](int i) { return vaddq_f32(x.v[i], y.v[i]); });
+}
+inline Floats sub(Floats x, Floats y) {
+  return each([&](int i) { return vsubq_f32(x.v[i], y.v[i]); });
+}
+inline Floats mul(Floats x, Floats y) {
+  return each([&](int i) { return vmulq_f32(x.v[i], y.v[i]); });
+}
+inline Floats div(Floats x, Floats y) {
+  return each([&](int i) { return vdivq_f32(x.v[i], y.v[i]); });
+}
+inline Floats fma(Floats x, Floats y, Floats z) {
+  return each([&](int i) { return vfmaq_f32(z.v[i], x.v[i], y.v[i]); });
+}
+// Of what is no number, and of zeros, the second one is taken, as x86 does; FMAX would not.
+inline Floats max(Floats x, Floats y) {
+  return each([&](int i) { return vbslq_f32(vcgtq_f32(x.v[i], y.v[i]), x.v[i], y.v[i]); });
+}
+inline Floats min(Floats x, Floats y) {
+  return each([&](int i) { return vbslq_f32(vcltq_f32(x.v[i], y.v[i]), x.v[i], y.v[i]); });
+}
+inline Floats absolute(Floats x) {
+  return each([&](int i) { return vabsq_f32(x.v[i]); });
+}
+inline Floats where_less(Floats x, Floats y, Floats yes, Floats no) {
+  return each([&](int i) { return vbslq_f32(vcltq_f32(x.v[i], y.v[i]), yes.v[i], no.v[i]); });
+}
+inline float largest(Floats x) {
+  return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(x.v[0], x.v[1]), vmaxnmq_f32(x.v[2], x.v[3])));
+}
+
+inline Floats to_floats(Ints x) {
+  return each([&](int i) { return vcvtq_f32_s32(x.v[i]); });
+}
+inline Ints to_ints(Floats x) {  // no caller has numbers that an int32 can't hold
+  return each<Ints>([&](int i) { return vcvtnq_s32_f32(x.v[i]); });
+}
+inline Floats power_of_two(Ints x) {
+  return each([&](int i) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(x.v[i], vdupq_n_s32(127)), 23));
+  });
+}
+inline int32_t total(Ints x, Ints y) {
+  int32x4_t low = vaddq_s32(vaddq_s32(x.v[0], x.v[1]), vaddq_s32(x.v[2], x.v[3]));
+  int32x4_t high = vaddq_s32(vaddq_s32(y.v[0], y.v[1]), vaddq_s32(y.v[2], y.v[3]));
+  return vaddvq_s32(vaddq_s32(low, high));
+}
+inline void store_bytes(int8_t* p, Ints x) {  // the values are bytes already: nothing is cut off
+  int16x8_t low = vcombine_s16(vmovn_s32(x.v[0]), vmovn_s32(x.v[1]));
+  int16x8_t high = vcombine_s16(vmovn_s32(x.v[2]), vmovn_s32(x.v[3]));
+  vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+}
+
+inline Bytes load_bytes(const uint8_t* p) {
+  return each<Bytes>([&](int i) { return vld1q_u8(p + 16 * i); });
+}
+inline Bytes low_halves(Bytes x) {
+  return each<Bytes>([&](int i) { return vandq_u8(x.v[i], vdupq_n_u8(15)); });
+}
+inline Bytes high_halves(Bytes x) {
+  return each<Bytes>([&](int i) { return vshrq_n_u8(x.v[i], 4); });
+}
+inline Floats load_halves(const uint16_t* p) {
+  return each([&](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
+}
+
+// The dot product is one of signed bytes: 4 bits are such, 8 bits are made so.
+template <int BITS>
+inline Ints first_sum(int32_t inputs) {
+  return each<Ints>([&](int) { return vdupq_n_s32(BITS == 4 ? -8 * inputs : 0); });
+}
+template <int BITS>
+inline Ints dot4(Ints sum, Bytes w, const int8_t* four) {
+  int32_t bits;
+  std::memcpy(&bits, four, 4);
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(bits));
+  return each<Ints>([&](int i) {
+    uint8x16_t own = BITS == 8 ? veorq_u8(w.v[i], vdupq_n_u8(128)) : w.v[i];
+    return vdotq_s32(sum.v[i], vreinterpretq_s8_u8(own), x);
+  });
+}
+
+}  // namespace

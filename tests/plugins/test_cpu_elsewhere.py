@@ -1,0 +1,164 @@
+"""The CPU's kernels on processors that are not here, which qemu plays: equal to the bit.
+
+What the other tests of operators asked onnxruntime, and the operators of an engine that runs, is
+asked again of the library for that processor.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from mtpbuild.builder.build import build
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.weights.scheme import build_scheme
+from tests.support.cpu_host import RECORD, Case, differences, recorded, replay
+from tests.support.cpu_kernels import HOST, LIBRARY, SANITIZED, SOURCE, compiled
+from tests.support.cpu_nodes import calls
+from tests.support.isas import isas
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(LIBRARY is None, reason="there was no C++ compiler to build it"),
+    pytest.mark.skipif(SANITIZED is not None, reason="it runs the library outside onnxruntime"),
+    pytest.mark.xdist_group("cpu_elsewhere"),
+]
+ROOT = SOURCE.parents[2]
+ARM = "aarch64-linux-gnu-g++"
+Command = list[str | Path]
+
+
+@dataclass
+class Machine:
+    """How cases run on a processor that qemu plays."""
+
+    qemu: list[str]
+    host: Path
+    library: Path
+
+    def command(self, *flags: str) -> Command:
+        return [*self.qemu, *flags, self.host, self.library]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+def host(folder: Path, compiler: str) -> Path:
+    path = folder / f"host-{compiler}"
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    command = [compiler, "-std=c++17", "-O2", *warnings, f"-I{SOURCE}", "-o", str(path)]
+    subprocess.run([*command, str(HOST), "-ldl"], check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def own(place: Path) -> Command:
+    needs("g++")
+    return [host(place, "g++"), str(LIBRARY)]
+
+
+def needs(*tools: str) -> None:
+    for tool in tools:
+        if shutil.which(tool) is None:
+            pytest.skip(
+                f"{tool} is not installed: apt-get install g++-aarch64-linux-gnu qemu-user-static"
+            )
+
+
+@pytest.fixture(scope="module")
+def arm(place: Path) -> Machine:
+    needs(ARM, "qemu-aarch64-static")
+    library = compiled(SOURCE, place / "arm.so", compiler=ARM, machine="aarch64")
+    return Machine(
+        ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"], host(place, ARM), library
+    )
+
+
+@pytest.fixture(scope="module")
+def cases(place: Path) -> list[Case]:
+    """All that the other tests of operators ask."""
+    tests = sorted(set(Path(__file__).parent.glob("test_cpu_*.py")) - {Path(__file__)})
+    command = [sys.executable, "-m", "pytest", "-xsq", "-p", "no:cacheprovider", "-m", "not full"]
+    environment = os.environ | {RECORD: str(place / "cases")}
+    done = subprocess.run(
+        [*command, *tests], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = recorded(place / "cases")
+    registered = set(re.findall(r"declared<(\w+)", (SOURCE / "ops.cpp").read_text()))
+    assert len({case.op for case in found}) >= len(registered)  # Circle is two operators
+    return found
+
+
+def test_the_host(own: Command, cases: list[Case]) -> None:
+    """It runs operators as onnxruntime does, on each instruction set."""
+    for isa in isas():
+        found = replay(own, cases, isa)
+        good = [not isinstance(case.outcome, str) for case in cases]
+        assert good == [not isinstance(outcome, str) for outcome in found]
+        wanted = [
+            outcome if isinstance(outcome, str) else case.outcome
+            for case, outcome in zip(cases, found, strict=True)
+        ]
+        assert not differences(cases, found, wanted)
+
+
+@pytest.mark.parametrize("isa", ["plain", "neon"])
+def test_operators_on_arm(own: Command, arm: Machine, cases: list[Case], isa: str) -> None:
+    assert not differences(cases, replay(arm.command(), cases, isa), replay(own, cases))
+
+
+def test_an_arm_without_the_dot_product(arm: Machine, cases: list[Case]) -> None:
+    some = cases[:1]
+    old = arm.command("-cpu", "cortex-a53")
+    assert replay(old, some, "neon") == ["MTPBUILD_CPU_ISA is neon; this machine has plain"]
+    assert not differences(some, replay(old, some), replay(arm.command(), some))
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8", "int4"])
+def test_deepseek_tiny_on_arm(
+    weights: str, arm: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node of ours of its prompt and its steps, as onnxruntime ran it here."""
+    scheme = None if weights == "float32" else build_scheme(weights)
+    request = BuildRequest(
+        "deepseek-tiny", nextn=(3,), max_seq_len=256, prefill_chunk=16, scheme=scheme
+    )
+    [built] = build(replace(request, out=tmp_path / "engine"))
+    with monkeypatch.context() as patch:
+        heard = calls(built.folder, [*range(5, 40)], 12, patch, runs=3)
+    assert {"LatentRows", "LatentAttention", "Route", "LogSoftmax"} < {case.op for case in heard}
+    for isa in ("plain", "neon"):
+        outcomes = replay(arm.command(), heard, isa)
+        assert not differences(heard, outcomes, [case.outcome for case in heard])
+
+
+@pytest.mark.parametrize(
+    ("processor", "sets"),
+    [
+        ("max", "plain, avx2"),
+        ("max,-avx2", "plain"),
+        ("max,-fma", "plain"),
+        ("max,-xsave", "plain"),  # the system keeps no more than SSE's registers
+    ],
+)
+def test_other_processors_of_this_kind(
+    processor: str, sets: str, own: Command, cases: list[Case]
+) -> None:
+    """A set of instructions is chosen where processor and system have it."""
+    needs("qemu-x86_64-static")
+    if platform.machine() != "x86_64":
+        pytest.skip("this machine is no x86-64")
+    qemu = ["qemu-x86_64-static", "-cpu", processor, *own]
+    some = [case for case in cases if case.op == "Product"][:5]
+    [said, *_] = replay(qemu, some, "neon")
+    assert said == f"MTPBUILD_CPU_ISA is neon; this machine has {sets}"
+    assert not differences(some, replay(qemu, some), replay(own, some))
