@@ -10,8 +10,8 @@ from mtpbuild.builder.build import build
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.weights.scheme import build_scheme
 from mtpbuild.runtime.programs import onnxruntime as programs
-from tests.builder.test_exact_engine import said, same, save
 from tests.support.cpu_kernels import LIBRARY, SOURCE, compiled
+from tests.support.exact_engines import said, same, save
 
 pytestmark = [
     pytest.mark.full,
@@ -55,19 +55,22 @@ BUGS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
+def planted(sources: Path, bug: str | None) -> Path:
+    """Copy the kernels' sources, with a bug."""
+    shutil.copytree(SOURCE, sources)
+    file, changes = ("ops.cpp", {}) if bug is None else BUGS[bug]
+    text = (sources / file).read_text()
+    for right, wrong in changes.items():
+        assert text.count(right) == 1, right
+        text = text.replace(right, wrong)
+    (sources / file).write_text(text)
+    return sources
+
+
 @pytest.mark.parametrize("bug", [None, *BUGS])
 def test_planted_bugs(bug: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled without one the texts are equal to the bit; with each of them they are not."""
-    sources = tmp_path / "source"
-    shutil.copytree(SOURCE, sources)
-    if bug is not None:
-        file, changes = BUGS[bug]
-        text = (sources / file).read_text()
-        for right, wrong in changes.items():
-            assert text.count(right) == 1, right
-            text = text.replace(right, wrong)
-        (sources / file).write_text(text)
-    library = compiled(sources, tmp_path / "planted.so")
+    library = compiled(planted(tmp_path / "source", bug), tmp_path / "planted.so")
     monkeypatch.setattr(programs, "library_for", lambda *_: library)
     folder, scheme = save(tmp_path / "model", "few"), build_scheme("int4")
     whole = BuildRequest(str(folder), max_seq_len=160, scheme=scheme, nextn=(0,))

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,15 +18,12 @@ from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.cpu_library import LAYOUT, find_library
 from mtpbuild.runtime.errors import BuildError, EngineError, MissingDependencyError, UsageError
 from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
-from tests.support.families import make_family, save_family
+from tests.support.exact_engines import said, same, save
 from tests.support.isas import isas
 
 needs_library = pytest.mark.skipif(
     find_library() is None, reason="there was no C++ compiler to build it"
 )
-DEEPSEEK = {"few": QUANTIZABLE, "many": QUANTIZABLE | {"n_routed_experts": 24}}
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-FAMILIES = {"glm-4.6": SIZES | {"moe_intermediate_size": 32}, "mimo": SIZES}
 KINDS: list[Any] = [
     ("many", "float32"),
     ("few", "int4"),
@@ -38,16 +34,7 @@ KINDS: list[Any] = [
     pytest.param(("mimo", "float32"), marks=pytest.mark.full),
     pytest.param(("mimo", "int4"), marks=pytest.mark.full),
 ]
-LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
 TEXTS = 44  # 20,000 tokens of three kinds of engines, played in three ways
-Said = list[tuple[list[int], list[float]]]
-
-
-def save(folder: Path, name: str) -> Path:
-    if name in DEEPSEEK:
-        return save_checkpoint(folder, make_predictable(**DEEPSEEK[name]), **DEEPSEEK[name])
-    sizes = FAMILIES[name]
-    return save_family(folder, name, make_family(name, **sizes), **sizes)
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
@@ -63,36 +50,6 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         replace(whole, nextn=(1,), prefill_chunk=5, max_batch=3, out=place / "many"),
     )
     return [built.folder for each in requests for built in build(each)]
-
-
-def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, 61, LENGTHS[i % len(LENGTHS)]).tolist() for i in range(count)]
-    params = [
-        SamplingParams(
-            max_tokens=30 + i, ignore_eos=True, temperature=0.9 * (i % 2), seed=i, logprobs=1
-        )
-        for i in range(count)
-    ]
-    return prompts, params
-
-
-def said(engine: Path, count: int, at_once: bool, threads: int = 1) -> Said:
-    """Tokens and log-probabilities of each request."""
-    prompts, params = requests(count)
-    with Engine.load(engine, threads=threads) as loaded:
-        if at_once:
-            results = loaded.generate(prompts, params)
-        else:
-            results = [loaded.generate(*each) for each in zip(prompts, params, strict=True)]
-    return [
-        (list(result.token_ids), [token.logprob for token in result.logprobs or ()])
-        for result in results
-    ]
-
-
-def same(one: Said, other: Said) -> bool:
-    return all(a == b for a, b in zip(one, other, strict=True))
 
 
 @needs_library

@@ -1,0 +1,52 @@
+"""Engines with our kernels, and what they say."""
+
+from pathlib import Path
+
+import numpy as np
+
+from mtpbuild.runtime import Engine, SamplingParams
+from tests.support.checkpoints import QUANTIZABLE, make_predictable, save_checkpoint
+from tests.support.families import make_family, save_family
+
+DEEPSEEK = {"few": QUANTIZABLE, "many": QUANTIZABLE | {"n_routed_experts": 24}}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+FAMILIES = {"glm-4.6": SIZES | {"moe_intermediate_size": 32}, "mimo": SIZES}
+LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
+Said = list[tuple[list[int], list[float]]]
+
+
+def save(folder: Path, name: str) -> Path:
+    if name in DEEPSEEK:
+        return save_checkpoint(folder, make_predictable(**DEEPSEEK[name]), **DEEPSEEK[name])
+    sizes = FAMILIES[name]
+    return save_family(folder, name, make_family(name, **sizes), **sizes)
+
+
+def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(2, 61, LENGTHS[i % len(LENGTHS)]).tolist() for i in range(count)]
+    params = [
+        SamplingParams(
+            max_tokens=30 + i, ignore_eos=True, temperature=0.9 * (i % 2), seed=i, logprobs=1
+        )
+        for i in range(count)
+    ]
+    return prompts, params
+
+
+def said(engine: Path, count: int, at_once: bool, threads: int = 1) -> Said:
+    """Tokens and log-probabilities of each request."""
+    prompts, params = requests(count)
+    with Engine.load(engine, threads=threads) as loaded:
+        if at_once:
+            results = loaded.generate(prompts, params)
+        else:
+            results = [loaded.generate(*each) for each in zip(prompts, params, strict=True)]
+    return [
+        (list(result.token_ids), [token.logprob for token in result.logprobs or ()])
+        for result in results
+    ]
+
+
+def same(one: Said, other: Said) -> bool:
+    return all(a == b for a, b in zip(one, other, strict=True))
