@@ -51,6 +51,17 @@ def choice(*names: str) -> Check:
     return read
 
 
+def text(most: int) -> Check:
+    """Checks a text of 1 to so many characters."""
+
+    def read(value: object) -> str:
+        if not isinstance(value, str) or not 1 <= len(value) <= most:
+            raise ValueError(f"must be a text of 1 to {most} characters")
+        return value
+
+    return read
+
+
 def list_of(kind: type, most: float = math.inf) -> Check:
     """Makes a tuple of at most so many values of a type; a single text is a list of one."""
 

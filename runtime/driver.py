@@ -51,10 +51,11 @@ class Driver:
                 self._loop.scheduler.end_cancelled()
 
     def between_steps(self, act: Callable[[], None]) -> None:
-        """Call `act` while no thread steps the loop."""
+        """Call `act` while no thread steps the loop, unless it is closed."""
         with self._turn:
             self._turn.wait_for(lambda: not self._stepping)
-            act()
+            if not self._closed:
+                act()
 
     def step_until(self, done: Callable[[], bool]) -> None:
         """Step the loop, or sleep while another thread does, until `done()`.
@@ -85,7 +86,7 @@ class Driver:
                 return
             self._closed = True  # nobody starts another step
             self._turn.wait_for(lambda: not self._stepping)
-            self._loop.fail(EngineError("the engine was closed"))
+            self._loop.close(EngineError("the engine was closed"))
             if Feature.SHARE in self._loop.programs.features:
                 cast(Shared, self._loop.programs).close()
             del self._loop.programs
@@ -99,6 +100,7 @@ class Driver:
 
         while not self._closed:
             self.step_until(idle)
+            self.between_steps(self._loop.release)
             with self._turn:
                 self._turn.wait_for(lambda: self._closed or not idle())
 

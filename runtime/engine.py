@@ -19,6 +19,7 @@ from mtpbuild.runtime.errors import EngineError, EngineFileError, MtpbuildError,
 from mtpbuild.runtime.grammar import Grammars
 from mtpbuild.runtime.group.start import own_folders
 from mtpbuild.runtime.loop import Loop
+from mtpbuild.runtime.prefix_pool import PrefixPool, make_pool
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.reasoning import BEGIN, END, ThinkingSplitter, opens_thought
 from mtpbuild.runtime.request import ChatResult, Chunk, Observer, Request, Result
@@ -43,11 +44,12 @@ class Engine:
         *,
         overlap: bool = True,
         prefix_cache: bool = False,
+        pool: PrefixPool | None = None,
     ) -> None:
         self.manifest = manifest
         self.tokenizer = tokenizer
         self._grammars = Grammars(manifest, tokenizer, programs.features)
-        self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache)
+        self._loop = Loop(programs, manifest, overlap=overlap, prefix_cache=prefix_cache, pool=pool)
         self._driver = Driver(self._loop)
 
     @classmethod
@@ -59,6 +61,7 @@ class Engine:
         verify_hashes: bool = False,
         overlap: bool = True,
         prefix_cache: bool = False,
+        prefix_cache_bytes: int | None = None,
         warm: Sequence[SamplingParams] = (),
         **options: Any,
     ) -> Self:
@@ -67,8 +70,10 @@ class Engine:
         threads: how many the target uses; None lets it choose. verify_hashes: check all bytes,
         whatever the size. overlap: where the target can, launch a step before the last one's tokens
         are read; False is for measuring. prefix_cache: a prompt that begins as one before it is
-        filled in from where they differ, if the target can; tokens stay the same but for near-ties,
-        and the time to the first token depends on what came before. warm: settings of requests to
+        filled in from where they differ, if the target can; tokens stay the same (but for near-ties
+        if it is not exact), and the time to the first token depends on what came before.
+        prefix_cache_bytes: of memory for what ended requests leave, beyond the slots; None: an
+        eighth of what is free. warm: settings of requests to
         come, whose programs are loaded and run once now; nothing counts these runs. options: those
         of the engine's target, such as provider="cuda" (target onnxruntime) or no_cuda_graphs=True
         (target inductor: slower, and easier to debug); docs/targets.md lists them.
@@ -77,6 +82,8 @@ class Engine:
         """
         if threads is not None and threads < 1:
             raise RequestError(f"threads must be a number from 1, not {threads}")
+        if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
+            raise RequestError(f"prefix_cache_bytes must be from 0, not {prefix_cache_bytes}")
         folder = Path(path)
         manifest = read_manifest(folder)
         try:
@@ -86,7 +93,10 @@ class Engine:
             programs = load_programs(folder, manifest, threads=threads, **options)
             warm_up(programs, manifest, warm)
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
-            return cls(programs, manifest, tokenizer, overlap=overlap, prefix_cache=prefix_cache)
+            pool = make_pool(programs, manifest, prefix_cache_bytes) if prefix_cache else None
+            return cls(
+                programs, manifest, tokenizer, overlap=overlap, prefix_cache=prefix_cache, pool=pool
+            )
         except OSError as error:
             raise EngineFileError(f"{folder}: can't be read ({error})") from None
         except MtpbuildError:
@@ -228,6 +238,7 @@ class Engine:
         running = sum(not request.cancelled for request in admitted)
         rows = build.slots * build.max_seq_len
         acceptance, prefixes = self._loop.acceptance, self._loop.prefixes
+        pool = prefixes.pool
         return EngineStats(
             requests_running=running,
             requests_waiting=len(self._loop.scheduler.waiting),
@@ -235,8 +246,10 @@ class Engine:
             prompt_tokens=self._loop.prompt_tokens,
             output_tokens=acceptance.steps + acceptance.accepted,
             speculative_decoding=acceptance.report(),
-            prefix_queries=prefixes.queries if prefixes else 0,
-            prefix_hits=prefixes.hits if prefixes else 0,
+            prefix_queries=prefixes.queries,
+            prefix_hits=prefixes.hits,
+            prefix_bytes=pool.used if pool else 0,
+            prefix_limit=pool.limit if pool else 0,
             num_drafts=acceptance.drafts,
             cache_usage=sum(request.length for request in admitted) / rows,
             step_tokens=dict(self._loop.step_tokens),

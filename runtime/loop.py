@@ -12,7 +12,6 @@ from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import (
     Constraining,
     Ints,
-    Keeping,
     Programs,
     Scores,
     Scoring,
@@ -20,7 +19,8 @@ from mtpbuild.runtime.contract.programs import (
 )
 from mtpbuild.runtime.errors import EngineError, NotFiniteError, RequestError
 from mtpbuild.runtime.pace import Land, OverlappingPace, Pace, Running
-from mtpbuild.runtime.prefixes import Prefixes
+from mtpbuild.runtime.prefix_cache import PrefixCache
+from mtpbuild.runtime.prefix_pool import PrefixPool
 from mtpbuild.runtime.request import Request, TokenLogprobs
 from mtpbuild.runtime.scheduler import Filling, Scheduler
 from mtpbuild.runtime.stats import Acceptance, AcceptanceWatch
@@ -49,13 +49,12 @@ class Loop:
         *,
         overlap: bool = True,
         prefix_cache: bool = False,
+        pool: PrefixPool | None = None,
     ) -> None:
         build = manifest.build
         self.programs = programs
         self.scheduler = Scheduler(build.slots, build.ranks.serving)
-        self.prefixes: Prefixes | None = None
-        if prefix_cache and Feature.KEEP in programs.features:
-            self.prefixes = Prefixes(programs.lookahead, spare=build.prefill_chunk)
+        self.prefixes = PrefixCache(programs, manifest, slots=prefix_cache, pool=pool)
         self.acceptance = Acceptance(build.nextn)
         self.requests = self.prompt_tokens = 0
         self.step_tokens: Counter[int] = Counter()  # tokens of a step, prompts' too -> steps
@@ -69,7 +68,7 @@ class Loop:
 
     def step(self) -> None:
         """A chunk of a prompt, if one waits, and a decode step of all requests that run."""
-        self._release()
+        self.release()
         self._close_gaps()
         for filling in self.scheduler.turns():
             self._fill(filling)
@@ -88,26 +87,30 @@ class Loop:
 
     def forget(self) -> None:
         """Forget the rows of all slots that nobody runs in."""
-        self._release()
-        self._forget_kept()
+        self.release()
+        self.prefixes.forget()
+
+    def close(self, error: EngineError) -> None:
+        """Keep what requests have left, and end all others with an error."""
+        if self._flight is None:
+            self.release()
+        self.fail(error)
+        self.prefixes.close()
 
     def fail(self, error: EngineError) -> None:
         """End all requests with an error; a step in flight is forgotten."""
         self._flight = None
-        self._forget_kept()
+        self.prefixes.forget_slots()
         self.scheduler.fail(error)
 
-    def _forget_kept(self) -> None:
-        if self.prefixes:
-            self.prefixes.clear()
-
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Free the slots of requests that have ended; what they leave is kept."""
         for slot, request, rows in self.scheduler.release():
             if isinstance(request.error, NotFiniteError):
                 self.programs.clear(slot)
-                self._forget_kept()  # it may have begun with theirs
-            elif self.prefixes:
-                self.prefixes.keep(slot, (request.prompt + request.token_ids)[:rows])
+                self.prefixes.forget()  # it may have begun with theirs
+            else:
+                self.prefixes.release(slot, request, rows)
 
     def _launch(self, running: Running, last: Flight | None) -> Flight:
         """Begin a step. `last` is the step before it, if its tokens are still unknown."""
@@ -157,9 +160,9 @@ class Loop:
         """
         request, slot = filling.request, filling.slot
         if request.started is None:
-            self._place(filling)
+            self._start(filling)
         if not filling.done:
-            end = min(filling.at + self._chunk, filling.end)
+            end = self.prefixes.end_of_chunk(filling, self._chunk)
             tokens = self._tokens(request.prompt, filling.at, end)
             if (count := request.params.prompt_logprobs) is None:
                 self.programs.prefill(slot, filling.at, tokens)
@@ -173,6 +176,7 @@ class Loop:
                 request.prompt_logprobs += _scored(scores, following, count)
             self._tokens_now += end - filling.at
             filling.at = end
+            self.prefixes.filled(filling)
         if filling.done and not request.wants_tokens:
             request.end("length")
             self.scheduler.drop(filling)
@@ -186,39 +190,16 @@ class Loop:
         tokens = prompt[start : end + ahead]
         return np.array(tokens + [0] * (end - start + ahead - len(tokens)), np.int64)
 
-    def _place(self, filling: Filling) -> None:
-        """The request has got a slot: make the rows that other slots have of its prompt its own."""
-        request, slot = filling.request, filling.slot
-        request.start()
+    def _start(self, filling: Filling) -> None:
+        """The request has got a slot, where all begins that is known of its prompt."""
+        filling.request.start()
         self.requests += 1
-        self.prompt_tokens += len(request.prompt)
-        if self.prefixes is None:
-            return
-        programs = cast(Keeping, self.programs)
-        held = ((s, tokens) for s, tokens in self.scheduler.held() if s != slot)
-        # All of a prompt that is scored is filled in.
-        sought = request.prompt if request.params.prompt_logprobs is None else []
-        free = sorted([slot, *self.scheduler.free(0)])
-        placement = self.prefixes.place(sought, slot, free, held)
-        if placement.saved_to >= 0:
-            rows = self.prefixes.save(slot, placement.saved_to)
-            programs.copy(slot, placement.saved_to, rows)
-        if placement.taken and placement.source != slot:
-            programs.swap(placement.source, slot)
-            self.prefixes.exchange(placement.source, slot)
-        elif placement.source >= 0 and not placement.taken:
-            programs.copy(placement.source, slot, placement.common)
-        self.prefixes.drop(slot)
-        filling.at = request.cached_tokens = placement.common
+        self.prompt_tokens += len(filling.request.prompt)
+        self.prefixes.place(filling, self.scheduler)
 
     def _close_gaps(self) -> None:
         for source, target in self.scheduler.close_gaps():
-            if self.prefixes and self.prefixes.holds(target):
-                cast(Keeping, self.programs).swap(source, target)
-            else:
-                self.programs.move(source, target)
-            if self.prefixes:
-                self.prefixes.exchange(source, target)
+            self.prefixes.move(source, target)
 
 
 def _not_finite(where: str) -> NotFiniteError:

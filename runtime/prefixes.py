@@ -9,6 +9,7 @@ class KeptRows:
     """The rows of a slot that no request runs in: row p belongs to token p of `tokens`."""
 
     tokens: Sequence[int] = ()
+    salt: str = ""  # of the request whose rows they are
     used: int = 0  # when, on a clock that ticks with each request
 
 
@@ -37,15 +38,13 @@ class Prefixes:
 
     lookahead: int
     spare: int = 0
-    queries: int = 0  # tokens of all prompts that were looked up
-    hits: int = 0  # of them, those whose rows were there
     _rows: dict[int, KeptRows] = field(default_factory=dict)
     _clock: int = 0
 
-    def keep(self, slot: int, tokens: Sequence[int]) -> None:
+    def keep(self, slot: int, tokens: Sequence[int], salt: str = "") -> None:
         """The slot is free; its first rows are those of these tokens."""
         self._clock += 1
-        self._rows[slot] = KeptRows(tokens, self._clock)
+        self._rows[slot] = KeptRows(tokens, salt, self._clock)
 
     def holds(self, slot: int) -> bool:
         return slot in self._rows
@@ -73,20 +72,22 @@ class Prefixes:
         slot: int,
         free: Sequence[int],
         taken: Iterable[tuple[int, Sequence[int]]],
+        salt: str = "",
+        least: int = 1,
     ) -> Placement:
         """Says where a prompt that will run in `slot` finds its first rows.
 
         free: slots that nobody has, `slot` among them. taken: the others, and the tokens of their
-        rows. Kept rows that the prompt goes on from are taken, but for a few; of others, and of
-        those that are in use, a copy is made, over the free rows that were used longest ago.
+        rows. salt: of the request; rows of another one don't count. least: fewer rows are not worth
+        it. Kept rows that the prompt goes on from are taken, but for a few; of others, and of those
+        that are in use, a copy is made, over the free rows that were used longest ago.
         """
-        held = [(s, self._rows[s].tokens) for s in free if s in self._rows]
+        own = {s: self._rows[s] for s in free if s in self._rows and self._rows[s].salt == salt}
+        held = [(s, kept.tokens) for s, kept in own.items()]
         found = [(common(prompt[:-1], tokens), s) for s, tokens in (*held, *taken)]
         most, source = max(found, default=(0, -1))
         most = max(0, most - self.lookahead)
-        self.queries += len(prompt)
-        self.hits += most
-        if most == 0:
+        if most < least:
             return Placement(self._oldest(slot, free))
         kept = self._rows[source] if source in free else KeptRows()
         if source in free and len(kept.tokens) - most <= self.lookahead + self.spare:

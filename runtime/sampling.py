@@ -17,12 +17,14 @@ from mtpbuild.runtime.checks import (
     parse_object,
     rates,
     switch,
+    text,
     whole_number,
 )
 from mtpbuild.runtime.contract.rules import all_rules, find_rule, names
 from mtpbuild.runtime.contract.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
+    MAX_SALT,
     MAX_STOPS,
     Setting,
     Wishes,
@@ -83,6 +85,8 @@ class SamplingParams(Wishes):
     them); `prompt_logprobs` N does so for the prompt's tokens behind the first, where the engine
     was built with `--score`, and then `max_tokens` may be 0. A special token adds nothing to the
     text, unless it is one of `shown_tokens`: then its name is text.
+
+    Of earlier prompts' rows a request finds those alone that were left with the same `cache_salt`.
 
     `structured_outputs` holds the answer to a form. If the prompt has opened a thought, the form
     begins at the thought's end.
@@ -151,6 +155,7 @@ class SamplingParams(Wishes):
     structured_outputs: Annotated[
         StructuredOutputs | None, private(instance_of(StructuredOutputs))
     ] = None
+    cache_salt: Annotated[str | None, Setting(text(MAX_SALT))] = None
     shown_tokens: Annotated[Sequence[int], private(list_of(int))] = ()
 
     def __post_init__(self) -> None:

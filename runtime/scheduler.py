@@ -130,11 +130,13 @@ class Scheduler:
         """The slots of a rank that nobody has."""
         return [slot for slot in self._ranks[rank] if self.slots[slot] is None]
 
-    def held(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the slots that somebody has, and the tokens of their rows."""
+    def held(self, salt: str, *, besides: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield the other slots that requests of a salt have, and the tokens of their rows."""
         filled = {f.slot: f.at for f in self._filling if f}
         for slot, request in enumerate(self.slots):
-            if request is not None:
+            if request is None or slot == besides:
+                continue
+            if (request.params.cache_salt or "") == salt:
                 rows = filled.get(slot, request.length)
                 yield slot, (request.prompt + request.token_ids)[:rows]
 

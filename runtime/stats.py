@@ -64,6 +64,8 @@ class EngineStats:
     speculative_decoding: SpeculativeDecoding
     prefix_queries: int = 0  # tokens of prompts whose beginning was looked for
     prefix_hits: int = 0  # of those, the ones that were there
+    prefix_bytes: int = 0  # of memory that rows of ended requests have beside the slots
+    prefix_limit: int = 0  # of memory that they may have
     num_drafts: int = 0  # times that a request's drafts were judged
     cache_usage: float = 0.0  # of the cache rows of all slots, the share that requests have
     # How many steps filled in and emitted so many tokens: tokens -> steps.

@@ -101,7 +101,8 @@ BUILT_IN = (
         LoadOptions=OnnxLoadOptions,
         features=dict.fromkeys(
             (Feature.KEEP, Feature.ADAPT, Feature.CONSTRAIN, Feature.PENALISE, Feature.SCORE), ""
-        ),
+        )
+        | {Feature.POOL: "on a CPU"},
     ),
     TargetRecord(
         name="inductor",
@@ -112,6 +113,7 @@ BUILT_IN = (
         build_flags=_inductor_flags,
         features={
             Feature.KEEP: "",
+            Feature.POOL: "on a CPU",
             Feature.OVERLAP: "on a GPU",
             Feature.CONSTRAIN: "on a CPU with one rank",
             Feature.PENALISE: "on a CPU",

@@ -7,6 +7,7 @@ class Feature(StrEnum):
     """One feature. Programs that declare it have the methods of the protocol that is named here."""
 
     KEEP = "keep"  # slots keep what they hold for later prompts: `Keeping`
+    POOL = "pool"  # copies of what slots hold are kept beside them: `Pooling`
     OVERLAP = "overlap"  # a step is launched before the last one's tokens are read: `Overlapping`
     ADAPT = "adapt"  # steps may draft fewer tokens than there are places for: `Adaptive`
     CONSTRAIN = "constrain"  # a grammar decides what steps may emit: `Constraining`

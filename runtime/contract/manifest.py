@@ -199,6 +199,12 @@ class Manifest(_Record):
         }
         return frozenset(feature for feature, there in has.items() if there)
 
+    @property
+    def pools(self) -> bool:
+        """Whether a prompt can begin with copies of an earlier one's rows and recurrent states."""
+        known = all(s.kept or s.role == "recurrent" for s in self.state)
+        return self.build.ranks.serving == 1 and known
+
     def to_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
 

@@ -1,8 +1,8 @@
 """The protocol that the loop asks of a target: fill a slot's caches, start it, step all slots."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Words = NDArray[np.int32]
+Piece: TypeAlias = tuple[int, int, int]  # a number under which rows are kept, the first, how many
 
 PREFILL = "prefill"  # the program of a prompt's chunk
 SCORE = "score"  # the same, with the log-probabilities of the tokens behind
@@ -159,6 +160,39 @@ class Keeping(Programs, Protocol):
 
     def swap(self, source: int, target: int) -> None:
         """Do what `move` does, and give slot `source` the cache rows that `target` had."""
+
+
+class Pooling(Programs, Protocol):
+    """Programs that keep copies of rows and recurrent states beside their slots, by number.
+
+    A prompt may be filled in from any position whose rows, and states if there are any, its slot
+    has been given, less what its drafter carries besides.
+    """
+
+    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
+        """Keep a copy of rows start .. stop - 1 of a slot under a number that is free."""
+
+    def save_states(self, number: int, slot: int) -> None:
+        """Keep a copy of a slot's recurrent states."""
+
+    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
+        """Make the first rows of a slot that nobody runs in those of all pieces, in order."""
+
+    def load_states(self, slot: int, number: int) -> None:
+        """Make a slot's recurrent states those that are kept under a number."""
+
+    def discard(self, number: int) -> None:
+        """Forget what is kept under a number."""
+
+    def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
+        """Show what is kept under a number: rows [rows, width] or states by their names.
+
+        Programs that other processes run too need not have this, nor `adopt`.
+        """
+        ...
+
+    def adopt(self, number: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Keep arrays under a number that is free, as `saved` shows them; nobody writes to them."""
 
 
 class Shared(Programs, Protocol):

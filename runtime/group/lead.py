@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files
-from mtpbuild.runtime.contract.programs import Bools, Ints, Programs, StepOutput
+from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, Programs, StepOutput
 from mtpbuild.runtime.errors import EngineError, UsageError
 from mtpbuild.runtime.group.channel import Channel
 from mtpbuild.runtime.group.start import own_folders, own_rank
@@ -50,7 +50,8 @@ class LeadingPrograms:
 
     def __init__(self, own: Programs, channel: Channel) -> None:
         self.lookahead = own.lookahead
-        self.features = own.features & {Feature.KEEP, Feature.OVERLAP} | {Feature.SHARE}
+        known = {Feature.KEEP, Feature.POOL, Feature.OVERLAP}
+        self.features = own.features & known | {Feature.SHARE}
         self._channel, self._calls = channel, Calls(own, channel)
         self._numbers = itertools.count()
         channel.ready()
@@ -77,6 +78,21 @@ class LeadingPrograms:
 
     def swap(self, source: int, target: int) -> None:
         self._call("swap", source, target)
+
+    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
+        self._call("save_rows", number, slot, start, stop)
+
+    def save_states(self, number: int, slot: int) -> None:
+        self._call("save_states", number, slot)
+
+    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
+        self._call("load_rows", slot, pieces)
+
+    def load_states(self, slot: int, number: int) -> None:
+        self._call("load_states", slot, number)
+
+    def discard(self, number: int) -> None:
+        self._call("discard", number)
 
     def step(self, active: Bools, rows: int) -> StepOutput:
         output: StepOutput = self._call("step", active, rows)

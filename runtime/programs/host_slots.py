@@ -2,13 +2,14 @@
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mtpbuild.runtime.contract.controls import ALLOWED
+from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import (
     PREFILL,
@@ -16,6 +17,7 @@ from mtpbuild.runtime.contract.programs import (
     Bools,
     Constraint,
     Ints,
+    Piece,
     Scores,
     host_type,
 )
@@ -49,6 +51,10 @@ class HostSlots(Slots):
 
     def __init__(self, manifest: Manifest, caches: "PackedCaches", copies: int = 1) -> None:
         super().__init__(manifest, HostMemory(), caches, copies)
+        if manifest.pools and caches.device == "cpu":
+            self.features |= {Feature.POOL}
+        self._recurrent = [s.name for s in manifest.state if s.role == "recurrent"]
+        self._saved: dict[int, Mapping[str, NDArray[Any]]] = {}
         self._outputs = {
             name: self._zeros(own_outputs(program))
             for name, program in manifest.programs.items()
@@ -79,6 +85,31 @@ class HostSlots(Slots):
         asked = {"following": following[None]}
         found = self._run_chunk(SCORE, slot, self._prompt_inputs(start, tokens) | asked)
         return Scores(**{name: array[0] for name, array in found.items()})
+
+    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
+        self._saved[number] = self._caches.rows_of(slot, start, stop)
+
+    def save_states(self, number: int, slot: int) -> None:
+        carries = self._carries[self._now]
+        self._saved[number] = {name: carries[name][slot].copy() for name in self._recurrent}
+
+    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
+        found = [(self._saved[number], first, count) for number, first, count in pieces]
+        self._caches.fill(slot, found)
+
+    def load_states(self, slot: int, number: int) -> None:
+        for carries in self._carries:
+            for name, array in self._saved[number].items():
+                carries[name][slot] = array
+
+    def discard(self, number: int) -> None:
+        self._saved.pop(number, None)  # its file may never have been read
+
+    def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
+        return self._saved[number]
+
+    def adopt(self, number: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self._saved[number] = arrays
 
     def _run_chunk(
         self, program: str, slot: int, given: dict[str, NDArray[Any]]
@@ -229,6 +260,20 @@ class PackedCaches(Caches):
                         block = flat[at : min(at + ROW_STEP, start + self._capacity)]
                         if not finite(block).all():
                             block[~finite(block)] = 0
+
+    def rows_of(self, slot: int, start: int, stop: int) -> dict[str, NDArray[Any]]:
+        """Copy rows start .. stop - 1 of a slot."""
+        at = self.start(slot)
+        return {name: flat[at + start : at + stop].copy() for name, flat in self._flat.items()}
+
+    def fill(self, slot: int, pieces: Sequence[tuple[Mapping[str, Any], int, int]]) -> None:
+        """Park a slot, whose first rows become so many of each piece from its first one on."""
+        self.park(slot, sum(count for _, _, count in pieces))
+        start = self.start(slot)
+        for arrays, first, count in pieces:
+            for name, flat in self._flat.items():
+                flat[start : start + count] = arrays[name][first : first + count]
+            start += count
 
     def swap(self, first: int, second: int) -> None:
         low, high = sorted((first, second))

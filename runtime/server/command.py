@@ -32,11 +32,21 @@ class ReplicaFlags:
         None, "Name by which clients may call the server; *: any. Addresses and localhost may."
     )
     no_prefix_cache: bool = flag(False, "Fill in every prompt from its beginning.")
+    prefix_cache_bytes: int | None = flag(
+        None, "Memory for what ended requests leave beyond the slots; default: 1/8 of the free one."
+    )
     no_thinking_split: bool = flag(False, "Leave thoughts in the text.")
     tool_call_parser: str | None = flag(
         None, "deepseek_v3, deepseek_v31, hermes or none; default: as the chat template."
     )
     threads: int | None = flag(None, "CPU threads; default: all cores.")
+
+    def prefixes(self) -> dict[str, Any]:
+        """Says what `Engine.load` is told of earlier prompts."""
+        return {
+            "prefix_cache": not self.no_prefix_cache,
+            "prefix_cache_bytes": self.prefix_cache_bytes,
+        }
 
     def settings(self, **others: Any) -> "Settings":
         """Makes the service's settings; raises UsageError if the file of the key can't be read."""
@@ -88,6 +98,7 @@ def serve(
         raise UsageError(f"--tool-call-parser {own.tool_call_parser}: one of {', '.join(forms)}")
     _check(65535, port=port)
     _check(10**9, max_queue=own.max_queue, max_body=own.max_body)
+    _check(10**15, prefix_cache_bytes=own.prefix_cache_bytes)
     _check(10**9, request_timeout=own.request_timeout, drain_timeout=drain_timeout)
     manifest = read_manifest(engine)  # a folder that is no engine is refused before we listen
     settings = own.settings(log_requests=log_requests, access_log=not no_access_log)
@@ -97,8 +108,8 @@ def serve(
             engine,
             threads=own.threads,
             verify_hashes=verify_hashes,
-            prefix_cache=not own.no_prefix_cache,
             warm=[SamplingParams(), SamplingParams(temperature=1.0)],
+            **own.prefixes(),
             **changed(load_flags),
         )
         # The first grammar reads the vocabulary, which may take a second; no request waits for it.

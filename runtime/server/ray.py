@@ -70,8 +70,8 @@ class Replica:
             Engine.load(
                 folder,
                 threads=own.threads,
-                prefix_cache=not own.no_prefix_cache,
                 warm=[SamplingParams(), SamplingParams(temperature=1.0)],
+                **own.prefixes(),
                 **{name: getattr(arguments, name) for name in LOADING},
             )
         )

@@ -19,6 +19,7 @@ from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, read_manifest
 from mtpbuild.runtime.contract.programs import Programs
+from mtpbuild.runtime.prefix_pool import make_pool
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.inductor_cpu import InductorPrograms
 from tests.reference.recompute import greedy
@@ -179,17 +180,23 @@ def check_engine(engine: Path, plain: PlainSumming) -> None:
         assert said == greedy(plain, prompt, 20), TOKENS
 
 
-def test_no_prefix_is_kept(plain: PlainSumming) -> None:
-    """Asked for or not: a sum is not kept at earlier tokens."""
+def test_prefixes_are_copies(plain: PlainSumming) -> None:
+    """Slots keep none, as a sum is not kept at earlier tokens; a pool keeps it at some."""
     programs, manifest = traced(plain)
-    assert Feature.KEEP not in manifest.features
+    assert Feature.KEEP not in programs.features
+    assert Feature.POOL in programs.features
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    with Engine(programs, manifest, prefix_cache=True) as engine:
-        params = SamplingParams(max_tokens=8, ignore_eos=True)
-        results = [engine.generate(prompt, params) for _ in range(2)]
-        assert engine.stats.prefix_hits == 0
-    for result in results:
-        assert list(result.token_ids) == greedy(plain, prompt, 8)
+    for pool in (None, make_pool(programs, manifest, 1 << 20)):
+        with Engine(programs, manifest, prefix_cache=True, pool=pool) as engine:
+            params = SamplingParams(max_tokens=8, ignore_eos=True)
+            results = [engine.generate(prompt, params) for _ in range(2)]
+            longer = [*prompt, *results[0].token_ids, 7]
+            assert engine.generate(longer, params).token_ids == greedy(plain, longer, 8)
+            hits = engine.stats.prefix_hits
+            programs = engine._loop.programs  # type: ignore[assignment]
+        for result in results:
+            assert list(result.token_ids) == greedy(plain, prompt, 8)
+        assert hits == (0 if pool is None else 2 * (len(prompt) - 1))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Runs the step program eagerly behind the run time's protocol: oracles without a target."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ from mtpbuild.builder.plan import Plan, state_specs
 from mtpbuild.builder.program.programs import make_programs
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
 from mtpbuild.runtime.contract.features import Feature
-from mtpbuild.runtime.contract.programs import MIXED, PLAIN, Bools, Ints, StepOutput, program_name
+from mtpbuild.runtime.contract.programs import (
+    MIXED,
+    PLAIN,
+    Bools,
+    Ints,
+    Piece,
+    StepOutput,
+    program_name,
+)
 
 
 class EagerPrograms:
@@ -18,7 +27,8 @@ class EagerPrograms:
 
     def __init__(self, plan: Plan, model: CausalLM) -> None:
         self.lookahead = plan.lookahead
-        self.features = frozenset({Feature.KEEP, Feature.ADAPT})
+        self.features = frozenset({Feature.KEEP, Feature.POOL, Feature.ADAPT})
+        self._saved: dict[int, dict[str, torch.Tensor]] = {}
         self.plan = plan
         self.programs = {program.name: program for program in make_programs(plan, model)}
         self.prefill_program = self.programs["prefill"]
@@ -69,6 +79,31 @@ class EagerPrograms:
         self.move(source, target)
         for name, rows in held.items():
             self.tensors[name][source] = rows
+
+    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
+        held = {name: self.tensors[name][slot, 0, start:stop].clone() for name in self.caches}
+        self._saved[number] = held
+
+    def save_states(self, number: int, slot: int) -> None:
+        names = [s.name for s in state_specs(self.plan) if s.role == "recurrent"]
+        self._saved[number] = {name: self.tensors[name][slot].clone() for name in names}
+
+    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
+        start = 0
+        for number, first, count in pieces:
+            for name, rows in self._saved[number].items():
+                self.tensors[name][slot, 0, start : start + count] = rows[first : first + count]
+            start += count
+
+    def load_states(self, slot: int, number: int) -> None:
+        for name, state in self._saved[number].items():
+            self.tensors[name][slot] = state
+
+    def discard(self, number: int) -> None:
+        del self._saved[number]
+
+    def saved(self, number: int) -> dict[str, NDArray[Any]]:
+        return {name: tensor.numpy() for name, tensor in self._saved[number].items()}
 
     @property
     def caches(self) -> list[str]:

@@ -52,6 +52,7 @@ def test_flags() -> None:
         "--no-prefix-cache",
         "--no-thinking-split",
         "--port",
+        "--prefix-cache-bytes",
         "--provider",
         "--request-timeout",
         "--served-model-name",

@@ -1,18 +1,20 @@
 """Fakes of programs, without weights, with their manifest and a small real tokenizer."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mtpbuild.runtime.chat_template import ChatTemplates, TemplateText
 from mtpbuild.runtime.contract.controls import GREEDY, MAX_LOGPROBS, Controls
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import BuildInfo, Manifest, ModelInfo, TargetInfo
-from mtpbuild.runtime.contract.programs import Bools, Ints, StepOutput
+from mtpbuild.runtime.contract.programs import Bools, Ints, Piece, StepOutput
+from mtpbuild.runtime.contract.state import rows_spec
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 BOS, EOS = 0, 1
@@ -37,8 +39,14 @@ def fake_manifest(
     eos: tuple[int, ...] = (EOS,),
     lookahead: int = 1,
     ranks: int = 1,
+    width: int = 0,
 ) -> Manifest:
-    """Makes a manifest; `ranks` counts the ranks that have requests of their own."""
+    """Makes a manifest; `ranks` counts the ranks that have requests of their own.
+
+    width: of the only cache's rows; 0: there is none.
+    """
+    capacity = max_seq_len + nextn + 1
+    rows = rows_spec("kv.0", "layers.0", "float32", (max_batch, 1, capacity, width))
     return Manifest(
         mtpbuild="0",
         model=ModelInfo(
@@ -58,7 +66,7 @@ def fake_manifest(
             drafter="mtp-eagle" if nextn else None,
             max_batch=max_batch,
             max_seq_len=max_seq_len,
-            capacity=max_seq_len + nextn + 1,
+            capacity=capacity,
             prefill_chunk=prefill_chunk,
             weights="float32",
             fingerprint="0",
@@ -69,7 +77,7 @@ def fake_manifest(
         capabilities={},
         lookahead=lookahead,
         programs={},
-        state=(),
+        state=(rows,) if width else (),
         files={},
     )
 
@@ -214,6 +222,41 @@ class FakePrograms:
             guess.append(right if self.draft_is_right(len(guess)) else wrong)
         self.drafts[b] = guess[len(history) :]
         return emitted
+
+
+class PoolingPrograms(FakePrograms):
+    """Keeps copies of a slot's tokens beside the slots: `kept` has them by number."""
+
+    def __init__(self, manifest: Manifest, **settings: Any) -> None:
+        super().__init__(manifest, **settings)
+        self.features |= {Feature.POOL}
+        self.kept: dict[int, list[int]] = {}
+        self.most_kept = 0  # rows at any time
+
+    def save_rows(self, number: int, slot: int, start: int, stop: int) -> None:
+        assert number not in self.kept
+        assert 0 <= start < stop <= len(self.history[slot])
+        self.kept[number] = self.history[slot][start:stop]
+        self.most_kept = max(self.most_kept, sum(map(len, self.kept.values())))
+
+    def load_rows(self, slot: int, pieces: Sequence[Piece]) -> None:
+        rows = (self.kept[number][first : first + count] for number, first, count in pieces)
+        self.history[slot] = [token for piece in rows for token in piece]
+
+    def discard(self, number: int) -> None:
+        self.kept.pop(number, None)
+
+    def save_states(self, number: int, slot: int) -> None:
+        raise AssertionError("there are no recurrent states")
+
+    def load_states(self, slot: int, number: int) -> None:
+        raise AssertionError("there are no recurrent states")
+
+    def saved(self, number: int) -> Mapping[str, NDArray[Any]]:
+        return {"kv.0": np.array(self.kept[number], np.float32)[:, None]}
+
+    def adopt(self, number: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.kept[number] = arrays["kv.0"][:, 0].astype(int).tolist()
 
 
 class LaggingPrograms(FakePrograms):

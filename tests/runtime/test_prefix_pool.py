@@ -1,0 +1,181 @@
+"""The pool behind the slots, over fake programs: who finds what, and how much is kept."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.prefix_pool import BLOCK, SPARE, PrefixPool
+from tests.support.fakes import PoolingPrograms, continuation, fake_manifest
+
+ROW = 4  # bytes
+ONE = SamplingParams(max_tokens=1)
+
+
+class Fakes:
+    """An engine over fakes with a pool of so many rows."""
+
+    def __init__(self, rows: int, *, slots: int = 2, lookahead: int = 1, length: int = 600) -> None:
+        manifest = fake_manifest(
+            max_batch=slots, lookahead=lookahead, max_seq_len=length, prefill_chunk=64, width=1
+        )
+        self.programs = PoolingPrograms(manifest)
+        self.pool = PrefixPool(self.programs, manifest, rows * ROW)
+        self.engine = Engine(self.programs, manifest, prefix_cache=True, pool=self.pool)
+
+    def filled(self) -> int:
+        """Return how many rows were filled in since the last call."""
+        count = sum(len(tokens) - self.programs.lookahead for _, _, tokens in self.programs.chunks)
+        self.programs.chunks.clear()
+        return count
+
+    def check(self) -> None:
+        """What is counted is there, and no more than may be."""
+        kept = [*self.pool.contents()]
+        assert len({k.number for k in kept}) == len(kept)
+        assert {k.number for k in kept} == set(self.programs.kept)
+        assert sum(map(len, self.programs.kept.values())) * ROW == self.pool.used
+        assert self.programs.most_kept * ROW <= self.pool.limit
+        assert len(self.pool._order) <= 2 * len(kept) + SPARE
+        for one in kept:
+            assert one.parent is not None
+            assert one.parent.number == 0 or one.parent in kept or one.parent.parent is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    slots=st.integers(1, 3),
+    lookahead=st.integers(0, 3),
+    rows=st.sampled_from([0, 1, 40, 64, 100, 200, 1000]),
+)
+def test_any_order_gives_each_prompt_its_own_tokens(
+    seed: int, slots: int, lookahead: int, rows: int
+) -> None:
+    """Prompts branch from what was said before, under two salts, and some are cancelled."""
+    rng = random.Random(seed)
+    own = Fakes(rows, slots=slots, lookahead=lookahead, length=300)
+    texts = [[rng.randint(2, 99) for _ in range(150)]]
+    for _ in range(8):
+        prompts, streams = [], []
+        for _ in range(rng.randint(1, 3)):
+            base = rng.choice(texts)
+            new = [rng.randint(2, 99) for _ in range(rng.randint(0, 60))]
+            prompts.append((base[: rng.randint(1, len(base))] + new)[:200])
+            salt = rng.choice([None, None, "a", "b"])
+            params = SamplingParams(max_tokens=rng.randint(1, 70), cache_salt=salt)
+            streams.append(own.engine.stream(prompts[-1], params))
+        if rng.random() < 0.3:
+            streams[rng.randrange(len(streams))].cancel()
+        if rng.random() < 0.1:
+            own.engine.reset_prefix_cache()
+        for prompt, stream in zip(prompts, streams, strict=True):
+            got = stream.result()
+            assert got.token_ids == continuation(prompt, len(got.token_ids))
+            texts.append(prompt + got.token_ids)
+    own.engine._loop.step()
+    own.check()
+
+
+def test_48_conversations_of_4_turns_over_8_slots() -> None:
+    """Every later turn finds all of its last one, but for what is always filled in."""
+    own, turns, rng = Fakes(48 * 400, slots=8), 4, random.Random(0)
+    said: list[list[int]] = [[rng.randint(2, 99) for _ in range(40)] for _ in range(48)]
+    for turn in range(turns):
+        order = rng.sample(range(48), 48)
+        params = [SamplingParams(max_tokens=rng.randint(5, 40)) for _ in order]
+        results = own.engine.generate([said[c] for c in order], params)
+        for c, result in zip(order, results, strict=True):
+            assert result.token_ids == continuation(said[c], len(result.token_ids))
+            if turn:
+                assert result.metrics.cached_tokens >= len(said[c]) - 7, (turn, c)
+            said[c] = [*said[c], *result.token_ids, *(rng.randint(2, 99) for _ in range(5))]
+    own.check()
+
+
+def test_prompts_that_begin_alike_share_their_blocks() -> None:
+    own = Fakes(10_000)
+    system = [7 + n % 90 for n in range(3 * BLOCK + 1)]
+    for n in range(10):
+        own.engine.generate([*system, 100 + n, 5], ONE)
+    own.engine._loop.step()
+    assert own.pool.used == ROW * (3 * BLOCK + 10 * 3)
+    own.check()
+
+
+def test_what_was_used_longest_ago_goes_first_and_its_end_before_its_beginning() -> None:
+    own = Fakes(6 * BLOCK, slots=1)
+    a, b, c = ([n] * (2 * BLOCK + 2) for n in (5, 6, 7))
+    for prompt in (a, b, a, c, [9]):  # c needs room: the end of b is given up, then the rest
+        own.engine.generate(prompt, ONE)
+    own.filled()
+    for prompt, rows in ((a, 0), (c, 0), (b, BLOCK)):
+        own.engine.generate([*prompt, 3], ONE)
+        assert own.filled() <= rows + 2, prompt[0]
+        own.check()
+
+
+def test_salts_keep_users_apart() -> None:
+    """In slots and in the pool; a request without a salt is a user of its own."""
+    own = Fakes(10_000, slots=2)
+    prompt = list(range(10, 200))
+    cached = []
+    for salt in (None, "a", "b", "a", None, "b"):
+        result = own.engine.generate(prompt, SamplingParams(max_tokens=3, cache_salt=salt))
+        cached.append(result.metrics.cached_tokens)
+        assert result.token_ids == continuation(prompt, 3)
+    assert cached[:3] == [0, 0, 0]
+    assert min(cached[3:]) >= len(prompt) - 2
+    wrong: list[Any] = ["", "x" * 257, 5]
+    for salt in wrong:
+        with pytest.raises(RequestError, match="cache_salt must be a text"):
+            SamplingParams(cache_salt=salt)
+
+
+def test_requests_that_run_share_no_rows_with_other_salts() -> None:
+    own = Fakes(0, slots=2)
+    prompt = list(range(10, 200))
+    params = [SamplingParams(max_tokens=30, cache_salt=salt) for salt in ("a", "b")]
+    results = own.engine.generate([prompt, prompt], params)
+    assert [r.metrics.cached_tokens for r in results] == [0, 0]
+
+
+def test_salts_that_nobody_uses_any_more_leave_nothing() -> None:
+    own = Fakes(100, slots=1)
+    for n in range(50):
+        own.engine.generate([5] * 60, SamplingParams(max_tokens=1, cache_salt=str(n)))
+    own.engine._loop.step()
+    assert len(own.pool._roots) <= 2
+    own.check()
+
+
+def test_a_long_prompt_is_a_long_path() -> None:
+    """Longer than Python's stack is deep, in blocks."""
+    own = Fakes(100_000, slots=1, length=90_000)
+    prompt = [2 + n % 200 for n in range(80_000)]
+    own.engine.generate(prompt, ONE)
+    own.engine.generate([5], ONE)
+    assert own.pool.used > 79_990 * ROW
+    own.engine.reset_prefix_cache()
+    assert own.pool.used == 0
+    own.check()
+
+
+def test_a_failed_step_leaves_the_pool() -> None:
+    """Slots may hold anything then; copies are what they were."""
+    own = Fakes(1000, slots=2)
+    prompt = list(range(10, 200))
+    own.engine.generate(prompt, ONE)
+    own.engine.generate([5], ONE)
+    own.programs.fail = RuntimeError("lost")
+    with pytest.raises(Exception, match="lost"):
+        own.engine.generate([5, 6], ONE)
+    own.programs.fail = None
+    own.programs.history = [[] for _ in own.programs.history]
+    result = own.engine.generate(prompt, ONE)
+    assert result.token_ids == continuation(prompt, 1)
+    assert result.metrics.cached_tokens >= len(prompt) - 2
