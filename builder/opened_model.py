@@ -18,6 +18,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import Family, ModelConfig, family_of
 from mtpbuild.builder.models.common.blocks import EmbeddingBlocks, holder, put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.layers import Rope
 from mtpbuild.builder.models.common.moe import ExpertRows, Gate, GatheredMoE
 from mtpbuild.builder.models.common.moe_weights import STACKS, by_outputs, like_routed, with_shared
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
@@ -332,7 +333,7 @@ def make_model(
         model.cpu_kernels = bool(held.packed)
         hold(model, held.table(family.weight_table(config, share)), share)
         for module in model.modules():
-            if isinstance(module, Gate | EmbeddingBlocks):
+            if isinstance(module, Gate | EmbeddingBlocks | Rope):
                 module.fused = model.cpu_kernels  # the library has an operator for them
         for name in held.by_outputs:
             put(model, name, ExpertRows(model.get_parameter(name)))

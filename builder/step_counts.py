@@ -14,11 +14,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from mtpbuild.builder.program.trace import Traced
-from mtpbuild.plugins import OPS, SUM_PARTS, matmul_scaled, matmul_wide, moe
+from mtpbuild.plugins import OPS, SUM_PARTS, matmul_scaled, matmul_wide, moe, take_rows
 
 PRODUCTS = {"matmul", "mm", "bmm", "linear", "addmm", "baddbmm"}  # PyTorch's
 OWN_PRODUCTS = {op._opoverload for op in (matmul_scaled, matmul_wide)}
-KERNELS = {op._opoverload: op for op in OPS if op._opoverload not in OWN_PRODUCTS}
+GATHERS = take_rows._opoverload  # PyTorch's operators on a GPU
+KERNELS = {op._opoverload: op for op in OPS if op._opoverload not in {*OWN_PRODUCTS, GATHERS}}
 CALLED = "mtpbuild_flashinfer"  # operators that are one kernel of another package
 SUMMED = {*OWN_PRODUCTS, moe._opoverload}  # behind them PyTorch sums their parts
 READERS = {op._opoverload for op in SUM_PARTS}  # unless one of these reads them

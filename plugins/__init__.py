@@ -20,6 +20,11 @@ from mtpbuild.plugins.experts_packed.op import experts_packed as experts_packed
 from mtpbuild.plugins.gated_packed.op import gated_packed as gated_packed
 from mtpbuild.plugins.gated_product.op import gated_product as gated_product
 from mtpbuild.plugins.grouped_attention.op import grouped_attention as grouped_attention
+from mtpbuild.plugins.grouped_rows.op import (
+    grouped_attention_flat as grouped_attention_flat,
+)
+from mtpbuild.plugins.grouped_rows.op import grouped_rows as grouped_rows
+from mtpbuild.plugins.grouped_rows.op import grouped_rows_write as grouped_rows_write
 from mtpbuild.plugins.kv_write.op import kv_write as kv_write
 from mtpbuild.plugins.matmul_nbits.op import matmul_nbits as matmul_nbits
 from mtpbuild.plugins.matmul_scaled.op import (
@@ -41,6 +46,8 @@ from mtpbuild.plugins.product_packed.op import product_packed as product_packed
 from mtpbuild.plugins.rope.op import rope as rope
 from mtpbuild.plugins.rotary_rows.op import rotary_rows as rotary_rows
 from mtpbuild.plugins.shaped_probs.op import shaped_probs_op as shaped_probs_op
+from mtpbuild.plugins.take_rows.op import take_rows as take_rows
+from mtpbuild.plugins.weigh_experts.op import weigh_experts as weigh_experts
 
 # An op's facet for a target is a function <op>_<file> in a file of the op's folder. A target has a
 # table of them: op -> file. "op" is the reference itself; "plugins" an AOT plugin of TensorRT for

@@ -14,6 +14,7 @@ from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Rows, State, pick
 from mtpbuild.builder.models.common.precision import cast
 from mtpbuild.builder.program.window import rows_of
+from mtpbuild.plugins import take_rows
 from mtpbuild.runtime.contract.state import StateSpec, module_rows
 from mtpbuild.runtime.errors import BuildError
 
@@ -116,8 +117,8 @@ class Vanilla(Drafter):
         first = (M - T).clamp(min=0)  # first slot of the window
         offset = (first - M + step.n + K).clamp(min=0)
         last = (M - 1 - first).clamp(min=0)  # the newest slot's place in the window
-        hidden = take(hiddens, offset, T)
-        tokens = torch.nn.functional.pad(take(following[..., None], offset, T)[..., 0], (0, K))
+        hidden = take_rows(hiddens, offset, T)
+        tokens = torch.nn.functional.pad(take_rows(following, offset, T), (0, K))
         rows = rows_of(model, first, T, step.active, state[module_rows(0)].shape[2])
 
         drafts, caches = [], {}
@@ -135,8 +136,8 @@ class Vanilla(Drafter):
             drafts.append(step.choose(model.draft_logits(k - 1, newest), k))
             tokens = torch.where(place == last[:, None] + k, drafts[-1], tokens)
         past = {
-            "past_hidden": take(hiddens, step.n, K),
-            "past_tokens": take(following[..., None], step.n, K)[..., 0],
+            "past_hidden": take_rows(hiddens, step.n, K),
+            "past_tokens": take_rows(following, step.n, K),
         }
         return torch.cat(drafts, dim=1), caches | past
 
@@ -225,9 +226,3 @@ class CheckedDrafter(Drafter):
             found = f"{x.dtype} {[*x.shape[1:]]}".removeprefix("torch.")
             wanted = f"{dtype} {[*sizes]}".removeprefix("torch.")
             raise BuildError(f"drafter {self.name}: {what} of a slot is {found}, declared {wanted}")
-
-
-def take(x: Tensor, start: Tensor, count: int) -> Tensor:
-    """Takes `count` rows of each slot from start [B] on: x [B, N, E] -> [B, count, E]."""
-    index = start[:, None] + torch.arange(count, device=x.device)
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))

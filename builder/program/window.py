@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.layers import Rows, State
+from mtpbuild.plugins import take_rows
 
 
 def rows_of(model: CausalLM, start: Tensor, tokens: int, active: Tensor, bound: int) -> Rows:
@@ -67,7 +68,7 @@ class Window:
     @staticmethod
     def newest(tokens: Tensor, n: Tensor) -> Tensor:
         """Returns the last of n [B] emitted tokens [B, T] as [B, 1]; the first n rows are kept."""
-        return tokens.gather(1, (n - 1).clamp(min=0)[:, None])
+        return take_rows(tokens, (n - 1).clamp(min=0), 1)
 
     def followed_by(self, newest: Tensor, drafts: Tensor) -> Tensor:
         """Returns the next step's window from newest [B, 1] and drafts [B, nextn]."""

@@ -17,6 +17,7 @@ from onnxscript.optimizer import _constant_folding as folding
 
 from mtpbuild import plugins
 from mtpbuild.builder.program.trace import Traced
+from mtpbuild.builder.targets.passes.chains import JoinChains
 from mtpbuild.builder.targets.passes.cpu_graph import FuseAround
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.runtime.contract.manifest import WEIGHTS
@@ -34,6 +35,7 @@ ONNX: plugins.FacetTable = dict.fromkeys(
         plugins.matmul_nbits,
         plugins.mla_attention,
         plugins.rope,
+        plugins.take_rows,
     ),
     "onnx",
 )
@@ -45,12 +47,18 @@ CPU: plugins.FacetTable = dict.fromkeys(
         plugins.experts_packed,
         plugins.gated_packed,
         plugins.grouped_attention,
+        plugins.grouped_attention_flat,
+        plugins.grouped_rows,
+        plugins.grouped_rows_write,
         plugins.mla_attention,
         plugins.mla_packed,
         plugins.mla_rows,
         plugins.mla_rows_write,
         plugins.moe_route,
         plugins.product_packed,
+        plugins.rotary_rows,
+        plugins.take_rows,
+        plugins.weigh_experts,
     ),
     "cpu",
 )
@@ -119,6 +127,7 @@ def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
     PASSES(model)
     if traced.cpu_kernels:
         FuseAround()(model)
+        JoinChains()(model)
     for name, value in parameters.items():
         value.const_value = _external(name, value, weights[name], folder)
     model.producer_name, model.producer_version = "mtpbuild", version("mtpbuild")

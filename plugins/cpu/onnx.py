@@ -1,9 +1,10 @@
 """Operators of the CPU's library in ONNX, and PyTorch's operators that become some of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
 from onnxscript.values import Op
 
@@ -25,12 +26,20 @@ FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS}, {"N": 0})
 Attention = operator(
     "Attention",
     {"q": FLOATS, "cache": FLOATS, "fresh": FLOATS, "base": INTS, "first": INTS},
-    {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0},
+    {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0, "heads": 0},
 )
 Norm = operator("Norm", {"x": FLOATS, "weight": FLOATS}, {"epsilon": 0.0})
 
 
 Cos, Sin, LogSoftmax = (operator(name, {"x": FLOATS}) for name in ("Cos", "Sin", "LogSoftmax"))
+ArgMax = operator("ArgMax", {"x": FLOATS}, outputs=(INTS,))
+FloatEmbedding = operator("FloatEmbedding", {"tokens": INTS, "table": FLOATS})
+PARTS = ("a", "b", "c", "d")  # of a join, at most
+Join, JoinInts = (
+    operator(name, dict.fromkeys(PARTS, kind), {"axis": 0}, optional=PARTS[2:], outputs=(kind,))
+    for name, kind in (("Join", FLOATS), ("JoinInts", INTS))
+)
+JOINS = {ir.DataType.FLOAT: Join, ir.DataType.INT64: JoinInts}
 
 
 def matmul(x: Any, w: Any) -> Any:
@@ -57,9 +66,31 @@ def log_softmax(x: Any, axis: int, dtype: Any = None) -> Any:
     return LogSoftmax(x)
 
 
+def argmax(x: Any, axis: int | None = None, keepdim: bool = False) -> Any:
+    assert axis is not None
+    if x.dtype == ir.DataType.FLOAT and axis in (-1, len(x.shape) - 1):
+        best = ArgMax(x)
+        return op.Unsqueeze(best, op.Constant(value_ints=[-1])) if keepdim else best
+    return op.ArgMax(x, axis=axis, keepdims=int(keepdim))
+
+
+def cat(parts: Sequence[Any], axis: int = 0) -> Any:
+    [kind, *others] = {part.dtype for part in parts}
+    if others or kind not in JOINS or not 1 < len(parts) <= len(PARTS):
+        return op.Concat(*parts, axis=axis)
+    return JOINS[kind](*parts, axis=axis % len(parts[0].shape))
+
+
+def embedding(table: Any, tokens: Any, *others: Any) -> Any:
+    return FloatEmbedding(tokens, table)
+
+
 # What takes the place of torch.onnx's own translation where the kernels are ours.
 PYTORCH: dict[Any, Callable[..., Any]] = {
     aten.matmul.default: matmul,
+    aten.argmax.default: argmax,
+    aten.cat.default: cat,
+    aten.embedding.default: embedding,
     aten.cos.default: lambda x: Cos(x),  # onnxruntime's depend on the place, where 4 do not divide
     aten.sin.default: lambda x: Sin(x),
     aten.rms_norm.default: rms_norm,

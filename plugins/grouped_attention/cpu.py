@@ -9,7 +9,11 @@ from mtpbuild.plugins.mla_attention.onnx import holds
 def grouped_attention_cpu(
     q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, groups: int
 ) -> Any:
-    """Write one node: a row has all groups' keys, then their values."""
-    width, written = int(q.shape[3]), int(holds(cache, fresh))
-    sizes = {"groups": groups, "values": groups * width, "latent": width, "written": written}
-    return Attention(q, cache, fresh, base, first, scale=scale, **sizes)
+    how = sizes(cache, fresh, groups, int(q.shape[3]))
+    return Attention(q, cache, fresh, base, first, scale=scale, **how)
+
+
+def sizes(cache: Any, fresh: Any, groups: int, width: int) -> dict[str, int]:
+    """Say how rows lie: all groups' keys, then their values."""
+    written = int(holds(cache, fresh))
+    return {"groups": groups, "values": groups * width, "latent": width, "written": written}

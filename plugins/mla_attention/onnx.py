@@ -47,7 +47,10 @@ def holds(cache: ir.Value, fresh: ir.Value) -> bool:
     writer = cache.producer()
     if writer is None:
         return False
-    if writer.op_type == "LatentRows":  # the CPU's library makes the rows and writes them
+    if writer.op_type in (
+        "LatentRows",
+        "GroupedRows",
+    ):  # the CPU's library makes the rows and writes them
         return fresh.producer() is writer
     return writer.op_type == "TensorScatter" and writer.inputs[1] is fresh
 

@@ -17,6 +17,7 @@ from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
 from mtpbuild.runtime.cpu_library import find_library
 from tests.reference.recompute import greedy
 from tests.support.checkpoints import load_config, make_predictable, save_checkpoint
+from tests.support.cpu_chains import apart
 from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.opened import load_model, opened
 from tests.support.transformers_oracle import transformers_greedy, transformers_model
@@ -66,6 +67,7 @@ def test_no_program_copies_an_experts_weights(engine: Path, program: str) -> Non
     stock = read_manifest(engine).build.cpu_layout is None
     axes, node_type = (3, "MoE") if stock else (4, "FloatExperts")
     weights = {i.name for i in graph.initializer if len(i.dims) == axes and i.dims[0] == EXPERTS}
+    apart(graph)
     readers = [node for node in graph.node if weights & set(node.input)]
     assert {node.op_type for node in readers} == {node_type}
     read = [name for node in readers for name in node.input if name in weights]

@@ -12,6 +12,7 @@ from onnx import helper, numpy_helper
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.cpu_library import DOMAIN
 from mtpbuild.runtime.programs import onnxruntime as programs
+from tests.support.cpu_chains import apart
 from tests.support.cpu_host import Case
 
 HEARD = "heard."
@@ -35,6 +36,7 @@ def calls(
             path = self._folder / self._programs[program].file
             model = self._graphs[program] = onnx.load(path, load_external_data=False)
             self._left[program] = runs
+            apart(model.graph)
             _listen(model.graph)
             onnx.save(model, path)
             return super()._session(program)

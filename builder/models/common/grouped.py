@@ -4,14 +4,23 @@ Shapes: B slots, T tokens, E hidden size, H query heads, G heads of keys and val
 C = 2 G D values of a cache row. `plain.py` has the plain counterpart.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from mtpbuild.builder.models.common.blocks import Packed
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.models.common.layers import Attention, RMSNorm, Rows
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import softmax_scale
-from mtpbuild.plugins import grouped_attention, rope
+from mtpbuild.plugins import (
+    grouped_attention,
+    grouped_attention_flat,
+    grouped_rows,
+    grouped_rows_write,
+    rope,
+)
 from mtpbuild.runtime.ranks import Ranks
 
 
@@ -23,6 +32,7 @@ class GroupedAttention(Attention):
         H, G = (n // ranks.parts for n in (c.num_attention_heads, c.num_key_value_heads))
         D = c.head_dim
         self.heads, self.groups, self.width = H, G, D
+        self.sizes = H, G, D, c.rms_norm_eps
         self.scale = softmax_scale(c.rope, D)
         self.qkv_proj = parameter(c.hidden_size, (H + 2 * G) * D)
         self.qkv_bias = parameter((H + 2 * G) * D) if c.attention_bias else None
@@ -30,10 +40,31 @@ class GroupedAttention(Attention):
         self.k_norm = RMSNorm(D, c.rms_norm_eps) if c.use_qk_norm else None
         self.o_proj = parameter(H * D, c.hidden_size)
 
-    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    @property
+    def by_ops(self) -> bool:
+        """Returns whether ops work between the products: their weights are packed for a CPU."""
+        return isinstance(self.qkv_proj, Packed)
+
+    def product(self, x: Tensor) -> Tensor:
         y = x @ self.qkv_proj
-        if self.qkv_bias is not None:
-            y = y + self.qkv_bias
+        return y if self.qkv_bias is None else y + self.qkv_bias
+
+    def operands(self, x: Tensor, rows: Rows) -> tuple[Any, ...]:
+        """Computes the first operands of `grouped_rows`."""
+        both = self.q_norm, self.k_norm
+        norms = (None if norm is None else norm.weight for norm in both)
+        return self.product(x), *norms, rows.cos, rows.sin
+
+    def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.by_ops:
+            return super().write(x, rows, cache)
+        return grouped_rows_write(*self.operands(x, rows), cache, rows.start, *self.sizes)
+
+    def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Computes query input and cache rows; with ops the queries are rotated already."""
+        if self.by_ops:
+            return grouped_rows(*self.operands(x, rows), *self.sizes)
+        y = self.product(x)
         q, k, v = y.split([n * self.width for n in (self.heads, self.groups, self.groups)], dim=-1)
         return q, torch.cat([self.turned(k, self.k_norm, self.groups, rows), v], dim=-1)[:, None]
 
@@ -44,6 +75,9 @@ class GroupedAttention(Attention):
         return rope(x, rows.cos, rows.sin, heads, False)
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+        if self.by_ops:
+            place = cache, fresh, rows.base, first, self.scale
+            return grouped_attention_flat(q, *place, self.heads, self.groups) @ self.o_proj
         q = self.turned(q, self.q_norm, self.heads, rows)
         q = q.unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, D]
         o = grouped_attention(q, cache, fresh, rows.base, first, self.scale, self.groups)

@@ -16,7 +16,7 @@ from mtpbuild.builder.models.common.collectives import all_reduce, own_part, ran
 from mtpbuild.builder.models.common.precision import parameter
 from mtpbuild.builder.models.common.rope import inverse_frequencies, table_scale
 from mtpbuild.builder.models.config import ModelConfig, RopeConfig
-from mtpbuild.plugins import gated_product, kv_write, rotary_rows
+from mtpbuild.plugins import gated_product, kv_write, rotary_rows, take_rows
 from mtpbuild.plugins.gated_product.op import MAX_TOKENS
 from mtpbuild.runtime.ranks import Ranks
 
@@ -288,4 +288,4 @@ class MTPModule(DecoderLayer):
 
 def pick(x: Tensor, at: Tensor) -> Tensor:
     """Picks row at[b] of each slot: x [B, T, E] -> [B, 1, E]."""
-    return x.gather(1, at[:, None, None].expand(-1, 1, x.shape[-1]))
+    return take_rows(x, at, 1)

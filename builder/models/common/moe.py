@@ -15,7 +15,7 @@ from mtpbuild.builder.models.common.layers import MLP, Kernels
 from mtpbuild.builder.models.common.moe_config import DENSE_EXPERTS
 from mtpbuild.builder.models.common.precision import cast, parameter
 from mtpbuild.builder.models.config import MoEConfig
-from mtpbuild.plugins import experts, moe, moe_route
+from mtpbuild.plugins import experts, moe, moe_route, weigh_experts
 from mtpbuild.plugins.moe.op import MAX_TOKENS, NOBODY, with_shared
 from mtpbuild.runtime.ranks import ALONE, Ranks
 
@@ -100,6 +100,11 @@ class DenseMoE(MoE):
     def routed(self, x: Tensor) -> Tensor:
         c = self.config
         weights, ids = self.gate(x)
+        inner = self.experts.by_kernel(x)
+        if inner is not None and self.gate.fused and self.ranks.ep == 1:
+            count = c.n_routed_experts + self.always
+            inner = weigh_experts(inner, weights, ids, count, self.always)
+            return inner @ self.experts.down_proj
         every = weights.new_zeros(*weights.shape[:-1], c.n_routed_experts).scatter(
             -1, ids.long(), weights
         )
@@ -112,7 +117,6 @@ class DenseMoE(MoE):
             every = repeated.index_select(-2, self.rank).squeeze(-2)
         if self.always:
             every = torch.cat([every, every.new_ones(*x.shape[:-1], self.always)], dim=-1)
-        inner = self.experts.by_kernel(x)
         if inner is None:
             gate, up = (x @ self.experts.gate_up_proj).chunk(2, dim=-1)
             inner = F.silu(gate) * up

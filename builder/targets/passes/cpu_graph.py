@@ -11,6 +11,7 @@ from mtpbuild.runtime.cpu_library import DOMAIN
 # one that is added to the result.
 NORM = {"Product": 3, "GatedProduct": 3, "FloatProduct": 2, "GatedFloatProduct": 2}
 SUM = {"Product": 4, "FloatProduct": 3, "Experts": 7, "FloatExperts": 5}
+BIASED = ("Product", "FloatProduct")  # which also add one number to each output
 
 
 class FuseAround(ir.passes.InPlacePass):  # type: ignore[misc]
@@ -55,7 +56,7 @@ def _fuse_sum(node: ir.Node) -> bool:
 
 
 def _addable(own: ir.Value, other: ir.Value) -> bool:
-    """Tell whether `own` is a product's result that is read once, and `other` is as large."""
+    """Tell whether `own` is a product's result that is read once, and `other` fits."""
     product = own.producer()
     if product is None or product.domain != DOMAIN or product.op_type not in SUM:
         return False
@@ -63,7 +64,9 @@ def _addable(own: ir.Value, other: ir.Value) -> bool:
     taken = len(product.inputs) > place and product.inputs[place] is not None
     alone = len([*own.uses()]) == 1 and not own.is_graph_output()
     known = own.shape is not None and None not in [*map(_size, own.shape)]
-    return alone and not taken and known and own.shape == other.shape
+    bias = product.op_type in BIASED and other.shape is not None and own.shape is not None
+    like = own.shape == other.shape or (bias and [*other.shape] == [own.shape[-1]])
+    return alone and not taken and known and like
 
 
 def _size(size: int | ir.SymbolicDim) -> int | str | None:

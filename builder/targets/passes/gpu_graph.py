@@ -31,7 +31,7 @@ GPU: plugins.FacetTable = dict.fromkeys(
         plugins.shaped_probs_op,
     ),
     "triton",
-)
+) | {plugins.take_rows: "op"}
 
 
 def for_gpu(exported: ExportedProgram, device: str = "cuda:0") -> ExportedProgram:

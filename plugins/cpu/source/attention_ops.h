@@ -4,7 +4,8 @@
 
 namespace {
 
-// q [B, H, T, C], cache [B, 1, S, R], fresh [B, 1, F, R], base [B], first [B] -> [B, H, T, latent].
+// q [B, H, T, C], cache [B, 1, S, R], fresh [B, 1, F, R], base [B], first [B] -> [B, H, T, latent];
+// or, if `heads` says H, q [B, T, H * C] -> [B, T, H * latent].
 //
 // Query t sees the cache's rows before base and the fresh rows up to first + t, whose positions
 // begin at base. `written`: the fresh rows lie in the cache from base on. A row has a key of C
@@ -16,7 +17,7 @@ struct Attention : Usual {
                                          ort::INT64};
   const Kernels& k;
   float scale;
-  int64_t groups, values, latent;
+  int64_t groups, values, latent, heads;
   bool written;
 
   Attention(const Kernels& k, const Attributes& from)
@@ -25,18 +26,21 @@ struct Attention : Usual {
         groups(from.integer("groups")),
         values(from.integer("values")),
         latent(from.integer("latent")),
+        heads(from.value_or<int64_t>("heads", 0)),
         written(from.integer("written") != 0) {}
 
   void compute(Call& call) const {
     Tensor q = call.input(0), cache = call.input(1);
     Tensor fresh = call.input(2), base = call.input(3);
     Tensor first = call.input(4);
+    std::vector<int64_t> shape{q.shape};
     checked(q, cache, fresh);
-    float* y = call.output({q.shape[0], q.shape[1], q.shape[2], latent});
+    shape.back() = latent * std::max<int64_t>(heads, 1);
+    float* y = call.output(shape);
     attend(call, q, cache, fresh, base, first, y);
   }
 
-  // The same for operands that another operator has; y [B, H, T, latent].
+  // The same for operands that another operator has.
   void attend(Call& call, const Tensor& q, const Tensor& cache, const Tensor& fresh,
               const Tensor& base, const Tensor& first, float* y) const {
     Job job = checked(q, cache, fresh);
@@ -56,13 +60,15 @@ struct Attention : Usual {
  private:
   struct Job {
     int64_t slots, heads, tokens, width, stride, rows, fresh_rows, per_group;
+    bool by_token;  // a token's heads are side by side
     const float *q, *cache, *fresh;
     float* y;
     // Of a slot and a group: query i is token i / per_group.
     int64_t queries() const { return per_group * tokens; }
     int64_t place(int64_t slot, int64_t group, int64_t query) const {
-      int64_t head = group * per_group + query % per_group;
-      return (slot * heads + head) * tokens + query / per_group;
+      int64_t head = group * per_group + query % per_group, token = query / per_group;
+      if (by_token) return (slot * tokens + token) * heads + head;
+      return (slot * heads + head) * tokens + token;
     }
   };
   // 16 queries of a slot and a group.
@@ -72,10 +78,14 @@ struct Attention : Usual {
   };
 
   Job checked(const Tensor& q, const Tensor& cache, const Tensor& fresh) const {
-    NEED(q.rank() == 4 && cache.rank() == 4 && fresh.rank() == 4, name, "operands have 4 axes");
+    bool by_token = heads > 0;
+    NEED(q.rank() == (by_token ? 3 : 4) && cache.rank() == 4 && fresh.rank() == 4, name,
+         "operands have 4 axes, not " + q.text());
+    NEED(!by_token || q.shape[2] % heads == 0, name, std::to_string(heads) + " heads, " + q.text());
     Job job{};
-    job.slots = q.shape[0], job.heads = q.shape[1], job.tokens = q.shape[2];
-    job.width = q.shape[3], job.stride = cache.shape[3];
+    job.slots = q.shape[0], job.by_token = by_token;
+    job.heads = by_token ? heads : q.shape[1], job.tokens = q.shape[by_token ? 1 : 2];
+    job.width = by_token ? q.shape[2] / heads : q.shape[3], job.stride = cache.shape[3];
     job.rows = cache.shape[2], job.fresh_rows = fresh.shape[2];
     auto fit = [&](const Tensor& rows) {
       return rows.shape[0] == job.slots && rows.shape[1] == 1 && rows.shape[3] == job.stride;

@@ -27,6 +27,13 @@ struct Attributes {
   }
   int64_t integer(const char* name) const { return needed<int64_t>(name); }
   float real(const char* name) const { return needed<float>(name); }
+  std::string text(const char* name) const {
+    size_t size = 0;
+    check(call<Status*>(ATTRIBUTE_STRING, info, name, static_cast<char*>(nullptr), &size));
+    std::string all(size, 0);
+    check(call<Status*>(ATTRIBUTE_STRING, info, name, all.data(), &size));
+    return all.c_str();
+  }
   template <class T>
   T value_or(const char* name, T otherwise) const {
     T value;

@@ -59,17 +59,22 @@ void multiply(const Kernels& k, const Weight& w, const Panel& panel, int64_t col
 }
 
 // What may stand around a product x [.., K] -> y, and is optional: the weight [K] of the norm that
-// x goes through first, the operand `place`; and what is added to y, the operand behind it.
+// x goes through first, the operand `place`; and what is added to y, the operand behind it: as much
+// as y is, or one number for each output.
 struct Around {
   Tensor norm, sum;
   float epsilon;
+  int64_t width;
+  bool bias;
 
   Around(const char* op, Call& call, size_t place, float epsilon, const Tensor& x,
          const std::vector<int64_t>& y)
       : norm(call.input(place, true)), sum(call.input(place + 1, true)), epsilon(epsilon) {
     NEED(!norm.memory || norm.shape == std::vector<int64_t>{x.last()}, op,
          "rows " + x.text() + ", norm " + norm.text());
-    NEED(!sum.memory || sum.shape == y, op, "the sum with " + sum.text());
+    bias = sum.shape == std::vector<int64_t>{y.back()};
+    width = y.back();
+    NEED(!sum.memory || bias || sum.shape == y, op, "the sum with " + sum.text());
   }
   // A row as the product takes it; if it is normed, it lies in `own`.
   const float* row(const Kernels& k, const float* x, int64_t size, float* own) const {
@@ -80,7 +85,8 @@ struct Around {
   // Add to `count` numbers of the result, whose first one is y[place].
   void add(int64_t place, int64_t count, float* y) const {
     if (!sum.memory) return;
-    for (int64_t i = 0; i < count; i++) y[place + i] += sum.data<float>()[place + i];
+    const float* added = sum.data<float>() + (bias ? place % width : place);
+    for (int64_t i = 0; i < count; i++) y[place + i] += added[i];
   }
 };
 

@@ -62,7 +62,7 @@ struct Partial {
   float* mixed;    // [latent][LANES]
 };
 
-// The two highest numbers of a row, the first one's place, and sum(exp(x - top)).
+// The two highest numbers of a row, the first one's place, and sum(exp(x - top)), if it is asked.
 struct Best {
   float top, second, total;
   int64_t id;
@@ -84,7 +84,7 @@ struct Kernels {
   void (*norm)(const float* x, const float* weight, int64_t count, float epsilon, float* out);
   void (*sigmoid)(const float* x, int64_t count, float* out);
   // The lowest place of equal numbers counts; count is at least 1.
-  Best (*best)(const float* x, int64_t count);
+  Best (*best)(const float* x, int64_t count, bool sum);
   // Attend to positions begin .. end - 1, at most SPLIT from a multiple of SPLIT on.
   // `rows` is scratch for CHUNK * stride floats, where old and fresh rows meet.
   void (*attend)(const Attention&, int64_t begin, int64_t end, float* rows, const Partial& out);

@@ -1,36 +1,10 @@
 // What latent attention does around its products.
 #pragma once
 #include "attention_ops.h"
+#include "cache_rows.h"
 #include "float_ops.h"
 
 namespace {
-
-// Rotate the pairs of x [2 * half]; `interleaved`: they are neighbours, else `half` apart.
-void rotate(const float* x, const float* cos, const float* sin, int64_t half, bool interleaved,
-            float* y) {
-  int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
-  for (int64_t i = 0; i < half; i++) {
-    float a = x[i * step], b = x[i * step + apart];
-    y[i * step] = a * cos[i] - b * sin[i];
-    y[i * step + apart] = b * cos[i] + a * sin[i];
-  }
-}
-
-// cos and sin [B, T, half]
-struct Angles {
-  Tensor cos, sin;
-  int64_t half;
-
-  Angles(const char* op, const Tensor& c, const Tensor& s, int64_t slots, int64_t tokens)
-      : cos(c), sin(s), half(c.last()) {
-    std::vector<int64_t> shape{slots, tokens, half};
-    NEED(c.shape == shape && s.shape == shape && half <= MOST, op,
-         "angles " + c.text() + ", " + s.text() + " of " + std::to_string(tokens) + " tokens");
-  }
-  void rotate_row(int64_t row, const float* x, bool interleaved, float* y) const {
-    rotate(x, cos.data<float>() + row * half, sin.data<float>() + row * half, half, interleaved, y);
-  }
-};
 
 // a [B, T, Q + latent + R] -> query input [B, T, Q], normed if there is a norm [Q] for it; cache
 // rows [B, 1, T, latent + R]: the latent, normed, and the rotated key. If there is a cache
@@ -72,26 +46,7 @@ struct LatentRows : Usual {
       angles.rotate_row(m, row + queries + latent, interleaved, own + latent);
     });
     Tensor cache = call.input(5, true);
-    if (cache.memory) write(call, cache, fresh, slots, tokens, width);
-  }
-
- private:
-  static void write(Call& call, const Tensor& cache, const float* fresh, int64_t slots,
-                    int64_t tokens, int64_t width) {
-    Tensor start = call.input(6);
-    NEED(cache.rank() == 4 && cache.shape[0] == slots && cache.shape[1] == 1 &&
-             cache.shape[3] == width && start.shape == std::vector<int64_t>{slots},
-         name, "rows of " + std::to_string(width) + " numbers into " + cache.text());
-    float* held = call.output(cache.shape, 2);
-    if (held != cache.memory) std::memcpy(held, cache.memory, cache.count(0, 4) * sizeof(float));
-    for (int64_t slot = 0; slot < slots; slot++) {
-      int64_t at = start.data<int64_t>()[slot], rows = cache.shape[2];
-      NEED(at >= 0 && tokens <= rows && at <= rows - tokens, name,
-           std::to_string(tokens) + " rows from " + std::to_string(at) + " on in a cache of " +
-               std::to_string(rows));
-      std::memcpy(held + (slot * rows + at) * width, fresh + slot * tokens * width,
-                  tokens * width * sizeof(float));
-    }
+    if (cache.memory) write_rows(name, call, cache, call.input(6), fresh, {slots, tokens, width});
   }
 };
 

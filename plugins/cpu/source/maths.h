@@ -70,7 +70,7 @@ void sigmoid(const float* x, int64_t count, float* out) {
 
 // Stretches of a row are looked at for their largest number, and one of them for its place. Lane i
 // sums numbers i, i + 16, ..; numbers below the top's 1e-32th weigh that.
-mtp::Best best(const float* x, int64_t count) {
+mtp::Best best(const float* x, int64_t count, bool sum) {
   constexpr int64_t STRETCH = 512;
   constexpr float LEAST = -3.4e38f;
   mtp::Best found{LEAST, LEAST, 0.0f, 0};
@@ -96,6 +96,7 @@ mtp::Best best(const float* x, int64_t count) {
     if (i != found.id && x[i] > found.second) found.second = x[i];
   // Among zeros of either sign each set finds another one: they become +0.
   found.top += 0.0f, found.second += 0.0f;
+  if (!sum) return found;
   Floats sums = same(0.0f), top = same(found.top), floor = same(-73.682724f);
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) sums = add(sums, exp(max(floor, sub(load(x + i), top))));

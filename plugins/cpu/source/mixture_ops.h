@@ -300,4 +300,35 @@ struct Route : Usual {
   }
 };
 
+// x [.., X * I], the numbers of X experts; weights and ids [.., k] -> each expert's numbers times
+// its weight: 0 if it is not chosen, 1 if it is one of the last `always`.
+struct Weigh : Usual {
+  static constexpr const char* name = "Weigh";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::INT32};
+  int64_t experts, always;
+
+  Weigh(const Kernels&, const Attributes& from)
+      : experts(from.integer("experts")), always(from.integer("always")) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0), weights = call.input(1), ids = call.input(2);
+    bool fit = x.rank() > 0 && weights.rank() == x.rank() && ids.shape == weights.shape &&
+               std::equal(x.shape.begin(), x.shape.end() - 1, ids.shape.begin()) && experts > 0 &&
+               always >= 0 && always <= experts && x.last() % experts == 0;
+    NEED(fit, name, std::to_string(experts) + " experts' " + x.text() + ", ids " + ids.text());
+    int64_t rows = x.count(0, x.rank() - 1), inner = x.last() / experts, k = ids.last();
+    float* y = call.output(x.shape);
+    tasks(call, rows, rows * x.last(), [&](int64_t m) {
+      std::vector<float> every(experts, 0.0f);
+      std::fill(every.end() - always, every.end(), 1.0f);
+      for (int64_t i = m * k; i < (m + 1) * k; i++) {
+        int64_t id = ids.data<int32_t>()[i];
+        if (id >= 0 && id < experts - always) every[id] = weights.data<float>()[i];
+      }
+      const float* from = x.data<float>() + m * x.last();
+      for (int64_t i = 0; i < x.last(); i++) y[m * x.last() + i] = from[i] * every[i / inner];
+    });
+  }
+};
+
 }  // namespace

@@ -6,9 +6,12 @@
 #include <sys/auxv.h>
 #endif
 
+#include "chain.h"
+#include "grouped_ops.h"
 #include "latent_ops.h"
 #include "mixture_ops.h"
 #include "row_ops.h"
+#include "step_ops.h"
 
 const void* const* ort::api = nullptr;
 
@@ -52,21 +55,16 @@ ort::Status* guarded(const F& body) noexcept {
   }
 }
 
+// What all operators are declared by, whatever their operands.
 template <class Op>
-ort::CustomOp declared() {
+ort::CustomOp common() {
   using ort::Context;
   using ort::CustomOp;
   CustomOp op{};
   op.version = ort::OP;
   op.name = [](const CustomOp*) { return Op::name; };
   op.provider = [](const CustomOp*) -> const char* { return nullptr; };
-  op.input_type = [](const CustomOp*, size_t i) -> int { return Op::inputs[i]; };
-  op.input_count = [](const CustomOp*) { return std::size(Op::inputs); };
-  op.output_type = [](const CustomOp*, size_t i) -> int { return Op::results[i]; };
-  op.output_count = [](const CustomOp*) -> size_t { return std::size(Op::results); };
   op.destroy = [](void* kernel) { delete static_cast<Op*>(kernel); };
-  op.input_kind = [](const CustomOp*, size_t i) -> int { return Op::optional >> i & 1; };
-  op.output_kind = [](const CustomOp*, size_t i) -> int { return Op::optional_results >> i & 1; };
   op.input_memory = [](const CustomOp*, size_t) { return 0; };
   op.create_v2 = [](const CustomOp*, const void*, const ort::Info* info, void** kernel) {
     return guarded([&] { *kernel = new Op(chosen(), Attributes{info, {}}); });
@@ -80,6 +78,50 @@ ort::CustomOp declared() {
   return op;
 }
 
+template <class Op>
+ort::CustomOp declared() {
+  using ort::CustomOp;
+  CustomOp op = common<Op>();
+  op.input_type = [](const CustomOp*, size_t i) -> int { return Op::inputs[i]; };
+  op.input_count = [](const CustomOp*) { return std::size(Op::inputs); };
+  op.output_type = [](const CustomOp*, size_t i) -> int { return Op::results[i]; };
+  op.output_count = [](const CustomOp*) -> size_t { return std::size(Op::results); };
+  op.input_kind = [](const CustomOp*, size_t i) -> int { return Op::optional >> i & 1; };
+  op.output_kind = [](const CustomOp*, size_t i) -> int { return Op::optional_results >> i & 1; };
+  return op;
+}
+
+// Any operands and any results, of any types.
+ort::CustomOp chain() {
+  using ort::CustomOp;
+  CustomOp op = common<Chain>();
+  op.input_type = op.output_type = [](const CustomOp*, size_t) -> int { return ort::ANY; };
+  op.input_count = op.output_count = [](const CustomOp*) -> size_t { return 1; };
+  op.input_kind = op.output_kind = [](const CustomOp*, size_t) -> int { return ort::VARIADIC; };
+  op.variadic_input_least = op.variadic_output_least = [](const CustomOp*) { return 1; };
+  op.variadic_input_alike = op.variadic_output_alike = [](const CustomOp*) { return 0; };
+  return op;
+}
+
+template <class... Op>
+struct List {
+  static constexpr Kind kinds[] = {kind<Op>()...};
+  static const std::vector<ort::CustomOp>& ops() {
+    static const std::vector<ort::CustomOp> all{chain(), declared<Op>()...};
+    return all;
+  }
+};
+using All = List<Product, GatedProduct, FloatProduct, Experts, Norm, Attention, Circle<true>,
+                 Circle<false>, GatedFloatProduct, FloatExperts, LatentRows, LatentAttention, Route,
+                 Accept, Embedding, LogSoftmax, ArgMax, Take<float>, Take<int64_t>, Join<float>,
+                 Join<int64_t>, FloatEmbedding, Places, Weigh, GroupedRows>;
+
+const Kind* kind_of(const std::string& name) {
+  for (const Kind& kind : All::kinds)
+    if (name == kind.name) return &kind;
+  return nullptr;
+}
+
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(
@@ -91,17 +133,10 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
                        base->version());
   }
   return guarded([&] {
-    static const ort::CustomOp ops[] = {
-        declared<Product>(),      declared<GatedProduct>(),  declared<FloatProduct>(),
-        declared<Experts>(),      declared<Norm>(),          declared<Attention>(),
-        declared<Circle<true>>(), declared<Circle<false>>(), declared<GatedFloatProduct>(),
-        declared<FloatExperts>(), declared<LatentRows>(),    declared<LatentAttention>(),
-        declared<Route>(),        declared<Accept>(),        declared<Embedding>(),
-        declared<LogSoftmax>()};
     static ort::Domain* domain = [] {
       ort::Domain* made = nullptr;
       ort::check(ort::call<ort::Status*>(ort::CREATE_DOMAIN, "mtpbuild", &made));
-      for (const ort::CustomOp& op : ops)
+      for (const ort::CustomOp& op : All::ops())
         ort::check(ort::call<ort::Status*>(ort::DOMAIN_ADD, made, &op));
       return made;
     }();

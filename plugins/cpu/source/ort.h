@@ -52,7 +52,7 @@ struct CustomOp {
 };
 
 enum Type { ANY = 0, FLOAT = 1, UINT8 = 2, INT32 = 6, INT64 = 7, BOOL = 9, FLOAT16 = 10 };
-enum Kind { REQUIRED = 0, OPTIONAL = 1 };
+enum Kind { REQUIRED = 0, OPTIONAL = 1, VARIADIC = 2 };
 
 // Places in OrtApi.
 enum Place {
@@ -68,6 +68,7 @@ enum Place {
   TENSOR_SHAPE = 65,
   ATTRIBUTE_FLOAT = 85,
   ATTRIBUTE_INT = 86,
+  ATTRIBUTE_STRING = 87,
   CONTEXT_INPUT = 90,
   CONTEXT_OUTPUT = 91,
   RELEASE_STATUS = 93,
@@ -140,7 +141,8 @@ inline Tensor tensor_of(const Value* value) {
   check(status);
   void* memory = nullptr;
   check(call<Status*>(TENSOR_DATA, const_cast<Value*>(value), &memory));
-  tensor.memory = memory;
+  static const char nothing = 0;
+  tensor.memory = memory ? memory : &nothing;  // of an empty one there may be none
   return tensor;
 }
 

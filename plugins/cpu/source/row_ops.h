@@ -73,7 +73,7 @@ struct Accept : Usual {
     float* logprobs = call.output(window.shape, 3);
     float* margins = call.output(window.shape, 4);
     tasks(call, rows, rows * V * 8, [&](int64_t m) {
-      mtp::Best best = k.best(logits.data<float>() + m * V, V);
+      mtp::Best best = k.best(logits.data<float>() + m * V, V, true);
       tokens[m] = best.id;
       logprobs[m] = 0.0f - mtp::logarithm(best.total);  // as LogSoftmax has it
       margins[m] = best.top - best.second;
@@ -106,10 +106,29 @@ struct LogSoftmax : Usual {
     float* y = call.output(x.shape);
     tasks(call, rows, rows * V * 8, [&](int64_t m) {
       const float* row = x.data<float>() + m * V;
-      mtp::Best best = k.best(row, V);
+      mtp::Best best = k.best(row, V, true);
       float log = mtp::logarithm(best.total);
       for (int64_t i = 0; i < V; i++) y[m * V + i] = (row[i] - best.top) - log;
     });
+  }
+};
+
+// x [.., V] -> the place [..] of each row's highest number, the lowest of equal ones.
+struct ArgMax : Usual {
+  static constexpr const char* name = "ArgMax";
+  static constexpr ort::Type inputs[] = {ort::FLOAT};
+  static constexpr ort::Type results[] = {ort::INT64};
+  const Kernels& k;
+
+  ArgMax(const Kernels& k, const Attributes&) : k(k) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0);
+    NEED(x.rank() > 0 && x.last() > 0, name, "rows " + x.text());
+    int64_t rows = x.count(0, x.rank() - 1), V = x.last();
+    int64_t* y = call.output<int64_t>({x.shape.begin(), x.shape.end() - 1});
+    tasks(call, rows, rows * V,
+          [&](int64_t m) { y[m] = k.best(x.data<float>() + m * V, V, false).id; });
   }
 };
 

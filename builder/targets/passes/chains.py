@@ -1,0 +1,104 @@
+"""Joins operators of the CPU's library that follow each other into one node, a chain.
+
+Before: a node for each. After: a node `Chain` in the place of each run of them, which says what its
+steps are. The numbers stay as they are to the bit: the steps do what the nodes did.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+
+import onnx_ir as ir
+
+from mtpbuild.runtime.cpu_library import DOMAIN
+
+CHAIN = "Chain"
+
+
+class JoinChains(ir.passes.InPlacePass):  # type: ignore[misc]
+    """Makes chains as long as they get: foreign operators run as early as they can."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        runs = [run for run in _runs(model.graph) if len(run) > 1]
+        for run in runs:
+            _join(model.graph, run)
+        model.graph.sort()
+        return ir.passes.PassResult(model, bool(runs))
+
+
+def _runs(graph: ir.Graph) -> Iterator[list[ir.Node]]:
+    """Yield runs of our operators: between two of them, all others that can be computed are."""
+    waiting, done, own = [*graph], set[ir.Node](), False
+    needs = {node: {*_producers(node, graph)} for node in waiting}
+    while waiting:
+        run = list[ir.Node]()
+        for node in waiting:
+            if (node.domain == DOMAIN) is own and needs[node] <= done:
+                done.add(node)
+                run.append(node)
+        waiting = [node for node in waiting if node not in done]
+        if own:
+            yield run
+        own = not own
+
+
+def _producers(node: ir.Node, graph: ir.Graph) -> Iterator[ir.Node]:
+    """Yield the nodes of a graph that a node needs, also what its branches do."""
+    inputs = list(node.inputs)
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            inputs += [i for inner in attribute.as_graph().all_nodes() for i in inner.inputs]
+    for value in inputs:
+        producer = None if value is None else value.producer()
+        if producer is not None and producer.graph is graph:
+            yield producer
+
+
+def _join(graph: ir.Graph, run: list[ir.Node]) -> None:
+    made = [value for node in run for value in node.outputs if value.name and _is_read(value)]
+    inside = {*made}
+    every = (value for node in run for value in node.inputs if value is not None)
+    operands = [*dict.fromkeys(value for value in every if value not in inside)]
+    numbers = {value: number for number, value in enumerate([*operands, *made])}
+    left = [value for value in made if _leaves(value, {*run})]
+    steps = "\n".join(_step(node, numbers) for node in run)
+    chain = ir.node(
+        CHAIN,
+        operands,
+        {
+            "operands": len(operands),
+            "steps": steps,
+            "results": " ".join(str(numbers[value]) for value in left),
+        },
+        domain=DOMAIN,
+        num_outputs=len(left),
+    )
+    graph.insert_before(run[0], chain)
+    for old, new in zip(left, chain.outputs, strict=True):
+        new.name, new.type, new.shape = old.name, old.type, old.shape
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+    graph.remove(run, safe=True)
+
+
+def _is_read(value: ir.Value) -> bool:
+    return value.is_graph_output() or bool(value.uses())
+
+
+def _leaves(value: ir.Value, run: set[ir.Node]) -> bool:
+    return value.is_graph_output() or any(use.node not in run for use in value.uses())
+
+
+def _step(node: ir.Node, numbers: dict[ir.Value, int]) -> str:
+    """Write a step as the library reads it (plugins/cpu/source/chain.h)."""
+
+    def named(values: Iterable[ir.Value | None]) -> list[str]:
+        return ["-" if v is None or v not in numbers else str(numbers[v]) for v in values]
+
+    how = [f"{name}={_bits(attribute)}" for name, attribute in node.attributes.items()]
+    return " ".join([node.op_type, *named(node.inputs), ">", *named(node.outputs), *how])
+
+
+def _bits(attribute: ir.Attr) -> int:
+    if attribute.type == ir.AttributeType.INT:
+        return attribute.as_int()
+    (bits,) = struct.unpack("<I", struct.pack("<f", attribute.as_float()))
+    return int(bits)

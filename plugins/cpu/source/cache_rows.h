@@ -1,0 +1,58 @@
+// What makes rows of a cache and writes them, for latent and grouped attention.
+#pragma once
+#include "op.h"
+
+namespace {
+
+// Rotate the pairs of x [2 * half]; `interleaved`: they are neighbours, else `half` apart.
+void rotate(const float* x, const float* cos, const float* sin, int64_t half, bool interleaved,
+            float* y) {
+  int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
+  for (int64_t i = 0; i < half; i++) {
+    float a = x[i * step], b = x[i * step + apart];
+    y[i * step] = a * cos[i] - b * sin[i];
+    y[i * step + apart] = b * cos[i] + a * sin[i];
+  }
+}
+
+// cos and sin [B, T, half]
+struct Angles {
+  Tensor cos, sin;
+  int64_t half;
+
+  Angles(const char* op, const Tensor& c, const Tensor& s, int64_t slots, int64_t tokens)
+      : cos(c), sin(s), half(c.last()) {
+    std::vector<int64_t> shape{slots, tokens, half};
+    NEED(c.shape == shape && s.shape == shape && half <= MOST, op,
+         "angles " + c.text() + ", " + s.text() + " of " + std::to_string(tokens) + " tokens");
+  }
+  void rotate_row(int64_t row, const float* x, bool interleaved, float* y) const {
+    rotate(x, cos.data<float>() + row * half, sin.data<float>() + row * half, half, interleaved, y);
+  }
+};
+
+// Rows of a cache: fresh [slots, 1, tokens, width].
+struct Fresh {
+  int64_t slots, tokens, width;
+};
+
+// The result of place 2: a cache [slots, 1, S, width] with the fresh rows from row start [slots]
+// on. It is written in place if it is bound so.
+void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& start,
+                const float* fresh, const Fresh& size) {
+  NEED(cache.rank() == 4 && cache.shape[0] == size.slots && cache.shape[1] == 1 &&
+           cache.shape[3] == size.width && start.shape == std::vector<int64_t>{size.slots},
+       op, "rows of " + std::to_string(size.width) + " numbers into " + cache.text());
+  float* held = call.output(cache.shape, 2);
+  if (held != cache.memory) std::memcpy(held, cache.memory, cache.count(0, 4) * sizeof(float));
+  for (int64_t slot = 0; slot < size.slots; slot++) {
+    int64_t at = start.data<int64_t>()[slot], rows = cache.shape[2];
+    NEED(at >= 0 && size.tokens <= rows && at <= rows - size.tokens, op,
+         std::to_string(size.tokens) + " rows from " + std::to_string(at) + " on in a cache of " +
+             std::to_string(rows));
+    std::memcpy(held + (slot * rows + at) * size.width, fresh + slot * size.tokens * size.width,
+                size.tokens * size.width * sizeof(float));
+  }
+}
+
+}  // namespace

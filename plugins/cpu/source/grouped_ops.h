@@ -1,0 +1,76 @@
+// What grouped-query attention does between its product and its attention.
+#pragma once
+#include "cache_rows.h"
+
+namespace {
+
+// As `plugins/grouped_rows/op.py` says: a [B, T, H * D + others + 2 * G * D], the queries, what
+// passes, keys and values -> queries [B, T, H * D + others] and cache rows [B, 1, T, 2 * G * D],
+// whose queries' and keys' heads are normed, if there are norms [D], then rotated in their first
+// numbers. If there is a cache [B, 1, S, 2 * G * D], it is the third result, written at start [B].
+struct GroupedRows : Usual {
+  static constexpr const char* name = "GroupedRows";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
+                                         ort::FLOAT, ort::FLOAT, ort::INT64};
+  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT};
+  static constexpr unsigned optional = 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6, optional_results = 1 << 2;
+  const Kernels& k;
+  int64_t heads, groups, width;
+  float epsilon;
+  bool plus_one;  // a norm multiplies by 1 + weight
+
+  GroupedRows(const Kernels& k, const Attributes& from)
+      : k(k),
+        heads(from.integer("heads")),
+        groups(from.integer("groups")),
+        width(from.integer("width")),
+        epsilon(from.real("epsilon")),
+        plus_one(from.integer("plus_one") != 0) {}
+
+  void compute(Call& call) const {
+    Tensor a = call.input(0);
+    NEED(a.rank() == 3 && heads >= 0 && groups > 0 && width > 0 && width <= a.shape[2] &&
+             heads <= a.shape[2] && groups <= a.shape[2] &&
+             heads * width <= a.shape[2] - 2 * groups * width,
+         name, std::to_string(heads) + " heads of " + std::to_string(width) + " in " + a.text());
+    int64_t slots = a.shape[0], tokens = a.shape[1], all = a.shape[2], rows = slots * tokens;
+    int64_t keys = groups * width, queries = all - 2 * keys;
+    Angles angles(name, call.input(1), call.input(2), slots, tokens);
+    NEED(2 * angles.half <= width, name, "angles " + angles.cos.text() + " of a head's numbers");
+    std::vector<float> q_norm = weight(call.input(3, true)), k_norm = weight(call.input(4, true));
+    float* q = call.output({slots, tokens, queries});
+    float* fresh = call.output({slots, 1, tokens, 2 * keys}, 1);
+    tasks(call, rows, 8 * rows * all, [&](int64_t m) {
+      const float* row = a.data<float>() + m * all;
+      float *own = q + m * queries, *rest = fresh + m * 2 * keys;
+      for (int64_t h = 0; h < heads; h++) head(row + h * width, q_norm, angles, m, own + h * width);
+      std::copy(row + heads * width, row + queries, own + heads * width);
+      for (int64_t g = 0; g < groups; g++)
+        head(row + queries + g * width, k_norm, angles, m, rest + g * width);
+      std::copy(row + queries + keys, row + all, rest + keys);
+    });
+    Tensor cache = call.input(5, true);
+    if (cache.memory)
+      write_rows(name, call, cache, call.input(6), fresh, {slots, tokens, 2 * keys});
+  }
+
+ private:
+  std::vector<float> weight(const Tensor& norm) const {
+    if (!norm.memory) return {};
+    NEED(norm.shape == std::vector<int64_t>{width}, name, "norm " + norm.text());
+    std::vector<float> all(norm.data<float>(), norm.data<float>() + width);
+    for (float& each : all) each += plus_one ? 1.0f : 0.0f;
+    return all;
+  }
+
+  void head(const float* x, const std::vector<float>& norm, const Angles& angles, int64_t row,
+            float* y) const {
+    auto normed = scratch<float>(norm.empty() ? 0 : width);
+    if (!norm.empty()) k.norm(x, norm.data(), width, epsilon, normed.get());
+    if (!norm.empty()) x = normed.get();
+    angles.rotate_row(row, x, false, y);
+    std::copy(x + 2 * angles.half, x + width, y + 2 * angles.half);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,145 @@
+// What a step does between its layers: rows are picked, joined and looked up, tokens are placed.
+#pragma once
+#include "op.h"
+#include "trigonometry.h"
+
+namespace {
+
+// x [B, N, ..], start [B] -> [B, count, ..]: the rows of each slot from its start on.
+template <class T>
+struct Take : Usual {
+  static constexpr const char* name = std::is_same_v<T, float> ? "Take" : "TakeInts";
+  static constexpr ort::Type inputs[] = {ort::TYPE<T>, ort::INT64};
+  static constexpr ort::Type results[] = {ort::TYPE<T>};
+  int64_t count;
+
+  Take(const Kernels&, const Attributes& from) : count(from.integer("count")) {}
+
+  void compute(Call& call) const {
+    Tensor x = call.input(0), start = call.input(1);
+    NEED(x.rank() > 1 && start.shape == std::vector<int64_t>{x.shape[0]} && count > 0 &&
+             count <= x.shape[1],
+         name, std::to_string(count) + " rows of " + x.text());
+    std::vector<int64_t> shape = x.shape;
+    shape[1] = count;
+    T* y = call.output<T>(shape);
+    int64_t width = x.count(2, x.rank());
+    for (int64_t slot = 0; slot < x.shape[0]; slot++) {
+      int64_t at = start.data<int64_t>()[slot];
+      NEED(at >= 0 && at <= x.shape[1] - count, name,
+           std::to_string(count) + " rows from " + std::to_string(at) + " on of " + x.text());
+      std::copy_n(x.data<T>() + (slot * x.shape[1] + at) * width, count * width,
+                  y + slot * count * width);
+    }
+  }
+};
+
+// Two to four tensors side by side along an axis.
+template <class T>
+struct Join : Usual {
+  static constexpr const char* name = std::is_same_v<T, float> ? "Join" : "JoinInts";
+  static constexpr ort::Type inputs[] = {ort::TYPE<T>, ort::TYPE<T>, ort::TYPE<T>, ort::TYPE<T>};
+  static constexpr ort::Type results[] = {ort::TYPE<T>};
+  static constexpr unsigned optional = 1 << 2 | 1 << 3;
+  int64_t axis;
+
+  Join(const Kernels&, const Attributes& from) : axis(from.integer("axis")) {}
+
+  void compute(Call& call) const {
+    std::vector<Tensor> parts;
+    for (size_t i = 0; i < std::size(inputs); i++) {
+      Tensor part = call.input(i, i > 1);
+      if (part.memory) parts.push_back(part);
+    }
+    std::vector<int64_t> shape = parts[0].shape;
+    NEED(axis >= 0 && axis < static_cast<int64_t>(shape.size()), name, parts[0].text());
+    size_t place = static_cast<size_t>(axis);
+    shape[place] = 0;
+    for (const Tensor& part : parts) {
+      std::vector<int64_t> other = part.shape;
+      NEED(other.size() == shape.size(), name, part.text() + " beside " + parts[0].text());
+      int64_t size = other[place];
+      other[place] = shape[place];
+      NEED(other == shape, name, part.text() + " beside " + parts[0].text());
+      shape[place] += size;
+    }
+    T* y = call.output<T>(shape);
+    for (int64_t outer = 0; outer < parts[0].count(0, place); outer++)
+      for (const Tensor& part : parts) {
+        int64_t width = part.count(place, part.rank());
+        y = std::copy_n(part.data<T>() + outer * width, width, y);
+      }
+  }
+};
+
+// Rows of an fp32 embedding: tokens [..], table [V, K] -> [.., K].
+struct FloatEmbedding : Usual {
+  static constexpr const char* name = "FloatEmbedding";
+  static constexpr ort::Type inputs[] = {ort::INT64, ort::FLOAT};
+
+  FloatEmbedding(const Kernels&, const Attributes&) {}
+
+  void compute(Call& call) const {
+    Tensor tokens = call.input(0), table = call.input(1);
+    NEED(table.rank() == 2, name, "table " + table.text());
+    std::vector<int64_t> shape = tokens.shape;
+    shape.push_back(table.shape[1]);
+    float* y = call.output(shape);
+    for (int64_t m = 0; m < tokens.count(0, tokens.rank()); m++) {
+      int64_t id = tokens.data<int64_t>()[m];
+      NEED(id >= 0 && id < table.shape[0], name,
+           "no token " + std::to_string(id) + " of " + std::to_string(table.shape[0]));
+      y = std::copy_n(table.data<float>() + id * table.shape[1], table.shape[1], y);
+    }
+  }
+};
+
+// As `plugins/rotary_rows/op.py` says: start [B], active [B] or none, inv_freq [half], how many
+// tokens and where slots stand that are not active -> cos and sin [B, T, half], base, place and
+// first [B].
+struct Places : Usual {
+  static constexpr const char* name = "Places";
+  static constexpr ort::Type inputs[] = {ort::INT64, ort::BOOL, ort::FLOAT, ort::INT64, ort::INT64};
+  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT, ort::INT64, ort::INT64,
+                                          ort::INT64};
+  static constexpr unsigned optional = 1 << 1;
+  int64_t offset;
+  float scale;
+
+  Places(const Kernels&, const Attributes& from)
+      : offset(from.integer("offset")), scale(from.real("scale")) {}
+
+  void compute(Call& call) const {
+    Tensor start = call.input(0), active = call.input(1, true), frequencies = call.input(2);
+    int64_t tokens = number(call.input(3)), end = number(call.input(4));
+    NEED(start.rank() == 1 && (!active.memory || active.shape == start.shape) &&
+             frequencies.rank() == 1 && tokens >= 0 && tokens <= INT32_MAX,
+         name, "start " + start.text() + ", frequencies " + frequencies.text());
+    int64_t slots = start.shape[0], half = frequencies.shape[0];
+    float* cos = call.output({slots, tokens, half});
+    float* sin = call.output({slots, tokens, half}, 1);
+    int64_t* base = call.output<int64_t>({slots}, 2);
+    int64_t* place = call.output<int64_t>({slots}, 3);
+    std::fill_n(call.output<int64_t>({slots}, 4), slots, offset);
+    for (int64_t slot = 0; slot < slots; slot++) {
+      bool there = !active.memory || active.data<uint8_t>()[slot];
+      base[slot] = there ? start.data<int64_t>()[slot] : 0;
+      place[slot] = there ? start.data<int64_t>()[slot] : end;
+      for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0; i < half; i++, cos++, sin++) {
+          float position = static_cast<float>(place[slot] + offset + t);
+          mtp::sine_and_cosine(position * frequencies.data<float>()[i], sin, cos);
+          *cos *= scale;
+          *sin *= scale;
+        }
+    }
+  }
+
+ private:
+  static int64_t number(const Tensor& x) {
+    NEED(x.count(0, x.rank()) == 1, name, "no number, but " + x.text());
+    return *x.data<int64_t>();
+  }
+};
+
+}  // namespace

@@ -1,0 +1,1 @@
+"""What grouped-query attention does between its product and its scores."""

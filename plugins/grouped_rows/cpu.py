@@ -1,0 +1,51 @@
+"""grouped_rows, grouped_rows_write and grouped_attention_flat as operators of the CPU's library."""
+
+from typing import Any
+
+from mtpbuild.plugins.cpu.onnx import Attention, operator
+from mtpbuild.plugins.grouped_attention.cpu import sizes
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS
+
+GroupedRows = operator(
+    "GroupedRows",
+    {
+        **{"a": FLOATS, "cos": FLOATS, "sin": FLOATS, "q_norm": FLOATS, "k_norm": FLOATS},
+        **{"cache": FLOATS, "start": INTS},
+    },
+    {"heads": 0, "groups": 0, "width": 0, "epsilon": 0.0, "plus_one": 0},
+    optional=("q_norm", "k_norm", "cache", "start"),
+    outputs=(FLOATS, FLOATS, FLOATS),
+)
+SIZES = ("heads", "groups", "width", "epsilon", "plus_one")
+
+
+def grouped_rows_cpu(
+    a: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any, *how: Any
+) -> tuple[Any, Any]:
+    q, fresh, _ = grouped_rows_write_cpu(a, q_norm, k_norm, cos, sin, None, None, *how)
+    return q, fresh
+
+
+def grouped_rows_write_cpu(
+    a: Any,
+    q_norm: Any,
+    k_norm: Any,
+    cos: Any,
+    sin: Any,
+    cache: Any,
+    start: Any,
+    heads: int,
+    groups: int,
+    width: int,
+    eps: float,
+    plus_one: bool = False,
+) -> Any:
+    how = dict(zip(SIZES, (heads, groups, width, eps, int(plus_one)), strict=True))
+    return GroupedRows(a, cos, sin, q_norm, k_norm, cache, start, **how)
+
+
+def grouped_attention_flat_cpu(
+    q: Any, cache: Any, fresh: Any, base: Any, first: Any, scale: float, heads: int, groups: int
+) -> Any:
+    how = sizes(cache, fresh, groups, int(q.shape[2]) // heads)
+    return Attention(q, cache, fresh, base, first, scale=scale, heads=heads, **how)

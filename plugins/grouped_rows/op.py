@@ -1,0 +1,122 @@
+"""grouped_rows: turns grouped attention's product into its queries and its cache rows."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtpbuild.plugins.grouped_attention.op import grouped_attention
+from mtpbuild.plugins.kv_write.op import kv_write
+from mtpbuild.plugins.rope.op import rope
+
+
+@torch.library.custom_op("mtpbuild::grouped_rows", mutates_args=())
+def grouped_rows(
+    a: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    groups: int,
+    width: int,
+    eps: float,
+    plus_one: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Normalises and rotates the heads of a [B, T, H D + others + 2 G D] with D = width.
+
+    a holds H = `heads` heads of queries, numbers that pass as they are (gates, say), then the keys
+    and the values of G = `groups` heads. q_norm and k_norm [D] are weights of RMSNorms over a head,
+    which multiply by 1 + weight with `plus_one`. cos, sin [B, T, R / 2] fp32 rotate the first R
+    numbers of each head, in pairs (i, i + R / 2). Returns the queries with what passes
+    [B, T, H D + others], and the cache rows [B, 1, T, 2 G D].
+    """
+    sizes = heads * width, a.shape[-1] - (heads + 2 * groups) * width
+    q, others, k, v = a.split([*sizes, groups * width, groups * width], dim=-1)
+
+    def turned(x: Tensor, norm: Tensor | None, count: int) -> Tensor:
+        if norm is not None:
+            weight = norm + 1.0 if plus_one else norm
+            x = F.rms_norm(x.unflatten(-1, (count, width)), (width,), weight, eps).flatten(-2)
+        return rope(x.contiguous(), cos, sin, count, False)
+
+    q = torch.cat([turned(q, q_norm, heads), others], dim=-1)
+    return q, torch.cat([turned(k, k_norm, groups), v], dim=-1)[:, None]
+
+
+@grouped_rows.register_fake
+def empty_rows(
+    a: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    groups: int,
+    width: int,
+    *others: object,
+) -> tuple[Tensor, Tensor]:
+    """Returns empty tensors for the op's results."""
+    (B, T, every), kept = a.shape, 2 * groups * width
+    return a.new_empty(B, T, every - kept), a.new_empty(B, 1, T, kept)
+
+
+@torch.library.custom_op("mtpbuild::grouped_rows_write", mutates_args=())
+def grouped_rows_write(
+    a: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    start: Tensor,
+    heads: int,
+    groups: int,
+    width: int,
+    eps: float,
+    plus_one: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Does `grouped_rows`, then `kv_write` of its rows into a cache [B, 1, S, 2 G D] at start [B].
+
+    The third result is the cache. As with `kv_write`, a target binds it to the cache's own memory.
+    """
+    sizes = heads, groups, width, eps, plus_one
+    q, fresh = grouped_rows(a, q_norm, k_norm, cos, sin, *sizes)
+    return q, fresh, kv_write(cache, fresh, start)
+
+
+@grouped_rows_write.register_fake
+def _(
+    a: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    start: Tensor,
+    heads: int,
+    groups: int,
+    width: int,
+    *others: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = empty_rows(a, q_norm, k_norm, cos, sin, heads, groups, width)
+    return *rows, torch.empty_like(cache)
+
+
+@torch.library.custom_op("mtpbuild::grouped_attention_flat", mutates_args=())
+def grouped_attention_flat(
+    q: Tensor,
+    cache: Tensor,
+    fresh: Tensor,
+    base: Tensor,
+    first: Tensor,
+    scale: float,
+    heads: int,
+    groups: int,
+) -> Tensor:
+    """Does `grouped_attention` with the heads of a token side by side: q [B, T, H D], and so y."""
+    apart = q.unflatten(-1, (heads, -1)).transpose(1, 2)
+    y = grouped_attention(apart, cache, fresh, base, first, scale, groups)
+    return y.transpose(1, 2).flatten(2)
+
+
+grouped_attention_flat.register_fake(lambda q, *others: torch.empty_like(q))

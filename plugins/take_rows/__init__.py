@@ -1,0 +1,1 @@
+"""Picks rows of each slot."""

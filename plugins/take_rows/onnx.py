@@ -1,0 +1,18 @@
+"""take_rows in ONNX: rows are gathered by their numbers."""
+
+from typing import Any
+
+from onnxscript.onnx_opset import opset24 as op
+
+from mtpbuild.plugins.mla_attention.onnx import ints
+
+
+def take_rows_onnx(x: Any, start: Any, count: int) -> Any:
+    index = op.Unsqueeze(start, ints(1))
+    if count > 1:
+        index = op.Add(index, ints(*range(count)))
+    widths = [int(size) for size in x.shape[2:]]
+    if widths:
+        index = op.Unsqueeze(index, ints(*range(2, len(x.shape))))
+        index = op.Expand(index, ints(1, 1, *widths))
+    return op.GatherElements(x, index, axis=1)

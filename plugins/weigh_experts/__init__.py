@@ -1,0 +1,1 @@
+"""Weighs what experts that are all computed have made."""
