@@ -82,6 +82,7 @@ def print_dry_run(done: DryRun) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from mtpbuild.builder.show.tables import names_column
     from mtpbuild.builder.step_counts import in_bytes, in_words
 
     console, model = Console(highlight=False, soft_wrap=True), done.model
@@ -98,7 +99,8 @@ def print_dry_run(done: DryRun) -> None:
     if counts := sorted(model.dequantised().items()):
         found = ", ".join(f"{count:,} in {name}" for name, count in counts)
         console.print(f"{found} would be dequantised to {model.style.dtype}")
-    table = Table("engine", "nextn", "drafter", "weights", "state", "build")
+    folders = names_column("engine", [str(engine.folder) for engine in done.engines])
+    table = Table(folders, "nextn", "drafter", "weights", "state", "build")
     for engine in done.engines:
         each = " per rank" if engine.plan.ranks.tp > 1 else ""
         table.add_row(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from mtpbuild.builder.recipe import load_recipes
+from mtpbuild.builder.show.tables import names_column
 from mtpbuild.runtime.contract.manifest import ranks_here
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def print_recipes(json: bool) -> None:
 def print_engines(engines: list["BuiltEngine"]) -> None:
     """Show the engines with their sizes, and which of their ranks are here."""
     console = Console()
-    table = Table(Column("engine", overflow="fold"), "nextn", "drafter", "files", "size", "status")
+    folders = names_column("engine", [str(engine.folder) for engine in engines])
+    table = Table(folders, "nextn", "drafter", "files", "size", "status")
     for engine in engines:
         build, files = engine.manifest.build, engine.file_sizes()
         table.add_row(

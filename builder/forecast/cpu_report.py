@@ -105,9 +105,10 @@ def _reads(console: Console, f: CpuForecast) -> None:
         Table(name, *map(str, request.nextn)) for name in ("GB per step", "tokens/s, most")
     )
     for engine in f.engines:
-        name, speeds = engine.weights or AS_STORED, f.speeds(engine)
+        name = engine.weights or AS_STORED
+        speeds = (None if each is None else float(f"{each:.3g}") for each in f.speeds(engine))
         read.add_row(name, *(f"{bytes / 1e9:.3f}" for bytes in engine.reads))
-        speed.add_row(name, *("-" if each is None else f"{each:.3g}" for each in speeds))
+        speed.add_row(name, *("-" if each is None else f"{each:,g}" for each in speeds))
     console.print(read)
     console.print(
         f"by nextn; {request.max_batch} at once, each with {request.context_len:,} cached tokens; "

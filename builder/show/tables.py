@@ -1,10 +1,10 @@
 """Prints tables and lines for people; `bench`, `eval` and `verify` use it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 
 def figures_table(name: str, columns: Iterable[object]) -> Table:
@@ -14,6 +14,11 @@ def figures_table(name: str, columns: Iterable[object]) -> Table:
     for column in columns:
         table.add_column(str(column), justify="right", no_wrap=True)
     return table
+
+
+def names_column(title: str, names: Sequence[str]) -> Column:
+    """Make a column that keeps names in one line each, unless one takes half of a terminal."""
+    return Column(title, overflow="fold", no_wrap=max(map(len, names), default=0) <= 40)
 
 
 def say(*lines: str | Table | None, style: str | None = None) -> None:

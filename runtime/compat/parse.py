@@ -48,11 +48,11 @@ def parse_llm_yaml(path: Path) -> Settings:
     """Reads TensorRT-LLM's YAML file; a UsageError names the key and what its value must be."""
     where, methods = f"{YAML_FLAG} {path}", TRTLLM_METHODS
     raw = _read_yaml(path, where)
-    inner = raw.pop("speculative_config", None)
+    inner = raw.pop(TRTLLM.apart, None)
     outer = read_keys(raw, TRTLLM, where, others=TRTLLM_SPECULATIVE)
     if inner is None:
         return outer
-    where = f"{where}: speculative_config"
+    where = f"{where}: {TRTLLM.apart}"
     inner = _object(inner, where)
     if inner.get(methods.key) is None:
         raise UsageError(f"{where}: {methods.key} is missing; supported: {methods.ours}")
@@ -104,11 +104,11 @@ def read_value(known: Vocabulary, key: str, value: object, label: str) -> Any:
 
 def _nearest(key: str, known: Vocabulary, others: Vocabulary) -> str:
     """Returns a hint for an unknown key: its place, our spelling of it, or the nearest key."""
-    if known is TRTLLM and key in (TRTLLM_METHODS.key, *others.ours, *others.later):
+    if known is TRTLLM and key in (others.apart, *others.ours, *others.later):
         return "; it belongs under speculative_config"
     setting = others.ours.get(key, key)  # also our own names
     same = [mine for mine, name in known.ours.items() if name == setting]
-    wanted = [*(["speculative_config"] if known is TRTLLM else []), *known.ours]
+    wanted = [known.apart, *known.ours]
     near = same or difflib.get_close_matches(key, [*wanted, *known.later, *known.no_effect], 1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(wanted)}"
 

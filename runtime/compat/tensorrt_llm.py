@@ -14,8 +14,9 @@ TRTLLM_METHODS = Methods(
         User_Provided""",
 )
 
-# TensorRT-LLM's speculative_config, without `decoding_type`
+# TensorRT-LLM's speculative_config
 TRTLLM_SPECULATIVE = Vocabulary(
+    apart=TRTLLM_METHODS.key,
     ours={
         "max_draft_len": "nextn",
         "num_nextn_predict_layers": "nextn",
@@ -42,6 +43,7 @@ TRTLLM_SPECULATIVE = Vocabulary(
 
 # The YAML file around it
 TRTLLM = Vocabulary(
+    apart="speculative_config",
     ours={
         "tensor_parallel_size": "tp",
         "moe_expert_parallel_size": "ep",

@@ -14,8 +14,9 @@ VLLM_METHODS = Methods(
         glm5_next""",
 )
 
-# vLLM's --speculative-config, without `method`
+# vLLM's --speculative-config
 VLLM = Vocabulary(
+    apart=VLLM_METHODS.key,
     ours={
         "num_speculative_tokens": "nextn",
         "draft_tensor_parallel_size": "tp",  # the modules are split as the main model is

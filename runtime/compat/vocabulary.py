@@ -29,6 +29,7 @@ class Vocabulary:
     ours: Mapping[str, str]  # key -> field of Settings
     no_effect: Mapping[str, str]  # key -> what to do instead, if anything
     later: Mapping[str, Later]  # keys that would change a result, and that are not supported
+    apart: str  # a key that is read by itself, before the others
     switches: Mapping[str, str] = field(default_factory=dict)  # key of ours -> what true means
     idle: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # values that ask for nothing
 

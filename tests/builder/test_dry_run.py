@@ -8,8 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from mtpbuild.builder.build import build
+from mtpbuild.builder.cli import app
 from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.request import BuildRequest
 from mtpbuild.builder.stages import Stages
@@ -56,6 +58,25 @@ def test_the_command(smallest: Path, tmp_path: Path) -> None:
     assert "dry run: nothing was written" in out
     assert re.search(r"check checkpoint .* s, export .* s; peak memory \d+ MiB", out)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("quick")
+def test_names_are_whole_on_a_narrow_terminal(
+    smallest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = (
+        "build",
+        "--model",
+        str(smallest),
+        "--nextn",
+        "0,1",
+        "--out",
+        "engines/set",
+        "--dry-run",
+    )
+    done = CliRunner().invoke(app, flags, env={"COLUMNS": "80"})
+    assert all(f" engines/set/small_n{nextn} " in done.stdout for nextn in (0, 1))
 
 
 EVEN = SMALLEST | {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}

@@ -156,6 +156,10 @@ def test_tensorrt_llm(text: str, settings: Settings, tmp_path: Path) -> None:
             ": speculative_config: decoding_type is missing; supported: MTP",
         ),
         (
+            "speculative_config: {decoding_type: MTP, decode_type: MTP}",
+            "speculative_config: unknown key 'decode_type'; did you mean 'decoding_type'?",
+        ),
+        (
             MTP + "max_draft_len: 16}",
             "speculative_config: max_draft_len must be a whole number in 0..15, not 16",
         ),

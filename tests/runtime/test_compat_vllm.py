@@ -129,6 +129,7 @@ def test_older_method_names(alias: str) -> None:
             '{"max_draft_len": 3}',
             "unknown key 'max_draft_len'; did you mean 'num_speculative_tokens'?",
         ),
+        ('{"methud": "mtp"}', "unknown key 'methud'; did you mean 'method'?"),
         ('{"nextn": 3}', "unknown key 'nextn'; did you mean 'num_speculative_tokens'?"),
         (
             '{"tensor_parallel_size": 8}',
@@ -136,7 +137,7 @@ def test_older_method_names(alias: str) -> None:
         ),
         (
             '{"zzz": 3}',
-            "unknown key 'zzz'; known: num_speculative_tokens, draft_tensor_parallel_size, "
+            "unknown key 'zzz'; known: method, num_speculative_tokens, draft_tensor_parallel_size, "
             "rejection_sample_method, draft_sample_method, synthetic_acceptance_rates, "
             "synthetic_acceptance_length",
         ),
