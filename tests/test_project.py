@@ -189,6 +189,14 @@ def test_what_only_some_systems_have_is_imported_in_one_place() -> None:
     assert users == {"mtpbuild.builder.cli.tables"}
 
 
+def test_the_image_is_built_of_all_that_a_wheel_needs() -> None:
+    """examples/serve/Dockerfile copies what setup.py and pyproject.toml speak of."""
+    text = (ROOT / "examples" / "serve" / "Dockerfile").read_text(encoding="utf-8")
+    copied = {word for line in re.findall("(?m)^COPY (.*) [^ ]+$", text) for word in line.split()}
+    folders = {path.split("/")[0] for path in SETUPTOOLS["package-dir"].values()}
+    assert copied >= folders | {"pyproject.toml", "setup.py", "README.md", "LICENSE"}
+
+
 def test_only_a_download_imports_the_hubs_client() -> None:
     """`hub` alone names it, `download` alone names `hub`, and `build` when it runs."""
     users = {"huggingface_hub": {"hub"}, "httpx2": {"hub"}, "mtpbuild.builder.hub": {"download"}}

@@ -144,8 +144,7 @@ async def _serve(
             os._exit(ENDED_AT_ONCE)
         endings.append(asyncio.create_task(end()))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signalled)
+    on_signals(asyncio.get_running_loop(), signalled)
     service.on_failure = listener.stop
     serving = asyncio.create_task(listener.serve([own]))
     loading = _in_a_thread(load)
@@ -204,3 +203,12 @@ def read_key(file: Path | None) -> str | None:
     if not key or not key.isascii():
         raise UsageError(f"--api-key {file}: the first line is the key, in ASCII")
     return key
+
+
+def on_signals(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Call it in the loop's thread at SIGTERM and Ctrl-C; on Windows loops take no handlers."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        try:
+            loop.add_signal_handler(number, call)
+        except NotImplementedError:
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(call))

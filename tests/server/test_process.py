@@ -1,5 +1,6 @@
 """The server's process: what it logs, and how it ends when it has not begun."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -7,8 +8,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
+
+from mtpbuild.runtime.server.server import on_signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,3 +71,25 @@ def test_requests_that_are_cut_off_hear_of_it() -> None:
         assert {each["error"]["message"] for each in told} == {"the server is shutting down"}
         line = "4 requests were cut off after 0.5 s (--drain-timeout)\n"
         assert process.stderr.read() == line
+
+
+def test_signals_where_loops_take_no_handlers() -> None:
+    """As on Windows: the call comes from the loop, which is woken up for it."""
+
+    class Bare(asyncio.SelectorEventLoop):
+        def add_signal_handler(self, *of: Any) -> None:  # type: ignore[override]
+            raise NotImplementedError
+
+    async def signalled() -> None:
+        heard = asyncio.Event()
+        on_signals(asyncio.get_running_loop(), heard.set)
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait_for(heard.wait(), 10)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with asyncio.Runner(loop_factory=Bare) as runner:
+            runner.run(signalled())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
