@@ -41,7 +41,7 @@ def controls_of(prompt: list[int], params: SamplingParams, manifest: Manifest) -
         history=tuple(prompt) if params.repetition_penalty != 1 else (),
         rule=rule_of(params, manifest),
         alternatives=params.logprobs is not None,
-        constrained=params.structured_outputs is not None,
+        constrained=bool(params.held),
         seed=secrets.randbits(32) if params.seed is None else params.seed,
     )
     if controls.penalised:

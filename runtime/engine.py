@@ -228,8 +228,7 @@ class Engine:
         MissingDependencyError for a grammar, if nothing is installed that could follow it.
         """
         controls = controls_of([0], params, self.manifest)
-        if params.structured_outputs is not None:
-            self._grammars.matcher(params.structured_outputs, controls)
+        self._grammars.holding(params, controls)
 
     @property
     def stats(self) -> EngineStats:
@@ -287,8 +286,7 @@ class Engine:
         if params.stop and self.tokenizer is None:
             raise RequestError("this engine was built without a tokenizer: it has no stop strings")
         request = Request(ids, params, self.manifest, self.tokenizer, listener, observer)
-        if params.structured_outputs is not None:
-            request.grammar = self._grammars.matcher(params.structured_outputs, request.controls)
+        request.grammar = self._grammars.holding(params, request.controls)
         return request
 
     def _text_tokenizer(self) -> Tokenizer:

@@ -16,8 +16,10 @@ from mtpbuild.runtime.contract.features import Feature, Features
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Constraint
 from mtpbuild.runtime.errors import MissingDependencyError, RequestError, install
+from mtpbuild.runtime.sampling import SamplingParams
 from mtpbuild.runtime.structured import StructuredOutputs, closed
 from mtpbuild.runtime.targets import targets_with
+from mtpbuild.runtime.token_limits import TokenLimits
 from mtpbuild.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -120,6 +122,15 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._compiled = lru_cache(KEPT)(self._compile)
 
+    def holding(self, params: SamplingParams, controls: Controls) -> Grammar | None:
+        """What a request's steps are held to; raises RequestError as `matcher` does."""
+        if params.structured_outputs is not None:
+            return self.matcher(params.structured_outputs, controls)
+        if not params.held:
+            return None
+        self._check_able(params.held)
+        return TokenLimits(params, self._manifest, self._tokenizer)
+
     def matcher(self, asked: StructuredOutputs, controls: Controls) -> Matcher:
         """A grammar at its beginning.
 
@@ -134,12 +145,15 @@ class Grammars:
         words = -(-model.vocab_size // WORD)
         return Matcher(copy, model.eos_token_ids, self._manifest.window, words, controls)
 
-    def _check_engine(self) -> None:
+    def _check_able(self, setting: str) -> None:
         if not self._able:
             raise RequestError(
-                f"structured_outputs: this engine's steps take no grammar; build "
+                f"{setting}: this engine's steps take no grammar; build "
                 f"it anew for target {targets_with(Feature.CONSTRAIN)}"
             )
+
+    def _check_engine(self) -> None:
+        self._check_able("structured_outputs")
         if self._tokenizer is None:
             raise RequestError("structured_outputs: this engine was built without a tokenizer")
         if not self._manifest.model.eos_token_ids:

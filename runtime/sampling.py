@@ -78,6 +78,10 @@ class SamplingParams(Wishes):
     to the logits of token ids. They are vLLM's, act before temperature and filters, and act on
     each token as if those before it had been decoded one by one, whatever nextn is.
 
+    `allowed_token_ids` are all that an answer may have, thought and end of sequence included, and
+    `bad_words` are texts that it may not have, in the spellings of vLLM: as it begins a text and
+    behind a space.
+
     A stop token or end of sequence is part of the result's token ids but not of its text; a stop
     string is cut off the text, unless `include_stop_str_in_output`. Before `min_tokens` tokens the
     former are not emitted and the latter do not end the request. `logprobs` N reports each token's
@@ -108,6 +112,8 @@ class SamplingParams(Wishes):
             parse=typed_biases,
         ),
     ] = None
+    allowed_token_ids: Annotated[Sequence[int] | None, penalty(list_of(int))] = None
+    bad_words: Annotated[Sequence[str], penalty(list_of(str, MAX_BIASES))] = ()
     seed: Annotated[
         int | None, Setting(whole_number(0, 2**64 - 1), "Seed for sampling.", everywhere=True)
     ] = None
@@ -169,6 +175,8 @@ class SamplingParams(Wishes):
             raise RequestError(f"min_tokens must be 0..max_tokens, not {self.min_tokens}")
         if "" in self.stop:
             raise RequestError("stop: a stop string is empty")
+        if self.allowed_token_ids == ():
+            raise RequestError("allowed_token_ids: the list is empty")
         if self.top_p == 0:
             raise RequestError("top_p must be above 0")
         if self.relaxed_topk > 1 and self.temperature > 0:
@@ -179,11 +187,12 @@ class SamplingParams(Wishes):
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError("max_tokens must be a number from 1; 0 is for prompt_logprobs")
         self._check_rule()
-        for name in ("min_tokens", "ignore_eos", "synthetic"):
-            # They would emit tokens that the form forbids, or go on behind its end.
-            if self.structured_outputs is not None and getattr(self, name):
+        # They would emit tokens that are forbidden, or go on behind a form's end.
+        beyond = ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words")
+        for name in (*(beyond if self.structured_outputs is not None else ()), "synthetic"):
+            if self.held and getattr(self, name):
                 name = "synthetic acceptance" if name == "synthetic" else name
-                raise RequestError(f"structured_outputs can't go with {name}")
+                raise RequestError(f"{self.held} can't go with {name}")
         check_synthetic(method, self.synthetic_acceptance_rates, self.synthetic_acceptance_length)
 
     def _check_rule(self) -> None:
@@ -194,6 +203,12 @@ class SamplingParams(Wishes):
         elif said:
             name = next(iter(said))
             raise RequestError(f"{name} is no setting of acceptance {self.acceptance!r}")
+
+    @property
+    def held(self) -> str:
+        """Names the setting by which each step is told what it may say; "" if there is none."""
+        names = ("structured_outputs", "allowed_token_ids", "bad_words")
+        return next((name for name in names if getattr(self, name) not in (None, ())), "")
 
     @property
     def synthetic(self) -> bool:

@@ -12,8 +12,6 @@ from mtpbuild.runtime.sampling import SamplingParams, http_settings
 Id = Annotated[int, Field(ge=0)]
 FORM = "structured_outputs has it as `{}`"
 REFUSED = {  # what a client means who sends it, or what does it here
-    "allowed_token_ids": "structured_outputs and logit_bias limit what an answer has",
-    "bad_words": "logit_bias forbids tokens",
     "chat_template": "an engine has its model's own template",
     "function_call": "tool_choice takes its place",
     "functions": "tools take their place",

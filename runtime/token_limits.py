@@ -1,0 +1,85 @@
+"""Holds a request to tokens that it may say, and keeps it from texts that it may not."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mtpbuild.runtime.contract.controls import WORD
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.contract.programs import Constraint
+from mtpbuild.runtime.controls_of import end_ids
+from mtpbuild.runtime.errors import RequestError
+from mtpbuild.runtime.sampling import SamplingParams
+from mtpbuild.runtime.tokenizer import Tokenizer
+
+
+class TokenLimits:
+    """Follows a request's answer; it is a `Grammar` that forces nothing.
+
+    As in vLLM, a text that may not be said is its tokens, and the last one of them is forbidden
+    where the answer ends with the others.
+    """
+
+    def __init__(
+        self, params: SamplingParams, manifest: Manifest, tokenizer: Tokenizer | None
+    ) -> None:
+        """Raises RequestError for tokens that are not there, and if none may be said."""
+        size = manifest.model.vocab_size
+        self._window, self._said = manifest.window, list[int]()
+        self._free = np.ones(size, bool)  # [V] by what does not depend on the answer
+        if (allowed := params.allowed_token_ids) is not None:
+            if not 0 <= min(allowed) <= max(allowed) < size:
+                raise RequestError(f"allowed_token_ids: the vocabulary's are 0..{size - 1}")
+            self._free = np.isin(np.arange(size), allowed)
+        if params.bad_words and tokenizer is None:
+            raise RequestError("bad_words: this engine was built without a tokenizer")
+        found = [ids for text in params.bad_words for ids in spellings(text, tokenizer)]
+        self._free[[ids[0] for ids in found if len(ids) == 1]] = False
+        self._bad = [ids for ids in found if len(ids) > 1]
+        late = end_ids(params, manifest) if params.min_tokens else frozenset[int]()
+        if late.issuperset(np.flatnonzero(self._free).tolist()):
+            name = "allowed_token_ids" if allowed is not None else "bad_words"
+            raise RequestError(f"{name}: no token is left that an answer could begin with")
+        self.kept = 0
+
+    def ahead(self, drafts: Sequence[int]) -> Constraint:
+        """Says what each row may hold behind the drafts before it.
+
+        Drafts behind which nothing may follow are left out. Raises RequestError if nothing may
+        follow the answer itself.
+        """
+        taken, words = list(drafts), -(-len(self._free) // WORD)
+        allowed = np.full((self._window, words), -1, np.int32)
+        for row in range(len(taken) + 1):
+            free = self._behind([*self._said, *taken[:row]])
+            if not free.any():
+                if row == 0:
+                    raise RequestError("bad_words: no token is left that may follow the answer")
+                taken = taken[: row - 1]
+                break
+            bits = np.zeros(words * WORD, bool)
+            bits[: len(free)] = free
+            allowed[row] = np.packbits(bits, bitorder="little").view("<i4")
+        self.kept = len(taken)
+        return Constraint(taken, self.kept, allowed)
+
+    def take(self, token: int) -> None:
+        self._said.append(token)
+
+    def _behind(self, said: list[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        ends = [ids[-1] for ids in self._bad if said[1 - len(ids) :] == ids[:-1]]
+        if not ends:
+            return self._free
+        free = self._free.copy()
+        free[ends] = False
+        return free
+
+
+def spellings(text: str, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Lists the tokens of a text, and those of it behind a space where these are as many."""
+    assert tokenizer is not None
+    text = text.lstrip() or text
+    plain, spaced = (tokenizer.encode(t, add_special_tokens=False) for t in (text, f" {text}"))
+    if not plain:
+        raise RequestError("bad_words: a text is empty")
+    return [plain, spaced] if spaced[0] != plain[0] and len(spaced) == len(plain) else [plain]
