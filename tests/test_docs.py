@@ -86,6 +86,18 @@ def test_every_page_has_its_line() -> None:
     assert missing == set()
 
 
+def test_pages_have_their_size() -> None:
+    """The ways in are 60 lines at most, benchmarks 150; a cell of the status is a glance."""
+    pages = {path.name: path.read_text(encoding="utf-8") for path in DOCUMENTS}
+    lines = {name: text.count("\n") for name, text in pages.items()}
+    assert max(lines[name] for name in lines if name.startswith("start-")) <= 60
+    assert lines["benchmarks.md"] <= 150
+    assert lines["glossary.md"] <= 35
+    seen = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", pages["status.md"])  # links by their words
+    cells = [cell for line in seen.splitlines() if line[:1] == "|" for cell in line.split(" | ")]
+    assert [cell for cell in cells if len(cell.strip("| ")) > 200] == []
+
+
 def parse(command: str) -> None:
     """Parses a command of mtpbuild as the program does; raises TyperException."""
     group: Any = typer.main.get_command(app)

@@ -12,15 +12,16 @@ from mtpbuild.builder.bench.engines import Built, Wanted, build_engines
 from mtpbuild.builder.bench.figures import rows
 from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import Contender, measure
-from mtpbuild.builder.bench.picture import draw, draw_batches
-from mtpbuild.builder.bench.report import Benchmark, to_batches_json, to_json
+from mtpbuild.builder.bench.picture import draw, draw_batches, draw_steps
+from mtpbuild.builder.bench.report import Benchmark, to_batches_json, to_json, to_rows
 from mtpbuild.builder.show.picture import missing
-from mtpbuild.builder.show.results import prepare, write_json
+from mtpbuild.builder.show.results import prepare, write_csv, write_json
 from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime.engine import Engine
 
 OUT = Path("bench_results")
-JSON, PICTURE, BATCHES_PICTURE = "bench.json", "bench.png", "bench_batches.png"
+JSON, CSV = "bench.json", "bench.csv"
+PICTURE, STEPS_PICTURE, BATCHES_PICTURE = "bench.png", "bench_steps.png", "bench_batches.png"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class BenchRequest:
 def bench(
     request: BenchRequest, watch: Callable[[str], None] = lambda stage: None
 ) -> list[Benchmark]:
-    """Measure, and write bench.json and the pictures.
+    """Measure, and write bench.json, bench.csv and the pictures.
 
     Returns a benchmark per concurrency, smallest first. Raises the errors of builds and engines.
     """
@@ -99,16 +100,18 @@ def load(built: Built, request: BenchRequest, stack: ExitStack) -> Contender:
 
 
 def write(reports: Sequence[Benchmark], out: Path) -> None:
-    """Write bench.json and the first concurrency's picture; several get one more together.
+    """Write the figures and the first concurrency's pictures; several get one more together.
 
     Without matplotlib there are no pictures.
     """
     first, several = reports[0], len(reports) > 1
     write_json(out / JSON, to_batches_json(reports) if several else to_json(first))
+    write_csv(out / CSV, to_rows(reports))
     if missing():
         return
     m = first.machine
     note = f"{m['cpu']}, {m['cores']} cores; {m['command']}"
     draw(first.rows, out / PICTURE, f"{first.model}: what MTP gives", note)
+    draw_steps(first.rows, out / STEPS_PICTURE, f"{first.model}: step by step", note)
     if several:
         draw_batches(reports, out / BATCHES_PICTURE, note)

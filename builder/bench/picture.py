@@ -1,22 +1,24 @@
-"""Draws speedup and acceptance length against nextn, and tokens/s against the batch, as PNGs."""
+"""Draws a benchmark as PNGs: against nextn, against the batch, and step by step."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mtpbuild.builder.bench.figures import ALL, Row
+from mtpbuild.builder.bench.figures import ALL, Row, percentile
 from mtpbuild.builder.bench.report import PANELS, Benchmark
 from mtpbuild.builder.show import picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+BARS = 40  # of a histogram
+
 
 def draw(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
     """Draw both panels. note: the machine that was measured, in small print."""
     kinds = [kind for kind in rows[0].kinds if kind != ALL]
-    with picture.panels(path, note) as (figure, left, right):
+    with picture.panels(path, note) as (figure, (left, right)):
         draw_speedup(left, rows, kinds)
         draw_length(right, rows, kinds)
         for axes in (left, right):
@@ -62,7 +64,7 @@ def draw_length(axes: "Axes", rows: Sequence[Row], kinds: Sequence[str]) -> None
 def draw_batches(reports: Sequence[Benchmark], path: Path, note: str) -> None:
     """Draw a line per nextn against the concurrency. note: the machine, in small print."""
     sizes = [report.settings["concurrency"] for report in reports]
-    with picture.panels(path, note) as (figure, *both):
+    with picture.panels(path, note) as (figure, both):
         for axes, (name, figure_of) in zip(both, PANELS.items(), strict=True):
             for i, row in enumerate(reports[0].rows):
                 values = [figure_of(report.rows[i].overall) for report in reports]
@@ -73,3 +75,33 @@ def draw_batches(reports: Sequence[Benchmark], path: Path, note: str) -> None:
             axes.set_ylim(bottom=0)
         title = f"{reports[0].model}: tokens/s against the batch"
         picture.share_legend(figure, title, both[0].get_legend_handles_labels()[0])
+
+
+def draw_steps(rows: Sequence[Row], path: Path, title: str, note: str) -> None:
+    """Draw how long steps took, and how often drafts were accepted at each position."""
+    with picture.panels(path, note) as (figure, (left, right)):
+        draw_times(left, rows)
+        draw_positions(right, rows)
+        picture.share_legend(figure, title, right.get_legend_handles_labels()[0])
+
+
+def draw_times(axes: "Axes", rows: Sequence[Row]) -> None:
+    """Draw a histogram of each nextn's steps; each request's first step is left out."""
+    longest = percentile([1000 * each for row in rows for each in row.overall.itl], 99)
+    for i, row in enumerate(rows):
+        ms = [min(1000 * each, longest) for each in row.overall.itl]
+        look: dict[str, Any] = {"histtype": "step", "color": picture.colour(i)}
+        axes.hist(ms, BARS, range=(0, longest), weights=[1 / len(ms)] * len(ms), **look)
+    axes.set_xlabel("ms per step (the last bar: 99th percentile and above)")
+    axes.set_ylabel("share of steps")
+
+
+def draw_positions(axes: "Axes", rows: Sequence[Row]) -> None:
+    for i, row in enumerate(rows):
+        rates = row.overall.drafting.per_position_acceptance_rates
+        colour, label = picture.colour(i), f"nextn {row.nextn}"
+        axes.plot(range(1, len(rates) + 1), rates, "o-", color=colour, label=label)
+    axes.set_xlabel("draft of a step")
+    axes.set_xticks(range(1, max(row.most for row in rows) + 1))
+    axes.set_ylabel("share of steps that accepted it")
+    axes.set_ylim(0, 1.02)

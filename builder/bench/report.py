@@ -15,7 +15,7 @@ from mtpbuild.builder.bench.figures import (
     percentile,
     recommendation,
 )
-from mtpbuild.builder.bench.measure import Measured
+from mtpbuild.builder.bench.measure import Measured, intervals
 from mtpbuild.builder.plan import Nextn
 from mtpbuild.builder.show.tables import figures_table, say
 
@@ -78,6 +78,20 @@ def to_batches_json(reports: Sequence[Benchmark]) -> dict[str, Any]:
         ],
         "runs": [to_json(report) for report in reports],
     }
+
+
+def to_rows(reports: Sequence[Benchmark]) -> Iterator[dict[str, Any]]:
+    """List a table's rows: the figures of each concurrency, nextn and kind of prompt."""
+    for report in reports:
+        for row in report.rows:
+            for kind, figures in row.kinds.items():
+                yield {
+                    "concurrency": report.settings["concurrency"],
+                    "nextn": row.nextn,
+                    "drafter": row.drafter,
+                    "kind": kind,
+                    **keys(row, figures),
+                }
 
 
 def differs(settings: dict[str, Any]) -> str | None:
@@ -149,6 +163,7 @@ def _requests(measured: Measured) -> Iterator[dict[str, Any]]:
                 "ttft_ms": 1000 * (s.times[0] - s.begun),
                 "e2el_ms": 1000 * (s.times[-1] - s.begun),
                 "steps": len(s.times),
+                "itl_ms": [round(1000 * seconds, 4) for seconds in intervals(s)],
                 "acceptance_histogram": s.drafting.acceptance_histogram,
             }
 

@@ -9,7 +9,7 @@ import typer
 import typer.core
 
 from mtpbuild.builder.cli.build import build, quantize, recipes, refit
-from mtpbuild.builder.cli.measure import bench, evaluate, verify
+from mtpbuild.builder.cli.measure import bench, evaluate, study, verify
 from mtpbuild.builder.cli.plan import plan
 from mtpbuild.runtime.cli import diff, inspect, run
 from mtpbuild.runtime.server.command import serve
@@ -83,6 +83,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify,
     "eval": evaluate,
     "diff": diff,
+    "study": study,
     "quantize": quantize,
     "plan": plan,
 }

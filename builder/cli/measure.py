@@ -1,4 +1,4 @@
-"""The commands that measure engines: `bench`, `eval` and `verify`."""
+"""The commands that measure engines: `bench`, `eval`, `verify` and `study`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -169,3 +169,18 @@ def verify(
     show(json, to_json(verification), lambda: print_report(verification))
     if verification.failed:
         raise typer.Exit(1)
+
+
+@error_line
+@grouped
+def study(
+    traces: Annotated[list[Path], typer.Argument(help="Traces (.jsonl) to compare.")],
+    out: Path = flag(Path("study_results"), "Folder for study.json, study.csv and study.png."),
+    json: bool = flag(False, "Print study.json instead of the tables."),
+) -> None:
+    """Say from traces which drafts are accepted: by position, over the context, by certainty."""
+    from mtpbuild.builder.study.report import print_report
+    from mtpbuild.builder.study.study import JSON, study
+
+    found = study(traces, out)
+    show_results(out / JSON, json, lambda: print_report(found), "picture")

@@ -10,14 +10,14 @@ from mtpbuild.builder.bench.machine import describe_machine
 from mtpbuild.builder.bench.measure import STRICT
 from mtpbuild.builder.eval.figures import rows
 from mtpbuild.builder.eval.problems import Settings, ask, load_problems
-from mtpbuild.builder.eval.report import Evaluation, draw, to_json
+from mtpbuild.builder.eval.report import Evaluation, draw, to_json, to_rows
 from mtpbuild.builder.show.picture import missing
-from mtpbuild.builder.show.results import prepare, write_json
+from mtpbuild.builder.show.results import prepare, write_csv, write_json
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import UsageError
 
 OUT = Path("eval_results")
-JSON, PICTURE = "eval.json", "eval.png"
+JSON, CSV, PICTURE = "eval.json", "eval.csv", "eval.png"
 OUTPUT_TOKENS = 256  # of a problem that sets no number
 
 
@@ -37,7 +37,7 @@ class EvalRequest:
 
 
 def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: None) -> Evaluation:
-    """Measure, and write eval.json and eval.png; raises UsageError and the engine's errors."""
+    """Measure, and write what was found; raises UsageError and the errors of the engine."""
     if request.params.synthetic:
         raise UsageError("synthetic acceptance gives meaningless texts: there is nothing to judge")
     prepare(request.out)
@@ -67,6 +67,7 @@ def evaluate(request: EvalRequest, watch: Callable[[str], None] = lambda stage: 
             answered=answered,
         )
     write_json(request.out / JSON, to_json(report))
+    write_csv(request.out / CSV, to_rows(report))
     if not missing():
         draw(report, request.out / PICTURE)
     return report

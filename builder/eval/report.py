@@ -1,6 +1,6 @@
 """Shows an evaluation as tables and a picture for people, and as JSON for machines."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,11 +119,11 @@ def print_report(report: Evaluation) -> None:
 
 
 def draw(report: Evaluation, path: Path) -> None:
-    """Draw two panels over the same settings, with 95 % intervals."""
+    """Draw accuracy and speed of the settings, and one over the other, with 95 % intervals."""
     found, m = [row.overall for row in report.rows], report.machine
     note = "95 % intervals; above the speedups: acceptance length"
-    with panels(path, f"{note}; {m['cpu']}, {m['cores']} cores; {m['command']}") as drawn:
-        figure, left, right = drawn
+    with panels(path, f"{note}; {m['cpu']}, {m['cores']} cores; {m['command']}", 3) as drawn:
+        figure, (left, right, both) = drawn
         shares = [(f.accuracy, *f.accuracy_interval) for f in found]
         draw_points(left, [(100 * p, 100 * low, 100 * high) for p, low, high in shares], COLOURS[0])
         left.set_ylabel("right answers, %")
@@ -137,6 +137,7 @@ def draw(report: Evaluation, path: Path) -> None:
             name = "acceptance: strict, or relaxed top-k / delta" if len(found) > 2 else ""
             label_x(axes, name, [row.name for row in report.rows], rotation=45)
             axes.margins(y=0.15)
+        draw_trade(both, report.rows)
         figure.suptitle(
             f"{report.manifest.model.name}, nextn {report.manifest.build.nextn}: "
             f"{report.settings['num_problems']} problems of {Path(report.settings['task']).stem}"
@@ -148,3 +149,25 @@ def draw_points(axes: "Axes", points: list[tuple[float, float, float]], colour: 
     values = [value for value, *_ in points]
     axes.errorbar(range(len(points)), values, spans(points), fmt="o", color=colour, capsize=3)
     axes.axhline(values[0], color=GREY, linewidth=0.8)
+
+
+def draw_trade(axes: "Axes", rows: Sequence[Row]) -> None:
+    """Draw each setting's accuracy over its speed; what is above and to the right is better."""
+    found = [row.overall for row in rows]
+    speeds = [f.user_tokens_per_s for f in found]
+    shares = [(f.accuracy, *f.accuracy_interval) for f in found]
+    points = [(100 * p, 100 * low, 100 * high) for p, low, high in shares]
+    values = [value for value, *_ in points]
+    axes.errorbar(speeds, values, spans(points), fmt="o", color=COLOURS[2], elinewidth=0.5)
+    for row, *point in zip(rows, speeds, values, strict=True):
+        write_above(axes, row.name, *point, rotation=60, ha="left")
+    axes.margins(y=0.2)
+    axes.set_xlabel("tokens/s per user")
+    axes.set_ylabel("right answers, %")
+
+
+def to_rows(report: Evaluation) -> Iterator[dict[str, Any]]:
+    """List a table's rows: the figures of each setting and form."""
+    for row in report.rows:
+        for form, figures in row.forms.items():
+            yield {"setting": row.name, "form": form, **asdict(figures)}

@@ -188,7 +188,7 @@ def size(bytes: float) -> str:
 
 def draw(f: Forecast, path: Path) -> None:
     """Draw time and speed over the same nextn."""
-    with panels(path, f"latency: {f.latency.source}") as (figure, left, right):
+    with panels(path, f"latency: {f.latency.source}") as (figure, (left, right)):
         draw_time(left, f)
         draw_speed(right, f)
         for axes in (left, right):

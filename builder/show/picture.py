@@ -1,4 +1,4 @@
-"""Draws the parts that all our pictures share: two panels, intervals, the small print."""
+"""Draws the parts that all our pictures share: panels, intervals, the small print."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,20 +25,22 @@ def missing() -> str | None:
 
 
 @contextmanager
-def panels(path: Path, note: str) -> Iterator[tuple["Figure", "Axes", "Axes"]]:
-    """Yield two empty panels; style and save them when the block ends. note: small print."""
+def panels(
+    path: Path, note: str, columns: int = 2, rows: int = 1
+) -> Iterator[tuple["Figure", list["Axes"]]]:
+    """Yield empty panels; style and save them when the block ends. note: small print."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(4.5 * columns, 4.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    yield figure, left, right
-    for axes in (left, right):
+    panels = [*figure.subplots(rows, columns).flat]
+    yield figure, panels
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.yaxis.grid(True, color="#dddddd")
         axes.set_axisbelow(True)
-    figure.supxlabel(fill(note, 150), fontsize=7, color=GREY)
+    figure.supxlabel(fill(note, 75 * columns), fontsize=7, color=GREY)
     figure.savefig(path, dpi=160)
 
 
@@ -54,7 +56,7 @@ def label_x(axes: "Axes", name: str, places: Sequence[object], **options: Any) -
 
 
 def share_legend(figure: "Figure", title: str, handles: Sequence[Any]) -> None:
-    """Put one legend for both panels under the picture's title."""
+    """Put one legend for all panels under the picture's title."""
     figure.legend(
         handles=handles,
         title=title,
@@ -72,7 +74,6 @@ def spans(points: Sequence[tuple[float, float | None, float | None]]) -> list[li
     return [below, [max(0.0, (high or value) - value) for value, _, high in points]]
 
 
-def write_above(axes: "Axes", text: str, place: float, height: float) -> None:
-    axes.annotate(
-        text, (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=7
-    )
+def write_above(axes: "Axes", text: str, place: float, height: float, **look: Any) -> None:
+    look = dict[str, Any](ha="center", fontsize=7) | look
+    axes.annotate(text, (place, height), (0, 3), textcoords="offset points", **look)

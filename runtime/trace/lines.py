@@ -72,13 +72,15 @@ class StepLine(_Line):
     tokens: list[int]  # [n] n - 1 accepted drafts, then the model's own token
     logprobs: list[Number]  # [n]
     margins: list[Number]  # [n]
+    entropies: list[Number] | None = None  # [n] of the rows, with logprobs
     uniforms: Uniforms | None
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        rows = {len(self.tokens), len(self.logprobs), len(self.margins)}
+        each = (self.tokens, self.logprobs, self.margins, self.entropies or self.tokens)
+        rows = {len(one) for one in each}
         if len(self.window) != self.num_drafts + 1 or rows != {self.n}:
-            raise ValueError("window, tokens, logprobs and margins don't have the lengths they say")
+            raise ValueError("window, tokens and numbers don't have the lengths they say")
         if not 1 <= self.n <= self.num_drafts + 1:
             raise ValueError(f"{self.n} tokens from {self.num_drafts} drafts")
         return self

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from mtpbuild.runtime.contract.programs import Floats, StepOutput
 from mtpbuild.runtime.engine import Engine
 from mtpbuild.runtime.errors import UsageError
@@ -95,6 +97,7 @@ class RequestTrace:
         if self._steps == 0:
             self._write(self._begin(request))
         n, m = int(output.num_tokens[slot]), int(output.num_drafts[slot])
+        wanted, top = request.params.logprobs is not None, output.top_logprobs
         self._write(
             lines.StepLine(
                 task_id=self._task_id,
@@ -106,6 +109,7 @@ class RequestTrace:
                 tokens=output.tokens[slot, :n].tolist(),
                 logprobs=_numbers(output.logprobs[slot, :n]),
                 margins=_numbers(output.margins[slot, :n]),
+                entropies=entropies(top[slot, :n]) if wanted and top is not None else None,
                 uniforms=self._drawn(request.length + 1, m + 1),
             )
         )
@@ -184,3 +188,15 @@ def check_paths(paths: Sequence[str | Path]) -> None:
 def _numbers(row: Floats) -> list[Any]:
     """Give the shortest decimals that mean the same 32-bit numbers; None for an infinity."""
     return [float(str(x)) if math.isfinite(x) else None for x in row]
+
+
+def entropies(top: Floats) -> list[Any]:
+    """Give each row's entropy in nats; the tokens behind the most probable ones count as one.
+
+    top: [n, MAX_LOGPROBS] log-probabilities.
+    """
+    shares = np.exp(top.astype(np.float64))
+    rest = np.maximum(1 - shares.sum(1, keepdims=True), 0)
+    shares = np.concatenate([shares, rest], 1)
+    each = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
+    return _numbers(-(shares * each).sum(1).astype(np.float32))

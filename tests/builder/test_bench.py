@@ -319,7 +319,9 @@ def test_several_concurrencies(smallest: Path, lines_file: Path) -> None:
             assert [r["task_id"] for r in result["requests"]] == [0, 1, 2, 3]
             for key in ("output_throughput", "user_tokens_per_s", "speedup"):
                 assert batches[size, result["nextn"]][key] == result[key]
-    for picture in ("bench.png", "bench_batches.png"):
+    table = Path("bench_results/bench.csv").read_text().splitlines()
+    assert len(table) == 1 + 3 * 2 * 2  # concurrencies, nextn, kinds: one and all
+    for picture in ("bench.png", "bench_steps.png", "bench_batches.png"):
         assert Path("bench_results", picture).read_bytes().startswith(b"\x89PNG")
 
 

@@ -1,7 +1,9 @@
 """The arithmetic of `mtpbuild bench` against figures made by hand, and how it is written down."""
 
+import csv
 import io
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from matplotlib.text import Annotation
 from rich.console import Console
 
 from mtpbuild.builder.bench import picture
-from mtpbuild.builder.bench.bench import JSON, write
+from mtpbuild.builder.bench.bench import CSV, JSON, write
 from mtpbuild.builder.bench.figures import (
     ALL,
     Cost,
@@ -251,4 +253,36 @@ def test_without_matplotlib_there_are_figures_and_no_picture(
     printed = capsys.readouterr()
     assert printed.out == f"tables\nwrote {tmp_path / 'out' / JSON}\n"
     assert printed.err.startswith("note: pictures need matplotlib, which is not installed: pip ")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [JSON]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {JSON, CSV}
+
+
+def test_the_table_has_the_figures_of_the_json(tmp_path: Path) -> None:
+    """A line per nextn and kind, with the JSON's keys; lists and objects have dotted columns."""
+    report = made_by_hand()
+    write([report], tmp_path)
+    with (tmp_path / CSV).open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    document = json.loads((tmp_path / JSON).read_text())
+    results = {str(result["nextn"]): result for result in document["results"]}
+    kinds = ("all", "code", "talk")
+    assert [(line["nextn"], line["kind"]) for line in lines] == list(product("02", kinds))
+    for line in lines:
+        told = results[line["nextn"]]
+        told = told if line["kind"] == "all" else told["kinds"][line["kind"]]
+        assert float(line["median_itl_ms"]) == told["median_itl_ms"]
+        assert float(line["speedup.value"]) == told["speedup"]["value"]
+        rates = told["spec_decode_per_position_acceptance_rates"]
+        name = "spec_decode_per_position_acceptance_rates.0"
+        assert line[name] == (str(rates[0]) if rates else "")
+
+
+def test_the_picture_of_steps_has_all_of_them() -> None:
+    """Each nextn's bars add up to 1, and its accepted drafts are those of the table."""
+    rows, (left, right) = made_by_hand().rows, Figure().subplots(1, 2)
+    picture.draw_times(left, rows)
+    heights = [polygon.get_path().vertices[1:-1:2, 1] for polygon in left.patches]
+    assert [sum(each) for each in heights] == pytest.approx([1, 1])
+    picture.draw_positions(right, rows)
+    drawn = [list(line.get_ydata()) for line in right.lines]
+    assert drawn == [[*row.overall.drafting.per_position_acceptance_rates] for row in rows]
+    assert drawn[1]

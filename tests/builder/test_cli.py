@@ -88,6 +88,7 @@ def test_frozen_flags() -> None:
         "--weights",
     ]
     assert options("diff") == ["--engine", "--json"]
+    assert options("study") == ["--json", "--out"]
     assert options("recipes") == ["--json"]
     assert options("refit") == ["--checkpoint", "--engine"]
     assert options("quantize") == [
@@ -102,7 +103,7 @@ def test_frozen_flags() -> None:
     ]
     group = typer.main.get_command(app)
     commands: dict[str, object] = group.commands  # type: ignore[attr-defined]
-    names = "bench build diff eval inspect plan quantize recipes refit run serve verify"
+    names = "bench build diff eval inspect plan quantize recipes refit run serve study verify"
     assert " ".join(sorted(commands)) == names
 
 

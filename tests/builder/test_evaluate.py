@@ -1,5 +1,6 @@
 """`mtpbuild eval`: its problems, its arithmetic, the command. Never how fast it was."""
 
+import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -7,8 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
+from matplotlib.figure import Figure
 
 from mtpbuild.builder.bench.figures import ALL
 from mtpbuild.builder.cli import app
@@ -22,7 +25,7 @@ from mtpbuild.builder.eval.problems import (
     answer_of,
     load_problems,
 )
-from mtpbuild.builder.eval.report import conclusion
+from mtpbuild.builder.eval.report import conclusion, draw_trade
 from mtpbuild.runtime import SamplingParams
 from mtpbuild.runtime.compat.settings import Settings
 from mtpbuild.runtime.contract.programs import Bools, StepOutput
@@ -158,6 +161,14 @@ def test_rows_by_hand() -> None:
     assert conclusion(lost).endswith("Other than strict's accuracy (p < 0.05): x")
 
 
+def test_the_trade_has_a_point_per_setting() -> None:
+    axes = Figure().subplots()
+    strict, relaxed = answers("a", "3331", [1, 3, 5]), answers("a", "3311", [1, 2, 3])
+    draw_trade(axes, rows({"strict": strict, "2 / 0.1": relaxed}))
+    assert np.asarray(axes.lines[0].get_xydata()).tolist() == [[1, 75], [2, 50]]
+    assert [text.get_text() for text in axes.texts] == ["strict", "2 / 0.1"]
+
+
 # The settings
 
 
@@ -240,6 +251,11 @@ def test_the_command(here: Path) -> None:
     assert {form: f["right"] for form, f in last["forms"].items()} == {"form 0": 0, "form 1": 0}
     assert {p["answer"] for p in last["problems"]} == {"8"}
     assert (here / "eval_results" / "eval.png").read_bytes().startswith(b"\x89PNG")
+    lines = [*csv.DictReader((here / "eval_results" / "eval.csv").read_text().splitlines())]
+    assert [(line["setting"], line["form"]) for line in lines[:3]] == [
+        *(("strict", form) for form in ("all", "form 0", "form 1")),
+    ]
+    assert (len(lines), lines[6]["right"], lines[6]["against_strict.lost"]) == (9, "0", "8")
 
 
 def test_above_temperature_0(here: Path) -> None:

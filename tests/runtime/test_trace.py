@@ -74,6 +74,7 @@ def test_every_line(tmp_path: Path) -> None:
             "tokens": step["tokens"],
             "logprobs": [0.0] * step["n"],
             "margins": [0.0] * step["n"],
+            "entropies": None,
             "uniforms": None,
         }
     assert end == {
@@ -292,7 +293,7 @@ def test_a_file_given_twice(engine_dir: Path, tmp_path: Path) -> None:
 def test_a_conversation_is_not_traced(engine_dir: Path, tmp_path: Path) -> None:
     result = type_in([], "run", "--engine", engine_dir, "--trace", tmp_path / "out.jsonl")
     assert result.exit_code == 2
-    assert result.stderr == "error: --trace needs a prompt: a conversation is not traced\n"
+    assert result.stderr == "error: --json and --trace need a prompt: a conversation has neither\n"
 
 
 def test_nothing_ran_nothing_written(engine_dir: Path, tmp_path: Path) -> None:

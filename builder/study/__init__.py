@@ -1,0 +1,1 @@
+"""Where drafts were accepted, by what traces say."""

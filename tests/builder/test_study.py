@@ -1,0 +1,112 @@
+"""`mtpbuild study`: the drafts of traces whose verdicts are known, their bins, the command."""
+
+import csv
+import json
+import math
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mtpbuild.builder.study.figures import BINS, binned, judged, studied
+from mtpbuild.runtime import Engine, SamplingParams, Trace
+from mtpbuild.runtime.trace.lines import read_trace
+from mtpbuild.runtime.trace.recorder import entropies
+from tests.support.fakes import FakePrograms, fake_manifest, fake_tokenizer
+from tests.support.invoke import invoke
+
+
+def write_trace(path: Path, *, nextn: int = 2, tokens: int = 50) -> Path:
+    """Two requests whose drafts are wrong at every fourth position."""
+    manifest = fake_manifest(nextn=nextn)
+    programs = FakePrograms(manifest, draft_is_right=lambda position: position % 4 != 0)
+    with Engine(programs, manifest, fake_tokenizer()) as engine, Trace(engine, path) as trace:
+        for prompt, logprobs in (([5, 6, 7], None), ([8, 9], 1)):
+            params = SamplingParams(tokens, logprobs=logprobs)
+            engine.stream(prompt, params, observer=trace.request()).result()
+    return path
+
+
+def test_drafts_and_their_verdicts(tmp_path: Path) -> None:
+    """Those of the fake are accepted by their position; behind a wrong one nothing is judged."""
+    trace = read_trace(write_trace(tmp_path / "a.jsonl"))
+    drafts = [*judged(trace)]
+    assert all(draft.accepted == (draft.position % 4 != 0) for draft in drafts)
+    assert {draft.draft for draft in drafts} == {1, 2}
+    for task_id, traced in trace.requests.items():
+        assert traced.end is not None
+        mine = [draft for draft in drafts if draft.task_id == task_id]
+        cut = sum(step.n for step in traced.steps) - traced.end.output_tokens
+        told = traced.end.speculative_decoding["num_accepted_draft_tokens"]
+        assert told - cut <= sum(draft.accepted for draft in mine) <= told
+        assert len({draft.position for draft in mine}) == len(mine)
+        assert all((draft.entropy is None) == (task_id == 0) for draft in mine)
+
+
+def test_shares_by_the_place_in_a_step(tmp_path: Path) -> None:
+    found = studied(read_trace(write_trace(tmp_path / "a.jsonl")))
+    counts = Counter((draft.draft, draft.accepted) for draft in found.drafts)
+    for each in found.bins["draft"]:
+        assert each.low == each.high == each.mean
+        assert each.accepted == counts[int(each.low), True]
+        assert each.judged - each.accepted == counts[int(each.low), False]
+
+
+@pytest.mark.parametrize("distinct", [1, 3, BINS, 9, 500])
+def test_bins_have_every_point_once(distinct: int) -> None:
+    """They are in order, equal values are in one, and their sizes are alike."""
+    rng = np.random.default_rng(distinct)
+    values = rng.permutation(np.arange(1000) % distinct / 7)
+    points = [(float(value), bool(value * 7 % 2 > 0.5)) for value in values]
+    bins = binned(points)
+    assert sum(each.judged for each in bins) == 1000
+    assert all(a.high < b.low for a, b in pairwise(bins))
+    for each in bins:
+        mine = [(x, y) for x, y in points if each.low <= x <= each.high]
+        assert (each.judged, each.accepted) == (len(mine), sum(y for _, y in mine))
+        assert each.mean == pytest.approx(sum(x for x, _ in mine) / len(mine))
+        low, high = each.interval
+        assert low - 1e-9 <= each.share <= high + 1e-9
+    assert len(bins) == min(distinct, BINS)
+    if distinct == 500:
+        assert max(each.judged for each in bins) <= 1000 / BINS + 4
+
+
+def test_entropies() -> None:
+    """Exact where the likeliest tokens are all there are; else the rest counts as one token."""
+    even = np.full((1, 20), -math.log(20), np.float32)
+    certain = np.full((1, 20), -np.inf, np.float32)
+    certain[0, 0] = 0
+    half = np.full((1, 20), math.log(0.5 / 20), np.float32)
+    found = entropies(np.concatenate([even, certain, half]))
+    rest = 0.5 * math.log(2) + 0.5 * math.log(40)
+    assert found == pytest.approx([math.log(20), 0, rest], abs=1e-6)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    paths = [write_trace(tmp_path / "a.jsonl"), write_trace(tmp_path / "b.jsonl", nextn=3)]
+    code, out, err = invoke("study", *paths, "--out", tmp_path / "out")
+    assert (code, err) == (0, "")
+    traces = [read_trace(path) for path in paths]
+    every = [draft for trace in traces for draft in judged(trace)]
+    with (tmp_path / "out" / "study.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [int(line["position"]) for line in lines] == [draft.position for draft in every]
+    assert [line["accepted"] == "True" for line in lines] == [d.accepted for d in every]
+    document = json.loads((tmp_path / "out" / "study.json").read_text())
+    for path, one in zip(paths, document["traces"], strict=True):
+        assert f"{path}: {one['accepted']} of {one['judged']} judged drafts" in out
+        assert [*one["by"]] == ["draft", "position", "margin", "entropy"]
+        assert sum(each["judged"] for each in one["by"]["position"]) == one["judged"]
+    assert (tmp_path / "out" / "study.png").read_bytes().startswith(b"\x89PNG")
+    code, out, _ = invoke("study", paths[0], "--out", tmp_path / "out", "--json")
+    assert (code, len(json.loads(out)["traces"])) == (0, 1)
+
+
+def test_a_trace_without_drafts(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "plain.jsonl", nextn=0)
+    code, out, err = invoke("study", path, "--out", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert err == f"error: {path}: no drafts in it: its engine drafts nothing\n"
