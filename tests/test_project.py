@@ -54,6 +54,7 @@ OUTSIDE = {
 # Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {
     "mtpbuild.builder.bench.figures": {"numpy"},
+    "mtpbuild.builder.study.figures": {"numpy"},
     "mtpbuild.builder.hub": {"filelock", "httpx2", "huggingface_hub"},
 } | {
     f"mtpbuild.runtime.{name}": {"safetensors", "torch"}
