@@ -18,7 +18,7 @@ from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.models import Family, ModelConfig, family_of
 from mtpbuild.builder.models.common.blocks import EmbeddingBlocks, holder, put
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.layers import Rope
+from mtpbuild.builder.models.common.layers import Attention, Rope
 from mtpbuild.builder.models.common.moe import ExpertRows, Gate, GatheredMoE
 from mtpbuild.builder.models.common.moe_weights import STACKS, by_outputs, like_routed, with_shared
 from mtpbuild.builder.models.common.precision import FLOATS, hold_in
@@ -146,6 +146,13 @@ class OpenedModel:
     def by_cpu_kernels(self) -> bool:
         """Whether the engine's operators are those of the CPU's library."""
         return bool(self.held.packed)
+
+    @property
+    def may_halve_caches(self) -> bool:
+        """Whether caches may be of bfloat16: products are integers, attention is by our ops."""
+        attention = [m for m in self.model.modules() if isinstance(m, Attention)]
+        by_ops = all(getattr(module, "by_ops", False) for module in attention)
+        return by_ops and self.by_cpu_kernels and self.block_size is not None
 
     @property
     def stock_bytes(self) -> int:

@@ -79,6 +79,11 @@ def _architectures(manifest: "Manifest") -> str:
     return ",".join(f"sm{name.replace('.', '')}" for name in manifest.target.compute_capabilities)
 
 
+def _onnx_flags(manifest: "Manifest") -> Mapping[str, Any]:
+    halved = any(s.role == "rows" and s.dtype == "bfloat16" for s in manifest.state)
+    return {"cache_dtype": "bfloat16"} if halved else {}
+
+
 def _inductor_flags(manifest: "Manifest") -> Mapping[str, Any]:
     target, flags = manifest.target, dict[str, str]()
     if target.compute_capabilities:
@@ -99,6 +104,7 @@ BUILT_IN = (
         builder=f"{BUILD}onnxruntime",
         install=f"{install('cpu')} (or [onnxruntime-gpu])",
         LoadOptions=OnnxLoadOptions,
+        build_flags=_onnx_flags,
         features=dict.fromkeys(
             (Feature.KEEP, Feature.ADAPT, Feature.CONSTRAIN, Feature.PENALISE, Feature.SCORE), ""
         )

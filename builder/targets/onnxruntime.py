@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mtpbuild.runtime.contract.manifest import TargetInfo
 
 KERNELS = ("auto", "own", "stock")
+CACHES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class OnnxOptions:
     kernels: str = flag(
         "auto",
         "Kernels of products and attention: own: ours; stock: onnxruntime's; auto: ours if built.",
+    )
+    cache_dtype: str = flag(
+        "float32", "Type of caches: float32, or bfloat16 in int8 and int4 engines on our kernels."
     )
 
 
@@ -41,6 +45,8 @@ class OnnxRuntime(Target):
     def check(self, request: "BuildRequest", options: OnnxOptions) -> None:
         if (said := options.kernels) not in KERNELS:
             raise UsageError(f"--kernels {said} is unknown; supported: {', '.join(KERNELS)}")
+        if (said := options.cache_dtype) not in CACHES:
+            raise UsageError(f"--cache-dtype {said} is unknown; supported: {', '.join(CACHES)}")
         if options.kernels == "own" and find_library() is None:
             raise UsageError(f"--kernels own: the library is not built here: {REMEDY}")
         if request.exact and options.kernels == "stock":
@@ -55,10 +61,19 @@ class OnnxRuntime(Target):
         return f"operators that nobody has probed: {', '.join(found)}" if found else None
 
     def style(self, options: OnnxOptions, config: "ModelConfig") -> GraphStyle:
-        return GraphStyle(cpu_kernels=options.kernels != "stock" and find_library() is not None)
+        return GraphStyle(
+            cpu_kernels=options.kernels != "stock" and find_library() is not None,
+            cache_dtype="bfloat16" if options.cache_dtype == "bfloat16" else None,
+        )
 
     def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
         """Refuse a model of which onnxruntime would pack more than this machine's memory holds."""
+        if plan.style.cache_dtype is not None and not model.may_halve_caches:
+            raise UsageError(
+                f"--cache-dtype bfloat16 is for engines of int8 or int4 weights on our kernels: "
+                f"{model.source.name} would be one of {model.weights_type}"
+                + ("" if model.by_cpu_kernels else " without them")
+            )
         memory = physical_memory()
         if memory is not None:
             refuse_copies(model, plan, memory)

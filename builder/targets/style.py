@@ -35,6 +35,7 @@ class GraphStyle:
     cpu_kernels: bool = False  # weights are multiplied by the CPU's library of kernels
     overlap: bool = False  # a step is launched before the last one's tokens are read
     dtype: "FloatType" = "float32"  # of weights, caches and hidden states
+    cache_dtype: "FloatType | None" = None  # of caches, if it is another
 
     @property
     def whole_caches(self) -> bool:

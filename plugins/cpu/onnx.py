@@ -8,7 +8,7 @@ from onnxscript import ir
 from onnxscript.onnx_opset import opset24 as op
 from onnxscript.values import Op
 
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS, contrib
+from mtpbuild.plugins.matmul_nbits.onnx import BFLOATS, FLOATS, INTS, ROWS, contrib
 
 DOMAIN = "mtpbuild"
 aten = torch.ops.aten
@@ -25,9 +25,28 @@ def operator(
 FloatProduct = operator("FloatProduct", {"x": FLOATS, "w": FLOATS}, {"N": 0})
 Attention = operator(
     "Attention",
-    {"q": FLOATS, "cache": FLOATS, "fresh": FLOATS, "base": INTS, "first": INTS},
+    {"q": FLOATS, "cache": ROWS, "fresh": FLOATS, "base": INTS, "first": INTS},
     {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0, "heads": 0},
 )
+
+
+def row_operators(
+    name: str, inputs: Mapping[str, str], attributes: Mapping[str, Any], optional: Sequence[str]
+) -> dict[Any, Op]:
+    """Declare the operators that make rows of caches and write them, by the type of caches."""
+    kinds = {ir.DataType.FLOAT: (name, FLOATS), ir.DataType.BFLOAT16: (f"{name}Bf16", BFLOATS)}
+    return {
+        kind: operator(
+            own,
+            {**inputs, "cache": rows, "start": INTS},
+            attributes,
+            optional=(*optional, "cache", "start"),
+            outputs=(FLOATS, FLOATS, rows),
+        )
+        for kind, (own, rows) in kinds.items()
+    }
+
+
 Norm = operator("Norm", {"x": FLOATS, "weight": FLOATS}, {"epsilon": 0.0})
 
 

@@ -2,19 +2,17 @@
 
 from typing import Any
 
-from mtpbuild.plugins.cpu.onnx import Attention, operator
-from mtpbuild.plugins.grouped_attention.cpu import sizes
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS
+from onnxscript import ir
 
-GroupedRows = operator(
+from mtpbuild.plugins.cpu.onnx import Attention, row_operators
+from mtpbuild.plugins.grouped_attention.cpu import sizes
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS
+
+GROUPED_ROWS = row_operators(
     "GroupedRows",
-    {
-        **{"a": FLOATS, "cos": FLOATS, "sin": FLOATS, "q_norm": FLOATS, "k_norm": FLOATS},
-        **{"cache": FLOATS, "start": INTS},
-    },
+    dict.fromkeys(("a", "cos", "sin", "q_norm", "k_norm"), FLOATS),
     {"heads": 0, "groups": 0, "width": 0, "epsilon": 0.0, "plus_one": 0},
-    optional=("q_norm", "k_norm", "cache", "start"),
-    outputs=(FLOATS, FLOATS, FLOATS),
+    optional=("q_norm", "k_norm"),
 )
 SIZES = ("heads", "groups", "width", "epsilon", "plus_one")
 
@@ -41,7 +39,8 @@ def grouped_rows_write_cpu(
     plus_one: bool = False,
 ) -> Any:
     how = dict(zip(SIZES, (heads, groups, width, eps, int(plus_one)), strict=True))
-    return GroupedRows(a, cos, sin, q_norm, k_norm, cache, start, **how)
+    kind = ir.DataType.FLOAT if cache is None else cache.dtype
+    return GROUPED_ROWS[kind](a, cos, sin, q_norm, k_norm, cache, start, **how)
 
 
 def grouped_attention_flat_cpu(

@@ -78,10 +78,12 @@ def grouped_rows_write(
     """Does `grouped_rows`, then `kv_write` of its rows into a cache [B, 1, S, 2 G D] at start [B].
 
     The third result is the cache. As with `kv_write`, a target binds it to the cache's own memory.
+    A cache of another type rounds the rows.
     """
     sizes = heads, groups, width, eps, plus_one
     q, fresh = grouped_rows(a, q_norm, k_norm, cos, sin, *sizes)
-    return q, fresh, kv_write(cache, fresh, start)
+    rounded = fresh.to(cache.dtype)  # what this pass reads of its rows is what later ones read
+    return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
 
 
 @grouped_rows_write.register_fake
@@ -115,7 +117,7 @@ def grouped_attention_flat(
 ) -> Tensor:
     """Does `grouped_attention` with the heads of a token side by side: q [B, T, H D], and so y."""
     apart = q.unflatten(-1, (heads, -1)).transpose(1, 2)
-    y = grouped_attention(apart, cache, fresh, base, first, scale, groups)
+    y = grouped_attention(apart, cache.type_as(q), fresh, base, first, scale, groups)
     return y.transpose(1, 2).flatten(2)
 
 

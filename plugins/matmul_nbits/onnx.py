@@ -13,8 +13,9 @@ from mtpbuild.plugins.matmul_nbits.op import BLOCK, bits_of
 DOMAIN = "com.microsoft"
 INT8 = 4  # accuracy level: rounds x to int8 per row and block; other levels are slow with 8 bits
 FLOATS, BYTES, INTS = "tensor(float)", "tensor(uint8)", "tensor(int64)"
-HALVES = "tensor(float16)"
+HALVES, BFLOATS = "tensor(float16)", "tensor(bfloat16)"
 WEIGHT = "W"  # fp32 or bytes
+ROWS = "R"  # of a cache: fp32 or bfloat16
 KINDS = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
 
 
@@ -43,7 +44,10 @@ def contrib(
             for i, kind in inputs.items()
         ],
         outputs=[OpSchema.FormalParameter(f"output{i}", kind) for i, kind in enumerate(outputs)],
-        type_constraints=[(WEIGHT, [FLOATS, BYTES], "packed numbers")],
+        type_constraints=[
+            (WEIGHT, [FLOATS, BYTES], "packed numbers"),
+            (ROWS, [FLOATS, BFLOATS], "rows of a cache"),
+        ],
         attributes=[OpSchema.Attribute(a, KINDS[type(value)]) for a, value in attributes.items()],
     )
     return Op(Opset(domain, 1), name, schema)

@@ -47,9 +47,8 @@ def holds(cache: ir.Value, fresh: ir.Value) -> bool:
     writer = cache.producer()
     if writer is None:
         return False
-    if writer.op_type in (
-        "LatentRows",
-        "GroupedRows",
+    if writer.op_type.startswith(
+        ("LatentRows", "GroupedRows")
     ):  # the CPU's library makes the rows and writes them
         return fresh.producer() is writer
     return writer.op_type == "TensorScatter" and writer.inputs[1] is fresh

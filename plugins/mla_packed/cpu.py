@@ -3,14 +3,14 @@
 from typing import Any
 
 from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, HALVES, INTS, WEIGHT
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, HALVES, INTS, ROWS, WEIGHT
 from mtpbuild.plugins.mla_attention.cpu import sizes
 
 LatentAttention = operator(
     "LatentAttention",
     {
         **{"q": FLOATS, "w_uk": WEIGHT, "w_uv": WEIGHT, "cos": FLOATS, "sin": FLOATS},
-        **{"cache": FLOATS, "fresh": FLOATS, "base": INTS, "first": INTS},
+        **{"cache": ROWS, "fresh": FLOATS, "base": INTS, "first": INTS},
         **{"w_uk_scales": HALVES, "w_uv_scales": HALVES},
     },
     {"scale": 0.0, "groups": 0, "values": 0, "latent": 0, "written": 0, "N": 0, "interleaved": 0},

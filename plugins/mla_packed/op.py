@@ -33,7 +33,7 @@ def mla_packed(
     of the three ops. With integers the kernels round what goes into a product to int8.
     """
     q = mla_queries(q, unpacked(w_uk, w_uk_scales, kv_lora_rank).mT, cos, sin, interleaved)
-    o = mla_attention(q, cache, fresh, base, first, scale, kv_lora_rank)
+    o = mla_attention(q, cache.type_as(q), fresh, base, first, scale, kv_lora_rank)
     return mla_values(o, unpacked(w_uv, w_uv_scales, v_head_dim).mT)
 
 

@@ -2,18 +2,16 @@
 
 from typing import Any
 
-from mtpbuild.plugins.cpu.onnx import operator
-from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS
+from onnxscript import ir
 
-LatentRows = operator(
+from mtpbuild.plugins.cpu.onnx import row_operators
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS
+
+LATENT_ROWS = row_operators(
     "LatentRows",
-    {
-        **{"a": FLOATS, "kv_norm": FLOATS, "cos": FLOATS, "sin": FLOATS},
-        **{"q_norm": FLOATS, "cache": FLOATS, "start": INTS},
-    },
+    dict.fromkeys(("a", "kv_norm", "cos", "sin", "q_norm"), FLOATS),
     {"epsilon": 0.0, "interleaved": 0},
-    optional=("q_norm", "cache", "start"),
-    outputs=(FLOATS, FLOATS, FLOATS),
+    optional=("q_norm",),
 )
 
 
@@ -21,7 +19,7 @@ def mla_rows_cpu(
     a: Any, q_norm: Any, kv_norm: Any, cos: Any, sin: Any, eps: float, interleaved: bool
 ) -> tuple[Any, Any]:
     how = {"epsilon": eps, "interleaved": int(interleaved)}
-    q, fresh, _ = LatentRows(a, kv_norm, cos, sin, q_norm, None, None, **how)
+    q, fresh, _ = LATENT_ROWS[ir.DataType.FLOAT](a, kv_norm, cos, sin, q_norm, None, None, **how)
     return q, fresh
 
 
@@ -37,4 +35,4 @@ def mla_rows_write_cpu(
     interleaved: bool,
 ) -> Any:
     how = {"epsilon": eps, "interleaved": int(interleaved)}
-    return LatentRows(a, kv_norm, cos, sin, q_norm, cache, start, **how)
+    return LATENT_ROWS[cache.dtype](a, kv_norm, cos, sin, q_norm, cache, start, **how)

@@ -57,9 +57,11 @@ def mla_rows_write(
     """Does `mla_rows`, then `kv_write` of its rows into a cache [B, 1, S, C] from row start [B] on.
 
     The third result is the cache. As with `kv_write`, a target binds it to the cache's own memory.
+    A cache of another type rounds the rows.
     """
     q, fresh = mla_rows(a, q_norm, kv_norm, cos, sin, eps, interleaved)
-    return q, fresh, kv_write(cache, fresh, start)
+    rounded = fresh.to(cache.dtype)  # what this pass reads of its rows is what later ones read
+    return q, rounded.to(fresh.dtype), kv_write(cache, rounded, start)
 
 
 @mla_rows_write.register_fake

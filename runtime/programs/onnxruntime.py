@@ -26,6 +26,7 @@ from mtpbuild.runtime.programs.mapped_weights import fetch_ahead, mapped
 from mtpbuild.runtime.programs.slots import own_outputs, reported
 
 Carries = dict[str, NDArray[Any]]
+BFLOAT16 = 16  # as ONNX numbers it; NumPy has its bits
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -166,7 +167,8 @@ class OnnxPrograms(HostSlots):
             if name not in held:
                 continue
             start = pointers[name] + self._caches.start(first) * view[0, 0, 0].nbytes
-            place = device, 0, view.dtype, view.shape, start
+            kind = BFLOAT16 if view.dtype == np.uint16 else view.dtype
+            place = device, 0, kind, view.shape, start
             binding.bind_input(name, *place)
             binding.bind_output(name + ".out", *place)
         return binding

@@ -53,6 +53,7 @@ def test_frozen_flags() -> None:
         "--acceptance-rule",
         "--attention-backend",
         "--attention-dp",
+        "--cache-dtype",
         "--checkpoint",
         "--compute-capability",
         "--config",

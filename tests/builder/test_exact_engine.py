@@ -24,15 +24,16 @@ from tests.support.isas import isas
 needs_library = pytest.mark.skipif(
     find_library() is None, reason="there was no C++ compiler to build it"
 )
-KINDS: list[Any] = [
-    ("many", "float32"),
-    ("few", "int4"),
-    ("glm-4.6", "int8"),
-    pytest.param(("many", "int4"), marks=pytest.mark.full),
-    pytest.param(("few", "float32"), marks=pytest.mark.full),
-    pytest.param(("few", "int8"), marks=pytest.mark.full),
-    pytest.param(("mimo", "float32"), marks=pytest.mark.full),
-    pytest.param(("mimo", "int4"), marks=pytest.mark.full),
+KINDS: list[Any] = [  # model, weights, caches
+    ("many", "float32", "float32"),
+    ("few", "int4", "float32"),
+    ("glm-4.6", "int8", "bfloat16"),
+    pytest.param(("many", "int4", "bfloat16"), marks=pytest.mark.full),
+    pytest.param(("few", "float32", "float32"), marks=pytest.mark.full),
+    pytest.param(("few", "int8", "bfloat16"), marks=pytest.mark.full),
+    pytest.param(("glm-4.6", "int8", "float32"), marks=pytest.mark.full),
+    pytest.param(("mimo", "float32", "float32"), marks=pytest.mark.full),
+    pytest.param(("mimo", "int4", "float32"), marks=pytest.mark.full),
 ]
 TEXTS = 44  # 20,000 tokens of three kinds of engines, played in three ways
 
@@ -41,10 +42,13 @@ TEXTS = 44  # 20,000 tokens of three kinds of engines, played in three ways
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Alone and without drafts; three at once with drafts, prompts in small pieces."""
     torch.set_num_threads(1)
-    (name, weights), place = request.param, tmp_path_factory.mktemp("exact")
+    (name, weights, caches), place = request.param, tmp_path_factory.mktemp("exact")
     folder = save(place / "model", name)
     scheme = None if weights == "float32" else build_scheme(weights)
-    whole = BuildRequest(str(folder), max_seq_len=160, scheme=scheme, out=place / "alone")
+    options = {"cache_dtype": caches}
+    whole = BuildRequest(
+        str(folder), max_seq_len=160, scheme=scheme, out=place / "alone", options=options
+    )
     requests = (
         replace(whole, nextn=(0,), prefill_chunk=64),
         replace(whole, nextn=(1,), prefill_chunk=5, max_batch=3, out=place / "many"),
@@ -113,6 +117,22 @@ def test_an_operator_that_nobody_has_probed(
         build(stock)
     with pytest.raises(UsageError, match="of target inductor are not; those of onnxruntime may be"):
         build(replace(wanted, target="inductor", exact=True))
+
+
+@needs_library
+def test_caches_in_bfloat16(tmp_path: Path) -> None:
+    """They are half as large, and refused where products are not integers or not ours."""
+    folder = save(tmp_path / "model", "few")
+    halved = BuildRequest(
+        str(folder), nextn=(1,), out=tmp_path / "engine", options={"cache_dtype": "bfloat16"}
+    )
+    with pytest.raises(UsageError, match=r"int8 or int4 weights .* would be one of float32$"):
+        build(halved)
+    stock = {"cache_dtype": "bfloat16", "kernels": "stock"}
+    with pytest.raises(UsageError, match=r"would be one of int8 without them$"):
+        build(replace(halved, scheme=build_scheme("int8"), options=stock))
+    with pytest.raises(UsageError, match="--cache-dtype fp8 is unknown; supported: float32, bf"):
+        build(replace(halved, options={"cache_dtype": "fp8"}))
 
 
 @needs_library

@@ -93,7 +93,7 @@ def cases(place: Path) -> list[Case]:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = recorded(place / "cases")
-    [registered] = re.findall(r"using All = List<([^;]*)>;", (SOURCE / "ops.cpp").read_text())
+    [registered] = re.findall(r"using All =\s+List<([^;]*)>;", (SOURCE / "ops.cpp").read_text())
     assert len({case.op for case in found}) == len(registered.split(","))
     return found
 

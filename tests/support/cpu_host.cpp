@@ -65,7 +65,8 @@ Domain domain;
 Status* bad(const std::string& why) { return new Status{why}; }
 
 int64_t size_of(int type) {
-  return type == UINT8 || type == BOOL ? 1 : type == FLOAT16 ? 2 : type == INT64 ? 8 : 4;
+  if (type == FLOAT16 || type == BFLOAT16) return 2;
+  return type == UINT8 || type == BOOL ? 1 : type == INT64 ? 8 : 4;
 }
 
 // The bytes of a tensor; -1 if no tensor has these sizes.

@@ -40,13 +40,15 @@ void mix(const float* weights, Floats factor, const float* rows, int64_t stride,
   for (int d = 0; d < VALUES; d++) store(mixed + 16 * d, sums[d]);
 }
 
-// Positions of one chunk that lie beside each other: in the cache, among the fresh rows, or copied.
+// Positions of one chunk that lie beside each other: in the cache, among the fresh rows, or copied
+// (from bfloat16 always).
 inline const float* chunk_rows(const mtp::Attention& a, int64_t at, int64_t end, float* copy) {
-  if (end <= a.base) return a.cache + at * a.stride;
+  if (end <= a.base && a.cache) return a.cache + at * a.stride;
   if (at >= a.base) return a.fresh + (at - a.base) * a.stride;
-  int64_t old = (a.base - at) * a.stride;
-  std::memcpy(copy, a.cache + at * a.stride, old * sizeof(float));
-  std::memcpy(copy + old, a.fresh, (end - a.base) * a.stride * sizeof(float));
+  int64_t border = end < a.base ? end : a.base, old = (border - at) * a.stride;
+  if (a.cache) std::memcpy(copy, a.cache + at * a.stride, old * sizeof(float));
+  for (int64_t i = 0; !a.cache && i < old; i++) copy[i] = mtp::wide(a.halves[at * a.stride + i]);
+  if (end > border) std::memcpy(copy + old, a.fresh, (end - border) * a.stride * sizeof(float));
   return copy;
 }
 

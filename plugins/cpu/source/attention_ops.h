@@ -8,13 +8,13 @@ namespace {
 // or, if `heads` says H, q [B, T, H * C] -> [B, T, H * latent].
 //
 // Query t sees the cache's rows before base and the fresh rows up to first + t, whose positions
-// begin at base. `written`: the fresh rows lie in the cache from base on. A row has a key of C
-// numbers for each of `groups` heads, then or among them, from number `values` on, `latent` values
-// for each. H / groups query heads beside each other share one.
+// begin at base. `written`: the fresh rows lie in the cache from base on. The cache may be
+// bfloat16, in which fresh rows are rounded already. A row has a key of C numbers for each of
+// `groups` heads, then or among them, from number `values` on, `latent` values for each. H / groups
+// query heads beside each other share one.
 struct Attention : Usual {
   static constexpr const char* name = "Attention";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::INT64,
-                                         ort::INT64};
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY, ort::FLOAT, ort::INT64, ort::INT64};
   const Kernels& k;
   float scale;
   int64_t groups, values, latent, heads;
@@ -61,7 +61,9 @@ struct Attention : Usual {
   struct Job {
     int64_t slots, heads, tokens, width, stride, rows, fresh_rows, per_group;
     bool by_token;  // a token's heads are side by side
-    const float *q, *cache, *fresh;
+    const float *q, *fresh;
+    const void* cache;
+    bool halves;  // it is bfloat16
     float* y;
     // Of a slot and a group: query i is token i / per_group.
     int64_t queries() const { return per_group * tokens; }
@@ -98,7 +100,9 @@ struct Attention : Usual {
          "queries " + q.text() + " over " + cache.text() + " and " + fresh.text());
     NEED(job.rows <= INT32_MAX && job.fresh_rows <= INT32_MAX, name, "too many rows");
     job.per_group = job.heads / groups;
-    job.q = q.data<float>(), job.cache = cache.data<float>(), job.fresh = fresh.data<float>();
+    job.halves = cache.type == ort::BFLOAT16;
+    NEED(job.halves || cache.type == ort::FLOAT, name, "a cache of another type");
+    job.q = q.data<float>(), job.cache = cache.memory, job.fresh = fresh.data<float>();
     return job;
   }
 
@@ -167,10 +171,12 @@ struct Attention : Usual {
     }
     int64_t begin = split * mtp::SPLIT, end = min(lanes.end, begin + mtp::SPLIT);
     bool meet = begin < lanes.base && lanes.base < end;
-    auto copy = scratch<float>(meet ? mtp::CHUNK * job.stride : 0);
+    auto copy = scratch<float>(meet || job.halves ? mtp::CHUNK * job.stride : 0);
+    int64_t old = lanes.slot * job.rows * job.stride;
     mtp::Attention a{queries.get(),
                      lanes.seen,
-                     job.cache + lanes.slot * job.rows * job.stride,
+                     job.halves ? nullptr : static_cast<const float*>(job.cache) + old,
+                     job.halves ? static_cast<const mtp::Bf16*>(job.cache) + old : nullptr,
                      job.fresh + lanes.slot * job.fresh_rows * job.stride,
                      lanes.base,
                      job.stride,

@@ -37,22 +37,36 @@ struct Fresh {
 };
 
 // The result of place 2: a cache [slots, 1, S, width] with the fresh rows from row start [slots]
-// on. It is written in place if it is bound so.
-void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& start,
-                const float* fresh, const Fresh& size) {
+// on. It is written in place if it is bound so. In bfloat16 it rounds the fresh rows, too: what a
+// step reads of them is what later ones read of the cache.
+template <class C>
+void write_rows(const char* op, Call& call, const Tensor& cache, const Tensor& start, float* fresh,
+                const Fresh& size) {
   NEED(cache.rank() == 4 && cache.shape[0] == size.slots && cache.shape[1] == 1 &&
            cache.shape[3] == size.width && start.shape == std::vector<int64_t>{size.slots},
        op, "rows of " + std::to_string(size.width) + " numbers into " + cache.text());
-  float* held = call.output(cache.shape, 2);
-  if (held != cache.memory) std::memcpy(held, cache.memory, cache.count(0, 4) * sizeof(float));
+  C* held = call.output<C>(cache.shape, 2);
+  if (held != cache.memory) std::memcpy(held, cache.memory, cache.count(0, 4) * sizeof(C));
   for (int64_t slot = 0; slot < size.slots; slot++) {
     int64_t at = start.data<int64_t>()[slot], rows = cache.shape[2];
     NEED(at >= 0 && size.tokens <= rows && at <= rows - size.tokens, op,
          std::to_string(size.tokens) + " rows from " + std::to_string(at) + " on in a cache of " +
              std::to_string(rows));
-    std::memcpy(held + (slot * rows + at) * size.width, fresh + slot * size.tokens * size.width,
-                size.tokens * size.width * sizeof(float));
+    float* own = fresh + slot * size.tokens * size.width;
+    C* to = held + (slot * rows + at) * size.width;
+    for (int64_t i = 0; i < size.tokens * size.width; i++) {
+      if constexpr (std::is_same_v<C, float>)
+        to[i] = own[i];
+      else
+        own[i] = mtp::wide(to[i] = mtp::narrow(own[i]));
+    }
   }
+}
+
+// What a node of rows is called whose caches are of this type.
+template <class C>
+constexpr const char* name_of(const char* floats, const char* halves) {
+  return std::is_same_v<C, float> ? floats : halves;
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 #include <map>
 
+#include "half.h"
 #include "ort.h"
 
 namespace ort {
@@ -59,6 +60,8 @@ template <class T>
 constexpr Type TYPE = ANY;
 template <>
 constexpr Type TYPE<float> = FLOAT;
+template <>
+constexpr Type TYPE<mtp::Bf16> = BFLOAT16;
 template <>
 constexpr Type TYPE<int32_t> = INT32;
 template <>

@@ -8,11 +8,12 @@ namespace {
 // passes, keys and values -> queries [B, T, H * D + others] and cache rows [B, 1, T, 2 * G * D],
 // whose queries' and keys' heads are normed, if there are norms [D], then rotated in their first
 // numbers. If there is a cache [B, 1, S, 2 * G * D], it is the third result, written at start [B].
+template <class C>
 struct GroupedRows : Usual {
-  static constexpr const char* name = "GroupedRows";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
-                                         ort::FLOAT, ort::FLOAT, ort::INT64};
-  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT};
+  static constexpr const char* name = name_of<C>("GroupedRows", "GroupedRowsBf16");
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT,   ort::FLOAT, ort::FLOAT,
+                                         ort::FLOAT, ort::TYPE<C>, ort::INT64};
+  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT, ort::TYPE<C>};
   static constexpr unsigned optional = 1 << 3 | 1 << 4 | 1 << 5 | 1 << 6, optional_results = 1 << 2;
   const Kernels& k;
   int64_t heads, groups, width;
@@ -51,7 +52,7 @@ struct GroupedRows : Usual {
     });
     Tensor cache = call.input(5, true);
     if (cache.memory)
-      write_rows(name, call, cache, call.input(6), fresh, {slots, tokens, 2 * keys});
+      write_rows<C>(name, call, cache, call.input(6), fresh, {slots, tokens, 2 * keys});
   }
 
  private:

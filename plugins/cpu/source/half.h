@@ -1,10 +1,30 @@
-// fp16 in plain C++.
+// fp16 and bfloat16 in plain C++.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
 namespace mtp {
+
+// The upper half of an fp32 number.
+struct Bf16 {
+  uint16_t bits;
+};
+
+static inline float wide(Bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+// To the nearest, ties to even; a NaN stays one.
+static inline Bf16 narrow(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x) return {0x7FC0};
+  return {static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16)};
+}
 
 // The fp32 number that is equal to an fp16 number, given by its bits.
 static inline float half(uint16_t bits) {

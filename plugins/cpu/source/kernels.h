@@ -7,6 +7,9 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+
+#include "half.h"
 
 namespace mtp {
 
@@ -47,8 +50,9 @@ struct FloatPanels {
 struct Attention {
   const float* queries;  // [width][LANES], scaled
   const int32_t* seen;   // [LANES]: the lane sees positions before it
-  const float* cache;    // [.., stride]: positions before `base`
-  const float* fresh;    // [.., stride]: positions from `base` on; may be null if none is seen
+  const float* cache;    // [.., stride]: positions before `base`; null if they are bfloat16:
+  const Bf16* halves;
+  const float* fresh;  // [.., stride]: positions from `base` on; may be null if none is seen
   int64_t base;
   int64_t stride;          // of a row
   int64_t keys, width;     // where its key is, and how wide
@@ -86,7 +90,7 @@ struct Kernels {
   // The lowest place of equal numbers counts; count is at least 1.
   Best (*best)(const float* x, int64_t count, bool sum);
   // Attend to positions begin .. end - 1, at most SPLIT from a multiple of SPLIT on.
-  // `rows` is scratch for CHUNK * stride floats, where old and fresh rows meet.
+  // `rows` is scratch for CHUNK * stride floats, where old and fresh rows meet, or bfloat16 widens.
   void (*attend)(const Attention&, int64_t begin, int64_t end, float* rows, const Partial& out);
   // Fold a later partial into an earlier one.
   void (*fold)(const Partial& into, const Partial& later, int64_t latent);

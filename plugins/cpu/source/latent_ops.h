@@ -10,11 +10,12 @@ namespace {
 // rows [B, 1, T, latent + R]: the latent, normed, and the rotated key. If there is a cache
 // [B, 1, S, latent + R], it is the third result, with these rows from row start [B] on; it is
 // written in place if it is bound so.
+template <class C>
 struct LatentRows : Usual {
-  static constexpr const char* name = "LatentRows";
-  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
-                                         ort::FLOAT, ort::FLOAT, ort::INT64};
-  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT};
+  static constexpr const char* name = name_of<C>("LatentRows", "LatentRowsBf16");
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT,   ort::FLOAT, ort::FLOAT,
+                                         ort::FLOAT, ort::TYPE<C>, ort::INT64};
+  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT, ort::TYPE<C>};
   static constexpr unsigned optional = 1 << 4 | 1 << 5 | 1 << 6, optional_results = 1 << 2;
   const Kernels& k;
   float epsilon;
@@ -46,7 +47,8 @@ struct LatentRows : Usual {
       angles.rotate_row(m, row + queries + latent, interleaved, own + latent);
     });
     Tensor cache = call.input(5, true);
-    if (cache.memory) write_rows(name, call, cache, call.input(6), fresh, {slots, tokens, width});
+    if (cache.memory)
+      write_rows<C>(name, call, cache, call.input(6), fresh, {slots, tokens, width});
   }
 };
 
@@ -94,7 +96,7 @@ struct Heads {
 struct LatentAttention : Usual {
   static constexpr const char* name = "LatentAttention";
   static constexpr ort::Type inputs[] = {ort::FLOAT, ort::ANY,     ort::ANY,    ort::FLOAT,
-                                         ort::FLOAT, ort::FLOAT,   ort::FLOAT,  ort::INT64,
+                                         ort::FLOAT, ort::ANY,     ort::FLOAT,  ort::INT64,
                                          ort::INT64, ort::FLOAT16, ort::FLOAT16};
   static constexpr unsigned optional = 1 << 9 | 1 << 10;
   const Kernels& k;

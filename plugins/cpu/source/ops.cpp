@@ -111,10 +111,11 @@ struct List {
     return all;
   }
 };
-using All = List<Product, GatedProduct, FloatProduct, Experts, Norm, Attention, Circle<true>,
-                 Circle<false>, GatedFloatProduct, FloatExperts, LatentRows, LatentAttention, Route,
-                 Accept, Embedding, LogSoftmax, ArgMax, Take<float>, Take<int64_t>, Join<float>,
-                 Join<int64_t>, FloatEmbedding, Places, Weigh, GroupedRows>;
+using All =
+    List<Product, GatedProduct, FloatProduct, Experts, Norm, Attention, Circle<true>, Circle<false>,
+         GatedFloatProduct, FloatExperts, LatentRows<float>, LatentRows<mtp::Bf16>, LatentAttention,
+         Route, Accept, Embedding, LogSoftmax, ArgMax, Take<float>, Take<int64_t>, Join<float>,
+         Join<int64_t>, FloatEmbedding, Places, Weigh, GroupedRows<float>, GroupedRows<mtp::Bf16>>;
 
 const Kind* kind_of(const std::string& name) {
   for (const Kind& kind : All::kinds)

@@ -51,7 +51,16 @@ struct CustomOp {
   Status* (*compute_v2)(void*, Context*);
 };
 
-enum Type { ANY = 0, FLOAT = 1, UINT8 = 2, INT32 = 6, INT64 = 7, BOOL = 9, FLOAT16 = 10 };
+enum Type {
+  ANY = 0,
+  FLOAT = 1,
+  UINT8 = 2,
+  INT32 = 6,
+  INT64 = 7,
+  BOOL = 9,
+  FLOAT16 = 10,
+  BFLOAT16 = 16
+};
 enum Kind { REQUIRED = 0, OPTIONAL = 1, VARIADIC = 2 };
 
 // Places in OrtApi.

@@ -1,0 +1,88 @@
+"""Says what caches in bfloat16 cost deepseek-tiny's int8 and int4 engines in accuracy.
+
+    python benchmarks/cache_accuracy.py [--work runs/cache_accuracy] [--texts 24] [--tokens 100]
+
+The fp32 engine continues prompts greedily. Each engine of integers is then asked how probable every
+token of these texts is behind those before it, with caches of both types: `loss` is the mean of the
+negative log-probabilities in nats, `first` how many tokens are the engine's own first choice, and
+`moved` the mean and largest difference of a token's log-probability to the engine with fp32 caches.
+"""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from script import run
+
+from mtpbuild.builder.bench.dataset import BUILT_IN, Asked, load_groups
+from mtpbuild.builder.build import build
+from mtpbuild.builder.request import BuildRequest
+from mtpbuild.builder.weights.scheme import build_scheme
+from mtpbuild.runtime import Engine, SamplingParams
+
+Texts = list[tuple[int, list[int]]]  # tokens of the prompt, and all tokens
+
+
+def built(work: Path, weights: str | None, caches: str) -> Path:
+    out = work / f"{weights or 'fp32'}_{caches}"
+    options, scheme = {"cache_dtype": caches}, build_scheme(weights)
+    request = BuildRequest(
+        "deepseek-tiny", (0,), out=out, scheme=scheme, options=options, score=True
+    )
+    [engine] = build(request)
+    return engine.folder
+
+
+def continued(folder: Path, texts: int, tokens: int) -> Texts:
+    """Returns the first prompts of the built-in sets, in turn, with the engine's answers."""
+    with Engine.load(folder, threads=1) as engine:
+        sets = [load_groups(Asked(kind, texts, output_len=tokens), engine, 1) for kind in BUILT_IN]
+        prompts = [prompt.token_ids for each in zip(*sets, strict=True) for (prompt,) in each]
+        params = SamplingParams(tokens, temperature=0.0)
+        answers = (engine.generate(prompt, params) for prompt in prompts[:texts])
+        pairs = zip(prompts, answers, strict=False)
+        return [(len(prompt), [*prompt, *answer.token_ids]) for prompt, answer in pairs]
+
+
+def scored(folder: Path, texts: Texts) -> list[tuple[float, bool]]:
+    """Returns each answered token's log-probability, and whether it is the first choice."""
+    params = SamplingParams(0, prompt_logprobs=1)
+    with Engine.load(folder, threads=1) as engine:
+        results = [engine.generate(ids, params).prompt_logprobs or () for _, ids in texts]
+    pairs = zip(texts, results, strict=True)
+    tokens = [token for (start, _), found in pairs for token in found[start - 1 :]]
+    return [(token.logprob, token.top[0][0] == token.token_id) for token in tokens]
+
+
+def compare(work: Path, texts: int, tokens: int) -> Table:
+    """Builds all engines; returns a row for each of integers."""
+    table = Table("weights", "caches", "tokens", "loss", "first", "moved: mean", "largest")
+    answered = continued(built(work, None, "float32"), texts, tokens)
+    for weights in ("int8", "int4"):
+        plain: list[float] = []
+        for caches in ("float32", "bfloat16"):
+            found = scored(built(work, weights, caches), answered)
+            logprobs = [logprob for logprob, _ in found]
+            plain = plain or logprobs
+            moved = [abs(a - b) for a, b in zip(logprobs, plain, strict=True)]
+            count = len(found)
+            row = f"{-sum(logprobs) / count:.4f}", f"{sum(first for _, first in found) / count:.2%}"
+            table.add_row(
+                *(weights, caches, str(count), *row),
+                *(f"{sum(moved) / count:.4f}", f"{max(moved):.3f}"),
+            )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("runs/cache_accuracy"))
+    parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--tokens", type=int, default=100)
+    arguments = parser.parse_args()
+    Console().print(compare(arguments.work, arguments.texts, arguments.tokens))
+
+
+if __name__ == "__main__":
+    run(main)
