@@ -19,6 +19,7 @@ from mtpbuild.builder.models import load_config
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.opened_model import OpenedModel, WeightStyle
 from mtpbuild.builder.opened_model import open_model as open_checked
+from mtpbuild.builder.prefixes import remake_prefixes
 from mtpbuild.builder.prepare import find_source
 from mtpbuild.builder.recipe import find_model
 from mtpbuild.builder.request import BuildRequest
@@ -27,6 +28,7 @@ from mtpbuild.builder.weights.placed import EngineWeights
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime.contract.manifest import (
     MANIFEST,
+    PREFIXES,
     WEIGHTS,
     Manifest,
     check_files,
@@ -71,7 +73,8 @@ def refit(
         sha256 = EngineWeights(new).write(folder, siblings=engine.resolve().parent).sha256
         refuse(engine, new.source.folder, list(tensor_differences(engine, folder)))
         watch("package")
-        replaced = {name for name in old.files if is_side_file(name)} | {WEIGHTS, CONFIG}
+        prefixes = {name for name in old.files if name.startswith(f"{PREFIXES}/")}
+        replaced = {name for name in old.files if is_side_file(name)} | {WEIGHTS, CONFIG} | prefixes
         for name in old.files.keys() - replaced:
             layout.link(engine / name, folder / name)
         copy_side_files(new.source.folder, folder)
@@ -86,7 +89,10 @@ def refit(
         }
         manifest = old.model_copy(update=changes)
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
-    return old, manifest
+        if prefixes:
+            watch("compute prefixes")
+            remake_prefixes(engine, folder, old)
+    return old, read_manifest(engine)
 
 
 def open_model(engine: Path, old: Manifest, model: str, formats: tuple[str, ...]) -> OpenedModel:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias, Unpack, cast, overload
 
 from mtpbuild.runtime.chat_template import ChatOptions, Message
+from mtpbuild.runtime.compiled_prefixes import attach_prefixes
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest, check_files, read_manifest
 from mtpbuild.runtime.contract.programs import Programs, Shared
@@ -62,6 +63,7 @@ class Engine:
         overlap: bool = True,
         prefix_cache: bool = False,
         prefix_cache_bytes: int | None = None,
+        prefix_cache_dir: Path | None = None,
         warm: Sequence[SamplingParams] = (),
         **options: Any,
     ) -> Self:
@@ -73,10 +75,12 @@ class Engine:
         filled in from where they differ, if the target can; tokens stay the same (but for near-ties
         if it is not exact), and the time to the first token depends on what came before.
         prefix_cache_bytes: of memory for what ended requests leave, beyond the slots; None: an
-        eighth of what is free. warm: settings of requests to
-        come, whose programs are loaded and run once now; nothing counts these runs. options: those
-        of the engine's target, such as provider="cuda" (target onnxruntime) or no_cuda_graphs=True
-        (target inductor: slower, and easier to debug); docs/targets.md lists them.
+        eighth of what is free. prefix_cache_dir: a folder where it outlives this process, in as
+        many bytes. Prefixes that the engine was built with are used in any case. warm: settings of
+        requests to come, whose programs are loaded and run once now; nothing counts these runs.
+        options: those of the engine's target, such as provider="cuda" (target onnxruntime) or
+        no_cuda_graphs=True (target inductor: slower, and easier to debug); docs/targets.md lists
+        them.
 
         Raises UsageError, EngineError or one of its kinds, with what to do.
         """
@@ -93,7 +97,12 @@ class Engine:
             programs = load_programs(folder, manifest, threads=threads, **options)
             warm_up(programs, manifest, warm)
             log.info("loaded %s: %s, nextn %s", folder, manifest.target.name, manifest.build.drafts)
-            pool = make_pool(programs, manifest, prefix_cache_bytes) if prefix_cache else None
+            pool = None
+            if prefix_cache:
+                pool = make_pool(programs, manifest, prefix_cache_bytes, prefix_cache_dir)
+            pool = attach_prefixes(programs, manifest, folder, pool)
+            if prefix_cache and pool and prefix_cache_dir:
+                pool.restore()
             return cls(
                 programs, manifest, tokenizer, overlap=overlap, prefix_cache=prefix_cache, pool=pool
             )

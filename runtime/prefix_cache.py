@@ -5,7 +5,8 @@ from typing import cast
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Keeping, Pooling, Programs
-from mtpbuild.runtime.prefix_pool import Found, PrefixPool
+from mtpbuild.runtime.prefix_pool import PrefixPool
+from mtpbuild.runtime.prefix_tree import Found
 from mtpbuild.runtime.prefixes import Placement, Prefixes
 from mtpbuild.runtime.request import Request
 from mtpbuild.runtime.scheduler import Filling, Scheduler
@@ -101,6 +102,8 @@ class PrefixCache:
 
     def close(self) -> None:
         """Wait until what is kept in files is written."""
+        if self.pool is not None:
+            self.pool.close()
 
     @property
     def _has_states(self) -> bool:

@@ -4,75 +4,35 @@ import heapq
 import itertools
 import logging
 import math
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 from mtpbuild.runtime.contract.features import Feature
 from mtpbuild.runtime.contract.manifest import Manifest
 from mtpbuild.runtime.contract.programs import Piece, Pooling, Programs, host_type
 from mtpbuild.runtime.contract.state import StateSpec
+from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.free_memory import free_memory
+from mtpbuild.runtime.prefix_folder import PrefixFolder
+from mtpbuild.runtime.prefix_tree import (
+    BLOCK,
+    Block,
+    Entry,
+    Found,
+    Kept,
+    below,
+    block_tokens,
+    entry_key,
+    root_key,
+)
 from mtpbuild.runtime.prefixes import common
+from mtpbuild.runtime.targets import targets_with
 
 log = logging.getLogger("mtpbuild")
-BLOCK = 64  # rows that are kept, and given up, together
 SHARE = 8  # the free memory is divided by it, unless a size is given
 SPARE = 64  # entries of the heap that may be out of date, besides as many as are not
-
-
-@dataclass(slots=True, eq=False)
-class Kept:
-    """What programs keep under a number for a block of the tree: rows, or recurrent states."""
-
-    parent: "Block | None"
-    number: int  # -1: it is gone
-    size: int  # bytes that count in the pool
-    used: int = 0  # when, on a clock that ticks with each request
-    pinned: bool = False  # it stays, whatever is used
-    # Makes sure that what comes from a file is whole and there, before its first use.
-    ready: Callable[[], bool] | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing depends on it."""
-        return True
-
-
-@dataclass(slots=True, eq=False)
-class Block(Kept):
-    """Up to `BLOCK` rows. `tokens` are those of its rows, and the `lookahead` behind them.
-
-    The modules' last rows have seen these, so a block is of use only where they are the same. Only
-    a full block is followed by others. states: those behind so many of its rows.
-    """
-
-    tokens: tuple[int, ...] = ()
-    first: int = 0  # of its rows, among those that have its number
-    followers: "list[Block]" = field(default_factory=list)  # in the order of their tokens
-    states: dict[int, Kept] = field(default_factory=dict)
-
-    @property
-    def is_free(self) -> bool:
-        return not (self.followers or self.states)
-
-    def nearest(self, tokens: tuple[int, ...]) -> "tuple[Block | None, int]":
-        """The follower that has most of the first tokens, and how many."""
-        at = bisect_left(self.followers, tokens, key=_tokens)
-        near = self.followers[max(0, at - 1) : at + 1]
-        found = [(common(tokens, block.tokens), block) for block in near]
-        shared, block = max(found, key=lambda each: each[0], default=(0, None))
-        return block, shared
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Where the first rows of a prompt are, and its recurrent states behind them."""
-
-    rows: int = 0
-    pieces: tuple[Piece, ...] = ()
-    states: int | None = None
 
 
 class PrefixPool:
@@ -83,7 +43,13 @@ class PrefixPool:
     finds anything in another one.
     """
 
-    def __init__(self, programs: Pooling, manifest: Manifest, limit: int) -> None:
+    def __init__(
+        self,
+        programs: Pooling,
+        manifest: Manifest,
+        limit: int,
+        folder: PrefixFolder | None = None,
+    ) -> None:
         self._programs, self.limit = programs, limit
         self.lookahead = programs.lookahead
         rows = [s for s in manifest.state if s.role == "rows"]
@@ -98,6 +64,7 @@ class PrefixPool:
         self._order: list[tuple[int, int, Kept]] = []  # a heap; an entry may be out of date
         self._entries = itertools.count()
         self._count = 0  # of what is kept and not pinned
+        self._folder = folder
 
     def find(self, prompt: Sequence[int], most: int, salt: str = "") -> Found:
         """Where the first rows of a prompt are, `most` at most."""
@@ -142,7 +109,7 @@ class PrefixPool:
             kept = Kept(last, next(self._numbers), self._states_size, self._clock)
             self._programs.save_states(kept.number, slot)
             last.states[behind] = kept
-            self._kept(kept)
+            self._kept(kept, behind)
 
     def pin(
         self,
@@ -168,6 +135,59 @@ class PrefixPool:
         """A number under which programs keep nothing yet."""
         return next(self._numbers)
 
+    def restore(self) -> None:
+        """Find what earlier processes left in the folder; it is read when it is used."""
+        assert self._folder is not None
+        blocks = {
+            k.key: k for k in (*self._roots.values(), *self.contents()) if isinstance(k, Block)
+        }
+        waiting = dict[str, list[tuple[int, Entry]]]()
+        for age, entry in enumerate(self._folder.entries()):
+            waiting.setdefault(entry.parent, []).append((age, entry))
+            self._clock = age + 1
+            if entry.top and entry.parent not in blocks:
+                root = Block(None, 0, 0, pinned=True, key=entry.parent)
+                blocks[entry.parent] = self._roots[entry.parent] = root
+        ready = [*blocks]
+        while ready:
+            for age, entry in waiting.pop(parent := ready.pop(), ()):
+                kept = self._restored(entry, blocks[parent], age)
+                if isinstance(kept, Block):
+                    blocks[kept.key] = kept
+                    ready.append(kept.key)
+        for _, entry in itertools.chain(*waiting.values()):
+            self._folder.delete(entry.key)  # what it follows is gone
+        self._make_room(0)
+        log.info("%d blocks of prefixes were left by earlier processes", self._count)
+
+    def _restored(self, entry: Entry, parent: Block, used: int) -> Kept:
+        number, folder = next(self._numbers), self._folder
+        assert folder is not None
+
+        def ready() -> bool:
+            arrays = folder.read(entry.key)
+            if arrays is not None:
+                self._programs.adopt(number, arrays)
+            return arrays is not None
+
+        if entry.behind:
+            kept = Kept(parent, number, self._states_size, used, ready=ready, key=entry.key)
+            parent.states[entry.behind] = kept
+        else:
+            size = self._row_size * (len(entry.tokens) - self.lookahead)
+            kept = Block(parent, number, size, used, tokens=entry.tokens, key=entry.key)
+            kept.ready = ready
+            insort(parent.followers, kept, key=block_tokens)
+        self.used += kept.size
+        self._count += 1
+        self._offer(kept)
+        return kept
+
+    def close(self) -> None:
+        """Wait until all is written that goes to the folder."""
+        if self._folder is not None:
+            self._folder.close()
+
     def clear(self) -> None:
         """Give up all that is not pinned."""
         for kept in reversed([*self.contents()]):
@@ -176,14 +196,14 @@ class PrefixPool:
 
     def contents(self) -> Iterator[Kept]:
         """All blocks and states; what something depends on comes before it."""
-        yield from _below(*self._roots.values())
+        yield from below(*self._roots.values())
 
     def _path(
         self, prompt: Sequence[int], most: int, salt: str
     ) -> tuple[list[tuple[Block, int]], Kept | None]:
         """The longest path whose rows are a prompt's; with recurrent states, up to some of them."""
         path, best = list[tuple[Block, int]](), list[tuple[Block, int]]()
-        node, at, states = self._roots.get(salt), 0, None
+        node, at, states = self._roots.get(root_key(salt)), 0, None
         while node is not None and at < most:
             tokens = tuple(prompt[at : at + BLOCK + self.lookahead])
             for block in node.followers if self.recurrent else ():
@@ -208,7 +228,8 @@ class PrefixPool:
     ) -> Block | None:
         """Add the blocks of a path that are missing; returns its last one, None without room."""
         self._clock += 1
-        root = block = self._roots.get(salt) or Block(None, 0, 0, pinned=True)
+        name = root_key(salt)
+        root = block = self._roots.get(name) or Block(None, 0, 0, pinned=True, key=name)
         for start in range(0, rows, BLOCK):
             stop = min(start + BLOCK, rows)
             own = tuple(tokens[start : stop + self.lookahead])
@@ -217,13 +238,13 @@ class PrefixPool:
                 made = make(block, start, own)
                 if made is None:
                     return None
-                if near is not None and shared == len(near.tokens):
-                    self._replace(near, made)
-                insort(block.followers, made, key=_tokens)
-                self._roots[salt] = root  # giving up what was in it, we may have forgotten it
-                near = made
+                insort(block.followers, made, key=block_tokens)
+                self._roots[name] = root  # giving up what was in it, we may have forgotten it
                 made.used = self._clock
                 self._kept(made)
+                if near is not None and shared == len(near.tokens):
+                    self._replace(near, made)
+                near = made
             near.used, block = self._clock, near
         return block
 
@@ -232,24 +253,39 @@ class PrefixPool:
         if shorter.pinned or shorter.number < 0:
             return
         block.states, shorter.states = shorter.states, {}
-        for kept in block.states.values():
-            kept.parent = block
         self._drop(shorter)
+        for behind, kept in block.states.items():
+            kept.parent = block
+            if self._folder is not None:
+                self._folder.delete(kept.key)
+                self._write(kept, behind)
 
     def _use(self, kept: Kept) -> bool:
         """It is used now; False, and all that depends on it is gone, if its file is damaged."""
         if kept.ready is not None and not kept.ready():
-            for other in reversed([*_below(kept)]):
+            for other in reversed([*below(kept)]):
                 self._drop(other)
             return False
         kept.ready, kept.used = None, self._clock
         return True
 
-    def _kept(self, kept: Kept) -> None:
-        """Count what is kept from now on."""
+    def _kept(self, kept: Kept, behind: int = 0) -> None:
+        """Count what is kept from now on; states are behind so many rows of their block."""
         self.used += kept.size
         self._count += not kept.pinned
+        self._write(kept, behind)
         self._offer(kept)
+
+    def _write(self, kept: Kept, behind: int) -> None:
+        if self._folder is None or kept.parent is None:
+            return
+        parent, tokens = kept.parent, kept.tokens if isinstance(kept, Block) else ()
+        kept.key = entry_key(parent.key, tokens, behind)
+        if kept.pinned:
+            return
+        entry = Entry(kept.key, parent.key, tokens, behind, parent.parent is None)
+        if kept.ready is None:
+            self._folder.write(entry, self._programs.saved(kept.number))
 
     def _offer(self, kept: Kept) -> None:
         """It may be given up when its turn comes."""
@@ -289,6 +325,8 @@ class PrefixPool:
         if not kept.pinned:
             self._count -= 1
             self._programs.discard(kept.number)
+            if self._folder is not None:
+                self._folder.delete(kept.key)
         kept.number = -1
         if parent.is_free and parent.parent is not None:
             self._offer(parent)
@@ -296,28 +334,23 @@ class PrefixPool:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
 
 
-def make_pool(programs: Programs, manifest: Manifest, limit: int | None) -> PrefixPool | None:
-    """A pool of so many bytes (None: a share of the free ones), where the programs can have one."""
+def make_pool(
+    programs: Programs, manifest: Manifest, limit: int | None, folder: Path | None = None
+) -> PrefixPool | None:
+    """A pool of so many bytes (None: a share of the free ones), where the programs can have one.
+
+    folder: where what is kept survives this process. Raises UsageError if the programs can't.
+    """
+    if folder is not None and Feature.SHARE in programs.features:
+        raise UsageError("--prefix-cache-dir: not for engines of several ranks")
     if Feature.POOL not in programs.features:
+        if folder is not None:
+            raise UsageError(f"--prefix-cache-dir is for engines of {targets_with(Feature.POOL)}")
         return None
     size = free_memory() // SHARE if limit is None else limit
     log.info("prefixes may take %.1f MB of memory (--prefix-cache-bytes)", size / 1e6)
-    return PrefixPool(cast(Pooling, programs), manifest, size)
-
-
-def _below(*found: Kept) -> Iterator[Kept]:
-    """These, but for roots, and all that depends on them; what is depended on comes first."""
-    waiting = [*found]
-    while waiting:
-        kept = waiting.pop()
-        if kept.parent is not None:
-            yield kept
-        if isinstance(kept, Block):
-            waiting += [*kept.states.values(), *kept.followers]
-
-
-def _tokens(block: Block) -> tuple[int, ...]:
-    return block.tokens
+    files = None if folder is None else PrefixFolder(folder, manifest)
+    return PrefixPool(cast(Pooling, programs), manifest, size, files)
 
 
 def _size(spec: StateSpec, count: int) -> int:

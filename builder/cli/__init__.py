@@ -11,6 +11,7 @@ import typer.core
 from mtpbuild.builder.cli.build import build, quantize, recipes, refit
 from mtpbuild.builder.cli.measure import bench, evaluate, study, verify
 from mtpbuild.builder.cli.plan import plan
+from mtpbuild.builder.cli.prefix import app as prefix
 from mtpbuild.runtime.cli import diff, inspect, run
 from mtpbuild.runtime.server.command import serve
 
@@ -89,3 +90,4 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in COMMANDS.items():
     app.command(name)(command)
+app.add_typer(prefix, name="prefix")

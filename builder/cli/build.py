@@ -40,6 +40,9 @@ def build(
     acceptance_rule: list[str] | None = flag(
         None, "Rule of acceptance of another package that requests may choose; may be repeated."
     ),
+    prefix: list[Path] | None = flag(
+        None, "File that prompts begin with, computed now: a text, or messages.json; repeatable."
+    ),
 ) -> None:
     """Build one engine directory per nextn."""
     from mtpbuild.builder.build import build
@@ -47,6 +50,7 @@ def build(
     from mtpbuild.builder.cli.tables import print_engines, print_stages
     from mtpbuild.builder.download import download
     from mtpbuild.builder.dry_run import dry_run, print_dry_run
+    from mtpbuild.builder.prefixes import add_files
     from mtpbuild.builder.recipe import default_target
     from mtpbuild.builder.request import BuildRequest
     from mtpbuild.builder.stages import Stages
@@ -77,6 +81,9 @@ def build(
         stages = Stages(watch)
         foreseen = dry_run(request, stages) if request.dry_run else None
         engines = build(request, stages) if foreseen is None else []
+        for engine in engines if prefix else ():
+            watch(f"prefixes of {engine.folder.name}")
+            add_files(engine.folder, prefix or ())
     if foreseen is None:
         print_engines(engines)
     else:

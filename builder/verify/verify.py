@@ -15,6 +15,7 @@ from mtpbuild.builder.verify.checks import CHECKS, Case, layers_of, needed_here
 from mtpbuild.builder.verify.compare import Finding, NotChecked
 from mtpbuild.builder.weights.scheme import engine_scheme
 from mtpbuild.runtime import Engine, Manifest, SamplingParams
+from mtpbuild.runtime.compiled_prefixes import check_prefixes
 from mtpbuild.runtime.contract.manifest import read_manifest
 from mtpbuild.runtime.errors import BuildError, UsageError
 from mtpbuild.runtime.input_file import read_requests
@@ -64,6 +65,7 @@ def verify(
         # 1. Load the engine and the prompts.
         watch("loading the engine")
         engine = stack.enter_context(load(request.engine, request))
+        check_prefixes(request.engine, engine.manifest)
         if request.exact and not engine.manifest.build.exact:
             raise UsageError(
                 f"--exact: {request.engine} is not: its engine.json has no "

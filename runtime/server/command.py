@@ -35,6 +35,9 @@ class ReplicaFlags:
     prefix_cache_bytes: int | None = flag(
         None, "Memory for what ended requests leave beyond the slots; default: 1/8 of the free one."
     )
+    prefix_cache_dir: Path | None = flag(
+        None, "Folder where it is kept for the next server, too; of this server alone."
+    )
     no_thinking_split: bool = flag(False, "Leave thoughts in the text.")
     tool_call_parser: str | None = flag(
         None, "deepseek_v3, deepseek_v31, hermes or none; default: as the chat template."
@@ -46,6 +49,7 @@ class ReplicaFlags:
         return {
             "prefix_cache": not self.no_prefix_cache,
             "prefix_cache_bytes": self.prefix_cache_bytes,
+            "prefix_cache_dir": self.prefix_cache_dir,
         }
 
     def settings(self, **others: Any) -> "Settings":

@@ -76,6 +76,7 @@ def test_frozen_flags() -> None:
         "--nextn",
         "--out",
         "--prefill-chunk",
+        "--prefix",
         "--rank",
         "--revision",
         "--score",
@@ -104,7 +105,9 @@ def test_frozen_flags() -> None:
     ]
     group = typer.main.get_command(app)
     commands: dict[str, object] = group.commands  # type: ignore[attr-defined]
-    names = "bench build diff eval inspect plan quantize recipes refit run serve study verify"
+    names = (
+        "bench build diff eval inspect plan prefix quantize recipes refit run serve study verify"
+    )
     assert " ".join(sorted(commands)) == names
 
 

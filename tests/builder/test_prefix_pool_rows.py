@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from mtpbuild.builder.models import register
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
 from mtpbuild.builder.plan import DrafterName, Plan, state_specs
-from mtpbuild.runtime import prefix_pool
+from mtpbuild.runtime import prefix_pool, prefix_tree
 from mtpbuild.runtime.contract.manifest import read_manifest
-from mtpbuild.runtime.prefix_pool import Kept, PrefixPool
+from mtpbuild.runtime.prefix_pool import PrefixPool
+from mtpbuild.runtime.prefix_tree import Kept
 from mtpbuild.runtime.programs import load_programs
 from mtpbuild.runtime.programs.host_slots import PackedCaches
 from tests.reference.eager import EagerPrograms
@@ -47,7 +48,8 @@ SOME = (4, 5, 12, 23)  # tokens in common
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_pool, "BLOCK", BLOCK)
+    for module in (prefix_pool, prefix_tree):
+        monkeypatch.setattr(module, "BLOCK", BLOCK)
 
 
 @pytest.fixture(scope="module")

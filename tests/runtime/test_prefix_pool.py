@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from mtpbuild.runtime import Engine, SamplingParams
 from mtpbuild.runtime.errors import RequestError
-from mtpbuild.runtime.prefix_pool import BLOCK, SPARE, PrefixPool
+from mtpbuild.runtime.prefix_pool import SPARE, PrefixPool
+from mtpbuild.runtime.prefix_tree import BLOCK
 from tests.support.fakes import PoolingPrograms, continuation, fake_manifest
 
 ROW = 4  # bytes

@@ -53,6 +53,7 @@ def test_flags() -> None:
         "--no-thinking-split",
         "--port",
         "--prefix-cache-bytes",
+        "--prefix-cache-dir",
         "--provider",
         "--request-timeout",
         "--served-model-name",

@@ -1,0 +1,69 @@
+"""The commands `prefix add`, `list` and `remove`."""
+
+from json import dumps  # `json` is a flag of the commands
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from mtpbuild.builder.cli.shared import progress
+from mtpbuild.runtime.cli import error_line
+from mtpbuild.runtime.errors import UsageError
+from mtpbuild.runtime.flag_groups import flag, grouped
+
+EngineFolder = Annotated[Path, Option(help="Engine directory.")]
+Name = Annotated[str, Option(help="The prefix's name.")]
+
+app = typer.Typer(no_args_is_help=True, help="What prompts begin with, computed once.")
+
+
+@error_line
+@grouped
+def add(
+    engine: EngineFolder,
+    name: Name,
+    file: Path | None = flag(None, "File with a text that prompts begin with."),
+    chat: bool = flag(False, "The text is the system message of chats."),
+    messages: Path | None = flag(None, "JSON file with the messages that chats begin with."),
+    tools: Path | None = flag(None, "JSON file with the tools of such chats."),
+    threads: int | None = flag(None, "CPU threads; default: all cores."),
+) -> None:
+    """Compute what prompts begin with, and put it into the engine."""
+    given = [path for path in (file, messages) if path is not None]
+    if len(given) != 1:
+        raise UsageError("give --file or --messages")
+    from mtpbuild.builder.prefixes import add_prefix, read_beginning
+
+    beginning = read_beginning(given[0], messages=given[0] is messages, chat=chat, tools=tools)
+    with progress(f"computing {name}"):
+        count = add_prefix(engine, name, beginning, threads)
+    typer.echo(f"{engine}: prefix {name}, {count} tokens")
+
+
+@error_line
+@grouped
+def listed(engine: EngineFolder, json: bool = flag(False, "As one JSON list.")) -> None:
+    """List the prefixes of an engine."""
+    from mtpbuild.builder.prefixes import list_prefixes
+
+    found = list_prefixes(engine)
+    if json:
+        typer.echo(dumps(found))
+        return
+    for each in found:
+        typer.echo(f"{each['name']}: {each['tokens']} tokens, {each['bytes'] / 1e6:.1f} MB")
+
+
+@error_line
+@grouped
+def remove(engine: EngineFolder, name: Name) -> None:
+    """Remove a prefix from an engine."""
+    from mtpbuild.builder.prefixes import remove_prefix
+
+    remove_prefix(engine, name)
+    typer.echo(f"{engine}: prefix {name} removed")
+
+
+for command_name, command in {"add": add, "list": listed, "remove": remove}.items():
+    app.command(command_name)(command)

@@ -1,0 +1,237 @@
+"""Prefixes of an engine: prompts' beginnings that are computed once and shipped with it."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpbuild.builder.engine import layout
+from mtpbuild.builder.engine.building import under_construction
+from mtpbuild.runtime.compiled_prefixes import (
+    STATES,
+    open_prefixes,
+    prefix_file,
+    prefix_names,
+)
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import (
+    MANIFEST,
+    PREFIXES,
+    FileSpec,
+    Manifest,
+    check_files,
+    hash_file,
+    read_manifest,
+)
+from mtpbuild.runtime.contract.programs import Pooling
+from mtpbuild.runtime.errors import EngineError, UsageError
+from mtpbuild.runtime.prefix_files import TOKENS, identity, write_rows
+from mtpbuild.runtime.prefixes import common
+from mtpbuild.runtime.programs import load_programs
+from mtpbuild.runtime.targets import targets_with
+from mtpbuild.runtime.tokenizer import Tokenizer, load_tokenizer
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+PROBES = ("a", "7", "Z", "(")  # what users may say behind a prefix
+Computed = Callable[[Sequence[int]], dict[str, NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What prompts begin with: a text, a system message, or messages and tools."""
+
+    text: str = ""
+    chat: bool = False
+    messages: Sequence[dict[str, Any]] = ()
+    tools: Sequence[dict[str, Any]] = ()
+
+    def tokens(self, tokenizer: Tokenizer) -> list[int]:
+        """The token ids that all prompts share which go on from it."""
+        if not (self.chat or self.messages):
+            return tokenizer.encode(self.text)
+        messages = list(self.messages) or [{"role": "system", "content": self.text}]
+        options: dict[str, Any] = {"tools": list(self.tools)} if self.tools else {}
+        if messages[-1].get("role") == "user":
+            return _chat_ids(tokenizer, messages, options)
+        asked = ([*messages, {"role": "user", "content": probe}] for probe in PROBES)
+        found = [_chat_ids(tokenizer, each, options) for each in asked]
+        return found[0][: min(common(one, other) for one, other in pairwise(found))]
+
+
+def add_prefix(engine: Path, name: str, beginning: Beginning, threads: int | None = None) -> int:
+    """Compute a prefix and put it into an engine; returns how many tokens it has.
+
+    One of the same name is replaced. Raises UsageError or EngineError; the engine is then as it
+    was. An engine that is loaded goes on without it.
+    """
+    if not NAME.fullmatch(name):
+        raise UsageError(f"--name {name}: letters, digits, dots and dashes, 64 at most")
+    manifest = _checked(engine)
+    tokenizer = load_tokenizer(engine, manifest)
+    if tokenizer is None:
+        raise UsageError(f"{engine}: built without a tokenizer, so a text has no token ids")
+    tokens = beginning.tokens(tokenizer)
+    compute = computing(engine, manifest, threads)
+    most, least = manifest.build.max_seq_len - 1, manifest.lookahead + 1
+    if not least <= len(tokens) <= most:
+        raise UsageError(f"{name}: {len(tokens)} tokens; this engine takes {least} to {most}")
+    with under_construction(engine) as building:
+        _link(engine, building.folder, manifest, without=name)
+        write_prefix(building.folder, manifest, name, tokens, compute(tokens))
+        write_manifest(building.folder, manifest)
+    return len(tokens)
+
+
+def remove_prefix(engine: Path, name: str) -> None:
+    """Remove a prefix from an engine."""
+    manifest = _checked(engine)
+    if name not in prefix_names(manifest):
+        has = ", ".join(prefix_names(manifest)) or "none"
+        raise UsageError(f"{engine}: has no prefix {name} (it has: {has})")
+    with under_construction(engine) as building:
+        _link(engine, building.folder, manifest, without=name)
+        write_manifest(building.folder, manifest)
+
+
+def add_files(engine: Path, files: Sequence[Path]) -> None:
+    """Add a prefix for each file, by its name: a text, or messages in a file .json."""
+    for file in files:
+        add_prefix(engine, file.stem, read_beginning(file, messages=file.suffix == ".json"))
+
+
+def list_prefixes(engine: Path) -> list[dict[str, Any]]:
+    """Name, tokens and bytes of each prefix."""
+    manifest = read_manifest(engine)
+    check_files(engine, manifest)
+    return [
+        {
+            "name": name,
+            "tokens": len(file.tokens),
+            "bytes": manifest.files[prefix_file(name)].size,
+        }
+        for name, file in open_prefixes(engine, manifest)
+    ]
+
+
+def remake_prefixes(old: Path, folder: Path, before: Manifest) -> None:
+    """Compute the prefixes of an engine anew for one with other weights, from their tokens."""
+    known = {name: file.tokens for name, file in open_prefixes(old, before)}
+    if not known:
+        return
+    manifest = read_manifest(folder)
+    compute = computing(folder, manifest, None)
+    for name, tokens in known.items():
+        write_prefix(folder, manifest, name, tokens, compute(tokens))
+    write_manifest(folder, manifest)
+
+
+def computing(folder: Path, manifest: Manifest, threads: int | None) -> Computed:
+    """Load an engine's programs; the result fills in tokens, and gives rows and states."""
+    programs = cast(Pooling, load_programs(folder, manifest, threads=threads))
+    if Feature.POOL not in programs.features:
+        raise UsageError(f"{folder}: prefixes are for {targets_with(Feature.POOL)}")
+    recurrent = any(s.role == "recurrent" for s in manifest.state)
+
+    def compute(tokens: Sequence[int]) -> dict[str, NDArray[Any]]:
+        arrays, at, ahead = dict[str, NDArray[Any]](), 0, manifest.lookahead
+        end = len(tokens) - ahead
+        while at < end:
+            stop = min(at + manifest.build.prefill_chunk, end)
+            programs.prefill(0, at, np.array(tokens[at : stop + ahead], np.int64))
+            at = stop
+            if recurrent:
+                programs.save_states(0, 0)
+                found = programs.saved(0)
+                arrays |= {STATES.format(name, at): array for name, array in found.items()}
+        programs.save_rows(0, 0, 0, end)
+        arrays |= programs.saved(0)
+        if not all(_finite(array) for array in arrays.values()):
+            raise EngineError(f"{folder}: the model's numbers for this prefix are not finite")
+        return arrays
+
+    return compute
+
+
+def write_prefix(
+    folder: Path,
+    manifest: Manifest,
+    name: str,
+    tokens: Sequence[int],
+    arrays: dict[str, NDArray[Any]],
+) -> None:
+    path, types = folder / prefix_file(name), {s.name: s.dtype for s in manifest.state}
+    path.parent.mkdir(exist_ok=True)
+    named = {tensor: types[tensor.partition("@")[0]] for tensor in arrays}
+    tensors = arrays | {TOKENS: np.array(tokens, np.int64)}
+    write_rows(path, tensors, named, {"engine": identity(manifest)})
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write a manifest with the prefixes that are in the folder."""
+    paths = sorted((folder / PREFIXES).glob("*.safetensors"))
+    found = {
+        prefix_file(path.stem): FileSpec(size=path.stat().st_size, sha256=hash_file(path))
+        for path in paths
+    }
+    own = {n: spec for n, spec in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
+    changed = manifest.model_copy(update={"files": dict(sorted((own | found).items()))})
+    (folder / MANIFEST).write_text(changed.to_json(), encoding="utf-8")
+
+
+def read_beginning(
+    file: Path, *, messages: bool, chat: bool = False, tools: Path | None = None
+) -> Beginning:
+    """Read a text; or, if so, messages, or an object with messages and tools, in JSON."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        shown = [] if tools is None else json.loads(tools.read_text(encoding="utf-8"))
+        if not messages:
+            return Beginning(text, chat=chat or tools is not None, tools=shown)
+        said = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file}: can't be read ({error})") from None
+    said = said if isinstance(said, dict) else {"messages": said}
+    begun, shown = said.get("messages"), shown or said.get("tools", [])
+    lists = all(
+        isinstance(each, list) and all(isinstance(e, dict) for e in each) for each in (begun, shown)
+    )
+    if not lists or not begun:
+        raise UsageError(f"{file}: a list of messages, or an object with messages and tools")
+    return Beginning(messages=begun, tools=shown)
+
+
+def _checked(engine: Path) -> Manifest:
+    manifest = read_manifest(engine)
+    check_files(engine, manifest)
+    if manifest.split:
+        raise UsageError(f"{engine}: an engine of {manifest.build.tp} ranks has no prefixes")
+    return manifest
+
+
+def _link(engine: Path, folder: Path, manifest: Manifest, without: str) -> None:
+    """Link an engine's files into another folder, but for one prefix."""
+    for name in manifest.files.keys() - {prefix_file(without)}:
+        place = folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        layout.link(engine / name, place)
+        shutil.copymode(engine / name, place)
+
+
+def _chat_ids(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], options: dict[str, Any]
+) -> list[int]:
+    text = tokenizer.chat_prompt(messages, **options)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _finite(array: NDArray[Any]) -> bool:
+    if array.dtype == np.uint16:  # bfloat16
+        return bool(((array & 0x7F80) != 0x7F80).all())
+    return bool(np.isfinite(array).all())

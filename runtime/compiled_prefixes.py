@@ -1,0 +1,116 @@
+"""Prefixes that an engine was built with: their files are mapped, and stay in the pool."""
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from numpy.typing import NDArray
+
+from mtpbuild.runtime.contract.features import Feature
+from mtpbuild.runtime.contract.manifest import COPY_AGAIN, PREFIXES, Manifest, hash_file
+from mtpbuild.runtime.contract.programs import Pooling, Programs
+from mtpbuild.runtime.errors import EngineFileError
+from mtpbuild.runtime.prefix_files import RowsFile, identity, open_rows
+from mtpbuild.runtime.prefix_pool import PrefixPool
+
+STATES = "{}@{}"  # the name of a recurrent state behind so many rows
+log = logging.getLogger("mtpbuild")
+
+
+def prefix_file(name: str) -> str:
+    return f"{PREFIXES}/{name}.safetensors"
+
+
+def prefix_names(manifest: Manifest) -> list[str]:
+    """The names of the prefixes that an engine has."""
+    files = (name for name in manifest.files if name.startswith(f"{PREFIXES}/"))
+    return sorted(name.split("/")[1].removesuffix(".safetensors") for name in files)
+
+
+def open_prefixes(folder: Path, manifest: Manifest) -> Iterator[tuple[str, RowsFile]]:
+    """Yield each prefix and its file, whose header was checked; raises EngineFileError."""
+    own = identity(manifest)
+    for name in prefix_names(manifest):
+        path = folder / prefix_file(name)
+        try:
+            file = open_rows(path)
+            _check(file, manifest)
+        except ValueError as error:
+            raise EngineFileError(f"{path}: {error}; {COPY_AGAIN}") from None
+        if file.about.get("engine") != own:
+            raise EngineFileError(
+                f"{path}: made for another engine, tokenizer or weights: make it anew with "
+                f"`mtpbuild prefix remove` and `add`"
+            )
+        yield name, file
+
+
+def check_prefixes(folder: Path, manifest: Manifest) -> None:
+    """Raises EngineFileError if a prefix has other bytes than it had, or is another engine's."""
+    for name, _ in open_prefixes(folder, manifest):
+        if not _ready(folder, manifest, name)():
+            raise EngineFileError(f"{folder / prefix_file(name)}: bytes changed; {COPY_AGAIN}")
+
+
+def attach_prefixes(
+    programs: Programs, manifest: Manifest, folder: Path, pool: PrefixPool | None
+) -> PrefixPool | None:
+    """Let a pool have the prefixes of an engine; makes one without memory if there is none."""
+    if not prefix_names(manifest) or Feature.POOL not in programs.features:
+        return pool
+    keeping = cast(Pooling, programs)
+    pool = pool or PrefixPool(keeping, manifest, 0)
+    for name, file in open_prefixes(folder, manifest):
+        numbers = dict[int, int]()
+        for rows, arrays in states_of(file, manifest).items():
+            numbers[rows] = pool.number()
+            keeping.adopt(numbers[rows], arrays)
+        number = pool.number()
+        own = {s.name: file.tensors[s.name] for s in manifest.state if s.role == "rows"}
+        keeping.adopt(number, own)
+        count = len(file.tokens) - pool.lookahead
+        pool.pin(file.tokens, count, number, numbers, _ready(folder, manifest, name))
+    return pool
+
+
+def states_of(file: RowsFile, manifest: Manifest) -> dict[int, dict[str, NDArray[Any]]]:
+    """The recurrent states in a file, by the number of rows before them."""
+    names = [s.name for s in manifest.state if s.role == "recurrent"]
+    found: dict[int, dict[str, NDArray[Any]]] = {}
+    for tensor, array in file.tensors.items():
+        name, _, rows = tensor.rpartition("@")
+        if name in names and rows.isdecimal():
+            found.setdefault(int(rows), {})[name] = array
+    return found
+
+
+def _check(file: RowsFile, manifest: Manifest) -> None:
+    """Raises ValueError if the tensors are not those that the engine's states need."""
+    count = len(file.tokens) - manifest.lookahead
+    for spec in manifest.state:
+        wanted = (count, spec.sizes["width"]) if spec.role == "rows" else None
+        if wanted and (spec.name not in file.tensors or file.tensors[spec.name].shape != wanted):
+            raise ValueError(f"rows of {spec.name} are missing or of another shape")
+    for rows, states in states_of(file, manifest).items():
+        shapes = {s.name: s.shape[1:] for s in manifest.state if s.role == "recurrent"}
+        if not 0 < rows <= count or {n: a.shape for n, a in states.items()} != shapes:
+            raise ValueError("its recurrent states are of another shape")
+
+
+def _ready(folder: Path, manifest: Manifest, name: str) -> Callable[[], bool]:
+    """Checks a file's hash when it is used for the first time."""
+
+    @cache
+    def ready() -> bool:
+        path = folder / prefix_file(name)
+        try:
+            whole = hash_file(path) == manifest.files[prefix_file(name)].sha256
+        except OSError:
+            whole = False
+        if not whole:
+            log.warning("%s: damaged (sha256), so it is not used; make it anew", path)
+        return whole
+
+    return ready

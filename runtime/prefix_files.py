@@ -1,0 +1,105 @@
+"""Rows of prompts in safetensors files, which say whose they are and are for their owner alone."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtpbuild.runtime.contract.manifest import PREFIXES, Manifest
+from mtpbuild.runtime.contract.programs import host_type
+
+TOKENS = "tokens"  # the tensor beside those of states
+NAMES = {"float32": "F32", "bfloat16": "BF16", "int64": "I64", "bool": "BOOL"}
+DTYPES = {name: host_type(dtype) for dtype, name in NAMES.items()}
+MOST_HEADER = 1 << 24  # bytes
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class RowsFile:
+    """A file that was opened: what it says of itself, and its tensors, which are not read yet."""
+
+    path: Path
+    about: dict[str, str]
+    tensors: dict[str, NDArray[Any]]
+    header: dict[str, Any]  # of the tensors
+    data: NDArray[np.uint8]  # all bytes of the tensors
+
+    @property
+    def tokens(self) -> list[int]:
+        ids: list[int] = self.tensors[TOKENS].tolist()
+        return ids
+
+
+def identity(manifest: Manifest) -> str:
+    """One hash of all that rows depend on: the build, and the files of the engine but prefixes."""
+    own = {n: f.sha256 for n, f in manifest.files.items() if not n.startswith(f"{PREFIXES}/")}
+    said = [manifest.build.fingerprint, own, [s.model_dump() for s in manifest.state]]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def write_rows(
+    path: Path, tensors: Arrays, types: Mapping[str, str], about: dict[str, str]
+) -> None:
+    """Write a file in one piece, or not at all.
+
+    types: the dtypes of tensors as a manifest names them. bfloat16 is held as bits.
+    """
+    arrays = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+    header, at = dict[str, Any](), 0
+    for name, array in arrays.items():
+        place = [at, at := at + array.nbytes]
+        kind = NAMES[types.get(name, "int64")]
+        header[name] = {"dtype": kind, "shape": [*array.shape], "data_offsets": place}
+    sha256 = _digest(about, header, [array.data for array in arrays.values()])
+    text = json.dumps({"__metadata__": about | {"sha256": sha256}, **header}).encode()
+    text += b" " * (-len(text) % 64)
+    half = path.with_name(f".{path.name}.half")
+    half.unlink(missing_ok=True)
+    with open(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            file.write(array.data)
+    half.replace(path)
+
+
+def open_rows(path: Path, *, whole: bool = False) -> RowsFile:
+    """Open a file: map it, or read it whole; ValueError if it is not what `write_rows` writes."""
+    try:
+        data = np.fromfile(path, np.uint8) if whole else np.memmap(path, mode="r")
+        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        if not 8 < start <= min(len(data), MOST_HEADER):
+            raise ValueError("its header is damaged")
+        header = json.loads(data[8:start].tobytes())
+        about = header.pop("__metadata__")
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+        if start + max(ends) != len(data):
+            raise ValueError("its size is not the one that it should have")
+        body = np.asarray(data[start:])
+        tensors = {
+            name: body[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]])
+            for name, entry in header.items()
+        }
+        shaped = {name: array.reshape(header[name]["shape"]) for name, array in tensors.items()}
+        return RowsFile(path, {str(k): str(v) for k, v in about.items()}, shaped, header, body)
+    except (LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is damaged ({type(error).__name__})") from None
+
+
+def is_whole(file: RowsFile) -> bool:
+    """Whether all that it says and holds is what was written."""
+    about = {name: value for name, value in file.about.items() if name != "sha256"}
+    return _digest(about, file.header, [file.data]) == file.about.get("sha256")
+
+
+def _digest(about: dict[str, str], header: dict[str, Any], data: Sequence[Any]) -> str:
+    digest = hashlib.sha256(json.dumps([about, header], sort_keys=True).encode())
+    for each in data:
+        digest.update(each)
+    return digest.hexdigest()

@@ -1,0 +1,142 @@
+"""A pool's blocks in a folder: written behind the answers' backs, found after a restart."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mtpbuild.runtime.contract.manifest import Manifest
+from mtpbuild.runtime.errors import MissingDependencyError, UsageError, install
+from mtpbuild.runtime.prefix_files import (
+    TOKENS,
+    Arrays,
+    RowsFile,
+    identity,
+    is_whole,
+    open_rows,
+    write_rows,
+)
+from mtpbuild.runtime.prefix_tree import Entry
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+SUFFIX = ".rows"
+log = logging.getLogger("mtpbuild")
+
+
+class PrefixFolder:
+    """Files by key, of one engine and one process; what can't be used is removed.
+
+    A file that a killed process has written half has another name until it is whole.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._own = folder, identity(manifest)
+        self._types = {s.name: s.dtype for s in manifest.state}
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = _locked(folder)
+            for half in folder.glob(f".*{SUFFIX}.half"):
+                half.unlink()
+        except OSError as error:
+            raise UsageError(f"{folder}: can't be used for prefixes ({error.strerror})") from None
+        self._thread = threading.Thread(target=self._work, name="mtpbuild prefixes", daemon=True)
+        self._thread.start()
+        self._failed = False
+
+    def entries(self) -> Iterator[Entry]:
+        """What earlier processes left, the oldest first."""
+        paths = [path for path in self._folder.iterdir() if path.suffix == SUFFIX]
+        removed = 0
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns):
+            try:
+                file = open_rows(path, whole=False)
+                entry = self._entry(file)
+            except (ValueError, LookupError, OSError) as error:
+                log.warning("%s: removed, as it can't be used (%s)", path, error)
+                entry = None
+            else:
+                removed += entry is None
+            if entry is None:
+                path.unlink(missing_ok=True)
+            else:
+                yield entry
+        if removed:
+            log.warning("%s: %d files of another engine were removed", self._folder, removed)
+
+    def write(self, entry: Entry, arrays: Arrays) -> None:
+        """Write a file some time soon; nobody may change the arrays."""
+        about = {"engine": self._own, "parent": entry.parent, "behind": str(entry.behind)}
+        about["top"] = str(int(entry.top))
+        tensors = {**arrays, TOKENS: np.array(entry.tokens, np.int64)}
+
+        def job() -> None:
+            write_rows(self._path(entry.key), tensors, self._types, about)
+
+        self._jobs.put(job)
+
+    def read(self, key: str) -> Arrays | None:
+        """The arrays of a file; None, and a line says so, if it is damaged."""
+        path = self._path(key)
+        try:
+            file = open_rows(path, whole=True)
+            if not is_whole(file):
+                raise ValueError("its hash is another one")
+        except (ValueError, OSError) as error:
+            log.warning("%s: damaged, so its tokens are filled in anew (%s)", path, error)
+            return None
+        return {name: array for name, array in file.tensors.items() if name != TOKENS}
+
+    def delete(self, key: str) -> None:
+        self._jobs.put(lambda: self._path(key).unlink(missing_ok=True))
+
+    def close(self) -> None:
+        """Wait until all is written, and let other processes have the folder."""
+        self._jobs.put(None)
+        self._thread.join()
+        self._lock.release()
+
+    def _entry(self, file: RowsFile) -> Entry | None:
+        """Read what a file says of itself; None if it is another engine's."""
+        about = file.about
+        if about["engine"] != self._own:
+            return None
+        tokens, behind = tuple(file.tokens), int(about["behind"])
+        entry = Entry(file.path.stem, about["parent"], tokens, behind, about["top"] == "1")
+        if not entry.fits:
+            raise ValueError("its name is not the one that it should have")
+        return entry
+
+    def _work(self) -> None:
+        while job := self._jobs.get():
+            try:
+                job()
+            except OSError as error:
+                if not self._failed:
+                    reason = error.strerror
+                    log.warning("%s: prefixes can't be written (%s)", self._folder, reason)
+                self._failed = True
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}{SUFFIX}"
+
+
+def _locked(folder: Path) -> "BaseFileLock":
+    """Lock a folder for this process; raises UsageError if another one has it."""
+    try:
+        from filelock import FileLock, Timeout
+    except ImportError as error:
+        missing = f"--prefix-cache-dir needs {error.name}: {install('serve')}"
+        raise MissingDependencyError(missing) from None
+    lock = FileLock(folder / "lock", timeout=0.2)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UsageError(f"{folder}: another process keeps its prefixes there") from None
+    return lock

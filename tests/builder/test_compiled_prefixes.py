@@ -1,0 +1,339 @@
+"""Prefixes that are built into an engine, and those that a folder keeps for the next process.
+
+All on a toy whose drafts are often right; the oracle is the same engine where nothing is kept.
+"""
+
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
+from mtpbuild.builder.refit import refit
+from mtpbuild.runtime import Engine, SamplingParams, prefix_folder
+from mtpbuild.runtime.compiled_prefixes import prefix_file
+from mtpbuild.runtime.contract.manifest import hash_file, read_manifest
+from mtpbuild.runtime.errors import EngineFileError, UsageError
+from tests.support.checkpoints import save_checkpoint
+from tests.support.engines import EngineBuilder
+from tests.support.invoke import invoke
+from tests.support.warm_starts import NEXTN, SLOTS, tokens
+
+pytestmark = pytest.mark.xdist_group("predictable")  # another worker would wait for the engine
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=0)
+DIFFERS = "a warm start differs from a cold one"
+BEGINNING = tokens(3, 150)
+Said = list[tuple[list[int], list[bool], list[float]]]
+
+
+@pytest.fixture(scope="module")
+def bare(predictable_folder: Path, build_engine: EngineBuilder) -> Path:
+    return build_engine(predictable_folder, NEXTN, "mtp-vanilla", prefill_chunk=4, max_batch=SLOTS)
+
+
+@pytest.fixture
+def engine(bare: Path, tmp_path: Path) -> Path:
+    """A copy with a prefix."""
+    folder = tmp_path / "engine"
+    shutil.copytree(bare, folder)
+    put(folder, "one", BEGINNING)
+    return folder
+
+
+def put(folder: Path, name: str, ids: list[int]) -> None:
+    manifest = read_manifest(folder)
+    write_prefix(folder, manifest, name, ids, computing(folder, manifest, 1)(ids))
+    write_manifest(folder, manifest)
+
+
+def load(folder: Path, **options: Any) -> Engine:
+    return Engine.load(folder, threads=1, **options)
+
+
+def said(engine: Engine, prompts: list[list[int]]) -> tuple[Said, list[int]]:
+    """Texts, which of their tokens were drafts, log-probabilities; and what was there before."""
+    results = [engine.generate(prompt, PARAMS) for prompt in prompts]
+    found: Said = []
+    for r in results:
+        assert r.logprobs is not None
+        found.append((r.token_ids, r.from_draft, [each.logprob for each in r.logprobs]))
+    return found, [r.metrics.cached_tokens for r in results]
+
+
+def check_same(warm: Said, cold: Said) -> None:
+    """Tokens and drafts are equal; log-probabilities nearly, as the toy has stock operators."""
+    assert [(ids, drafts) for ids, drafts, _ in warm] == [(i, d) for i, d, _ in cold], DIFFERS
+    for (_, _, one), (_, _, other) in zip(warm, cold, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3, err_msg=DIFFERS)
+
+
+def prompts() -> list[list[int]]:
+    """Some begin with all of the prefix, some with a part of it, one with nothing."""
+    cuts = (150, 149, 148, 128, 65, 63, 1, 0)
+    return [[*BEGINNING[:cut], *tokens(100 + cut, 5)] for cut in cuts]
+
+
+def check_prefix(folder: Path, cold: Path) -> None:
+    with load(cold) as engine:
+        wanted, nothing = said(engine, prompts())
+    assert set(nothing) == {0}
+    with load(folder) as engine:
+        found, cached = said(engine, prompts())
+        check_same(found, wanted)
+    assert cached == [150 - 3, 149 - 3, 148 - 3, 128 - 3, 65 - 3, 63 - 3, 0, 0], DIFFERS
+
+
+def test_a_prompt_begins_behind_a_prefix(engine: Path, bare: Path) -> None:
+    file = engine / prefix_file("one")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    check_prefix(engine, bare)
+
+
+def test_two_prefixes_that_begin_alike(engine: Path, bare: Path) -> None:
+    """And slots and a pool beside them; what is forgotten is not the prefix."""
+    put(engine, "two", [*BEGINNING[:100], *tokens(9, 70)])
+    asked = [*prompts(), [*BEGINNING[:100], *tokens(9, 70), 9, 10]]
+    with load(bare) as cold:
+        wanted, _ = said(cold, asked * 2)
+    with load(engine, prefix_cache=True, prefix_cache_bytes=1 << 20) as warm:
+        check_same(said(warm, asked * 2)[0], wanted)
+        warm.reset_prefix_cache()
+        assert said(warm, asked[:1])[1] == [147]
+        assert said(warm, asked[-1:])[1] == [167]
+        assert warm.stats.prefix_bytes <= 1 << 20
+
+
+def test_a_damaged_prefix_costs_a_recomputation_and_a_line(
+    engine: Path, bare: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = engine / prefix_file("one")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with load(bare) as cold, load(engine) as warm:
+        found, cached = said(warm, prompts())
+        check_same(found, said(cold, prompts())[0])
+    assert set(cached) == {0}
+    assert caplog.text.count("damaged (sha256)") == 1
+    with pytest.raises(EngineFileError, match="bytes changed"):
+        load(engine, verify_hashes=True)
+
+
+def test_a_prefix_of_another_engine_is_refused(
+    engine: Path, predictable_folder: Path, build_engine: EngineBuilder, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    flags = {"prefill_chunk": 4, "max_batch": SLOTS}
+    shutil.copytree(build_engine(predictable_folder, NEXTN, "mtp-vanilla", **flags), other)
+    manifest = read_manifest(other)
+    build = manifest.build.model_copy(update={"fingerprint": "of other weights"})
+    (other / "prefixes").mkdir()
+    shutil.copy(engine / prefix_file("one"), other / prefix_file("one"))
+    write_manifest(other, manifest.model_copy(update={"build": build}))
+    with pytest.raises(EngineFileError, match="made for another engine, tokenizer or weights"):
+        load(other)
+    code, _, err = invoke("inspect", other)
+    assert code != 0
+    assert "made for another engine" in err
+
+
+def test_refit_makes_them_anew(engine: Path, predictable: Any, tmp_path: Path) -> None:
+    """From their tokens, with the new weights."""
+    state = {name: value.clone() for name, value in predictable.state_dict().items()}
+    weight = predictable.lm_head.weight.data
+    try:
+        predictable.lm_head.weight.data = weight * 1.5
+        new = save_checkpoint(tmp_path / "new" / "predictable", predictable)
+    finally:
+        predictable.lm_head.weight.data = weight
+        predictable.load_state_dict(state)
+    before = read_manifest(engine).files[prefix_file("one")]
+    _, manifest = refit(engine, str(new))
+    assert manifest.files[prefix_file("one")].size == before.size
+    cold = tmp_path / "cold"
+    shutil.copytree(engine, cold)
+    shutil.rmtree(cold / "prefixes")
+    write_manifest(cold, read_manifest(cold))
+    check_prefix(engine, cold)
+
+
+# A folder that outlives its process.
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    return tmp_path / "kept"
+
+
+def conversation(engine: Engine) -> list[list[int]]:
+    """Two turns of three users."""
+    asked = []
+    for user in range(3):
+        prompt = tokens(20 + user, 90 + user)
+        answer = engine.generate(prompt, PARAMS).token_ids
+        asked += [prompt, [*prompt, *answer, 12, 13]]
+        engine.generate(asked[-1], PARAMS)
+    return asked
+
+
+def restart(
+    bare: Path, kept: Path, limit: int = 1 << 24
+) -> tuple[Said, list[int], list[list[int]]]:
+    """What a second process says and finds."""
+    with load(bare, prefix_cache=True, prefix_cache_dir=kept, prefix_cache_bytes=limit) as engine:
+        asked = conversation(engine)
+    with load(bare, prefix_cache=True, prefix_cache_dir=kept, prefix_cache_bytes=limit) as engine:
+        found, cached = said(engine, asked)
+    return found, cached, asked
+
+
+def check_restart(bare: Path, kept: Path) -> list[int]:
+    found, cached, asked = restart(bare, kept)
+    with load(bare) as cold:
+        check_same(found, said(cold, asked)[0])
+    return cached
+
+
+def test_a_folder_survives_a_restart(bare: Path, kept: Path) -> None:
+    cached = check_restart(bare, kept)
+    assert min(cached) >= 86
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(p.stat().st_mode) for p in kept.glob("*.rows")} == {0o600}
+
+
+def test_a_folder_has_one_process_and_other_peoples_files_stay(bare: Path, kept: Path) -> None:
+    kept.mkdir()
+    (kept / "notes.txt").write_text("mine")
+    (kept / f".{'0' * 64}.rows.half").write_text("half")
+    with (
+        load(bare, prefix_cache=True, prefix_cache_dir=kept),
+        pytest.raises(UsageError, match="another process keeps its prefixes there"),
+    ):
+        load(bare, prefix_cache=True, prefix_cache_dir=kept)
+    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+        engine.generate(tokens(1, 80), PARAMS)
+    assert (kept / "notes.txt").read_text() == "mine"
+    assert not [*kept.glob(".*.half")]
+    assert [*kept.glob("*.rows")]
+
+
+def test_a_folder_is_limited(bare: Path, kept: Path) -> None:
+    """By what the rows take; each file has a header besides."""
+    limit = 40_000
+    restart(bare, kept, limit)
+    sizes = [path.stat().st_size for path in kept.glob("*.rows")]
+    assert 0 < sum(sizes) <= limit + len(sizes) * 4096
+
+
+DAMAGES: list[Any] = ["flip", "header"]
+DAMAGES += [pytest.param(name, marks=pytest.mark.full) for name in ("cut", "empty", "swap")]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_costs_a_recomputation_and_a_line(
+    damage: str, bare: Path, kept: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+        asked = conversation(engine)
+    files = sorted(kept.glob("*.rows"))
+    if damage == "swap":
+        files[0].write_bytes(files[1].read_bytes())
+    for file in files if damage != "swap" else []:
+        data = bytearray(file.read_bytes())
+        if damage == "flip":
+            data[-100] ^= 4
+        elif damage == "header":
+            data[20] ^= 4
+        cut = {"cut": len(data) - 8, "empty": 0}.get(damage, len(data))
+        file.write_bytes(bytes(data[:cut]))
+    with load(bare) as cold:
+        wanted, _ = said(cold, asked)
+    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+        found, _ = said(engine, asked)
+        check_same(found, wanted)
+    assert "removed" in caplog.text or "filled in anew" in caplog.text
+
+
+def test_salts_survive_too(bare: Path, kept: Path) -> None:
+    prompt, own = tokens(5, 90), SamplingParams(max_tokens=2, ignore_eos=True, cache_salt="a")
+    cached = []
+    for _ in range(2):
+        with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+            cached.append(engine.generate(prompt, own).metrics.cached_tokens)
+            for salt in (None, "b"):
+                other = SamplingParams(max_tokens=2, ignore_eos=True, cache_salt=salt)
+                cached.append(engine.generate(prompt, other).metrics.cached_tokens)
+    assert cached[:3] == [0, 0, 0]
+    assert min(cached[3:]) > 80
+    names = "".join(path.read_bytes().decode("latin-1") for path in kept.glob("*.rows"))
+    assert '"salt"' not in names
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def whose_block_it_is_is_not_asked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix_folder, "identity", lambda manifest: "any")
+
+
+def a_half_written_file_is_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix_folder, "is_whole", lambda file: True)
+
+
+def another_models_blocks(bare: Path, kept: Path, tmp_path: Path) -> None:
+    """An engine of other weights finds a folder with blocks of the same tokens and shapes."""
+    other = tmp_path / "other"
+    shutil.copytree(bare, other)
+    manifest = read_manifest(other)
+    weights = other / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    values = np.frombuffer(bytes(data[start:]), np.float32) * np.float32(1.25)
+    weights.unlink()
+    weights.write_bytes(bytes(data[:start]) + values.tobytes())
+    files = {**manifest.files}
+    spec = files["weights.safetensors"]
+    files["weights.safetensors"] = spec.model_copy(update={"sha256": hash_file(weights)})
+    write_manifest(other, manifest.model_copy(update={"files": files}))
+    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+        asked = conversation(engine)
+    with load(other) as cold:
+        wanted, _ = said(cold, asked)
+    with load(other, prefix_cache=True, prefix_cache_dir=kept) as engine:
+        check_same(said(engine, asked)[0], wanted)
+
+
+def test_another_models_blocks_are_removed(bare: Path, kept: Path, tmp_path: Path) -> None:
+    another_models_blocks(bare, kept, tmp_path)
+
+
+def test_another_models_blocks_are_caught(
+    bare: Path, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whose_block_it_is_is_not_asked(monkeypatch)
+    with pytest.raises(AssertionError, match=DIFFERS):
+        another_models_blocks(bare, kept, tmp_path)
+
+
+def test_half_written_files_are_caught(
+    bare: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file whose rows were not all written yet: zeros stand for them."""
+    a_half_written_file_is_taken(monkeypatch)
+    with load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine:
+        asked = conversation(engine)
+    for file in kept.glob("*.rows"):
+        data = file.read_bytes()
+        half = 8 + int.from_bytes(data[:8], "little") + 2000
+        file.write_bytes(data[:half] + bytes(len(data) - half - 8 * 70) + data[-8 * 70 :])
+    with load(bare) as cold:
+        wanted, _ = said(cold, asked)
+    with (
+        load(bare, prefix_cache=True, prefix_cache_dir=kept) as engine,
+        pytest.raises(AssertionError, match=DIFFERS),
+    ):
+        check_same(said(engine, asked)[0], wanted)
