@@ -6,7 +6,8 @@ python benchmarks/marathon.py engines/tiny_n3_b8 --requests 200
 A third of the requests is cancelled at a random moment, some clients are killed, and some send
 malformed requests. Canary requests in between must get the same tokens as on an idle server. At the
 end no slot may be taken, no request waiting and no thread left over, and the process may have grown
-by at most 5 % since its first 200 requests. With fewer than 1,000 requests memory is not judged, as
+by at most 5 % since its first 200 requests, without the rows that ended requests leave. These have
+the memory that they may have, and no more. With fewer than 1,000 requests memory is not judged, as
 it has not settled. The exit code is 1 if something is wrong.
 """
 
@@ -31,6 +32,7 @@ QUESTIONS = ("What is 47 + 85?", "What is 912 - 388?", "Sort these numbers: 42, 
 CODE = ("def fibonacci(n):", "import os\nimport sys\n\n", "class Stack:\n    def __init__(self):\n")
 PATIENCE = 120  # seconds for one request
 MOST_GROWTH = 0.05
+POOL = 4_000_000  # bytes for rows of ended requests, fewer than they leave
 SETTLED, ENOUGH = 200, 1000  # requests: before the level is taken; needed to judge
 
 
@@ -40,7 +42,7 @@ class Tally:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    level: int = 0  # resident bytes after the first SETTLED requests
+    level: float = 0  # resident bytes after the first SETTLED requests, without the pool's
     threads: int = 0  # threads at that time
 
 
@@ -75,7 +77,7 @@ class Marathon:
             self.tally.outcomes[outcome] += 1
             self.done += 1
             if self.done == min(SETTLED, max(1, self.requests // 2)):
-                self.tally.level = self.process.memory_info().rss
+                self.tally.level = await self.resident(http)
                 self.tally.threads = self.process.num_threads()
 
     def body(self, **more: Any) -> dict[str, Any]:
@@ -159,28 +161,34 @@ class Marathon:
     async def settled(self, http: httpx2.AsyncClient) -> None:
         """Checks that no request is left at the end, and that nothing has grown."""
         for _ in range(100):
-            running, waiting = await self.gauges(http)
+            waits = "num_requests_running", "num_requests_waiting"
+            running, waiting = await self.gauges(http, *waits)
             if running == waiting == 0:
                 break
             await asyncio.sleep(0.1)
         else:
             self.tally.wrong.append(f"{running:g} slots taken, {waiting:g} requests wait")
-        growth = self.process.memory_info().rss / self.tally.level - 1
+        growth = await self.resident(http) / self.tally.level - 1
         if growth > MOST_GROWTH and self.requests >= ENOUGH:
             self.tally.wrong.append(f"memory has grown by {growth:.1%}")
         if (threads := self.process.num_threads()) > self.tally.threads:
             self.tally.wrong.append(f"{threads} threads, it had {self.tally.threads}")
         print(f"memory {growth:+.1%}, {threads} threads")
 
-    async def gauges(self, http: httpx2.AsyncClient) -> tuple[float, float]:
+    async def resident(self, http: httpx2.AsyncClient) -> float:
+        """The process's memory without the rows that ended requests have left."""
+        pool, limit = await self.gauges(http, "prefix_pool_bytes", "prefix_pool_limit_bytes")
+        if not 0 < pool <= limit:
+            self.tally.wrong.append(f"the pool has {pool:g} bytes of {limit:g}")
+        return self.process.memory_info().rss - pool
+
+    async def gauges(self, http: httpx2.AsyncClient, *names: str) -> tuple[float, ...]:
         lines = (await http.get("/metrics")).text.splitlines()
         found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-        running, waiting = (
-            next(float(value) for line, value in found.items() if line.startswith(name))
+        return tuple(
+            next(float(value) for line, value in found.items() if line.startswith(f"vllm:{name}{{"))
             for name in names
         )
-        return running, waiting
 
 
 def main() -> None:
@@ -190,7 +198,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with served(arguments.engine) as (url, server):
+    with served(arguments.engine, "--prefix-cache-bytes", str(POOL)) as (url, server):
         process = psutil.Process(server.pid)
         marathon = Marathon(url, process, arguments.requests, arguments.seed)
         began = time.perf_counter()

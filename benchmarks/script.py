@@ -19,13 +19,13 @@ def run(main: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def served(engine: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def served(engine: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Starts `mtpbuild serve` on a free port; yields its address and its process.
 
     What the server logs is read and dropped, so that it never waits for a reader.
     """
     command = [sys.executable, "-m", "mtpbuild", "serve", "--engine", str(engine), "--port", "0"]
-    command += ["--no-access-log"]
+    command += ["--no-access-log", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = ""

@@ -1,0 +1,129 @@
+"""Measures the time to a first token behind a prefix that an engine was built with.
+
+python benchmarks/prefixes.py engines/tiny_n3
+python benchmarks/prefixes.py engines/large_n1 --rounds 3 --colds 1
+
+The engine takes one request (`--max-batch 1`) and has no prefixes; it stays as it is. A prompt has
+20 tokens behind 2,000, which are computed (cold), rows in the slot (slot), a prefix of the engine
+(prefix), or rows of the pool (pool). Each round asks once of each, in turn, and medians are
+reported; the first use of a prefix, which checks its hash, is apart. The engine is also loaded
+without prefixes and with ten. The exit code is 1 if a prefix takes more than 1.1 times what rows in
+the slot take or more than 1/20 of a cold start, or if ten of them make loading 50 ms longer.
+"""
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from script import run
+
+from mtpbuild.builder.engine.layout import link
+from mtpbuild.builder.prefixes import computing, write_manifest, write_prefix
+from mtpbuild.runtime import Engine, SamplingParams
+from mtpbuild.runtime.contract.manifest import MANIFEST, read_manifest
+
+PREFIX, NEW, TEN = 2000, 20, 10  # tokens, tokens, prefixes
+TO_SLOT, TO_COLD, LOADING = 1.1, 1 / 20, 0.05
+ONE = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+def copy_with_prefixes(engine: Path, out: Path, each: list[list[int]], threads: int | None) -> None:
+    """Links an engine's files, and adds prefixes."""
+    manifest = read_manifest(engine)
+    for name in manifest.files:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        link(engine / name, out / name)
+    shutil.copy(engine / MANIFEST, out / MANIFEST)
+    compute = computing(engine, manifest, threads)
+    for number, tokens in enumerate(each):
+        write_prefix(out, manifest, f"p{number}", tokens, compute(tokens))
+    write_manifest(out, manifest)
+
+
+def first_token(engine: Engine, prompt: list[int], cached: int) -> float:
+    """Seconds to a first token; so many tokens of the prompt must have been there."""
+    metrics = engine.generate(prompt, ONE).metrics
+    if abs(metrics.cached_tokens - cached) > engine.manifest.lookahead:
+        sys.exit(f"{metrics.cached_tokens} tokens were there, not {cached}")
+    assert metrics.ttft_s is not None
+    return metrics.ttft_s
+
+
+def loading(folder: Path, threads: int | None) -> float:
+    began = time.perf_counter()
+    with Engine.load(folder, threads=threads):
+        return time.perf_counter() - began
+
+
+class Measured:
+    """The same engine in three states: cold, with rows in slot or pool, and with a prefix."""
+
+    def __init__(self, engine: Path, built: Path, threads: int | None, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.vocabulary = read_manifest(engine).model.vocab_size
+        self.begun = self.ids(PREFIX)
+        copy_with_prefixes(engine, built, [self.begun], threads)
+        self.cold = Engine.load(engine, threads=threads)
+        self.slot = Engine.load(engine, threads=threads, prefix_cache=True, prefix_cache_bytes=0)
+        self.pool = Engine.load(engine, threads=threads, prefix_cache=True)
+        self.prefix = Engine.load(built, threads=threads)
+
+    def ids(self, count: int) -> list[int]:
+        return self.random.integers(10, self.vocabulary, count).tolist()
+
+    def ask(self, name: str) -> float:
+        prompt = self.begun + self.ids(NEW)
+        if name == "pool":  # another prompt has the slot meanwhile
+            self.pool.generate(self.ids(NEW), ONE)
+        return first_token(getattr(self, name), prompt, 0 if name == "cold" else PREFIX)
+
+    def prepare(self) -> None:
+        """Fills in the prefix where it is kept, and runs each program once."""
+        for engine in (self.slot, self.pool, self.prefix, self.cold):
+            engine.generate(self.ids(NEW), ONE)
+        for engine in (self.slot, self.pool):
+            engine.generate(self.begun + self.ids(NEW), ONE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--colds", type=int, default=3, help="rounds with a cold start")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    own = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=own.engine.resolve().parent) as place:
+        built, ten = Path(place, "one"), Path(place, "ten")
+        measured = Measured(own.engine, built, own.threads, own.seed)
+        measured.prepare()
+        first_use = measured.ask("prefix")
+        found: dict[str, list[float]] = {name: [] for name in ("cold", "slot", "pool", "prefix")}
+        for number in range(own.rounds):
+            for name, seconds in found.items():
+                if name != "cold" or number < own.colds:
+                    seconds.append(measured.ask(name))
+        size = read_manifest(built).files["prefixes/p0.safetensors"].size
+        short = [measured.ids(PREFIX) for _ in range(TEN)]
+        copy_with_prefixes(own.engine, ten, short, own.threads)
+        loads = [(loading(own.engine, own.threads), loading(ten, own.threads)) for _ in range(5)]
+    middle = {name: statistics.median(seconds) for name, seconds in found.items()}
+    bare, with_ten = (statistics.median(each) for each in zip(*loads, strict=True))
+    for name, median in middle.items():
+        print(f"{name:8} {median * 1e3:9.1f} ms  ({len(found[name])} times)")
+    print(f"first use of the prefix {first_use * 1e3:.1f} ms, its file {size / 1e6:.1f} MB")
+    print(f"prefix / slot {middle['prefix'] / middle['slot']:.3f}")
+    print(f"cold / prefix {middle['cold'] / middle['prefix']:.1f}")
+    print(f"loading {bare * 1e3:.0f} ms, with {TEN} prefixes {with_ten * 1e3:.0f} ms")
+    slow = middle["prefix"] > min(TO_SLOT * middle["slot"], TO_COLD * middle["cold"])
+    if slow or with_ten - bare > LOADING:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(main)
