@@ -54,6 +54,7 @@ OUTSIDE = {
 # Loaded for engines of its target alone, or to download a model.
 ONLY_HERE = {
     "mtpbuild.builder.bench.figures": {"numpy"},
+    "mtpbuild.builder.prefixes": {"numpy"},
     "mtpbuild.builder.study.figures": {"numpy"},
     "mtpbuild.builder.hub": {"filelock", "httpx2", "huggingface_hub"},
 } | {
@@ -370,7 +371,7 @@ def test_dependencies_are_declared() -> None:
     (torch,) = groups["inductor"]
     assert torch in groups["build"]  # an engine runs with the torch that built it
     server = {dependency.partition(">")[0].replace("-", "_") for dependency in groups["serve"]}
-    server -= {"llguidance"}  # the run time's, imported for who asks for a grammar
+    server -= {"filelock", "llguidance"}  # the run time's, imported for who asks for what they do
     assert server == IN_THE_SERVER - {"h11", "starlette"}  # uvicorn's own, and FastAPI's
     assert groups["ray"][0].startswith("ray[serve]")
     build = {dependency.partition(">")[0].partition("=")[0] for dependency in groups["build"]}
