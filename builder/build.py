@@ -99,8 +99,9 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
 
             # 6. The directory: tokenizer, manifests with hashes, one rename.
             with stages("package"):
-                for folder in folders.values() if embedded else ():
-                    (folder / WEIGHTS).unlink()
+                for folder in folders.values():
+                    if not job.target.keeps_weights(folder, plan.options):
+                        (folder / WEIGHTS).unlink()
                 copy_side_files(job.source.folder, building.folder)
                 write_draft_ids(plan.draft_ids, building.folder)
                 write_manifests(job, out, model, building, folders, programs, exact=inexact is None)

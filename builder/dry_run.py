@@ -27,6 +27,7 @@ class Foreseen:
     folder: Path
     plan: Plan
     weights: int  # bytes of the weights file
+    held: int  # bytes of weights that the programs hold, together
     state: int  # bytes of the state at run time
     caches: int  # of these, the caches'
     graphs: "dict[str, Counts]"  # program -> what its graph counts; none of an engine that stands
@@ -58,6 +59,7 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         # Ranks of one group have equal parts.
         weightless.check_slices(model, job.ranks[: request.ranks.ep])
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
+    held = {out: job.target.held_bytes(model, plan.options) for out, plan in job.plans.items()}
     todo = {out: plan for out, plan in job.plans.items() if job.lacking(out)}
     with stages("export"):
         graphs = weightless.export(model, todo.values(), job.target.trace)
@@ -68,7 +70,8 @@ def dry_run(request: BuildRequest, stages: Stages) -> DryRun:
         state = sum(map(size_of, specs))
         caches = sum(size_of(s) for s in specs if s.role == "rows")
         found = exported.get(out, {})
-        engines.append(Foreseen(out, plan, weights, state, caches, found, out not in todo))
+        sizes = weights, held[out], state, caches
+        engines.append(Foreseen(out, plan, *sizes, found, out not in todo))
     return DryRun(model, engines, list(lacking))
 
 
@@ -119,6 +122,8 @@ def print_dry_run(done: DryRun) -> None:
         if step := engine.graphs.get(PLAIN):
             each = f"{engine.folder}: " + ("each rank: " if engine.plan.ranks.tp > 1 else "")
             held = f"weights {in_bytes(engine.weights)}, caches {in_bytes(engine.caches)}"
+            if engine.held != engine.weights:
+                held += f", all programs together hold {in_bytes(engine.held)} of weights"
             console.print(f"{each}{held}; a step: {in_words(step)}")
     for line in done.lacking:
         console.print(f"can't be built here: {line}", markup=False)  # [group] of packages

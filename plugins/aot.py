@@ -70,10 +70,10 @@ def _stand_in(arg: Any) -> Any:
 
 
 def _network_tensor(ctx: Any, arg: Any, name: str) -> Any:
-    """Find a weight's constant or another tensor of the network, as int32 if it is bool."""
+    """Find a weight or another tensor of the network, as int32 if it is bool."""
     trt = import_module("tensorrt")
     if isinstance(arg, Tensor) and arg.dtype in TENSORRT:
-        return ctx.constants.constant(arg, getattr(trt.DataType, TENSORRT[arg.dtype]), name)
+        return ctx.constants.operand(arg, getattr(trt.DataType, TENSORRT[arg.dtype]), name)
     utils = import_module("torch_tensorrt.dynamo.conversion.converter_utils")
     given = utils.get_trt_tensor(ctx, arg, name)
     if given.dtype.name == "BOOL":

@@ -7,11 +7,16 @@ conversions of sm_100 and later. 0 is for Triton's interpreter, which has no ass
 operations make the same numbers.
 """
 
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
 
+PTXAS = "TRITON_PTXAS_BLACKWELL_PATH"  # Triton's setting
 CONVERTING_PTXAS = 13, 2  # the first CUDA whose PTX (9.2) converts codes to bf16
 
 
@@ -88,14 +93,35 @@ SMALLER = tl.constexpr(128.0)  # 2^7: restores sums of products with results of 
 def assembly_for(architecture: int, ptxas: str | None = None) -> int:
     """Returns the ASSEMBLY for a GPU architecture, such as 90 for sm_90.
 
-    ptxas: the version of CUDA's assembler, such as "13.2"; that of Triton's own by default.
+    ptxas: the version of CUDA's assembler, such as "13.2"; that of the one in use by default.
     """
     if architecture < 100:
         return 80
     if ptxas is None:
+        use_assembler(wheels_assembler())
         tool = getattr(knobs.nvidia, "ptxas_blackwell", None)
         ptxas = "0" if tool is None else tool.version
     return 100 if tuple(map(int, ptxas.split("."))) >= CONVERTING_PTXAS else 80
+
+
+def wheels_assembler() -> Path | None:
+    """Finds `ptxas` of NVIDIA's wheel nvidia-cuda-nvcc, if it is installed."""
+    nvidia = find_spec("nvidia")
+    folders = (nvidia and nvidia.submodule_search_locations) or ()
+    found = (path for folder in folders for path in Path(folder).glob("cu*/bin/ptxas"))
+    return next(found, None)
+
+
+def use_assembler(path: Path | None) -> None:
+    """Lets Triton assemble for sm_100 and later by `path`, unless its own converts codes too.
+
+    Triton 3.6 to 3.8 bring an older one. What the user has chosen stays.
+    """
+    tool = getattr(knobs.nvidia, "ptxas_blackwell", None)
+    if path is None or tool is None or PTXAS in os.environ:
+        return
+    if tuple(map(int, tool.version.split("."))) < CONVERTING_PTXAS:
+        os.environ[PTXAS] = str(path)
 
 
 def assembly_on(device: torch.device) -> int:

@@ -1,16 +1,27 @@
-"""Adds weights to a TensorRT network as constants, each once however often it is used."""
+"""Adds weights to a TensorRT network, each once however often it is used.
 
+What TensorRT's own layers read is a constant: it may pack it as it likes. What our kernels read is
+an input, whose address is given when the engine runs; so engines share it.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtpbuild.runtime.contract.manifest import WEIGHT
+
 
 class Constants:
-    """The constants of one network. It does not copy them, so they live as long as it does."""
+    """The weights of one network. It does not copy them, so they live as long as it does.
 
-    def __init__(self, network: Any) -> None:
-        self.network = network
+    shared: names by address, of weights that our kernels are given as inputs of the network.
+    """
+
+    def __init__(self, network: Any, shared: Mapping[int, str] | None = None) -> None:
+        self.network, self._shared = network, shared or {}
+        self.given: dict[str, Any] = {}  # inputs by the weight's name
         self.held: dict[str, Tensor] = {}  # by the name of their layer, which does not tell them
         self._tensors: dict[tuple[Any, ...], Any] = {}  # by address, shape and type
         self._weights: dict[tuple[Any, ...], Any] = {}
@@ -33,6 +44,22 @@ class Constants:
             self.held[name] = tensor
             self._tensors[key] = layer.get_output(0)
         return self._tensors[key]
+
+    def operand(self, tensor: Tensor, dtype: Any, name: str) -> Any:
+        """Give a kernel of ours a weight: an input if engines share it, else a constant.
+
+        Bytes, of whatever, are INT8 in an input: of FP8 there are constants, and no inputs.
+        """
+        import tensorrt as trt
+
+        own = self._shared.get(tensor.data_ptr())
+        if own is None:
+            return self.constant(tensor, dtype, name)
+        if own not in self.given:
+            kind = trt.int8 if tensor.element_size() == 1 else dtype
+            given = self.network.add_input(WEIGHT.format(own), kind, tuple(tensor.shape))
+            self.given[own] = given
+        return self.given[own]
 
     def weight(
         self, dtype: Any, values: Tensor, scales: Tensor, scales_2: Tensor | None, name: str

@@ -13,6 +13,7 @@ from mtpbuild.builder.forecast.weights import classes, find_layout, portions
 from mtpbuild.builder.models.config import ModelConfig
 from mtpbuild.builder.models.ranks import check_ranks
 from mtpbuild.builder.plan import choose_drafter
+from mtpbuild.builder.targets.tensorrt import PROGRAMS
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.ranks import Ranks
 
@@ -90,6 +91,14 @@ class Forecast:
     def free_bytes(self) -> float:
         """The bytes left for caches; negative if the model does not fit."""
         return self.model.gpu.memory * (1 - RESERVED) - self.weight_bytes - self.scratch_bytes
+
+    @property
+    def tensorrt_bytes(self) -> float:
+        """What an engine of target tensorrt holds: kernels of ours share what they read."""
+        drafts = max(self.request.nextn)
+        used = [one for one in self.model.classes if drafts or not one.module]
+        shared = sum(one.per_rank for one in used if one.name in ("experts", "head"))
+        return shared + PROGRAMS * (self.weight_bytes - shared)
 
     @property
     def cache_tokens(self) -> int:

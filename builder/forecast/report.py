@@ -13,6 +13,7 @@ from mtpbuild.builder.forecast.latency import PUBLISHED_SPEED
 from mtpbuild.builder.forecast.step import distinct_experts
 from mtpbuild.builder.models import family_of
 from mtpbuild.builder.show.picture import COLOURS, label_x, panels
+from mtpbuild.builder.targets.tensorrt import PROGRAMS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +40,7 @@ def as_json(f: Forecast) -> dict[str, Any]:
         "context_len": request.context_len,
         "checkpoint_bytes": f.checkpoint_bytes,
         "weights_bytes_per_rank": round(f.weight_bytes),
+        "tensorrt_weights_bytes_per_rank": round(f.tensorrt_bytes),
         "classes": [
             {
                 "name": one.name,
@@ -109,6 +111,10 @@ def _memory(console: Console, f: Forecast) -> None:
     console.print(
         f"memory per rank: {size(f.model.gpu.memory)}, of it {size(f.weight_bytes)} weights, "
         f"{size(f.scratch_bytes)} scratch, {size(f.model.gpu.memory * RESERVED)} reserved"
+    )
+    console.print(
+        f"target tensorrt holds {size(f.tensorrt_bytes)} of weights: experts and head once, "
+        f"all others in each of its {PROGRAMS} programs"
     )
     if f.free_bytes < 0:
         console.print(f"does not fit: {size(-f.free_bytes)} too much before any cache", style="red")

@@ -1,6 +1,7 @@
 """ExportedProgram -> Torch-TensorRT's converters -> one TensorRT engine per program."""
 
 import contextlib
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from mtpbuild.builder.targets import trt_compile
 from mtpbuild.builder.weights.placed import Placed
 from mtpbuild.plugins.constants import Constants
 from mtpbuild.plugins.ptx import ContractError
-from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, TargetInfo, TensorSpec
+from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS, TargetInfo, TensorSpec
 from mtpbuild.runtime.errors import BuildError, MissingDependencyError, install
 from mtpbuild.runtime.programs.tensorrt_api import errors_of, tensorrt_api
 
@@ -43,6 +44,8 @@ TENSORRT: plugins.FacetTable = {
     plugins.moe: "tensorrt",
     plugins.shaped_probs_op: "plugins",
 }
+# Ops whose kernels read weights as they are.
+READERS = {op._opoverload for op in (plugins.matmul_wide, plugins.moe)}
 LOGGERS = "torch_tensorrt", "torch_tensorrt [TensorRT Conversion Context]"
 
 
@@ -67,13 +70,14 @@ def info(plan: Plan) -> TargetInfo:
 
 
 def lower(traced: Traced, weights: Mapping[str, Placed], folder: Path) -> str:
-    """Write the engine and TensorRT's account of its layers; returns the engine's name."""
-    engine, missing = compile_program(traced, load_file(folder / WEIGHTS))  # mapped
+    """Write the engine and the names of weights that it is given; returns the engine's name."""
+    engine, missing, given = compile_program(traced, load_file(folder / WEIGHTS))  # mapped
     if traced.plan.options.strip_weights:
         save_file(missing, folder / CONSTANTS.format(traced.name))
+    if given:
+        (folder / SHARED.format(traced.name)).write_text(json.dumps(given), encoding="utf-8")
     file = f"{traced.name}.engine"
     (folder / file).write_bytes(engine)
-    (folder / f"{traced.name}.layers.json").write_text(layers_of(engine), encoding="utf-8")
     return file
 
 
@@ -128,8 +132,9 @@ def total(ctx: Any, target: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 def compile_program(
     traced: Traced, values: Mapping[str, torch.Tensor]
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Compiles an engine; returns its bytes and the constants that stripping took out of it.
+) -> tuple[Any, dict[str, torch.Tensor], list[str]]:
+    """Compiles an engine; returns its bytes, the constants that stripping took out of it, and the
+    names of weights that it has as inputs.
 
     values: see `convert`. Raises BuildError.
     """
@@ -145,40 +150,33 @@ def compile_program(
         config = trt_compile.new_config(trt, builder, network, plan, fast=plan.options.fast_build)
         if plan.ranks.tp > 1 and (feature := getattr(trt.PreviewFeature, COLLECTIVES, None)):
             config.set_preview_feature(feature, True)
-        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for `layers_of`
-        held = interpreter.ctx.constants.held
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED  # for who inspects the engine
+        constants = interpreter.ctx.constants
         missing = dict[str, torch.Tensor]()
         if plan.options.strip_weights:
-            missing = trt_compile.strip(trt, network, config, values, held)
+            missing = trt_compile.strip(trt, network, config, values, constants.held)
         with trt_compile.timing_cache(trt, config, plan.compute_capabilities[0]):
             engine = trt_compile.compile_network(trt, builder, network, config, traced.name)
-        return engine, missing
-
-
-def layers_of(engine: Any) -> str:
-    """Returns TensorRT's own list of the compiled layers, as JSON."""
-    trt = tensorrt_api(NAME)
-    loaded = trt.Runtime(errors_of(trt)).deserialize_cuda_engine(engine)
-    inspector = loaded.create_engine_inspector()
-    text: str = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
-    return text
+        return engine, missing, sorted(constants.given)
 
 
 def convert(traced: Traced, values: Mapping[str, torch.Tensor]) -> Any:
     """Converts a program; returns Torch-TensorRT's interpreter with builder, network and constants.
 
-    The network's tensors have the manifest's names. values: the model's parameters, which
-    were traced without values; the rank's number comes from the trace.
+    The network's tensors have the manifest's names; behind its inputs stand the weights that our
+    kernels read. values: the model's parameters, which were traced without values; the rank's
+    number comes from the trace.
     """
     exported = _decomposed(traced.exported)
     for name in exported.state_dict:
         own = name.rpartition(".")[2] == RANK
         value = torch.tensor([traced.rank]) if own else values[name.removeprefix("model.")]
         exported.state_dict[name] = torch.nn.Parameter(value, requires_grad=False)
-    interpreter = _interpret(exported, traced)
-    network = interpreter.ctx.net
+    shared = {value.data_ptr(): name for name, value in values.items()}
+    interpreter = _interpret(exported, traced, shared)
+    network, given = interpreter.ctx.net, len(interpreter.ctx.constants.given)
     for count, tensor, specs in (
-        (network.num_inputs, network.get_input, traced.inputs),
+        (network.num_inputs - given, network.get_input, traced.inputs),
         (network.num_outputs, network.get_output, traced.outputs),
     ):
         assert count == len(specs), "every input and output of the program is the network's"
@@ -204,14 +202,14 @@ def _settings() -> Any:
     return torch_tensorrt().CompilationSettings(truncate_double=True, min_block_size=1)
 
 
-def _interpret(exported: ExportedProgram, traced: Traced) -> Any:
+def _interpret(exported: ExportedProgram, traced: Traced, shared: Mapping[int, str]) -> Any:
     """Runs what Torch-TensorRT does before it compiles; we name tensors and compile ourselves."""
     lowering, settings = _lowering(), _settings()
     module = lowering.post_lowering(exported.module(), settings)
     inputs = [_input(spec, traced.plan.prefill_chunk) for spec in traced.inputs]
     interpreter = _interpreter_class()(module, inputs, compilation_settings=settings)
     interpreter.ctx.ranks = traced.plan.ranks.tp  # for `total`
-    interpreter.ctx.constants = Constants(interpreter.ctx.net)
+    interpreter.ctx.constants = Constants(interpreter.ctx.net, shared)
     interpreter._construct_trt_network_def()
     return interpreter
 
@@ -228,6 +226,8 @@ def _interpreter_class() -> Any:
         def run_node(self, n: torch.fx.Node) -> Any:
             result, value = super().run_node(n), n.meta.get("val")
             if isinstance(result, torch.Tensor) and result.dtype == torch.bfloat16:
+                if all(node.target in READERS for node in n.users):
+                    return result  # the converter makes it an input
                 return self.ctx.constants.constant(result, trt.bfloat16, n.name)
             if not isinstance(result, trt.ITensor) or not isinstance(value, torch.Tensor):
                 return result

@@ -59,6 +59,14 @@ class Target:
         """Tells whether programs hold their weights, so that the engine needs no weights file."""
         return False
 
+    def keeps_weights(self, folder: Path, options: Any) -> bool:
+        """Tells whether the engine that stands in `folder` needs its weights file."""
+        return not self.embeds_weights(options)
+
+    def held_bytes(self, model: "OpenedModel", options: Any) -> int:
+        """Counts the bytes of weights that all programs of an engine hold, when it runs."""
+        return sum(p.numel() * p.element_size() for p in model.model.parameters())
+
     def check_machine(self, plan: "Plan") -> None:
         """Raise BuildError for what the target, or this machine, can't compile."""
         if check := getattr(import_module(self.lowering), "check", None):

@@ -3,20 +3,24 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtpbuild.builder.targets.style import GraphStyle, Kernels, Sizes
 from mtpbuild.builder.targets.target import Target
+from mtpbuild.runtime.contract.manifest import SHARED
 from mtpbuild.runtime.errors import BuildError, MtpbuildError, UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
+    from mtpbuild.builder.opened_model import OpenedModel
     from mtpbuild.builder.plan import Plan
     from mtpbuild.builder.request import BuildRequest
 
 ASSUMED = "10.0"  # assumed where there is no GPU; graphs and sizes are the same for all
 DTYPES = ("bfloat16", "float32")  # the first one is the default
+PROGRAMS = 3  # prefill, decode, decode_mixed: each holds what TensorRT's own layers read
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,35 @@ class TensorRt(Target):
 
     def embeds_weights(self, options: TensorRtOptions) -> bool:
         return not options.strip_weights
+
+    def keeps_weights(self, folder: Path, options: TensorRtOptions) -> bool:
+        """True for a stripped engine, and for one whose programs share weights."""
+        return options.strip_weights or any(folder.glob(SHARED.format("*")))
+
+    def held_bytes(self, model: "OpenedModel", options: TensorRtOptions) -> int:
+        """Counts what kernels of ours read once, and all else once for each program."""
+        shared = sum(p.numel() * p.element_size() for p in model.model.kernel_weights().values())
+        every = super().held_bytes(model, options)
+        return shared + PROGRAMS * (every - shared)
+
+    def check_model(self, model: "OpenedModel", plan: "Plan") -> None:
+        """Raises BuildError if the engine could not be loaded by the GPU that is to compile it."""
+        from mtpbuild.builder.dry_run import size_of
+        from mtpbuild.builder.plan import state_specs
+        from mtpbuild.runtime.programs.cuda import Device
+
+        try:
+            free = Device(self.name).free_memory()
+        except MtpbuildError:
+            return  # `lacks` says so
+        weights = self.held_bytes(model, plan.options)
+        state = sum(map(size_of, state_specs(plan)))
+        if weights + state > free:
+            raise BuildError(
+                f"target {self.name}: an engine's programs hold {weights / 1e9:.2f} GB of weights "
+                f"per rank, state takes {state / 1e9:.2f} GB, and this GPU has {free / 1e9:.2f} GB "
+                "free; --tp splits the weights, a smaller --max-seq-len or --max-batch the state"
+            )
 
     def check_machine(self, plan: "Plan") -> None:
         """Raises BuildError that lists all that is missing, and what was checked nevertheless."""

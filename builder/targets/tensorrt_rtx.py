@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 from mtpbuild.builder.targets.capability import dotted
 from mtpbuild.builder.targets.style import GraphStyle, Sizes
 from mtpbuild.builder.targets.target import ONNX_PACKAGES, Target
+from mtpbuild.builder.targets.tensorrt import PROGRAMS
 from mtpbuild.runtime.errors import UsageError
 from mtpbuild.runtime.flag_groups import flag
 
 if TYPE_CHECKING:
     from mtpbuild.builder.models.config import ModelConfig
+    from mtpbuild.builder.opened_model import OpenedModel
     from mtpbuild.builder.request import BuildRequest
 
 # GPUs for which TensorRT-RTX compiles fp32 programs. (It knows sm75, but no fp32 product there.)
@@ -49,6 +51,9 @@ class TensorRtRtx(Target):
     def embeds_weights(self, options: RtxOptions) -> bool:
         """True: to take weights out of an engine again (REFIT, STRIP_PLAN) needs a GPU."""
         return True
+
+    def held_bytes(self, model: "OpenedModel", options: RtxOptions) -> int:
+        return PROGRAMS * super().held_bytes(model, options)
 
 
 TARGET = TensorRtRtx()

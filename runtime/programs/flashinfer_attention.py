@@ -18,7 +18,7 @@ WORKSPACE = 128 << 20  # bytes: what FlashInfer's own tests and servers give it
 GIVEN = (  # of flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla
     *("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank"),
     *("qk_rope_head_dim", "block_tables", "seq_lens", "max_seq_len"),
-    *("bmm1_scale", "bmm2_scale", "backend"),
+    *("bmm1_scale", "bmm2_scale", "backend", "cum_seq_lens_q", "max_q_len"),
 )
 
 _kept: dict[tuple[Any, ...], Tensor] = {}
@@ -66,8 +66,12 @@ def mla_decode(
         ("workspace", device, stream),
         lambda: torch.zeros(WORKSPACE, dtype=torch.uint8, device=device),
     )
+    # Said by lengths, a window is a sequence of T queries; given as [B, T, H, C] its mask is the
+    # kernel's own affair, and has been wrong for some numbers of tokens and heads.
+    T, H = query.shape[1:3]
+    ends = kept(("queries", device, B, T), lambda: _ends(B, T, device))
     result: Tensor = attention(
-        query=query.contiguous(),
+        query=query.reshape(B * T, H, C),
         kv_cache=cache.view(pages, PAGE, C),
         workspace_buffer=workspace,
         qk_nope_head_dim=nope,
@@ -79,8 +83,10 @@ def mla_decode(
         bmm1_scale=scale,
         bmm2_scale=1.0,
         backend="trtllm-gen",  # it plans nothing on the host, so that a CUDA graph can hold it
+        cum_seq_lens_q=ends,
+        max_q_len=T,  # without it the host would read the lengths
     )
-    return result
+    return result.view(B, T, H, kv_lora_rank)
 
 
 @mla_decode.register_fake
@@ -95,6 +101,11 @@ def kept(key: tuple[Any, ...], make: Any) -> Tensor:
     if key not in _kept:
         _kept[key] = make()
     return _kept[key]
+
+
+def _ends(slots: int, queries: int, device: torch.device) -> Tensor:
+    """Where each slot's queries end, behind a 0: [slots + 1] int32."""
+    return torch.arange(slots + 1, dtype=torch.int32, device=device) * queries
 
 
 def _table(slots: int, pages: int, device: torch.device) -> Tensor:

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest
+from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS, Manifest
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.group.start import own_gpu
 from mtpbuild.runtime.programs import cuda
 from mtpbuild.runtime.programs.cuda import Device
 from mtpbuild.runtime.programs.device_slots import check_gpu
-from mtpbuild.runtime.programs.tensorrt_api import tensorrt_api
+from mtpbuild.runtime.programs.mapped_weights import mapped
+from mtpbuild.runtime.programs.tensorrt_api import shared_weights, tensorrt_api
 from mtpbuild.runtime.programs.tensorrt_engines import TensorRtPrograms
 
 if TYPE_CHECKING:
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
 def visible_gpus() -> int:
     """How many GPUs the ranks of an engine can take here."""
     return cuda.visible_gpus("tensorrt")
+
+
+def held_bytes(folder: Path, manifest: Manifest) -> int:
+    """Count what programs hold on the GPU: weights that they share once, others in each."""
+    weights = mapped(folder / WEIGHTS) if WEIGHTS in manifest.files else {}
+    every, size, shared = sum(w.nbytes for w in weights.values()), 0, set[str]()
+    for name, program in manifest.programs.items():
+        size += manifest.files[program.file].size
+        given = shared_weights(folder, name)
+        if CONSTANTS.format(name) in manifest.files:  # its own weights are put back
+            size += every - sum(weights[each].nbytes for each in given)
+        shared |= set(given)
+    return size + sum(weights[each].nbytes for each in shared)
 
 
 def load(
@@ -44,8 +58,7 @@ def load(
             f"engine, or install that version"
         )
     device = Device(target.name, 0 if channel is None else own_gpu())
-    weights = manifest.files[WEIGHTS].size if WEIGHTS in manifest.files else 0  # in each program
-    size = sum(manifest.files[p.file].size + weights for p in manifest.programs.values())
+    size = held_bytes(folder, manifest)
     check_gpu(folder, manifest, device, "build with another --compute-capability", "programs", size)
     if channel is None:
         return TensorRtPrograms(folder, manifest, trt, device)

@@ -1,5 +1,6 @@
 """TensorRT's Python API in its two flavours, the logger that both want, and engines' weights."""
 
+import json
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHTS
+from mtpbuild.runtime.contract.manifest import CONSTANTS, SHARED, WEIGHTS
 from mtpbuild.runtime.errors import EngineError, MissingDependencyError, install
 from mtpbuild.runtime.programs.mapped_weights import mapped
 
@@ -51,6 +52,13 @@ def errors_of(trt: ModuleType) -> Any:
             return " ".join(self.errors[0].split()) if self.errors else "no reason is given"
 
     return Errors()
+
+
+def shared_weights(folder: Path, program: str) -> list[str]:
+    """Returns the names of weights that a program is given, as other programs are."""
+    path = folder / SHARED.format(program)
+    names: list[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return names
 
 
 def refit(trt: ModuleType, engine: Any, folder: Path, program: str) -> None:

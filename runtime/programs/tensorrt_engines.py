@@ -9,23 +9,38 @@ from typing import Any
 import numpy as np
 
 from mtpbuild.runtime.contract.controls import GREEDY, Controls
-from mtpbuild.runtime.contract.manifest import WEIGHTS, Manifest, ProgramSpec
-from mtpbuild.runtime.contract.programs import MIXED, PLAIN, PREFILL, Bools, Ints, StepOutput
+from mtpbuild.runtime.contract.manifest import CONSTANTS, WEIGHT, WEIGHTS, Manifest, ProgramSpec
+from mtpbuild.runtime.contract.programs import (
+    MIXED,
+    PLAIN,
+    PREFILL,
+    Bools,
+    Ints,
+    StepOutput,
+    host_type,
+)
 from mtpbuild.runtime.errors import EngineError
 from mtpbuild.runtime.programs.cuda import Device, DeviceArray
 from mtpbuild.runtime.programs.device_slots import DeviceSlots
+from mtpbuild.runtime.programs.mapped_weights import mapped
 from mtpbuild.runtime.programs.slots import JUDGED, own_outputs, reported
-from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit
+from mtpbuild.runtime.programs.tensorrt_api import dtype_name, errors_of, refit, shared_weights
 
 
 class Compiled:
     """One program: a TensorRT engine, its execution context and where its tensors are.
 
-    caches: which tensors are written where they are read.
+    caches: which tensors are written where they are read. weights: those that it shares.
     """
 
     def __init__(
-        self, trt: ModuleType, runtime: Any, path: Path, spec: ProgramSpec, caches: Collection[str]
+        self,
+        trt: ModuleType,
+        runtime: Any,
+        path: Path,
+        spec: ProgramSpec,
+        caches: Collection[str],
+        weights: Mapping[str, DeviceArray],
     ) -> None:
         log = errors_of(trt)
         log.errors.clear()
@@ -33,22 +48,35 @@ class Compiled:
         if self._engine is None:
             raise EngineError(f"{path}: TensorRT can't load it ({log.first()}); rebuild the engine")
         self._path = path
-        if (path.parent / WEIGHTS).exists():
+        if (path.parent / CONSTANTS.format(path.stem)).exists():  # it is stripped
             refit(trt, self._engine, path.parent, path.stem)
-        self._check(trt, spec, caches)
+        given = {WEIGHT.format(name) for name in shared_weights(path.parent, path.stem)}
+        own = {name: array for name, array in weights.items() if name in given}
+        self._check(trt, spec, caches, own)
         strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
         self._context = self._engine.create_execution_context(strategy)
         self.scratch = int(self._engine.device_memory_size_v2)
+        self.bind(own)
 
-    def _check(self, trt: ModuleType, spec: ProgramSpec, caches: Collection[str]) -> None:
-        """Require the manifest's tensors, no others, and caches that are written in place."""
+    def _check(
+        self,
+        trt: ModuleType,
+        spec: ProgramSpec,
+        caches: Collection[str],
+        weights: Mapping[str, DeviceArray],
+    ) -> None:
+        """Require the manifest's tensors and its weights alone, and caches written in place."""
         engine, aliases = self._engine, {f"{name}.out": name for name in caches}
         wanted, found = dict[str, Any](), dict[str, Any]()
         for t in (*spec.inputs, *spec.outputs):
             shape = tuple(d if isinstance(d, int) else -1 for d in t.shape)
             wanted[t.name] = t.dtype, shape, aliases.get(t.name)
+        for name, array in weights.items():
+            wanted[name] = array.dtype.itemsize, array.shape, None
         for name in map(engine.get_tensor_name, range(engine.num_io_tensors)):
-            dtype = dtype_name(trt, engine.get_tensor_dtype(name))
+            dtype: Any = dtype_name(trt, engine.get_tensor_dtype(name))
+            if name in weights:
+                dtype = host_type(dtype).itemsize
             alias = engine.get_aliased_input_tensor(name) if name in aliases else None
             found[name] = dtype, tuple(engine.get_tensor_shape(name)), alias
         if differing := sorted(n for n in wanted | found if wanted.get(n) != found.get(n)):
@@ -110,8 +138,11 @@ class TensorRtPrograms(DeviceSlots):
         self._asked = device.pinned((self._batch,), np.bool_)
         tensors = self._given | results | outs(self._caches.tensors | self._after)
         self._runtime = trt.Runtime(errors_of(trt))  # outlives its engines
+        weights = on_device(device, folder, specs)
         self._compiled = {
-            name: Compiled(trt, self._runtime, folder / spec.file, spec, self._caches.tensors)
+            name: Compiled(
+                trt, self._runtime, folder / spec.file, spec, self._caches.tensors, weights
+            )
             for name, spec in specs.items()
         }
         scratch = device.zeros((max(p.scratch for p in self._compiled.values()),), "uint8")
@@ -178,6 +209,19 @@ class TensorRtPrograms(DeviceSlots):
             copy(after, self._state[state])
         for output, result in self._results[name].items():
             copy(result, self._pages[output])
+
+
+def on_device(device: Device, folder: Path, programs: Collection[str]) -> dict[str, DeviceArray]:
+    """Copy the weights that programs share to the GPU, once; by the names of their inputs."""
+    given = dict[str, DeviceArray]()
+    names = sorted({name for program in programs for name in shared_weights(folder, program)})
+    held = mapped(folder / WEIGHTS) if names else {}
+    for name in names:
+        if name not in held:
+            raise EngineError(f"{folder / WEIGHTS}: has no {name}; rebuild the engine")
+        array = given[WEIGHT.format(name)] = device.zeros(held[name].shape, held[name].dtype)
+        device.copy(held[name], array)
+    return given
 
 
 def _same(device: Device, arrays: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:

@@ -5,19 +5,27 @@ TensorRT, Torch-TensorRT, CUDA and NCCL is in `tests/support/fake_torch_tensorrt
 """
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from mtpbuild.builder.build import build
+from mtpbuild.builder.dry_run import dry_run
 from mtpbuild.builder.models.deepseek_v3.reference import Transformer
+from mtpbuild.builder.stages import Stages
 from mtpbuild.runtime import Engine
 from mtpbuild.runtime.contract.controls import Controls
 from mtpbuild.runtime.contract.manifest import WEIGHTS, read_manifest
-from mtpbuild.runtime.errors import EngineError
+from mtpbuild.runtime.errors import BuildError, EngineError
 from mtpbuild.runtime.group import start as ranks_module
+from mtpbuild.runtime.programs.cuda import Device
+from mtpbuild.runtime.programs.tensorrt import held_bytes
+from mtpbuild.runtime.programs.tensorrt_engines import on_device
 from tests.reference.recompute import greedy
 from tests.reference.sampling import sample
 from tests.support import trt_ranks
@@ -34,7 +42,9 @@ from tests.support.rank_engines import (
     running,
     seconds_to_notice,
 )
+from tests.support.requests import build_request
 from tests.support.trt_engines import (
+    SMALL_STEPS,
     Alteration,
     altered_engine,
     exchanged,
@@ -105,7 +115,7 @@ def test_the_headline_command(engine: Path, trt: FakeDataCentre, r1: Path, tmp_p
     for rank in (0, 1):
         files = sorted(path.name for path in (engine / f"rank{rank}").glob("*.engine"))
         assert files == ["decode.engine", "decode_mixed.engine", "prefill.engine"]
-    assert not list(engine.rglob(WEIGHTS))
+        shares_weights(engine / f"rank{rank}", trt)
     before = len(trt.nccl.done)
     assert tokens(engine, PROMPT) == greedy_text(one_rank(r1, NEXTN, tmp_path), PROMPT, COUNT)
     done = trt.nccl.done[before:]
@@ -116,6 +126,53 @@ def test_the_headline_command(engine: Path, trt: FakeDataCentre, r1: Path, tmp_p
     launches = trt.gpu.launches
     # `run` warms up with a step of its own.
     assert 0 < launches <= COUNT + 1, "a step is one CUDA graph, its collectives in it"
+
+
+def shares_weights(rank: Path, trt: FakeDataCentre) -> None:
+    """Experts are no constants: all programs are given the same ones, from the rank's file."""
+    manifest, weights = read_manifest(rank), load_file(rank / WEIGHTS)
+    experts = {name for name in weights if ".mlp.gate_up_proj" in name or ".mlp.down_proj" in name}
+    given = {p: json.loads((rank / f"{p}.shared.json").read_text()) for p in manifest.programs}
+    assert {*given["prefill"]} == {name for name in experts if name.startswith("layers.")}
+    assert {*given["decode"]} == {*given["decode_mixed"]} == experts | {"lm_head"}
+    shared = sum(weights[name].nbytes for name in given["decode"])
+    size = sum(manifest.files[p.file].size for p in manifest.programs.values())
+    assert held_bytes(rank, manifest) == size + shared
+    for name in given:
+        assert (
+            weights["layers.0.mlp.gate_up_proj.values"].numpy().tobytes()
+            not in (rank / f"{name}.engine").read_bytes()
+        )
+
+
+def test_a_dry_run_counts_what_programs_hold(engine: Path, r1: Path, trt: FakeDataCentre) -> None:
+    """As the engine's own files say; a GPU that has less is refused before anything is compiled."""
+    request = build_request(r1, (NEXTN,), target="tensorrt", tp=2, **SMALL_STEPS)
+    (foreseen,) = dry_run(request, Stages()).engines
+    rank = engine / "rank0"
+    weights = {name: tensor.nbytes for name, tensor in load_file(rank / WEIGHTS).items()}
+    shared = sum(weights[n] for n in json.loads((rank / "decode.shared.json").read_text()))
+    every = sum(weights.values())
+    assert foreseen.weights == pytest.approx(every, rel=1e-3)
+    assert foreseen.held == pytest.approx(3 * (every - shared) + shared, rel=1e-3)
+    assert foreseen.held < 2 * foreseen.weights
+    networks = len(trt.networks)
+    trt.gpu.free, free = foreseen.held, trt.gpu.free
+    says = "an engine's programs hold .* GB of weights per rank, state takes .* --tp splits"
+    with pytest.raises(BuildError, match=says):
+        build(request)
+    trt.gpu.free = free
+    assert len(trt.networks) == networks
+
+
+def test_a_weight_that_is_not_there(engine: Path, tmp_path: Path, trt: FakeDataCentre) -> None:
+    alone = tmp_path / "alone"
+    shutil.copytree(engine / "rank0", alone)
+    names = json.loads((alone / "decode.shared.json").read_text())
+    (alone / "decode.shared.json").write_text(json.dumps([*names, "x"]))
+    device = Device("tensorrt")
+    with pytest.raises(EngineError, match=r"weights.safetensors: has no x; rebuild the engine$"):
+        on_device(device, alone, read_manifest(alone).programs)
 
 
 def test_collectives_in_another_order(engine: Path, tmp_path: Path) -> None:

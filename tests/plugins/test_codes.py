@@ -3,7 +3,10 @@
 Triton's interpreter runs the kernels without it, so every code goes through the text itself here.
 """
 
+import os
 from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,6 +73,27 @@ def test_every_e2m1_code_with_every_scale(how: str) -> None:
         for i, got in enumerate(halves(made[j], torch.bfloat16).double().unbind(-1)):
             value = e2m1(bytes_[j][:, 0] >> 4 * i & 0xF).double()
             assert torch.equal(got * codes.SMALLER.value, value * scale)
+
+
+@pytest.mark.parametrize(
+    ("own", "chosen", "used"),
+    [("13.1", None, "/there"), ("13.2", None, None), ("12.9", "/mine", "/mine")],
+)
+def test_a_newer_assembler_is_used_where_it_is_needed(
+    own: str, chosen: str | None, used: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's own of 3.6 and 3.7 can't convert codes for sm_100; what the user says stays."""
+    monkeypatch.delenv(codes.PTXAS, raising=False)
+    if chosen:
+        monkeypatch.setenv(codes.PTXAS, chosen)
+    tool = SimpleNamespace(version=own)
+    nvidia = SimpleNamespace(ptxas_blackwell=tool)
+    monkeypatch.setattr(codes, "knobs", SimpleNamespace(nvidia=nvidia))
+    codes.use_assembler(None)
+    assert os.environ.get(codes.PTXAS) == chosen
+    codes.use_assembler(Path("/there"))
+    assert os.environ.get(codes.PTXAS) == used
+    monkeypatch.delenv(codes.PTXAS, raising=False)
 
 
 @pytest.mark.parametrize(

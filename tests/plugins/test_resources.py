@@ -1,6 +1,7 @@
 """What the compiled kernels need of a GPU: thresholds on registers, spills, copies and programs."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ for case, launch in cases(MODELS[model], int(architecture)):
         print(json.dumps(asdict(resources(case, launch, int(architecture)))))
 """
 FULL = pytest.mark.full
+ROOT = Path(__file__).parents[2]
 ALL = "mla_partial,mla_combine,scaled_product,gate_and_up,down"
 # Instructions per byte of weights. An H100 could read at 80 % of its bandwidth with 0.346, a B200
 # with 0.171.
@@ -92,6 +94,31 @@ def test_fp8_products_by_bytes(tmp_path: Path) -> None:
     assert 0 < row["per_byte"] <= LIMITS["fp8"]
     assert row["copies"] > 0
     assert row["spills"] == 0
+
+
+# Other versions of Triton, by sm_90, sm_100, and sm_100 with the newer ptxas: an nvfp4 product's
+# instructions per byte.
+OTHERS = {"3.6.0": (0.33, 0.33, 0.23), "3.7.1": (0.33, 0.33, 0.21)}
+
+
+@FULL
+@pytest.mark.parametrize("version", OTHERS)
+def test_other_versions_of_triton(version: str, tmp_path: Path) -> None:
+    """A newer ptxas makes up for most of what an older Triton lacks on sm_100."""
+    folder = ROOT / ".triton"
+    if not (folder / version).exists():
+        pytest.skip("other versions of Triton are not here: tools/triton_versions.sh")
+    ptxas = str(folder / "nvcc" / "nvidia" / "cu13" / "bin" / "ptxas")
+    newer = {"TRITON_PTXAS_BLACKWELL_PATH": ptxas}
+    runs: list[tuple[int, dict[str, str]]] = [(90, {}), (100, {}), (100, newer)]
+    for i, (architecture, others) in enumerate(runs):
+        given = ("r1", str(architecture), "product nvfp4", "scaled_product")
+        path = os.pathsep.join((str(folder / version), str(ROOT)))
+        lines = run("-c", COMPILE, *given, cache=tmp_path / str(i), PYTHONPATH=path, **others)
+        (row,) = map(json.loads, lines.splitlines())
+        assert row["spills"] == row["stack"] == 0, row
+        assert row["copies"] > 0, row
+        assert 0 < row["per_byte"] <= OTHERS[version][i], row
 
 
 @FULL

@@ -27,7 +27,7 @@ Sum = Callable[[str, Tensor], Tensor]
 
 
 class DataType(Enum):
-    FLOAT, BF16, INT32, INT64, BOOL, FP8, FP4 = range(7)
+    FLOAT, BF16, INT32, INT64, BOOL, FP8, FP4, INT8 = range(8)
 
 
 TORCH = {
@@ -36,6 +36,7 @@ TORCH = {
     DataType.INT32: torch.int32,
     DataType.INT64: torch.int64,
     DataType.BOOL: torch.bool,
+    DataType.INT8: torch.uint8,  # our kernels read bytes
 }
 TYPES = {dtype: name for name, dtype in TORCH.items()}
 BITS = {DataType.FP8: 8, DataType.FP4: 4}  # types in which PyTorch does not compute

@@ -57,6 +57,7 @@ FUSED = "tensorrt::fused_nccl_all_reduce"
 NUMPY = {
     **{DataType.FLOAT: np.float32, DataType.INT32: np.int32, DataType.INT64: np.int64},
     DataType.BOOL: np.bool_,
+    DataType.INT8: np.uint8,
 }
 MISMATCH = "a collective does not match the other ranks'"
 
@@ -179,10 +180,6 @@ class Engine:
         self.trt.contexts.append(RankContext(self))
         return self.trt.contexts[-1]
 
-    def create_engine_inspector(self) -> Any:
-        layers = [function for function, *_ in self.done.calls]
-        return SimpleNamespace(get_engine_information=lambda kind: json.dumps({"Layers": layers}))
-
 
 def _host_dtype(dtype: DataType) -> np.dtype[Any]:
     return np.dtype("uint16") if dtype == DataType.BF16 else np.dtype(nptype(dtype))
@@ -262,10 +259,10 @@ class FakeDataCentre:
     BuilderFlag = BuilderFlag
     float32, bfloat16, int32 = DataType.FLOAT, DataType.BF16, DataType.INT32
     int64, bool, fp8, fp4 = DataType.INT64, DataType.BOOL, DataType.FP8, DataType.FP4
+    int8 = DataType.INT8
     CumulativeOperation = ReduceOperation = CollectiveOperation = Choice
     GatherMode = KVCacheMode = Choice
     ProfilingVerbosity = SimpleNamespace(DETAILED=2)
-    LayerInformationFormat = SimpleNamespace(JSON=1)
     PreviewFeature = SimpleNamespace()
     __version__ = VERSION
 
@@ -351,6 +348,13 @@ with contextlib.suppress(RuntimeError):  # as in the real package
     torch.library.define(FUSED, "(Tensor x, str reduce, str group) -> Tensor")
     torch.library.impl(FUSED, "CompositeExplicitAutograd")(_fused)
 
+# What a plugin's converter makes of weights.
+OPERANDS = {
+    torch.bfloat16: DataType.BF16,
+    torch.float32: DataType.FLOAT,
+    torch.uint8: DataType.FP8,
+}
+
 # The ops whose launches are plugins.
 PLUGINS = {op._opoverload for op, file in TENSORRT.items() if file == "plugins"}
 PLUGINS |= {moe._opoverload, matmul_wide._opoverload}
@@ -402,18 +406,18 @@ class TRTInterpreter(Interpreter):
         if kind is LayerType.PLUGIN_V3:
             shapes = [each.shape for each in _flat(args) if isinstance(each, ITensor)]
             assert not any(-1 in shape for shape in shapes), "a plugin has fixed shapes"
-        narrow = {torch.bfloat16} if kind is LayerType.PLUGIN_V3 else set()  # as its converter does
+        plugin = kind is LayerType.PLUGIN_V3
         frozen = torch.utils._pytree.tree_map(
-            lambda value: self._frozen(value, narrow), (args, kwargs)
+            lambda value: self._frozen(value, plugin), (args, kwargs)
         )
         return net.add_torch(name_of(target), *frozen, node.meta.get("val"), kind)
 
-    def _frozen(self, value: Any, narrow: set[torch.dtype]) -> Any:
+    def _frozen(self, value: Any, plugin: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if value.dtype in narrow:
+        if plugin and value.dtype in OPERANDS:  # as its converter does
             name = f"{self.node.name}_{self.ctx.net.num_layers}"
-            return self.ctx.constants.constant(value, DataType.BF16, name)
+            return self.ctx.constants.operand(value, OPERANDS[value.dtype], name)
         return freeze(self.ctx, value, self.node.name)
 
 

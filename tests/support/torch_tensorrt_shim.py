@@ -50,19 +50,6 @@ def install() -> Any:
     return tensorrt_rtx
 
 
-class Unloaded:
-    """Stands in for a loaded engine, which needs a GPU."""
-
-    def __init__(self, data: Any) -> None:
-        self.size = data.nbytes
-
-    def create_engine_inspector(self) -> "Unloaded":
-        return self
-
-    def get_engine_information(self, kind: Any) -> str:
-        return json.dumps({"size": self.size, "format": kind.name})
-
-
 def listing(folder: Path) -> dict[str, Any]:
     """Lists the programs of an MTP vanilla engine of two slots, whatever its module count.
 
@@ -96,7 +83,6 @@ def listing(folder: Path) -> dict[str, Any]:
     trt.IBuilderConfig.set_flag = lambda config, flag: flags.add(flag.name)
     trt.Builder.create_builder_config = for_sm120
     trt.Builder.build_serialized_network = seen
-    trt.Runtime.deserialize_cuda_engine = lambda runtime, data: Unloaded(data)
 
     from mtpbuild.builder.models import load_config
     from mtpbuild.builder.plan import Plan
@@ -127,13 +113,15 @@ def listing(folder: Path) -> dict[str, Any]:
         for program in source.programs(plan):
             traced = trace(program, plan)
             file = TARGET.lower(traced, places, out)
-            layers = json.loads((out / f"{program.name}.layers.json").read_text())
-            assert layers == {"size": (out / file).stat().st_size, "format": "JSON"}
             constants = load_file(out / f"{program.name}.constants.safetensors").keys()
             weights = sorted(named - constants)
             assert constants <= named
-            assert layers["size"] > sum(places[weight].size for weight in weights)
+            size = (out / file).stat().st_size
+            assert size > sum(places[weight].size for weight in weights)
+            shared = json.loads((out / f"{program.name}.shared.json").read_text())
+            assert not {*shared} & {*weights}
             found[program.name] = networks.pop() | {"plugins": plugins.copy(), "weights": weights}
+            found[program.name]["shared"] = shared
             plugins.clear()
             named.clear()
         assert flags == {"STRIP_PLAN", "REFIT_IDENTICAL"}
@@ -185,7 +173,8 @@ def r1_listing(name: str) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for program in make_programs(plan, model):
-        network = convert(trace(program, plan), weights).ctx.net
+        interpreter = convert(trace(program, plan), weights)  # holds the network's constants
+        network = interpreter.ctx.net
         found[program.name] = describe(trt, network) | {
             "totals": totals(trt, network),
             "plugins": plugins.copy(),

@@ -121,6 +121,20 @@ class CausalLM(nn.Module):
             hidden = self.norm(hidden)
         return self.head(hidden, self.lm_head)
 
+    def kernel_weights(self) -> dict[str, nn.Parameter]:
+        """Returns the weights that kernels of ours read on a GPU: experts, heads in bf16."""
+        experts = tuple(
+            f"{path}.{name}."
+            for path, module in self.named_modules()
+            for name in getattr(module, "by_kernels", ())
+        )
+        return {
+            name: weight
+            for name, weight in self.named_parameters()
+            if f"{name}.".startswith(experts)
+            or (name.endswith("_head") and weight.dtype == torch.bfloat16)
+        }
+
     def draft_input(self, j: int, tokens: Tensor, hidden: Tensor, rows: Rows) -> Tensor:
         """Returns the input [B, T, E] of module j for tokens [B, T] and hidden states [B, T, E]."""
         module = self.module(j)

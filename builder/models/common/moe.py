@@ -148,6 +148,8 @@ class GatheredMoE(MoE):
     without a bound. Otherwise the weights are gathered for each token.
     """
 
+    by_kernels = ("gate_up_proj", "down_proj")  # the op's weights
+
     def __init__(self, c: MoEConfig, ranks: Ranks = ALONE) -> None:
         super().__init__(c, ranks)
         experts = c.n_routed_experts // ranks.ep
