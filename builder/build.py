@@ -72,6 +72,7 @@ def build(request: BuildRequest, stages: Stages | None = None) -> list[BuiltEngi
             model = job.open_model()
             model.tell_formats()
             model.tell_copies()
+            model.tell_tower()
             weights = EngineWeights(model, stages.watch)
 
     for out, ranks in todo.items():

@@ -116,6 +116,12 @@ class OpenedModel:
                 note = "note: the %s stored in %s differs from the trunk's: drafts use it"
                 logger.warning(note, what, names)
 
+    def tell_tower(self) -> None:
+        """Log that a vision tower is left out, if the checkpoint has one."""
+        if count := self.stored.tower:
+            note = "note: the vision tower (%d tensors) is left out: the engine reads text alone"
+            logger.warning(note, count)
+
     def tell_formats(self) -> None:
         """Log a note if weights are dequantised, or can't be quantised as asked."""
         dtype, counts = self.style.dtype, sorted(self.dequantised().items())

@@ -46,7 +46,7 @@ def check_slices(model: OpenedModel, ranks: Iterable[int]) -> None:
     """
     wanted = {name: weight.shape for name, weight in model.model.named_parameters()}
     shapes = {stored.name: stored.shape for weight in model.table for stored in weight.stored}
-    checkpoint = Shapes(model.checkpoint.folder, model.checkpoint.tensors, shapes)
+    checkpoint = Shapes(model.checkpoint.folder, model.checkpoint.tensors, 0, shapes)
     for rank in ranks:
         share, table = Share(model.ranks, rank), model.weight_table(rank)
         for name, weight in whole(made(checkpoint, table, share)):

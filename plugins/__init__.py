@@ -13,6 +13,9 @@ from torch._library.custom_ops import CustomOpDef
 
 from mtpbuild.plugins.accept_mixed.op import accept_mixed_op as accept_mixed_op
 from mtpbuild.plugins.accept_rewind.op import accept_rewind as accept_rewind
+from mtpbuild.plugins.causal_conv.op import causal_conv as causal_conv
+from mtpbuild.plugins.delta_rule.op import delta_advance as delta_advance
+from mtpbuild.plugins.delta_rule.op import delta_rule as delta_rule
 from mtpbuild.plugins.embedding_nbits.op import embedding_nbits as embedding_nbits
 from mtpbuild.plugins.experts.op import experts as experts
 from mtpbuild.plugins.experts_nbits.op import experts_nbits as experts_nbits
@@ -57,6 +60,7 @@ OPS = tuple(value for value in (*vars().values(),) if isinstance(value, CustomOp
 
 # Every op in PyTorch operators: for compilers of these, and where a graph has no other facet.
 PYTORCH: FacetTable = dict.fromkeys(OPS, "op") | {
+    delta_rule: "inductor",
     grouped_attention: "inductor",
     kv_write: "inductor",
     mla_attention: "inductor",

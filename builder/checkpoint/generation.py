@@ -44,7 +44,8 @@ def _ids(path: Path, key: str, vocab_size: int) -> tuple[int, ...] | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8")).get(key)
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        value = raw.get(key, raw.get("text_config", {}).get(key))
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a JSON object ({error})") from None
     if value is None:

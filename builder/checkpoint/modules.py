@@ -33,7 +33,8 @@ def refuse_stripped(where: object, family: Family, c: ModelConfig, there: int) -
     """Refuse a checkpoint that holds fewer modules than its configuration promises."""
     if there < c.num_nextn_predict_layers:
         raise CheckpointError(
-            f"{where}: config.json says {KEY} {c.num_nextn_predict_layers}, but MTP layer "
+            f"{where}: config.json says {family.modules_key} {c.num_nextn_predict_layers}, but "
+            "MTP layer "
             f"{family.module_name(c, there)} was stripped (quantised and fine-tuned copies often "
             "lack it): build with --nextn 0"
         )

@@ -2,11 +2,12 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtpbuild.builder.checkpoint.text_model import text_name
 from mtpbuild.runtime.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -53,13 +54,15 @@ def shard_names(folder: Path) -> list[str]:
 
 
 def stored_names(folder: Path) -> set[str]:
-    """Returns the names of a checkpoint's tensors from its index or header, without torch."""
+    """Returns the names of a text model's tensors from index or header, without torch."""
     if (index := _read_index(folder)) is not None:
-        return set(index.shards)
-    try:
-        return set(read_header(folder / SINGLE)[0])
-    except (OSError, ValueError, MemoryError, OverflowError, TypeError, AttributeError):
-        return set()  # not there yet, or unreadable, which the reader of the tensors reports
+        found: Iterable[str] = index.shards
+    else:
+        try:
+            found = read_header(folder / SINGLE)[0]
+        except (OSError, ValueError, MemoryError, OverflowError, TypeError, AttributeError):
+            return set()  # not there yet, or unreadable, which the reader of the tensors reports
+    return {name for name in map(text_name, found) if name is not None}
 
 
 def _names(index: Index | None) -> list[str]:

@@ -23,9 +23,9 @@ def register(family: Family) -> None:
 
 
 def families() -> list[Family]:
-    from mtpbuild.builder.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo
+    from mtpbuild.builder.models import deepseek_v3, glm4_moe, glm4_moe_lite, mimo, qwen3_5
 
-    built_in = (deepseek_v3, glm4_moe_lite, glm4_moe, mimo)
+    built_in = (deepseek_v3, glm4_moe_lite, glm4_moe, mimo, qwen3_5)
     return [*(module.FAMILY for module in built_in), *_REGISTERED.values()]
 
 

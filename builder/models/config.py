@@ -194,6 +194,7 @@ class MoEConfig(ModelConfig):
     routed_scaling_factor: float = number(1.0)
     norm_topk_prob: bool = flag(True)
     moe_layers: tuple[bool, ...] = field(metadata={"read": lambda read, key: moe_layers(read)})
+    softmax_router: bool = fixed(False)  # scores are a softmax's, and no bias selects
 
     def is_moe(self, layer: int) -> bool:
         """Returns whether a layer has routed experts; MTP module j is num_hidden_layers + j."""

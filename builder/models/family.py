@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from mtpbuild.builder.weights.made import Share, Weight
 
 
-PRODUCT = re.compile(r"(self_attn|mlp)\..*_proj(_with_mqa)?\.weight")
+# The small projections of a delta rule, whose results are exponents, stay as they are.
+PRODUCT = re.compile(
+    r"((self_attn|mlp)\..*_proj(_with_mqa)?|linear_attn\.(in_proj_(qkvz?|z)|out_proj))\.weight"
+)
 
 
 def late(module: str, name: str) -> Callable[..., Any]:
@@ -89,6 +92,8 @@ class Family:
     reference: "Callable[[Any], Reference]"
     recurrent: Callable[[Any, Ranks], list[Recurrent]] = lambda c, ranks: []  # of main layers
     modules: str = ""  # prefix of MTP modules counted from 0; without one, modules are layers
+    modules_key: str = "num_nextn_predict_layers"  # their number in config.json
+    beside_modules: str = ""  # prefix of what a module has beside its layer, if there is one
     gpu_kernels: bool = False  # targets for GPUs have kernels for its attention
 
     def duplicates(self, c: Any) -> dict[str, str]:
@@ -106,6 +111,8 @@ class Family:
         """
         if self.modules and (found := re.match(rf"{re.escape(self.modules)}(\d+)\.", name)):
             return c.num_hidden_layers + int(found[1]), name[found.end() :]
+        if self.beside_modules and name.startswith(self.beside_modules):
+            return c.num_hidden_layers, name.removeprefix(self.beside_modules)
         if found := re.match(r"model\.layers\.(\d+)\.", name):
             return int(found[1]), name[found.end() :]
         return None

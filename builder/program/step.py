@@ -147,7 +147,7 @@ class PrefillProgram(nn.Module):
         if self.drafter is not None and ahead is not None:
             return self.filled(state, tokens, start, ahead)[0]
         chunk = torch.full_like(start, tokens.shape[1])
-        new = self.model.fill(tokens, state, self.rows(start, tokens)).behind(chunk)
+        new = self.model.fill(tokens, state, self.rows(start, tokens)).behind(chunk, all_stay=True)
         return {name: new[name] for name in state}
 
     def filled(
@@ -161,7 +161,7 @@ class PrefillProgram(nn.Module):
             behind = torch.cat([tokens, ahead], dim=1)
             updates = self.drafter.prefill(self.model, state, behind, hidden, rows)
         chunk = torch.full_like(start, tokens.shape[1])
-        new = passed.behind(chunk) | updates
+        new = passed.behind(chunk, all_stay=True) | updates
         return {name: new[name] for name in state}, hidden
 
     def rows(self, start: Tensor, tokens: Tensor) -> Rows:

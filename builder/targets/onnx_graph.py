@@ -28,6 +28,9 @@ FOLD_LIMIT = 1 << 20  # bytes; constants above it are weights
 ONNX: plugins.FacetTable = dict.fromkeys(
     (
         plugins.accept_rewind,
+        plugins.causal_conv,
+        plugins.delta_advance,
+        plugins.delta_rule,
         plugins.experts,
         plugins.experts_nbits,
         plugins.grouped_attention,

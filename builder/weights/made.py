@@ -45,6 +45,7 @@ class Stored:
     shape: tuple[int, ...]
     axis: int | None = None  # the axis that ranks split; None: each rank holds the whole weight
     routed: bool = False  # a routed expert's weight: only some ranks hold a part of it
+    sections: tuple[int, ...] = ()  # sizes along the axis, each of which ranks split
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,12 @@ class Share:
             parts, part = self.ranks.tp // self.ranks.ep, self.rank // self.ranks.ep
         if stored.axis is None or parts == 1:
             return tensor
-        size = tensor.shape[stored.axis] // parts
-        return tensor.narrow(stored.axis, part * size, size)
+        cut = [
+            section.narrow(stored.axis, part * size, size)
+            for section in tensor.split(stored.sections or tensor.shape[stored.axis], stored.axis)
+            for size in (section.shape[stored.axis] // parts,)
+        ]
+        return torch.cat(cut, stored.axis) if cut[1:] else cut[0]
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
         """Returns the shape of this rank's part."""

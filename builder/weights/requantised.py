@@ -104,7 +104,9 @@ def requantise(
         place = checkpoint.tensors[name]
         for suffix, entry in entries(checkpoint, stored, format).items():
             tensors[name + suffix] = FileEntry(entry.dtype, entry.shape, place.file, place.name)
-    return Requantised(checkpoint.folder, tensors, checkpoint, formats, tuple(unfit))
+    return Requantised(
+        checkpoint.folder, tensors, checkpoint.tower, checkpoint, formats, tuple(unfit)
+    )
 
 
 def format_by(scheme: Scheme, config: ModelConfig, stored: Stored) -> Format | None:

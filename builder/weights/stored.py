@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from mtpbuild.builder.checkpoint.layers_slice import LayersSlice
 from mtpbuild.builder.checkpoint.modules import refuse_stripped, stored_modules
 from mtpbuild.builder.checkpoint.shards import find_shards, more
+from mtpbuild.builder.checkpoint.text_model import Part, text_name, unstacked
 from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models import ModelConfig, family_of, load_config
 from mtpbuild.builder.models.common.copies import Config
@@ -35,6 +36,7 @@ class FileEntry(Entry):
 
     file: Path
     name: str  # in the file
+    part: Part | None = None  # of a stack of experts
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Checkpoint:
 
     folder: Path
     tensors: Mapping[str, FileEntry]
+    tower: int  # tensors of a vision tower, which are left out
 
     def format(self, name: str) -> Format | None:
         """Returns the number format of a weight; None if it is not quantised."""
@@ -69,7 +72,7 @@ class Checkpoint:
 
     def rows(self, name: str) -> Iterator[Tensor]:
         """Reads a weight as `read` does, but some rows at a time."""
-        if self.format(name) is not None:
+        if self.format(name) is not None or self.tensors[name].part is not None:
             yield from self.read(name).split(PIECE)
             return
         for start in range(0, self.tensors[name].shape[0], PIECE):
@@ -81,8 +84,12 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """Reads a tensor as it is in its file."""
         with self._opened(name) as (file, entry):
-            tensor: Tensor = file.get_tensor(entry.name)
-            return tensor
+            if entry.part is None:
+                tensor: Tensor = file.get_tensor(entry.name)
+                return tensor
+            expert, first, rows = entry.part
+            own: Tensor = file.get_slice(entry.name)[expert : expert + 1, first : first + rows]
+            return own[0]
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[Any, FileEntry]]:
@@ -187,21 +194,33 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """List the tensors of `model.safetensors` or of the shards that the index names."""
     paths, index = find_shards(folder)
     tensors: dict[str, FileEntry] = {}
+    files: dict[str, Path] = {}
     for path in paths:
         try:
             with safe_open(path, framework="np") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if name in tensors:
-                        other = tensors[name].file
-                        raise CheckpointError(f"{path}: tensor {name} is in {other} too")
-                    found = file.get_slice(name)
+                    if name in files:
+                        raise CheckpointError(f"{path}: tensor {name} is in {files[name]} too")
+                    found, files[name] = file.get_slice(name), path
                     shape = tuple(found.get_shape())
-                    tensors[name] = FileEntry(found.get_dtype(), shape, path, name)
+                    tensors |= entries(FileEntry(found.get_dtype(), shape, path, name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
     if index is not None:
-        index.check({name: entry.file for name, entry in tensors.items()})
-    return Checkpoint(folder, tensors)
+        index.check(files)
+    return Checkpoint(folder, tensors, sum(text_name(name) is None for name in files))
+
+
+def entries(entry: FileEntry) -> dict[str, FileEntry]:
+    """Returns the weights of the text model that a file's tensor holds, by name."""
+    name = text_name(entry.name)
+    if name is None:
+        return {}
+    experts = {
+        own: replace(entry, shape=(part[2], entry.shape[2]), part=part)
+        for own, part in unstacked(name, entry.shape)
+    }
+    return experts or {name: entry}
 
 
 def open_slice(folder: Path, layers: LayersSlice | None) -> Checkpoint:

@@ -40,6 +40,7 @@ from tests.support.engines import EngineBuilder, greedy_ids
 from tests.support.fake_target import quick_target
 from tests.support.families import (
     FAMILIES,
+    HYBRIDS,
     WITH_MODULES,
     config_of,
     make_family,
@@ -91,11 +92,12 @@ def test_the_plain_model_equals_transformers(name: str, tmp_path: Path) -> None:
 # The rest of the matrix is `full`.
 ENGINES: list[tuple[str, int, DrafterName | None]] = [
     ("glm-4.6", 1, "mtp-vanilla"),
+    ("qwen3.5", 3, "mtp-eagle"),
 ]
 MATRIX: list[tuple[str, int, DrafterName | None]] = [
     *((name, 0, None) for name in FAMILIES),
     *((name, 1, "mtp-vanilla") for name in WITH_MODULES),
-    *((name, 2, "mtp-vanilla") for name in WITH_MODULES),
+    *((name, 2, "mtp-eagle" if name in HYBRIDS else "mtp-vanilla") for name in WITH_MODULES),
     *((name, 3, "mtp-eagle") for name in WITH_MODULES),
 ]
 
@@ -151,10 +153,18 @@ CASES: list[tuple[str, int, DrafterName | None]] = [
     ("glm-4.6", 2, "mtp-vanilla"),
     ("mimo", 2, "mtp-vanilla"),
     ("mimo", 3, "mtp-eagle"),
+    ("qwen3.5-ragged", 3, "mtp-eagle"),
+]
+SLOW: list[tuple[str, int, DrafterName | None]] = [
+    *((name, 3, "mtp-eagle") for name in HYBRIDS if name != "qwen3.5-ragged"),
+    *((name, n, None if n == 0 else "mtp-eagle") for name in HYBRIDS for n in range(3)),
 ]
 
 
-@pytest.mark.parametrize(("name", "nextn", "drafter"), CASES)
+@pytest.mark.parametrize(
+    ("name", "nextn", "drafter"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in SLOW)],
+)
 def test_every_step_equals_recomputation(
     name: str, nextn: int, drafter: DrafterName | None
 ) -> None:
@@ -433,7 +443,7 @@ def test_modules_of_mimo_have_names_that_modelopts_list_knows() -> None:
     assert both.wanted(config, "model.mtp_layers.0.mlp.up_proj.weight") is not None
 
 
-@pytest.mark.parametrize("name", ["glm-air", "mimo"])
+@pytest.mark.parametrize("name", ["glm-air", "mimo", "qwen3.5"])
 def test_targets_for_gpus_refuse_what_they_have_no_kernel_for(name: str, tmp_path: Path) -> None:
     folder = save_family(tmp_path / name, name, make_family(name))
     for flags in (

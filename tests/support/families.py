@@ -11,6 +11,7 @@ from torch import nn
 from mtpbuild.builder.models import family_of, find_family
 from mtpbuild.builder.models.common.causal_lm import CausalLM
 from mtpbuild.builder.models.common.plain import PlainModel, Reference
+from mtpbuild.builder.models.qwen3_5.config import Qwen35Config
 from mtpbuild.builder.weights.made import WHOLE, Share
 from tests.support.checkpoints import BASE, made_of
 
@@ -143,7 +144,93 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
     },
 }
-WITH_MODULES = [name for name, config in FAMILIES.items() if config["num_nextn_predict_layers"]]
+HYBRID: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "mtp_num_hidden_layers": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [1, 0, 0],
+    },
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": [1, 2],
+}
+SPARSE: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    # three layers of a delta rule to one of attention, as published
+    "qwen3.5": HYBRID
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "intermediate_size": 40,
+        "tie_word_embeddings": True,
+    },
+    # begins with attention; as many key heads as value heads; two taps; heads that rotate by half
+    "qwen3.5-ragged": HYBRID
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "intermediate_size": 36,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 2,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 6,
+        "rope_parameters": HYBRID["rope_parameters"]
+        | {"rope_theta": 10000, "partial_rotary_factor": 0.5, "mrope_section": [2, 0, 0]},
+    },
+    # three value heads to a key head; many experts, of which the chosen ones are read
+    "qwen3.5-moe": HYBRID
+    | SPARSE
+    | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
+        "num_experts": 18,
+        "linear_num_value_heads": 6,
+    },
+    # packed projections, a dense layer
+    "qwen3-next": HYBRID
+    | SPARSE
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "intermediate_size": 40,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
+}
+FAMILIES |= HYBRIDS
+
+
+def modules_of(config: dict[str, Any]) -> int:
+    return int(config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 0)))
+
+
+WITH_MODULES = [name for name, config in FAMILIES.items() if modules_of(config)]
 
 
 def make_family(name: str, seed: int = 0, **overrides: Any) -> PlainModel:
@@ -172,17 +259,24 @@ def spread(model: PlainModel) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith((".bias", "e_score_correction_bias")):
             tensor.uniform_(-0.3, 0.3)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.mul_(0.12)
+        elif name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            tensor.mul_(0.5 if c.tie_word_embeddings else 0.12)
+        elif name.endswith("norm.weight") and isinstance(c, Qwen35Config):
+            if "linear_attn" not in name:
+                tensor.sub_(1)  # what is stored is how much a factor is above 1
+        elif name.endswith("A_log"):
+            tensor.uniform_(-2.0, 1.0)
     embedding = model.model.embed_tokens.weight
     assert isinstance(embedding, nn.Parameter)
-    embedding.normal_()
-    model.lm_head.weight[torch.randperm(c.vocab_size)] += embedding
+    embedding.normal_(std=0.3 if c.tie_word_embeddings else 1.0)
+    if not c.tie_word_embeddings:
+        model.lm_head.weight[torch.randperm(c.vocab_size)] += embedding
     for k in range(1, c.num_nextn_predict_layers + 1):
         module = model.module(k)
-        joined = module.input_proj if c.mtp.hidden_first else module.eh_proj
+        names = ("input_proj", "eh_proj", "fc")
+        joined = next(getattr(module, name) for name in names if hasattr(module, name))
         assert isinstance(joined, nn.Linear)
-        joined.weight.normal_(std=0.1)
+        joined.weight.normal_(std=0.3 if isinstance(c, Qwen35Config) else 0.1)
         half = c.hidden_size if c.mtp.hidden_first else 0
         joined.weight[:, half : half + c.hidden_size] += torch.eye(c.hidden_size)
 

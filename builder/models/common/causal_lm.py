@@ -187,6 +187,8 @@ def begun(state: Tensor, rows: Rows) -> Tensor:
     return torch.where(first, torch.zeros_like(state), state)
 
 
-def _advanced(layer: RecurrentLayer, index: int, held: State, tokens: State, n: Tensor) -> State:
-    new = layer.advance(held, tokens, n)
+def _advanced(
+    layer: RecurrentLayer, index: int, held: State, tokens: State, n: Tensor, all_stay: bool
+) -> State:
+    new = (layer.advance_all if all_stay else layer.advance)(held, tokens, n)
     return {layer_state(own, index): tensor for own, tensor in new.items()}

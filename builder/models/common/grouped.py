@@ -4,6 +4,7 @@ Shapes: B slots, T tokens, E hidden size, H query heads, G heads of keys and val
 C = 2 G D values of a cache row. `plain.py` has the plain counterpart.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from mtpbuild.plugins import (
 )
 from mtpbuild.runtime.ranks import Ranks
 
+Gates = Sequence[Tensor]  # none, or one [B, T, H D]
+
 
 class GroupedAttention(Attention):
     """Computes queries, keys and values in one product; a rank has whole groups of heads."""
@@ -34,8 +37,10 @@ class GroupedAttention(Attention):
         self.heads, self.groups, self.width = H, G, D
         self.sizes = H, G, D, c.rms_norm_eps
         self.scale = softmax_scale(c.rope, D)
-        self.qkv_proj = parameter(c.hidden_size, (H + 2 * G) * D)
-        self.qkv_bias = parameter((H + 2 * G) * D) if c.attention_bias else None
+        self.gated = c.output_gate
+        outputs = (H + 2 * G + (H if self.gated else 0)) * D  # queries, keys, values, gates
+        self.qkv_proj = parameter(c.hidden_size, outputs)
+        self.qkv_bias = parameter(outputs) if c.attention_bias else None
         self.q_norm = RMSNorm(D, c.rms_norm_eps) if c.use_qk_norm else None
         self.k_norm = RMSNorm(D, c.rms_norm_eps) if c.use_qk_norm else None
         self.o_proj = parameter(H * D, c.hidden_size)
@@ -45,28 +50,40 @@ class GroupedAttention(Attention):
         """Returns whether ops work between the products: their weights are packed for a CPU."""
         return isinstance(self.qkv_proj, Packed)
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> tuple[Tensor, Gates]:
+        """Computes queries, keys and values side by side, and the gates of what heads return."""
         y = x @ self.qkv_proj
-        return y if self.qkv_bias is None else y + self.qkv_bias
+        if self.qkv_bias is not None:
+            y = y + self.qkv_bias
+        if not self.gated:
+            return y, ()
+        queries = self.heads * self.width
+        y, gate = y.split([y.shape[-1] - queries, queries], dim=-1)
+        return y, (gate,)
 
-    def operands(self, x: Tensor, rows: Rows) -> tuple[Any, ...]:
-        """Computes the first operands of `grouped_rows`."""
+    def operands(self, y: Tensor, rows: Rows) -> tuple[Any, ...]:
+        """Returns the first operands of `grouped_rows`."""
         both = self.q_norm, self.k_norm
         norms = (None if norm is None else norm.weight for norm in both)
-        return self.product(x), *norms, rows.cos, rows.sin
+        return y, *norms, rows.cos, rows.sin
 
     def write(self, x: Tensor, rows: Rows, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not self.by_ops:
             return super().write(x, rows, cache)
-        return grouped_rows_write(*self.operands(x, rows), cache, rows.start, *self.sizes)
+        y, gates = self.product(x)
+        written = grouped_rows_write(*self.operands(y, rows), cache, rows.start, *self.sizes)
+        q, fresh, cache = written
+        return with_gates(q, gates), fresh, cache
 
     def project(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Computes query input and cache rows; with ops the queries are rotated already."""
+        y, gates = self.product(x)
         if self.by_ops:
-            return grouped_rows(*self.operands(x, rows), *self.sizes)
-        y = self.product(x)
+            q, fresh = grouped_rows(*self.operands(y, rows), *self.sizes)
+            return with_gates(q, gates), fresh
         q, k, v = y.split([n * self.width for n in (self.heads, self.groups, self.groups)], dim=-1)
-        return q, torch.cat([self.turned(k, self.k_norm, self.groups, rows), v], dim=-1)[:, None]
+        fresh = torch.cat([self.turned(k, self.k_norm, self.groups, rows), v], dim=-1)[:, None]
+        return with_gates(q, gates), fresh
 
     def turned(self, x: Tensor, norm: RMSNorm | None, heads: int, rows: Rows) -> Tensor:
         """Normalises each head of x [B, T, heads * D] if there is a norm, then rotates it."""
@@ -75,10 +92,22 @@ class GroupedAttention(Attention):
         return rope(x, rows.cos, rows.sin, heads, False)
 
     def attend(self, q: Tensor, rows: Rows, cache: Tensor, fresh: Tensor, first: Tensor) -> Tensor:
+        gates: Gates = ()
+        if self.gated:
+            q, *gates = q.chunk(2, dim=-1)
         if self.by_ops:
             place = cache, fresh, rows.base, first, self.scale
-            return grouped_attention_flat(q, *place, self.heads, self.groups) @ self.o_proj
-        q = self.turned(q, self.q_norm, self.heads, rows)
-        q = q.unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, D]
-        o = grouped_attention(q, cache, fresh, rows.base, first, self.scale, self.groups)
-        return o.transpose(1, 2).flatten(2) @ self.o_proj
+            o = grouped_attention_flat(q, *place, self.heads, self.groups)
+        else:
+            q = self.turned(q, self.q_norm, self.heads, rows)
+            q = q.unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, D]
+            o = grouped_attention(q, cache, fresh, rows.base, first, self.scale, self.groups)
+            o = o.transpose(1, 2).flatten(2)
+        for gate in gates:
+            o = o * gate.sigmoid()
+        return o @ self.o_proj
+
+
+def with_gates(q: Tensor, gates: Gates) -> Tensor:
+    """Puts the gates behind the queries, so that both go where queries go."""
+    return torch.cat([q, *gates], dim=-1) if gates else q

@@ -6,7 +6,7 @@ then their values.
 
 from dataclasses import dataclass
 
-from mtpbuild.builder.models.config import ModelConfig, Reader, flag, integer
+from mtpbuild.builder.models.config import ModelConfig, Reader, fixed, flag, integer
 from mtpbuild.builder.models.family import Costs, Split
 from mtpbuild.runtime.errors import CheckpointError
 from mtpbuild.runtime.ranks import Ranks
@@ -22,6 +22,7 @@ class GroupedConfig(ModelConfig):
     rotary_dim: int  # the first values of head_dim rotate; pairs are (i, i + rotary_dim / 2)
     attention_bias: bool = flag(True)  # for queries, keys and values
     use_qk_norm: bool = flag(False)  # queries and keys are normalised per head, after the bias
+    output_gate: bool = fixed(False)  # q_proj has a gate beside each head's query
 
     def check_heads(self) -> None:
         """Raises CheckpointError unless heads split into groups and rotary values into pairs."""

@@ -1,18 +1,31 @@
 """The weights of grouped-query attention."""
 
-from collections.abc import Iterator
+from __future__ import annotations  # Tensor is imported for types alone
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mtpbuild.builder.late_torch import torch
 from mtpbuild.builder.models.common.grouped_config import GroupedConfig
 from mtpbuild.builder.weights.made import Stored, Weight, product, stack_rows, vector
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def grouped_weights(c: GroupedConfig, at: str, to: str) -> Iterator[Weight]:
     """Yields the weights of one attention, from the names that Llama-like checkpoints use."""
-    E, D = c.hidden_size, c.head_dim
-    counts = {"q": c.num_attention_heads, "k": c.num_key_value_heads, "v": c.num_key_value_heads}
+    E, D, queries = c.hidden_size, c.head_dim, c.num_attention_heads * (2 if c.output_gate else 1)
+    counts = {"q": queries, "k": c.num_key_value_heads, "v": c.num_key_value_heads}
+
+    def gates_behind(q: Tensor, *others: Tensor) -> Tensor:
+        """Puts the gates of all heads, which are stored beside their queries, to the end."""
+        queries, gates = q.unflatten(0, (-1, 2, D)).unbind(1)
+        return torch.cat([queries.flatten(0, 1), *others, gates.flatten(0, 1)])
+
     sizes = {f"{at}.{name}_proj": count * D for name, count in counts.items()}
     weights = (Stored(f"{name}.weight", (size, E), axis=0) for name, size in sizes.items())
-    yield product(f"{to}.qkv_proj", *weights)
+    yield product(f"{to}.qkv_proj", *weights, rows=gates_behind if c.output_gate else stack_rows)
     if c.attention_bias:
         biases = tuple(Stored(f"{name}.bias", (size,), axis=0) for name, size in sizes.items())
         yield Weight(f"{to}.qkv_bias", biases, stack_rows)

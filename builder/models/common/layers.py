@@ -233,19 +233,26 @@ class RecurrentLayer(nn.Module):
         """Returns the states after the first n [B] tokens; n 0 leaves them the same to the bit."""
         raise NotImplementedError
 
+    def advance_all(self, state: State, tokens: State, n: Tensor) -> State:
+        """Returns the states after n [B] tokens that are known to be all of the pass."""
+        return self.advance(state, tokens, n)
+
 
 @dataclass(frozen=True)
 class Passed:
     """Holds what a pass makes of the layers' states."""
 
     written: State = field(default_factory=dict)  # rows, whose garbage a length hides
-    waiting: list[Callable[[Tensor], State]] = field(default_factory=list)
+    waiting: list[Callable[[Tensor, bool], State]] = field(default_factory=list)
 
-    def behind(self, n: Tensor) -> State:
-        """Returns the layers' new states if the first n [B] tokens of the pass stay."""
+    def behind(self, n: Tensor, all_stay: bool = False) -> State:
+        """Returns the layers' new states if the first n [B] tokens of the pass stay.
+
+        all_stay: n is known to be all tokens.
+        """
         new = dict(self.written)
         for advance in self.waiting:
-            new |= advance(n)
+            new |= advance(n, all_stay)
         return new
 
 

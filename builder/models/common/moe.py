@@ -59,6 +59,26 @@ class Gate(Kernels):
         return with_shared(weights * c.routed_scaling_factor, ids, c.n_routed_experts, self.always)
 
 
+class SoftmaxGate(nn.Module):
+    """Scores experts by a softmax in fp32, which selects and weighs."""
+
+    always = 0
+
+    def __init__(self, c: MoEConfig) -> None:
+        super().__init__()
+        self.config = c
+        self.weight = parameter(c.hidden_size, c.n_routed_experts)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weights and ids of a token's experts, both [.., k], for x [.., E]."""
+        c = self.config
+        scores = (x.float() @ self.weight.float()).softmax(-1)
+        weights, ids = scores.topk(c.num_experts_per_tok, dim=-1)
+        if c.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * c.routed_scaling_factor, ids
+
+
 class MoE(Kernels):
     """Sums the outputs of a token's experts; one of several ranks computes a part of the sum.
 
@@ -69,7 +89,7 @@ class MoE(Kernels):
     def __init__(self, c: MoEConfig, ranks: Ranks) -> None:
         super().__init__()
         self.config, self.ranks = c, ranks
-        self.gate = Gate(c)
+        self.gate = SoftmaxGate(c) if c.softmax_router else Gate(c)
         self.shared_experts: MLP | None = None  # those that `routed` leaves out
         if ranks.ep > 1 or ranks.attention_dp:
             self.rank = rank_constant()

@@ -49,7 +49,8 @@ def moe_weights(c: MoEConfig, s: Share, at: str, to: str) -> Iterator[Weight]:
     inner = c.moe_intermediate_size * c.n_shared_experts
     gate = Stored(f"{at}.gate.weight", (c.n_routed_experts, c.hidden_size))
     yield Weight(f"{to}.gate.weight", (gate,), lambda w: w.T)
-    yield vector(to, at, "gate.e_score_correction_bias", c.n_routed_experts)
+    if not c.softmax_router:
+        yield vector(to, at, "gate.e_score_correction_bias", c.n_routed_experts)
     E, size, ids = c.hidden_size, c.moe_intermediate_size, s.experts(c.n_routed_experts)
     stored = [
         [projection(f"{at}.experts.{e}", proj, E, size, routed=True) for e in ids]
@@ -108,7 +109,8 @@ def like_routed(table: list[Weight], share: Share) -> set[str]:
     for weight in table:
         module, _, leaf = weight.name.rpartition(".")
         shared = named.get(f"{module}.shared_experts.{leaf}")
-        if shared is None or weight.slices == 1 or leaf != STACKS[0]:
+        gated = f"{module}.shared_experts.gate" in named
+        if shared is None or gated or weight.slices == 1 or leaf != STACKS[0]:
             continue
         if [*map(share.shape, next(weight.groups))] == [*map(share.shape, shared.stored)]:
             found.add(module)

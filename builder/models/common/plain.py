@@ -191,7 +191,7 @@ class MTPModule(DecoderLayer):
         halves = [self.enorm(embedding), self.hnorm(hidden)]
         return super().forward(self.eh_proj(torch.cat(halves, dim=-1)), cos, sin)
 
-    def norm(self, x: Tensor) -> Tensor:
+    def normed(self, x: Tensor) -> Tensor:
         return self.shared_head["norm"](x)
 
 
@@ -215,7 +215,7 @@ class PlainModel(Reference):
         super().__init__()
         self.config = c
         L, count = c.num_hidden_layers, c.num_nextn_predict_layers
-        trunk = [DecoderLayer(c, block(i)) for i in range(L)]
+        trunk = [self.make_layer(block(i)) for i in range(L)]
         self.model = self.join(trunk, [self.make_module(block(L + j), j) for j in range(count)])
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
         if c.tie_word_embeddings:
@@ -223,6 +223,9 @@ class PlainModel(Reference):
         cos, sin = rope_tables(c.rope, rotary_dim, c.max_position_embeddings)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    def make_layer(self, block: Block) -> DecoderLayer:
+        return DecoderLayer(self.config, block)
 
     def make_module(self, block: Block, j: int) -> MTPModule:
         return MTPModule(self.config, block, j)
@@ -251,11 +254,11 @@ class PlainModel(Reference):
         module, T, rules = self.module(k), tokens.shape[1], self.config.mtp
         embedding = (module.own("embed_tokens") or self.model.embed_tokens)(tokens)
         y = module.draft(embedding, hidden, self.cos[:T], self.sin[:T])
-        return module.norm(y) if rules.recycles_normed else y
+        return module.normed(y) if rules.recycles_normed else y
 
     def draft_logits(self, k: int, hidden: Tensor) -> Tensor:
         module = self.module(k)
-        read = hidden if self.config.mtp.recycles_normed else module.norm(hidden)
+        read = hidden if self.config.mtp.recycles_normed else module.normed(hidden)
         logits = (module.own("head") or self.lm_head)(read)
         if ids := self.config.draft_ids:
             others = torch.ones(self.config.vocab_size, dtype=torch.bool)

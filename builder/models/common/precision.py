@@ -14,6 +14,9 @@ from mtpbuild.runtime.contract.manifest import FloatType
 FLOATS: dict[FloatType, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+EXPONENTS = (".decay_rate", ".decay_bias")  # of a delta rule: a rounded one adds up over tokens
+
+
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Makes a weight without values, in torch's default type unless another is given."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
@@ -26,7 +29,7 @@ def hold_in(model: nn.Module, dtype: torch.dtype, for_gpu: bool = False) -> None
     """
     for name, weight in model.named_parameters():
         head = name.endswith(("lm_head", "draft_head"))
-        stays_wide = (head and not for_gpu) or ".gate." in name
+        stays_wide = (head and not for_gpu) or ".gate." in name or name.endswith(EXPONENTS)
         if weight.is_floating_point() and weight.dtype != dtype and not stays_wide:
             weight.data = torch.empty_like(weight, dtype=dtype)
 

@@ -33,7 +33,7 @@ class Module(MTPModule):
         halves = [self.hidden_layernorm(hidden), self.token_layernorm(embedding)]
         return DecoderLayer.forward(self, self.input_proj(torch.cat(halves, dim=-1)), cos, sin)
 
-    def norm(self, x: Tensor) -> Tensor:
+    def normed(self, x: Tensor) -> Tensor:
         return self.final_layernorm(x)
 
 

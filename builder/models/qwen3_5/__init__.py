@@ -1,0 +1,30 @@
+"""Qwen3.5, its mixtures of experts, and Qwen3-Next: most layers are a gated delta rule."""
+
+from mtpbuild.builder.models.common.copies import tied_head
+from mtpbuild.builder.models.family import Family, late
+from mtpbuild.builder.models.qwen3_5 import config
+
+FAMILY = Family(
+    name="Qwen3_5ForCausalLM",
+    architectures=(
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3NextForCausalLM",
+    ),
+    model_type="qwen3_5",
+    config=config.Qwen35Config,
+    parse_config=config.parse_config,
+    make_model=late(f"{__name__}.model", "Qwen35"),
+    weight_table=late(f"{__name__}.weights", "weight_table"),
+    copies=tied_head,
+    cache_specs=config.cache_specs,
+    recurrent=config.recurrent,
+    split_sizes=config.split_sizes,
+    costs=config.costs,
+    reference=late(f"{__name__}.reference", "Plain"),
+    modules=f"{config.PREFIX}layers.",
+    modules_key=config.MODULES,
+    beside_modules=config.PREFIX,
+)

@@ -1,0 +1,187 @@
+"""The `config.json` of Qwen3.5 and Qwen3-Next, and the costs of their sizes.
+
+A text model may be wrapped together with a vision tower, which is left out; `text_config` has its
+values then. As text's positions are equal in all three parts of its rotary embedding, that is a
+plain one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from mtpbuild.builder.models.common import grouped_config
+from mtpbuild.builder.models.common.grouped_config import GroupedConfig, attention_splits
+from mtpbuild.builder.models.common.moe_config import expert_activations, expert_splits
+from mtpbuild.builder.models.config import COUNT_LIMIT, MoEConfig, Reader, fixed, integer
+from mtpbuild.builder.models.family import Costs, Recurrent, Split
+from mtpbuild.runtime.errors import CheckpointError, UsageError
+from mtpbuild.runtime.ranks import Ranks
+
+PREFIX = "mtp."
+KEY = "num_nextn_predict_layers"  # in other models
+MODULES = "mtp_num_hidden_layers"
+# What transformers' classes take for a value that config.json leaves out.
+USUAL: dict[str, Any] = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+ATTENTION, DELTA = "full_attention", "linear_attention"  # names in `layer_types`
+STATES = ("conv", "delta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Config(MoEConfig, GroupedConfig):
+    """Holds the values of a model whose layers are attention or a gated delta rule."""
+
+    attention_bias: bool = fixed(False)
+    use_qk_norm: bool = fixed(True)
+    output_gate: bool = fixed(True)
+    softmax_router: bool = fixed(True)
+    linear_conv_kernel_dim: int = integer(2)
+    linear_key_head_dim: int = integer()
+    linear_value_head_dim: int = integer()
+    linear_num_key_heads: int = integer()
+    linear_num_value_heads: int = integer()
+    shared_expert_intermediate_size: int = integer(0, 0)
+    delta_layers: tuple[bool, ...] = field(metadata={"read": lambda read, key: delta_layers(read)})
+    packed: bool = fixed(False)  # projections of the delta rule are stored by key head
+
+    @property
+    def delta_keys(self) -> int:
+        """Counts the values of all key heads of a delta rule."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def delta_values(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Counts the values of a token that go through the convolution: queries, keys, values."""
+        return 2 * self.delta_keys + self.delta_values
+
+    def sliced(self, first: int, count: int) -> Self:
+        delta = self.delta_layers[first : first + count]
+        if all(delta):
+            raise UsageError(
+                f"--layers {first}-{first + count - 1} has no layer with attention, which an "
+                f"engine needs: the first one is {self.delta_layers.index(False)}"
+            )
+        return replace(super().sliced(first, count), delta_layers=delta)
+
+    def check_delta(self) -> None:
+        """Raises CheckpointError unless value heads share out key heads, and one layer attends."""
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if values % keys:
+            raise CheckpointError(
+                f"linear_num_value_heads {values} must be a multiple of linear_num_key_heads {keys}"
+            )
+        if all(self.delta_layers):
+            raise CheckpointError(f"layer_types has no {ATTENTION}, which an engine needs")
+
+
+def parse_config(raw: Mapping[str, Any]) -> Qwen35Config:
+    """Normalises a `config.json`; raises CheckpointError."""
+    text = raw.get("text_config", raw)
+    if not isinstance(text, dict):
+        raise CheckpointError("text_config must be an object")
+    read = Reader(USUAL | text_values(raw, text))
+    read.only(hidden_act="silu", attention_bias=False, use_sliding_window=False)
+    packed = read.raw.get("model_type") == "qwen3_next"
+    sizes: dict[str, Any] = {**grouped_config.head_sizes(read, partial=0.25)}
+    config = read.fill(Qwen35Config, **sizes, packed=packed, moe_layers=moe_layers(read))
+    config.check_heads()
+    config.check_experts()
+    config.check_delta()
+    if config.num_nextn_predict_layers > 1:
+        raise CheckpointError(
+            f"{MODULES} {config.num_nextn_predict_layers} is not supported: nobody has "
+            "defined what more than one MTP module shares"
+        )
+    return config
+
+
+def text_values(raw: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the text model's values under the names that other families have."""
+    experts = text.get("num_experts") or 0
+    shared = text.get("shared_expert_intermediate_size")
+    said = {
+        KEY: text.get(MODULES, raw.get(KEY)),
+        "tie_word_embeddings": raw.get("tie_word_embeddings", text.get("tie_word_embeddings")),
+        "n_routed_experts": experts,
+        "n_shared_experts": 0,  # the shared one has a gate, and so is none of the experts
+        "intermediate_size": text.get("intermediate_size") or shared,
+    }
+    return {**text, **said}
+
+
+def delta_layers(read: Reader) -> tuple[bool, ...]:
+    """Reads which layers are a delta rule: `layer_types` says it, or every fourth is not."""
+    count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
+    every = read.integer("full_attention_interval", 1, 4)
+
+    def good(value: Any) -> bool:
+        known = isinstance(value, list) and set(map(str, value)) <= {ATTENTION, DELTA}
+        return known and len(value) == count
+
+    usual = [DELTA if (i + 1) % every else ATTENTION for i in range(count)]
+    what = f"a list of {count} names, {ATTENTION} or {DELTA}"
+    return tuple(kind == DELTA for kind in read.get("layer_types", usual, good, what))
+
+
+def moe_layers(read: Reader) -> tuple[bool, ...]:
+    """Reads which layers have experts, if there are any; a module has them then."""
+    count = read.integer("num_hidden_layers", 1, most=COUNT_LIMIT)
+    every = read.integer("decoder_sparse_step", 1, 1)
+
+    def good(value: Any) -> bool:
+        return isinstance(value, list) and all(type(i) is int and 0 <= i < count for i in value)
+
+    dense = read.get("mlp_only_layers", [], good, f"a list of layers below {count}")
+    trunk = (i not in dense and (i + 1) % every == 0 for i in range(count))
+    return (*trunk, *[True] * read.integer(KEY, 0, 0, COUNT_LIMIT))
+
+
+def cache_specs(c: Qwen35Config, ranks: Ranks) -> list[int]:
+    """Returns the width of each layer's cache rows; a delta rule has none."""
+    widths = grouped_config.cache_specs(c, ranks)
+    modules = widths[c.num_hidden_layers :]
+    return [0 if delta else w for delta, w in zip(c.delta_layers, widths, strict=False)] + modules
+
+
+def recurrent(c: Qwen35Config, ranks: Ranks) -> list[Recurrent]:
+    """Returns the states of the delta rules: a convolution's last inputs, and a matrix per head."""
+    conv = {"taps": c.linear_conv_kernel_dim - 1, "channels": c.channels // ranks.parts}
+    delta = {
+        "heads": c.linear_num_value_heads // ranks.parts,
+        "keys": c.linear_key_head_dim,
+        "values": c.linear_value_head_dim,
+    }
+    return [
+        Recurrent(name, i, sizes)
+        for i, has in enumerate(c.delta_layers)
+        if has
+        for name, sizes in zip(STATES, (conv, delta), strict=True)
+    ]
+
+
+def split_sizes(c: Qwen35Config, ranks: Ranks) -> list[Split]:
+    found = attention_splits(c, ranks)
+    if any(c.delta_layers):
+        found.append(Split("linear_num_key_heads", c.linear_num_key_heads, ranks.parts))
+        found.append(Split("value heads x width", c.delta_values, ranks.parts, "attention"))
+    shared = c.shared_expert_intermediate_size
+    if c.n_routed_experts and shared:
+        name = "shared_expert_intermediate_size"
+        found.append(Split(name, shared, ranks.parts, "shared experts"))
+    return [*found, *expert_splits(c, ranks)]
+
+
+def costs(c: Qwen35Config, ranks: Ranks) -> Costs:
+    counts = {"experts": c.n_routed_experts, "chosen": c.num_experts_per_tok}
+    peak = max(expert_activations(c, ranks), 3 * (c.channels + c.delta_values) / ranks.parts)
+    return grouped_config.grouped_costs(c, ranks, peak, **counts)

@@ -1,0 +1,137 @@
+"""Qwen3.5 with its MTP module: layers of a gated delta rule, and of attention with a gate.
+
+Shapes: B slots, T tokens, E hidden size, C channels of the convolution, H value heads of V values.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtpbuild.builder.models.common.causal_lm import CausalLM
+from mtpbuild.builder.models.common.collectives import all_reduce
+from mtpbuild.builder.models.common.grouped import GroupedAttention
+from mtpbuild.builder.models.common.layers import (
+    MLP,
+    DecoderLayer,
+    MTPModule,
+    RecurrentLayer,
+    RMSNorm,
+    Rope,
+    Rows,
+    State,
+)
+from mtpbuild.builder.models.common.moe import MoE, feed_forward
+from mtpbuild.builder.models.common.precision import cast, parameter
+from mtpbuild.builder.models.qwen3_5.config import STATES, Qwen35Config
+from mtpbuild.plugins import causal_conv, delta_advance, delta_rule
+from mtpbuild.runtime.ranks import ALONE, Ranks
+
+
+class GatedMLP(MLP):
+    """Is a shared expert, which each token weighs by a gate of its own."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__(hidden, inner)
+        self.gate = parameter(hidden, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.gate).sigmoid() * super().forward(x)
+
+
+class GatedDelta(nn.Module):
+    """Computes a gated delta rule over the convolved queries, keys and values of all tokens.
+
+    A rank has whole key heads, with the value heads that they serve.
+    """
+
+    def __init__(self, c: Qwen35Config, ranks: Ranks) -> None:
+        super().__init__()
+        E, H, V = c.hidden_size, c.linear_num_value_heads // ranks.parts, c.linear_value_head_dim
+        self.sizes = [c.channels // ranks.parts, H * V]  # of what is convolved, and of gates
+        self.in_proj = parameter(E, sum(self.sizes))
+        self.in_proj_ba = parameter(E, 2 * H)
+        self.conv = parameter(c.linear_conv_kernel_dim, self.sizes[0])
+        self.decay_rate, self.decay_bias = parameter(H), parameter(H)
+        self.norm = RMSNorm(V, c.rms_norm_eps)
+        self.out_proj = parameter(H * V, E)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        inputs, z = (x @ self.in_proj).split(self.sizes, dim=-1)
+        inputs = cast(inputs, torch.float32)
+        tokens = {
+            "inputs": inputs,
+            "mixed": causal_conv(inputs, state["conv"], cast(self.conv, torch.float32)),
+            "ba": cast(x @ self.in_proj_ba, torch.float32),
+        }
+        rule = delta_rule(tokens["mixed"], tokens["ba"], *self.decay, state["delta"])
+        o, tokens["all"] = rule  # [B, T, H, V], [B, H, K, V]
+        gated = self.norm(cast(o, x.dtype)) * F.silu(z.unflatten(-1, o.shape[2:]))
+        return gated.flatten(2) @ self.out_proj, tokens
+
+    @property
+    def decay(self) -> tuple[Tensor, Tensor]:
+        return self.decay_rate, self.decay_bias
+
+    def advance(self, state: State, tokens: State, n: Tensor) -> State:
+        """Returns the states after the first n [B] tokens."""
+        new = delta_advance(tokens["mixed"], tokens["ba"], *self.decay, state["delta"], n)
+        return {"conv": last_inputs(state["conv"], tokens["inputs"], n), "delta": new}
+
+
+def last_inputs(tail: Tensor, inputs: Tensor, n: Tensor) -> Tensor:
+    """Returns the last k inputs before token n [B]: tail [B, k, C], inputs [B, T, C]."""
+    k, C = tail.shape[1:]
+    at = n[:, None] + torch.arange(k, device=n.device)
+    return torch.cat([tail, inputs], dim=1).gather(1, at[..., None].expand(-1, -1, C))
+
+
+class DeltaLayer(RecurrentLayer):
+    """Is a pre-norm block as `DecoderLayer` is, with a delta rule in the place of attention."""
+
+    states = STATES
+
+    def __init__(self, c: Qwen35Config, mlp: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.linear_attn = GatedDelta(c, ranks)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
+        mixed, tokens = self.linear_attn(self.input_layernorm(x), state)
+        x = x + self.summed(mixed)
+        return x + self.summed(self.mlp(self.post_attention_layernorm(x))), tokens
+
+    def summed(self, part: Tensor) -> Tensor:
+        return part if self.ranks.parts == 1 else all_reduce(part)
+
+    def advance(self, state: State, tokens: State, n: Tensor) -> State:
+        return self.linear_attn.advance(state, tokens, n)
+
+    def advance_all(self, state: State, tokens: State, n: Tensor) -> State:
+        tail = last_inputs(state["conv"], tokens["inputs"], n)
+        return {"conv": tail, "delta": tokens["all"]}
+
+
+class Qwen35(CausalLM):
+    """Is the part of the model that one of `ranks` computes."""
+
+    config: Qwen35Config
+
+    def __init__(self, c: Qwen35Config, ranks: Ranks = ALONE) -> None:
+        def second(layer: int) -> nn.Module:
+            found, inner = feed_forward(c, layer, ranks), c.shared_expert_intermediate_size
+            if isinstance(found, MoE) and inner:
+                found.shared_experts = GatedMLP(c.hidden_size, inner // ranks.parts)
+            return found
+
+        def layer(i: int) -> DecoderLayer | RecurrentLayer:
+            if c.delta_layers[i]:
+                return DeltaLayer(c, second(i), ranks)
+            return DecoderLayer(c, GroupedAttention(c, ranks), second(i), ranks)
+
+        L = c.num_hidden_layers
+        places = range(L, L + c.num_nextn_predict_layers)
+        modules = [MTPModule(c, GroupedAttention(c, ranks), second(i), ranks) for i in places]
+        super().__init__(c, map(layer, range(L)), modules, Rope(c.rope, c.rotary_dim), ranks)

@@ -1,0 +1,23 @@
+"""causal_conv in ONNX: ONNX Runtime's own CausalConvWithState."""
+
+from typing import Any
+
+from onnxscript.onnx_opset import opset24 as op
+
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, contrib
+
+CausalConv = contrib(
+    "CausalConvWithState",
+    {"input": FLOATS, "weight": FLOATS, "bias": FLOATS, "past_state": FLOATS},
+    {"activation": "", "ndim": 1},
+    optional=("bias",),
+    outputs=(FLOATS, FLOATS),
+)
+
+
+def causal_conv_onnx(x: Any, tail: Any, weight: Any) -> Any:
+    """Emits one node over channels [B, C, T]; nobody reads the state that it returns."""
+    channels, past = (op.Transpose(each, perm=[0, 2, 1]) for each in (x, tail))
+    taps = op.Unsqueeze(op.Transpose(weight, perm=[1, 0]), op.Constant(value_ints=[1]))
+    y, _ = CausalConv(channels, taps, None, past, activation="silu", ndim=1)
+    return op.Transpose(y, perm=[0, 2, 1])

@@ -1,0 +1,69 @@
+"""delta_rule and delta_advance in ONNX: ONNX Runtime's own LinearAttention."""
+
+from itertools import pairwise
+from typing import Any
+
+from onnxscript.onnx_opset import opset24 as op
+
+from mtpbuild.plugins.delta_rule.op import EPSILON
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, contrib
+from mtpbuild.plugins.mla_attention.onnx import ints
+
+NAMES = ("query", "key", "value", "past_state", "decay", "beta")
+LinearAttention = contrib(
+    "LinearAttention",
+    dict.fromkeys(NAMES, FLOATS),
+    {"q_num_heads": 0, "kv_num_heads": 0, "scale": 0.0, "update_rule": ""},
+    outputs=(FLOATS, FLOATS),
+)
+
+
+def delta_rule_onnx(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any) -> Any:
+    outputs, after = attend(mixed, ba, rate, bias, state, None)
+    _, heads, _, width = sizes(state)
+    return op.Reshape(outputs, ints(0, 0, heads, width)), after
+
+
+def delta_advance_onnx(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n: Any) -> Any:
+    return attend(mixed, ba, rate, bias, state, n)[1]
+
+
+def attend(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n: Any) -> tuple[Any, Any]:
+    """Emits a node over heads that lie side by side; tokens from n [B] on change nothing."""
+    _, heads, width, values = sizes(state)
+    keys = (int(mixed.shape[2]) - heads * values) // 2
+    borders = (0, keys, 2 * keys, 2 * keys + heads * values)
+    q, k, v = (
+        op.Slice(mixed, ints(first), ints(end), ints(-1)) for first, end in pairwise(borders)
+    )
+    q, k = (spread(each, keys // width, width, heads) for each in (q, k))
+    b, a = op.Split(ba, axis=-1, num_outputs=2)
+    decay = op.Neg(op.Mul(rate, op.Softplus(op.Add(a, bias))))
+    beta = op.Sigmoid(b)
+    if n is not None:
+        place = op.Range(
+            op.Constant(value_int=0),
+            op.Squeeze(op.Shape(ba, start=1, end=2)),
+            op.Constant(value_int=1),
+        )
+        stays = op.Less(op.Unsqueeze(place, ints(0)), op.Unsqueeze(n, ints(1)))
+        stays, none = op.Unsqueeze(stays, ints(2)), op.Constant(value_float=0.0)
+        decay, beta = op.Where(stays, decay, none), op.Where(stays, beta, none)
+    how = {"q_num_heads": heads, "kv_num_heads": heads, "scale": width**-0.5}
+    found: tuple[Any, Any] = LinearAttention(
+        q, k, v, state, decay, beta, update_rule="gated_delta", **how
+    )
+    return found
+
+
+def spread(x: Any, groups: int, width: int, heads: int) -> Any:
+    """Divides each head by its length, and repeats it for those that share it: [B, T, H K]."""
+    own = op.Reshape(x, ints(0, 0, groups, 1, width))
+    squares = op.ReduceSum(op.Mul(own, own), ints(-1), keepdims=1)
+    length = op.Sqrt(op.Add(squares, op.Constant(value_float=EPSILON)))
+    every = op.Expand(op.Div(own, length), ints(1, 1, 1, heads // groups, 1))
+    return op.Reshape(every, ints(0, 0, heads * width))
+
+
+def sizes(state: Any) -> list[int]:
+    return [0, *(int(size) for size in state.shape[1:])]

@@ -1,0 +1,89 @@
+"""delta_rule and delta_advance: the gated delta rule, token by token (arXiv:2412.06464).
+
+Shapes: B slots, T tokens, G heads of queries and keys of width K, H heads of values of width V. A
+head of queries and keys serves H / G value heads beside each other.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPSILON = 1e-6  # of the squares that queries and keys are divided by
+
+
+@torch.library.custom_op("mtpbuild::delta_rule", mutates_args=())
+def delta_rule(
+    mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Reads a state [B, H, K, V] by T tokens, each behind its own change of it; all is fp32.
+
+    mixed [B, T, 2 G K + H V] holds queries, keys and values; ba [B, T, 2 H] is b, then a; rate and
+    bias are [H]. For each value head and token, with q and k divided by their lengths:
+
+        S = exp(-rate softplus(a + bias)) S
+        S = S + k sigmoid(b) (v - S^T k)^T
+        o = S^T q / sqrt(K)
+
+    Returns o [B, T, H, V] and the state behind all tokens.
+    """
+    q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
+    found = []
+    for t in range(mixed.shape[1]):
+        state, o = step(state, q[:, t], k[:, t], v[:, t], decay[:, t], beta[:, t])
+        found.append(o)
+    return torch.stack(found, dim=1), state.clone()
+
+
+@torch.library.custom_op("mtpbuild::delta_advance", mutates_args=())
+def delta_advance(
+    mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor, n: Tensor
+) -> Tensor:
+    """Returns the state [B, H, K, V] of `delta_rule` behind the first n [B] of the T tokens.
+
+    A token from n on neither decays nor corrects: times 1, and plus 0. So n 0 leaves a state as it
+    is, to the bit.
+    """
+    q, k, v, decay, beta = inputs(mixed, ba, rate, bias, state)
+    for t in range(mixed.shape[1]):
+        stays = (t < n)[:, None]
+        own = torch.where(stays, decay[:, t], 1.0), torch.where(stays, beta[:, t], 0.0)
+        state, _ = step(state, q[:, t], k[:, t], v[:, t], *own)
+    return state.clone()
+
+
+def inputs(mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor) -> list[Tensor]:
+    """Returns q and k [B, T, H, K], v [B, T, H, V], decay and beta [B, T, H]."""
+    H, K, V = state.shape[1:]
+    keys = (mixed.shape[-1] - H * V) // 2
+    q, k, v = mixed.split([keys, keys, H * V], dim=-1)
+    heads = [each.unflatten(-1, (keys // K, K)) for each in (q, k)]
+    lengths = [torch.rsqrt(each.square().sum(-1, keepdim=True) + EPSILON) for each in heads]
+    q, k = (
+        (each * length).repeat_interleave(H * K // keys, dim=2)
+        for each, length in zip(heads, lengths, strict=True)
+    )
+    b, a = ba.split(H, dim=-1)
+    decay = (-rate * F.softplus(a + bias)).exp()
+    return [q * K**-0.5, k, v.unflatten(-1, (H, V)), decay, b.sigmoid()]
+
+
+def step(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the state and the output [B, H, V] of one token: q, k [B, H, K], decay [B, H]."""
+    state = state * decay[..., None, None]
+    error = v - (state * k[..., None]).sum(-2)
+    state = state + k[..., None] * (beta[..., None] * error)[..., None, :]
+    return state, (state * q[..., None]).sum(-2)
+
+
+@delta_rule.register_fake
+def empty_outputs(
+    mixed: Tensor, ba: Tensor, rate: Tensor, bias: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns empty tensors for the results of delta_rule."""
+    outputs = mixed.new_empty(*mixed.shape[:2], state.shape[1], state.shape[3])
+    return outputs, torch.empty_like(state)
+
+
+delta_advance.register_fake(lambda mixed, ba, rate, bias, state, n: torch.empty_like(state))
