@@ -46,6 +46,9 @@ ONNX: plugins.FacetTable = dict.fromkeys(
 CPU: plugins.FacetTable = dict.fromkeys(
     (
         plugins.accept_rewind,
+        plugins.causal_conv,
+        plugins.delta_advance,
+        plugins.delta_rule,
         plugins.embedding_nbits,
         plugins.experts_packed,
         plugins.gated_packed,

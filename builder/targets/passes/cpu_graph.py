@@ -15,13 +15,27 @@ BIASED = ("Product", "FloatProduct")  # which also add one number to each output
 
 
 class FuseAround(ir.passes.InPlacePass):  # type: ignore[misc]
-    """Removes a norm that only products read, and a sum of which a product is one side."""
+    """Removes a norm that only products read, and a sum of which a product is one side.
+
+    A step's delta rule loses the state behind all tokens, which only a prompt's keeps.
+    """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         nodes = [*model.graph]
         fused = [node for node in nodes if _fuse_norm(node) or _fuse_sum(node)]
         model.graph.remove(fused, safe=True)
-        return ir.passes.PassResult(model, bool(fused))
+        changed = [node for node in model.graph if _drop_state(node)]
+        return ir.passes.PassResult(model, bool(fused or changed))
+
+
+def _drop_state(node: ir.Node) -> bool:
+    if (node.domain, node.op_type) != (DOMAIN, "DeltaRule"):
+        return False
+    state = node.outputs[1]
+    if state.is_graph_output() or state.uses():
+        return False
+    node.attributes["keeps"], state.name = ir.AttrInt64("keeps", 0), ""
+    return True
 
 
 def _fuse_norm(node: ir.Node) -> bool:

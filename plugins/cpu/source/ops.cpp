@@ -7,6 +7,7 @@
 #endif
 
 #include "chain.h"
+#include "delta_ops.h"
 #include "grouped_ops.h"
 #include "latent_ops.h"
 #include "mixture_ops.h"
@@ -115,7 +116,8 @@ using All =
     List<Product, GatedProduct, FloatProduct, Experts, Norm, Attention, Circle<true>, Circle<false>,
          GatedFloatProduct, FloatExperts, LatentRows<float>, LatentRows<mtp::Bf16>, LatentAttention,
          Route, Accept, Embedding, LogSoftmax, ArgMax, Take<float>, Take<int64_t>, Join<float>,
-         Join<int64_t>, FloatEmbedding, Places, Weigh, GroupedRows<float>, GroupedRows<mtp::Bf16>>;
+         Join<int64_t>, FloatEmbedding, Places, Weigh, GroupedRows<float>, GroupedRows<mtp::Bf16>,
+         CausalConv, DeltaRule, DeltaAdvance>;
 
 const Kind* kind_of(const std::string& name) {
   for (const Kind& kind : All::kinds)

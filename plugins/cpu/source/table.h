@@ -1,11 +1,12 @@
 // The table of one instruction set: a source file includes its lanes, then this.
 #pragma once
 #include "attention.h"
+#include "delta.h"
 #include "floats.h"
 #include "kernels.h"
 #include "maths.h"
 #include "products.h"
 
-#define MTP_KERNELS(name)                                                     \
-  {name,    quantise, multiply<4>, multiply<8>, multiply_floats, gated, norm, \
-   sigmoid, best,     attend,      fold}
+#define MTP_KERNELS(name)                                                       \
+  {name,    quantise, multiply<4>, multiply<8>, multiply_floats, gated,   norm, \
+   sigmoid, best,     attend,      fold,        delta,           convolve}

@@ -1,0 +1,187 @@
+// The gated delta rule, token by token, and the convolution in front of it.
+#pragma once
+#include "exponential.h"
+#include "op.h"
+
+namespace {
+
+using mtp::COLUMNS;
+
+// silu of a convolution over tokens: x [B, T, C], the k - 1 inputs before them [B, k - 1, C],
+// weight [k, C] -> [B, T, C].
+struct CausalConv : Usual {
+  static constexpr const char* name = "CausalConv";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT};
+  static constexpr int64_t TAPS = 64;  // at most
+  const Kernels& k;
+
+  CausalConv(const Kernels& k, const Attributes&) : k(k) {}
+
+  void compute(Call& call) const override {
+    Tensor x = call.input(0), tail = call.input(1), weight = call.input(2);
+    bool fit = x.rank() == 3 && weight.rank() == 2 && weight.shape[0] > 0 &&
+               weight.shape[0] <= TAPS && weight.shape[1] == x.shape[2] &&
+               tail.shape == std::vector<int64_t>{x.shape[0], weight.shape[0] - 1, x.shape[2]};
+    NEED(fit, name, x.text() + " behind " + tail.text() + ", weight " + weight.text());
+    int64_t slots = x.shape[0], tokens = x.shape[1], C = x.shape[2], taps = weight.shape[0];
+    float* y = call.output(x.shape);
+    tasks(call, slots * tokens, slots * tokens * C * (taps + 8), [&](int64_t m) {
+      int64_t slot = m / tokens, t = m % tokens;
+      const float* rows[TAPS];
+      for (int64_t j = 0; j < taps; j++) {
+        int64_t at = t + j - (taps - 1);
+        rows[j] = at < 0 ? tail.data<float>() + (slot * (taps - 1) + t + j) * C
+                         : x.data<float>() + (slot * tokens + at) * C;
+      }
+      k.convolve(rows, weight.data<float>(), taps, C, y + m * C);
+    });
+  }
+};
+
+// mixed [B, T, 2 G K + H V], ba [B, T, 2 H], rate [H], bias [H], state [B, H, K, V]; n [B] if
+// tokens from n on change nothing. What each of them is: plugins/delta_rule/op.py.
+struct DeltaJob {
+  Tensor mixed, ba, rate, bias, state, n;
+  int64_t slots, tokens, heads, width, values, groups, each;
+  std::unique_ptr<float[]> queries, keys, decays, shares;
+
+  DeltaJob(const char* op, Call& call, bool counted)
+      : mixed(call.input(0)),
+        ba(call.input(1)),
+        rate(call.input(2)),
+        bias(call.input(3)),
+        state(call.input(4)) {
+    if (counted) n = call.input(5);
+    NEED(mixed.rank() == 3 && state.rank() == 4, op, mixed.text() + " with " + state.text());
+    slots = mixed.shape[0], tokens = mixed.shape[1];
+    heads = state.shape[1], width = state.shape[2], values = state.shape[3];
+    bool known = heads > 0 && heads < MOST && width > 0 && width < MOST && values > 0 &&
+                 values < MOST / heads;
+    int64_t both = known ? mixed.shape[2] - heads * values : 0;
+    groups = known ? both / 2 / width : 0;
+    std::vector<int64_t> own{heads}, gates{slots, tokens, 2 * heads};
+    bool fit = groups > 0 && both == 2 * groups * width && heads % groups == 0 &&
+               state.shape[0] == slots && ba.shape == gates && rate.shape == own &&
+               bias.shape == own && (!counted || n.shape == std::vector<int64_t>{slots});
+    NEED(fit, op, mixed.text() + ", " + ba.text() + " with " + state.text());
+    each = heads / groups;
+  }
+  int64_t row() const { return mixed.shape[2]; }
+  // How many tokens of a slot count.
+  int64_t count(int64_t slot) const {
+    if (!n.memory) return tokens;
+    return std::max<int64_t>(0, min(tokens, n.data<int64_t>()[slot]));
+  }
+
+  // Queries and keys divided by their lengths, and what the rule makes of b and a.
+  void prepare(const Kernels& k, Call& call, bool asks) {
+    int64_t rows = slots * tokens, size = groups * width;
+    if (asks) queries = scratch<float>(rows * size);
+    keys = scratch<float>(rows * size);
+    decays = scratch<float>(rows * heads), shares = scratch<float>(rows * heads);
+    float count = static_cast<float>(width), epsilon = 1e-6f / count;
+    std::vector<float> one(width, 1.0f / std::sqrt(count)), other(width, 1.0f / count);
+    tasks(call, rows, rows * (8 * size + 128 * heads), [&](int64_t m) {
+      const float* q = mixed.data<float>() + m * row();
+      for (int64_t g = 0; g < groups; g++) {
+        int64_t at = m * size + g * width;
+        if (asks) k.norm(q + g * width, other.data(), width, epsilon, &queries[at]);
+        k.norm(q + size + g * width, one.data(), width, epsilon, &keys[at]);
+      }
+      const float* b = ba.data<float>() + m * 2 * heads;
+      for (int64_t h = 0; h < heads; h++) {
+        float x = b[heads + h] + bias.data<float>()[h];
+        decays[m * heads + h] = mtp::decay(rate.data<float>()[h], x);
+        shares[m * heads + h] = mtp::share(b[h]);
+      }
+    });
+  }
+
+  // Outputs [B, T, H, V] and the state behind the tokens, either of which may be missing.
+  void run(const Kernels& k, Call& call, float* outputs, float* after) const {
+    int64_t blocks = up(values, COLUMNS);
+    int64_t work = slots * tokens * heads * width * values * 4;
+    tasks(call, slots * heads * blocks, work, [&](int64_t i) {
+      int64_t slot = i / blocks / heads, head = i / blocks % heads, first = i % blocks * COLUMNS;
+      block(k, slot, head, first, min(COLUMNS, values - first), outputs, after);
+    });
+  }
+
+ private:
+  void block(const Kernels& k, int64_t slot, int64_t head, int64_t first, int64_t some,
+             float* outputs, float* after) const {
+    int64_t count = this->count(slot), row = slot * tokens, at = (slot * heads + head) * width;
+    const float* from = state.data<float>() + at * values + first;
+    auto held = scratch<float>(width * COLUMNS), own = scratch<float>(2 * count * COLUMNS);
+    gather(from, values, width, some, held.get());
+    int64_t size = groups * width, key = row * size + head / each * width;
+    gather(mixed.data<float>() + row * this->row() + 2 * size + head * values + first, this->row(),
+           count, some, own.get());
+    float* out = &own[count * COLUMNS];
+    mtp::Delta d{queries ? &queries[key] : nullptr,
+                 &keys[key],
+                 own.get(),
+                 &decays[row * heads + head],
+                 &shares[row * heads + head],
+                 count,
+                 size,
+                 heads,
+                 width,
+                 out};
+    k.delta(d, held.get());
+    if (outputs)
+      scatter(out, count, some, heads * values, outputs + (row * heads + head) * values + first);
+    if (after) scatter(held.get(), width, some, values, after + at * values + first);
+  }
+  // Rows of `some` numbers that lie `stride` apart, side by side and filled up with zeros.
+  static void gather(const float* from, int64_t stride, int64_t rows, int64_t some, float* to) {
+    for (int64_t i = 0; i < rows; i++) {
+      std::memcpy(to + i * COLUMNS, from + i * stride, some * sizeof(float));
+      std::fill_n(to + i * COLUMNS + some, COLUMNS - some, 0.0f);
+    }
+  }
+  static void scatter(const float* from, int64_t rows, int64_t some, int64_t stride, float* to) {
+    for (int64_t i = 0; i < rows; i++)
+      std::memcpy(to + i * stride, from + i * COLUMNS, some * sizeof(float));
+  }
+};
+
+// What each token reads of the state -> [B, T, H, V], and if asked for the state behind all.
+struct DeltaRule : Usual {
+  static constexpr const char* name = "DeltaRule";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT, ort::FLOAT,
+                                         ort::FLOAT};
+  static constexpr ort::Type results[] = {ort::FLOAT, ort::FLOAT};
+  static constexpr unsigned optional_results = 1 << 1;
+  const Kernels& k;
+  bool keeps;  // the second result
+
+  DeltaRule(const Kernels& k, const Attributes& from) : k(k), keeps(from.integer("keeps") != 0) {}
+
+  void compute(Call& call) const override {
+    DeltaJob job(name, call, false);
+    float* y = call.output({job.slots, job.tokens, job.heads, job.values});
+    float* after = keeps ? call.output(job.state.shape, 1) : nullptr;
+    job.prepare(k, call, true);
+    job.run(k, call, y, after);
+  }
+};
+
+// The state [B, H, K, V] behind the first n [B] tokens; n 0 leaves it as it is.
+struct DeltaAdvance : Usual {
+  static constexpr const char* name = "DeltaAdvance";
+  static constexpr ort::Type inputs[] = {ort::FLOAT, ort::FLOAT, ort::FLOAT,
+                                         ort::FLOAT, ort::FLOAT, ort::INT64};
+  const Kernels& k;
+
+  DeltaAdvance(const Kernels& k, const Attributes&) : k(k) {}
+
+  void compute(Call& call) const override {
+    DeltaJob job(name, call, true);
+    float* after = call.output(job.state.shape);
+    job.prepare(k, call, false);
+    job.run(k, call, nullptr, after);
+  }
+};
+
+}  // namespace

@@ -1,0 +1,19 @@
+"""delta_rule and delta_advance as operators of the CPU's library."""
+
+from typing import Any
+
+from mtpbuild.plugins.cpu.onnx import operator
+from mtpbuild.plugins.matmul_nbits.onnx import FLOATS, INTS
+
+OPERANDS = dict.fromkeys(("mixed", "ba", "rate", "bias", "state"), FLOATS)
+DeltaRule = operator("DeltaRule", OPERANDS, {"keeps": 1}, outputs=(FLOATS, FLOATS))
+DeltaAdvance = operator("DeltaAdvance", {**OPERANDS, "n": INTS})
+
+
+def delta_rule_cpu(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any) -> Any:
+    """Write one node; `FuseAround` drops its second result where nobody reads it."""
+    return DeltaRule(mixed, ba, rate, bias, state, keeps=1)
+
+
+def delta_advance_cpu(mixed: Any, ba: Any, rate: Any, bias: Any, state: Any, n: Any) -> Any:
+    return DeltaAdvance(mixed, ba, rate, bias, state, n)
