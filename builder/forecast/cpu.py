@@ -194,6 +194,9 @@ def engine_bytes(model: Model) -> int:
 
 
 def cached_bytes(request: ForecastRequest, model: Model, nextn: int) -> int:
-    """Count the bytes of all requests' cache rows, windows included, in fp32."""
+    """Count the bytes of all requests' cache rows, windows included, in fp32.
+
+    Of recurrent states there are two: a step reads one and writes the other.
+    """
     rows = request.max_seq_len + nextn + 1
-    return request.max_batch * rows * model.cache_bytes(nextn, "fp32")
+    return request.max_batch * (rows * model.cache_bytes(nextn, "fp32") + 2 * model.state_bytes)

@@ -7,6 +7,7 @@ those routed experts that some token chose.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from mtpbuild.builder.forecast.machines import Gpu
 from mtpbuild.builder.forecast.weights import Class
@@ -57,6 +58,12 @@ class Model:
         """The cache's width C of each layer, then of each module."""
         return family_of(self.config).cache_specs(self.config, self.ranks)
 
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a request's recurrent states, which are fp32 everywhere."""
+        found = family_of(self.config).recurrent(self.config, self.ranks)
+        return sum(CACHE_BYTES["fp32"] * prod(state.sizes.values()) for state in found)
+
     def drafter(self, nextn: int) -> DrafterName | None:
         return choose_drafter(self.config, nextn, None)
 
@@ -70,6 +77,9 @@ class Model:
                 yield self._weights(one.name, [one], [nextn + 1], load)
         widths = self.widths[: self.config.num_hidden_layers]
         yield self._cache("caches", widths, [nextn + 1], load)
+        if self.state_bytes:  # read by the window and to be advanced, and written
+            bytes = 3 * self.ranks.local(load.batch) * self.state_bytes
+            yield self._part("recurrent states", bytes, 0, 0)
 
     def _draft(self, nextn: int, load: Load) -> Iterator[Part]:
         """Count drafting: Eagle runs one module nextn times, vanilla each over the whole window."""
@@ -112,7 +122,8 @@ class Model:
         """Count the context's cache rows, in layers of these widths, and attention over them."""
         rows = self.ranks.local(load.batch) * load.context
         bytes = len(passes) * rows * sum(widths) * CACHE_BYTES[load.cache]
-        operations = rows * len(widths) * self.costs.row_operations * sum(passes)
+        attending = sum(width > 0 for width in widths)
+        operations = rows * attending * self.costs.row_operations * sum(passes)
         return self._part(name, bytes, operations, operations / self.gpu.peak("bf16"))
 
     def _part(self, name: str, bytes: float, operations: float, compute: float) -> Part:
@@ -130,10 +141,14 @@ class Model:
         return sum(one.per_rank for one in self.classes if nextn or not one.module)
 
     def scratch_bytes(self, nextn: int, batch: int, chunk: int) -> float:
-        """Count a pass's largest activations (bf16) and a step's logits (fp32), per rank."""
+        """Count a pass's largest activations (bf16) and a step's logits (fp32), per rank.
+
+        Recurrent states are counted here, as they do not grow with the context.
+        """
         window = self.ranks.local(batch) * (nextn + 1)
         activations = 2 * max(chunk, window) * self.costs.activations
-        return activations + 4 * window * self.config.vocab_size
+        states = self.ranks.local(batch) * self.state_bytes
+        return activations + 4 * window * self.config.vocab_size + states
 
 
 def distinct_experts(c: Costs, tokens: int) -> float:

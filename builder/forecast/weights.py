@@ -18,13 +18,14 @@ from mtpbuild.builder.weights.stored import open_checkpoint
 from mtpbuild.runtime.ranks import Ranks
 
 KINDS = (  # of a layer's weights; the first that the name holds
+    ("linear_attn", "delta rules"),
     ("norm", "router, norms"),
     ("embed_tokens", "embedding"),  # a module's own
     ("shared_head.head", "head"),
     (".gate.", "router, norms"),
     ("self_attn", "attention"),
     (".experts.", "experts"),
-    (".shared_experts.", "shared experts"),
+    (".shared_expert", "shared experts"),
     ("mlp.", "dense MLPs"),
 )
 TIED = "embedding, head"  # one tensor is both

@@ -54,6 +54,15 @@ def test_names() -> None:
         "kimi-k2-instruct",
         "mimo-7b-rl",
         "moonlight-16b-a3b-instruct",
+        "qwen3-next-80b-a3b",
+        "qwen3.5-0.8b",
+        "qwen3.5-2b",
+        "qwen3.5-4b",
+        "qwen3.5-9b",
+        "qwen3.5-27b",
+        "qwen3.5-35b-a3b",
+        "qwen3.5-122b-a10b",
+        "qwen3.5-397b-a17b",
     }
 
 

@@ -91,10 +91,16 @@ def test_tokens_and_state(tp: int, ep: int, shape: str, drafter: DrafterName) ->
 
 @pytest.mark.parametrize(
     ("name", "ep", "drafter"),
-    [("glm-4.6", 2, "mtp-eagle"), ("glm-air", 1, "mtp-vanilla"), ("mimo", 1, "mtp-eagle")],
+    [
+        ("glm-4.6", 2, "mtp-eagle"),
+        ("glm-air", 1, "mtp-vanilla"),
+        ("mimo", 1, "mtp-eagle"),
+        ("qwen3.5-moe", 2, "mtp-eagle"),
+        ("qwen3-next", 1, "mtp-eagle"),
+    ],
 )
 def test_grouped_heads(name: str, ep: int, drafter: DrafterName) -> None:
-    """Each of two ranks has whole groups of heads, and its own rows of keys and values."""
+    """Each of two ranks has whole groups of heads, its own rows of keys and values, and states."""
     torch.set_num_threads(1)
     reference, meeting = make_family(name, vocab_size=62), Meeting(2)
     prompt = np.random.default_rng(0).integers(0, 62, 7).tolist()

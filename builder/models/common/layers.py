@@ -209,7 +209,12 @@ class DecoderLayer(nn.Module):
         return x + self.summed(self.mlp(self.post_attention_layernorm(x)))
 
     def summed(self, part: Tensor) -> Tensor:
-        return part if self.ranks.parts == 1 else all_reduce(part)
+        return over_ranks(part, self.ranks)
+
+
+def over_ranks(part: Tensor, ranks: Ranks) -> Tensor:
+    """Sums what each rank has computed a part of."""
+    return part if ranks.parts == 1 else all_reduce(part)
 
 
 class RecurrentLayer(nn.Module):

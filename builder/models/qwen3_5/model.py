@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtpbuild.builder.models.common.causal_lm import CausalLM
-from mtpbuild.builder.models.common.collectives import all_reduce
 from mtpbuild.builder.models.common.grouped import GroupedAttention
 from mtpbuild.builder.models.common.layers import (
     MLP,
@@ -19,6 +18,7 @@ from mtpbuild.builder.models.common.layers import (
     Rope,
     Rows,
     State,
+    over_ranks,
 )
 from mtpbuild.builder.models.common.moe import MoE, feed_forward
 from mtpbuild.builder.models.common.precision import cast, parameter
@@ -100,11 +100,9 @@ class DeltaLayer(RecurrentLayer):
 
     def forward(self, x: Tensor, state: State, rows: Rows) -> tuple[Tensor, State]:
         mixed, tokens = self.linear_attn(self.input_layernorm(x), state)
-        x = x + self.summed(mixed)
-        return x + self.summed(self.mlp(self.post_attention_layernorm(x))), tokens
-
-    def summed(self, part: Tensor) -> Tensor:
-        return part if self.ranks.parts == 1 else all_reduce(part)
+        x = x + over_ranks(mixed, self.ranks)
+        second = self.mlp(self.post_attention_layernorm(x))
+        return x + over_ranks(second, self.ranks), tokens
 
     def advance(self, state: State, tokens: State, n: Tensor) -> State:
         return self.linear_attn.advance(state, tokens, n)
