@@ -41,12 +41,13 @@ def read_as(kind: type[T], service: Service, engine: Engine, body: ChatBody) -> 
     params = read_sampled(
         service, engine, body, len(ids), most, logprobs=logprobs, calls=calls, markers=markers
     )
+    schemas = {tool.function.name: tool.function.parameters for tool in body.tools or ()}
     choices = [Choice(index, ids, own) for index, own in enumerate(seeded(params, body.n or 1))]
     for choice in choices:
         if marks is not None:
             choice.splitter = ThinkingSplitter(opens_thought(ids, marks))
             choice.end_of_thought = marks[1]
-        choice.calls = ToolCalls(form) if form else None
+        choice.calls = ToolCalls(form, schemas) if form else None
     return kind(
         service.model,
         choices,

@@ -77,6 +77,9 @@ def forced_calls(
     if form is None or tokenizer is None:
         message = "tool_choice: no form of calls is known (--tool-call-parser)"
         raise ApiError(400, message, "tool_choice")
+    if form.tagged:
+        message = "tool_choice: this model's calls have their arguments in tags, not in JSON"
+        raise ApiError(400, f'{message}: say "auto"', "tool_choice")
     once = name is not None or body.parallel_tool_calls is False
     return StructuredOutputs(grammar=calls_grammar(form, tools, tokenizer, once=once))
 

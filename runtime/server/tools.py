@@ -6,6 +6,7 @@ cut. Anything that is not a call stays text.
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class Form:
     tail: str = ""  # text between the arguments and the end
     # How a call is written: before the name, before the arguments, before the end.
     spelled: tuple[str, str, str] = ("", "", "")
+    tagged: bool = False  # arguments stand in tags of their own, and strings without quotes
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -57,7 +59,13 @@ FORMS = {
     "hermes": Form(
         "<tool_call>", "</tool_call>", spelled=('\n{"name": "', '", "arguments": ', "}\n")
     ),
+    "qwen3_coder": Form("<tool_call>", "</tool_call>", tagged=True),
 }
+FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)(?:</function>)?\s*", re.DOTALL)
+PARAMETER = re.compile(
+    r"<parameter=(?P<name>[^>\n]+)>\n?(?P<value>.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)",
+    re.DOTALL,
+)
 JSON_HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
@@ -67,14 +75,20 @@ def form_of(template: str) -> str | None:
     """Find the form that a chat template writes; None if it is none of ours."""
     if CALL[0] in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
-    return "hermes" if "<tool_call>" in template else None
+    if "<tool_call>" in template:
+        return "qwen3_coder" if "<function=" in template else "hermes"
+    return None
 
 
 @dataclass(slots=True)
 class ToolCalls:
-    """Finds the calls in one answer."""
+    """Finds the calls in one answer.
+
+    tools: the JSON schema of each function's arguments, from which tagged ones get their types.
+    """
 
     form: Form
+    tools: Mapping[str, Any] = field(default_factory=dict)
     count: int = 0  # calls so far
     _held: str = field(default="", init=False)
     _inside: bool = field(default=False, init=False)
@@ -145,7 +159,8 @@ class ToolCalls:
     def _head(self, last: bool) -> list[Piece]:
         """Take the call's name once it is complete; a call without a name is text."""
         json_call = self.form.head is None
-        match = (self.form.head or JSON_HEAD).match(self._held)
+        tagged = self.form.tagged
+        match = None if tagged else (self.form.head or JSON_HEAD).match(self._held)
         end = self._held.find(self.form.end)
         if match and not (0 <= end < match.end()):
             self._take(match.end())
@@ -156,7 +171,8 @@ class ToolCalls:
             return []
         whole = self._take(end if end >= 0 else len(self._held))
         self._take(len(self.form.end) if end >= 0 else 0)
-        call = _parsed(whole) if json_call else None
+        parse = self._tagged if tagged else _parsed
+        call = parse(whole) if json_call else None
         if call is None:
             self._inside = False
             closed = self.form.end if end >= 0 else ""
@@ -164,6 +180,20 @@ class ToolCalls:
         pieces = [*self._open(call[0]), Piece("arguments", call[1], self.count - 1)]
         self._close()
         return pieces
+
+    def _tagged(self, text: str) -> tuple[str, str] | None:
+        """Read name and arguments of a call in tags; None if it is none."""
+        found = FUNCTION.fullmatch(text)
+        if found is None:
+            return None
+        name = found["name"].strip()
+        schema = self.tools.get(name)
+        known = schema.get("properties") if isinstance(schema, dict) else None
+        arguments = {
+            each["name"].strip(): _typed(each["value"], known, each["name"].strip())
+            for each in PARAMETER.finditer(found["body"])
+        }
+        return name, json.dumps(arguments, ensure_ascii=False)
 
     def _open(self, name: str) -> list[Piece]:
         self._named = True
@@ -202,6 +232,18 @@ class JsonValue:
                     self.closed = True
                     return i + (self._depth == 0)
         return len(text)
+
+
+def _typed(text: str, properties: Any, name: str) -> Any:
+    """Read a tagged argument: a string unless its schema has other types and the text is JSON."""
+    schema = properties.get(name) if isinstance(properties, dict) else None
+    kinds = schema.get("type", "any") if isinstance(schema, dict) else "string"
+    if kinds == "string" or ("string" in kinds and text != "null"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _parsed(text: str) -> tuple[str, str] | None:

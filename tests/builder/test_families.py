@@ -493,6 +493,11 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "glm-4.6": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
     | {"num_attention_heads": 4, "head_dim": 16},
     "mimo": {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16},
+    "qwen3.5": {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    | {"linear_value_head_dim": 16},
+    "qwen3.5-moe": {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+    | {"linear_num_value_heads": 4, "linear_value_head_dim": 16}
+    | {"shared_expert_intermediate_size": 32},
     "gigachat": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
     | {"kv_lora_rank": 32, "num_attention_heads": 4, "v_head_dim": 16},
     "glm-flash": {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
@@ -508,9 +513,10 @@ def test_quantised_engines_equal_the_dequantised_model(
 ) -> None:
     """Products, embedding and head keep their format; what goes into a product is rounded."""
     folder = save_family(tmp_path / name, name, make_family(name, **BLOCKS[name]), **BLOCKS[name])
+    drafter: DrafterName = "mtp-eagle" if name in HYBRIDS else "mtp-vanilla"
     (engine,) = build(
         build_request(
-            folder, (2,), drafter="mtp-vanilla", weights=format, out=tmp_path / "e", prefill_chunk=8
+            folder, (2,), drafter=drafter, weights=format, out=tmp_path / "e", prefill_chunk=8
         )
     )
     assert engine.manifest.build.weights == format

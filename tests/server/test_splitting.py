@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,11 @@ HERMES = (
     'I look.<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
     '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
 )
-TEXTS = {"deepseek_v3": V3, "deepseek_v31": V31, "hermes": HERMES}
+QWEN = (
+    "I look.<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n</function>\n"
+    "</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>"
+)
+TEXTS = {"deepseek_v3": V3, "deepseek_v31": V31, "hermes": HERMES, "qwen3_coder": QWEN}
 ODD = (
     "no call, 1 < 2 <tool",
     "<tool_call>not JSON</tool_call> after",
@@ -94,6 +99,49 @@ def test_no_cut_changes_the_calls(case: tuple[str, str], data: st.DataObject) ->
 def test_what_is_no_call_stays_text(text: str, content: str, calls: object) -> None:
     texts, found = joined(fed(ToolCalls(FORMS["hermes"]), [text]))
     assert (texts["content"], found) == (content, calls)
+
+
+LIKE = {"qwen": "hermes", "qwen3_5": "qwen3_coder", "deepseek": "deepseek_v3"}
+SCHEMA = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "array"},
+        "count": {"type": "integer"},
+        "unit": {"type": ["string", "null"]},
+        "any": {"enum": [1, "a"]},
+    }
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ([("city", "12")], {"city": "12"}),
+        ([("city", 'two\nlines <b> "x"')], {"city": 'two\nlines <b> "x"'}),
+        ([("days", "[1, 2]"), ("count", "3")], {"days": [1, 2], "count": 3}),
+        ([("count", "three"), ("unit", "null")], {"count": "three", "unit": None}),
+        ([("unit", "C"), ("any", "1")], {"unit": "C", "any": 1}),
+        ([("other", "5")], {"other": "5"}),
+    ],
+)
+def test_tagged_arguments(written: list[tuple[str, str]], arguments: dict[str, object]) -> None:
+    """They get the types of the function's schema; without one they are strings."""
+    tags = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in written)
+    call = f"<tool_call>\n<function=f>\n{tags}</function>\n</tool_call>"
+    _, [(name, found)] = joined(fed(ToolCalls(FORMS["qwen3_coder"], {"f": SCHEMA}), [call]))
+    assert (name, json.loads(found)) == ("f", arguments)
+
+
+def test_the_form_of_a_template() -> None:
+    templates = Path(__file__).parents[1] / "data" / "chat_templates"
+    found = {name: form_of((templates / f"{name}_like.jinja").read_text()) for name in LIKE}
+    assert found == LIKE
+
+
+def test_what_is_no_tagged_call_stays_text() -> None:
+    for text in ("<tool_call>weather</tool_call>", "<tool_call>\n<function=f>\n<parameter=a>\n1"):
+        texts, calls = joined(fed(ToolCalls(FORMS["qwen3_coder"]), [text]))
+        assert (texts["content"], calls) in ((text, []), ("", [("f", '{"a": "1"}')]))
 
 
 def test_arguments_come_in_pieces() -> None:

@@ -10,7 +10,11 @@ from tests.support.families import make_family, save_family
 
 DEEPSEEK = {"few": QUANTIZABLE, "many": QUANTIZABLE | {"n_routed_experts": 24}}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-FAMILIES = {"glm-4.6": SIZES | {"moe_intermediate_size": 32}, "mimo": SIZES}
+FAMILIES = {
+    "glm-4.6": SIZES | {"moe_intermediate_size": 32},
+    "mimo": SIZES,
+    "qwen3.5": SIZES | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 LENGTHS = (1, 2, 7, 30, 5, 64, 3, 12)
 Said = list[tuple[list[int], list[float]]]
 

@@ -118,10 +118,21 @@ def gigachat() -> Files:
     return folder_of(backend, config) | {"special_tokens_map.json": names}
 
 
-def qwen() -> Files:
+def qwen3_5() -> Files:
+    """Does what `qwen` does; its template is a file of its own, and its calls are in tags."""
+    files = qwen("<tool_response>", "</tool_response>", "<|image_pad|>")
+    config = dict(files["tokenizer_config.json"])
+    del config["chat_template"]
+    return files | {
+        "tokenizer_config.json": config,
+        "chat_template.jinja": template("qwen3_5"),
+    }
+
+
+def qwen(*more: str) -> Files:
     """Normalises to NFC, has its template in tokenizer_config.json, and has no BOS."""
     added = special("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>")
-    added += plain("<tool_call>", "</tool_call>", "<think>", "</think>")
+    added += plain("<tool_call>", "</tool_call>", "<think>", "</think>", *more)
     backend = train(
         by_regex(QWEN_PATTERN),
         added,
@@ -196,5 +207,6 @@ FAMILIES: dict[str, Callable[[], Files]] = {
     "glm": glm,
     "gigachat": gigachat,
     "qwen": qwen,
+    "qwen3.5": qwen3_5,
     "deepseek": deepseek,
 }
